@@ -1,0 +1,249 @@
+"""Rules between the keys of a trial. Pure: no torch, no Ray, so a bad value is told in a moment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config.convert import flatten, to_dict
+from fsdp_lab.config.errors import CombinationError, ConfigError
+from fsdp_lab.config.schema import (
+    DataConfig,
+    DataName,
+    Dtype,
+    Family,
+    Granularity,
+    OffloadTarget,
+    OptimizerImplementation,
+    OptimizerName,
+    ReshardPolicy,
+    TrialConfig,
+)
+
+_AT_LEAST_ONE = (
+    "model.image_size", "model.num_channels", "model.patch_size", "model.num_layers", "model.num_heads",
+    "model.hidden_dim", "model.mlp_dim", "model.num_classes", "data.num_train", "data.num_val",
+    "training.epochs", "training.max_steps", "training.global_batch_size", "training.grad_accum_steps",
+    "sharding.dp_replicate", "sharding.min_num_params", "reshard_after_forward.size", "checkpoint.every_epochs",
+    "checkpoint.keep_last", "cluster.num_workers", "precision.growth_interval", "lr_schedule.step_epochs",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "data.loader_workers", "training.timing_warmup_steps", "training.seed", "optimizer.weight_decay",
+    "optimizer.momentum", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "cluster.max_failures",
+    "sharding.forward_prefetch", "sharding.backward_prefetch",
+)  # fmt: skip
+_POSITIVE = (
+    "optimizer.lr", "training.max_grad_norm", "precision.init_scale", "cluster.cpus_per_worker",
+    "cluster.wait_timeout_s", "lr_schedule.gamma",
+)  # fmt: skip
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+
+
+def default_num_workers() -> int:
+    """This machine's GPUs, or 2 where there are none. Asks the driver's /proc, not torch: no import."""
+    gpus = Path("/proc/driver/nvidia/gpus")
+    return (len(list(gpus.iterdir())) if gpus.is_dir() else 0) or 2
+
+
+def check_trial(config: TrialConfig, num_workers: int) -> None:
+    """Refuse a trial that cannot run.
+
+    Args:
+        num_workers: the number of ranks that `cluster.num_workers` stands for.
+
+    Raises:
+        ConfigError: a value that is wrong alone.
+        CombinationError: values that have no meaning together.
+    """
+    _check_ranges(flatten(config))
+    _check_model(config)
+    _check_mesh(config, num_workers)
+    _check_batch(config, num_workers)
+    _check_reshard(config, num_workers)
+    _check_precision(config)
+
+
+def _check_ranges(values: dict[str, Any]) -> None:
+    rules = (
+        (_AT_LEAST_ONE, lambda v: v >= 1, "is below 1; use a whole number of 1 or more"),
+        (_NOT_NEGATIVE, lambda v: v >= 0, "is negative; use 0 or more"),
+        (_POSITIVE, lambda v: v > 0, "is not above 0; use a positive number"),
+        (_BELOW_ONE, lambda v: 0 <= v < 1, "is outside [0, 1); use for example 0.9"),
+    )
+    for keys, holds, rule in rules:
+        for key in keys:
+            if values[key] is not None and not holds(values[key]):
+                raise ConfigError(f"{key}={values[key]} {rule}.")
+
+
+def _check_model(config: TrialConfig) -> None:
+    model = config.model
+    if model.family is not Family.vit:
+        return
+    for key in ("patch_size", "num_heads", "mlp_dim"):
+        if getattr(model, key) is None:
+            raise ConfigError(f"model.{key}=null: a ViT needs it; give model.{key} a number.")
+    assert model.patch_size and model.num_heads
+    if model.image_size % model.patch_size:
+        raise CombinationError(
+            f"model.patch_size={model.patch_size} does not divide model.image_size={model.image_size}; "
+            f"use one of {_divisors(model.image_size)}."
+        )
+    if model.hidden_dim % model.num_heads:
+        raise CombinationError(
+            f"model.num_heads={model.num_heads} does not divide model.hidden_dim={model.hidden_dim}; "
+            f"use one of {_divisors(model.hidden_dim)}."
+        )
+
+
+def _check_mesh(config: TrialConfig, num_workers: int) -> None:
+    sharding = config.sharding
+    if sharding.granularity is Granularity.ddp:
+        if config.offload.target is not OffloadTarget.none:
+            raise CombinationError(
+                f"sharding=ddp with offload={config.offload.target.name}: DDP keeps every parameter on its "
+                "device, there is nothing to offload; use offload=none or a sharded setting."
+            )
+        if sharding.dp_replicate > 1:
+            raise CombinationError(
+                f"sharding=ddp with sharding.dp_replicate={sharding.dp_replicate}: DDP replicates over all "
+                "workers already; use sharding.dp_replicate=1 or a sharded setting."
+            )
+        for key in ("forward_prefetch", "backward_prefetch"):
+            if getattr(sharding, key) is not None:
+                raise CombinationError(
+                    f"sharding=ddp with sharding.{key}={getattr(sharding, key)}: DDP gathers nothing that could "
+                    f"be fetched early; use sharding.{key}=null."
+                )
+    if num_workers % sharding.dp_replicate:
+        raise CombinationError(
+            f"sharding.dp_replicate={sharding.dp_replicate} does not divide "
+            f"cluster.num_workers={num_workers}; use one of {_divisors(num_workers)}."
+        )
+    if sharding.granularity is Granularity.size_based and sharding.min_num_params is None:
+        raise ConfigError(
+            "sharding.min_num_params=null: sharding=size_based needs the smallest number of parameters that "
+            "makes a unit of its own; set for example sharding.min_num_params=20000."
+        )
+
+
+def _check_batch(config: TrialConfig, num_workers: int) -> None:
+    training = config.training
+    parts = num_workers * training.grad_accum_steps
+    if training.global_batch_size % parts:
+        below = training.global_batch_size // parts * parts
+        choices = f"{below} or {below + parts}" if below else f"{parts}"
+        raise CombinationError(
+            f"training.global_batch_size={training.global_batch_size} is not divided by "
+            f"cluster.num_workers={num_workers} times training.grad_accum_steps={training.grad_accum_steps}"
+            f" = {parts}; use for example {choices}."
+        )
+
+
+def _check_reshard(config: TrialConfig, num_workers: int) -> None:
+    reshard = config.reshard_after_forward
+    if reshard.policy is not ReshardPolicy.to_size or config.sharding.granularity is Granularity.ddp:
+        return
+    dp_shard = num_workers // config.sharding.dp_replicate
+    if reshard.size is None:
+        raise ConfigError(
+            "reshard_after_forward.size=null: reshard_after_forward=to_size needs the size of the smaller mesh; "
+            f"set reshard_after_forward.size to one of {_divisors(dp_shard)}."
+        )
+    if dp_shard % reshard.size:
+        raise CombinationError(
+            f"reshard_after_forward.size={reshard.size} does not divide the sharding degree {dp_shard} "
+            f"(cluster.num_workers={num_workers} / sharding.dp_replicate={config.sharding.dp_replicate}); "
+            f"use one of {_divisors(dp_shard)}."
+        )
+
+
+def _check_precision(config: TrialConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.name is not OptimizerName.sgd and optimizer.momentum:
+        raise CombinationError(
+            f"optimizer.momentum={optimizer.momentum} with optimizer={optimizer.name.name}: momentum belongs to "
+            "sgd; use optimizer=sgd, or optimizer.beta1 for Adam."
+        )
+    if config.precision.loss_scaling and config.precision.param_dtype is Dtype.bfloat16:
+        raise CombinationError(
+            "precision.loss_scaling=true with precision.param_dtype=bfloat16: bfloat16 has float32's range and "
+            "needs no scaling; use precision.loss_scaling=false or precision=fp16."
+        )
+    sharded = config.sharding.granularity is not Granularity.ddp
+    if optimizer.implementation is OptimizerImplementation.fused and optimizer.name is OptimizerName.sgd and sharded:
+        raise CombinationError(
+            "optimizer.implementation=fused with optimizer=sgd: PyTorch has no fused SGD for sharded parameters; "
+            "use optimizer.implementation=auto or foreach."
+        )
+    if optimizer.implementation is OptimizerImplementation.fused and config.precision.loss_scaling:
+        raise CombinationError(
+            "optimizer.implementation=fused with precision.loss_scaling=true: fused optimizers unscale by "
+            "themselves and cannot do that on sharded gradients; use optimizer.implementation=auto or foreach."
+        )
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
+    """What of a config makes a difference: two trials with equal values train identically.
+
+    DDP reshards nothing. `default` keeps the root's parameters, so for `root` it is `never`; and a mesh of
+    one worker, or of all, is `never` or `always` by another name (as FSDP2 itself reads it).
+    """
+    policy, size = config.reshard_after_forward.policy, config.reshard_after_forward.size
+    dp_shard = num_workers // config.sharding.dp_replicate
+    if config.sharding.granularity is Granularity.ddp:
+        reshard: tuple[str, int | None] = ("none", None)
+    elif policy is ReshardPolicy.to_size and size in (1, dp_shard):
+        reshard = ("never" if size == 1 else "always", None)
+    elif policy is ReshardPolicy.default and config.sharding.granularity is Granularity.root:
+        reshard = ("never", None)
+    else:
+        reshard = (policy.name, size if policy is ReshardPolicy.to_size else None)
+    values = to_dict(dataclasses.replace(config))
+    values["reshard_after_forward"] = reshard
+    values["cluster"]["num_workers"] = num_workers
+    return values
+
+
+def cpu_notes(config: TrialConfig) -> Iterator[str]:
+    """Settings that change nothing where there is no GPU, each as a sentence."""
+    if config.offload.target is not OffloadTarget.none:
+        yield (
+            f"offload={config.offload.target.name} has no effect on a CPU: parameters are in host memory "
+            "already, and nothing is pinned."
+        )
+
+
+def root_note(config: TrialConfig) -> Iterator[str]:
+    """What sharding only the root costs, for those who did not know."""
+    if config.sharding.granularity is Granularity.root:
+        yield (
+            "sharding=root makes one unit of the whole model: all parameters are gathered at once, so the peak "
+            "holds the full model and no communication overlaps with computation; sharding=per_block does better."
+        )
+
+
+_FASHION_MNIST_FILES = (
+    "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte",
+)  # fmt: skip
+
+
+def missing_data_message(data: DataConfig) -> str | None:
+    """What is wrong with `data.root`, or None when the images are there or need no files."""
+    if data.name is not DataName.fashion_mnist:
+        return None
+    folder = Path(data.root).absolute() / "FashionMNIST" / "raw"
+    missing = [name for name in _FASHION_MNIST_FILES if not any(folder.glob(f"{name}*"))]
+    if not missing:
+        return None
+    return (
+        f"data.root={data.root}: looked for Fashion-MNIST in {folder} and did not find {', '.join(missing)}; "
+        "point data.root at the folder that holds FashionMNIST/raw, allow data.download=true where there is "
+        "internet, or use data=digits, which needs no files."
+    )

@@ -1,0 +1,89 @@
+"""Typed config <-> plain dictionaries, for everything that has to be written down or sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.schema import TrialConfig
+
+T = TypeVar("T")
+
+
+def conf_dir() -> Path:
+    """The folder of YAML values: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    return next(d for d in (package / "conf", package.parent / "conf") if d.is_dir())
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A nested dictionary of plain values; enums become the names that are typed."""
+    return {
+        f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    return value.name if isinstance(value, Enum) else value
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """`{"optimizer.lr": 0.001, ...}` in the order of the schema: the names of the command line."""
+
+    def walk(prefix: str, node: dict[str, Any]) -> typing.Iterator[tuple[str, Any]]:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                yield from walk(f"{prefix}{key}.", value)
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(walk("", to_dict(config)))
+
+
+def all_keys() -> list[str]:
+    """Every key that can be typed, dotted."""
+    return list(flatten(TrialConfig()))
+
+
+def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
+    """Build a dataclass from plain values.
+
+    Raises:
+        ConfigError: a key that the class lacks (the valid ones are named) or a value of another type.
+    """
+    hints = typing.get_type_hints(cls)
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        raise ConfigError(f"{prefix}{unknown[0]} is not a key. The keys here are: {', '.join(hints)}.")
+    return cls(**{k: _typed(hints[k], v, f"{prefix}{k}") for k, v in values.items()})
+
+
+def _typed(hint: Any, value: Any, key: str) -> Any:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return from_dict(hint, value, f"{key}.")  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        value = "off" if value is False else value  # YAML reads a bare off as false
+        if str(value) not in hint.__members__:
+            raise ConfigError(f"{key}={value} is not an option. Choose one of: {', '.join(hint.__members__)}.")
+        return hint[str(value)]
+    if hint is float and isinstance(value, str):
+        try:
+            value = float(value)  # YAML reads 1e-3 as text
+        except ValueError:
+            pass
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{key}={value} is a {type(value).__name__}; it takes a {hint.__name__}.")
+    return value

@@ -1,0 +1,240 @@
+"""Every key of the configuration, with its type and default.
+
+Plain dataclasses: OmegaConf checks the command line against them, and past `compose.py` they are
+all that the rest of the project sees. Enum members carry the name that is typed on the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Optional  # OmegaConf reads Optional[...] on every Python this project supports
+
+
+class Family(Enum):
+    vit = "vit"
+    mlp = "mlp"
+
+
+class DataName(Enum):
+    digits = "digits"
+    fashion_mnist = "fashion_mnist"
+    synthetic = "synthetic"
+
+
+class Granularity(Enum):
+    ddp = "ddp"
+    root = "root"
+    per_block = "per_block"
+    per_layer = "per_layer"
+    size_based = "size_based"
+
+
+class Dtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class OffloadTarget(Enum):
+    none = "none"
+    cpu = "cpu"
+    cpu_unpinned = "cpu_unpinned"
+
+
+class ReshardPolicy(Enum):
+    always = "always"
+    never = "never"
+    default = "default"
+    to_size = "to_size"
+
+
+class OptimizerName(Enum):
+    adam = "adam"
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class OptimizerImplementation(Enum):
+    auto = "auto"
+    fused = "fused"
+    foreach = "foreach"
+    for_loop = "for_loop"
+
+
+class LrScheduleName(Enum):
+    constant = "constant"
+    cosine = "cosine"
+    step = "step"
+
+
+class ActivationCheckpointing(Enum):
+    none = "none"
+    full = "full"
+
+
+class Init(Enum):
+    rank0 = "rank0"
+    meta = "meta"
+
+
+# `async` is a keyword of Python, so this one takes the functional form.
+CheckpointMode = Enum("CheckpointMode", {"off": "off", "sync": "sync", "async": "async"})
+
+
+class MemoryProfile(Enum):
+    off = "off"
+    peaks = "peaks"
+
+
+@dataclass
+class ModelConfig:
+    """An image classifier. `patch_size`, `num_heads` and `mlp_dim` belong to the ViT family only."""
+
+    family: Family = Family.vit
+    image_size: int = 28
+    num_channels: int = 1
+    patch_size: Optional[int] = 7
+    num_layers: int = 4
+    num_heads: Optional[int] = 2
+    hidden_dim: int = 64
+    mlp_dim: Optional[int] = 128
+    num_classes: int = 10
+
+
+@dataclass
+class DataConfig:
+    """`num_train`/`num_val`: use only the first so many images; null takes all there are."""
+
+    name: DataName = DataName.digits
+    root: str = "outputs/data"
+    download: bool = True
+    num_train: Optional[int] = None
+    num_val: Optional[int] = None
+    loader_workers: int = 0
+
+
+@dataclass
+class TrainingConfig:
+    """`timing_warmup_steps` optimizer steps at the start of a run stay out of the speed figures."""
+
+    epochs: int = 2
+    max_steps: Optional[int] = None
+    global_batch_size: int = 64
+    grad_accum_steps: int = 1
+    seed: int = 0
+    max_grad_norm: Optional[float] = None
+    timing_warmup_steps: int = 3
+
+
+@dataclass
+class OptimizerConfig:
+    """`scale_lr` multiplies `lr` by the number of workers."""
+
+    name: OptimizerName = OptimizerName.adam
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    momentum: float = 0.0
+    implementation: OptimizerImplementation = OptimizerImplementation.auto
+    scale_lr: bool = False
+
+
+@dataclass
+class LrScheduleConfig:
+    """`step` multiplies by `gamma` every `step_epochs` epochs; `cosine` ends at `min_lr_ratio * lr`."""
+
+    name: LrScheduleName = LrScheduleName.constant
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    step_epochs: int = 1
+    gamma: float = 0.7
+
+
+@dataclass
+class ShardingConfig:
+    """`forward_prefetch`/`backward_prefetch`: how many blocks ahead to gather; null leaves it to FSDP2."""
+
+    granularity: Granularity = Granularity.per_block
+    dp_replicate: int = 1
+    min_num_params: Optional[int] = None
+    forward_prefetch: Optional[int] = None
+    backward_prefetch: Optional[int] = None
+
+
+@dataclass
+class PrecisionConfig:
+    """`param_dtype` computes, `reduce_dtype` adds gradients up; the sharded originals stay float32."""
+
+    param_dtype: Dtype = Dtype.float32
+    reduce_dtype: Dtype = Dtype.float32
+    loss_scaling: bool = False
+    init_scale: float = 65536.0
+    growth_interval: int = 2000
+
+
+@dataclass
+class OffloadConfig:
+    target: OffloadTarget = OffloadTarget.none
+
+
+@dataclass
+class ReshardConfig:
+    """`size` is the mesh that `to_size` reshards to; it divides the sharding degree."""
+
+    policy: ReshardPolicy = ReshardPolicy.default
+    size: Optional[int] = None
+
+
+@dataclass
+class CheckpointConfig:
+    """`resume_from`: a checkpoint, or a folder of them, that another run left; null starts anew."""
+
+    mode: CheckpointMode = CheckpointMode.sync  # type: ignore[valid-type]
+    every_epochs: int = 1
+    keep_last: int = 1
+    keep_best: bool = True
+    resume_from: Optional[str] = None
+    any_torch_version: bool = False
+
+
+@dataclass
+class ClusterConfig:
+    """`num_workers` null: the node's GPUs, or 2 on a CPU. `address` null: Ray is started here."""
+
+    num_workers: Optional[int] = None
+    cpus_per_worker: float = 1.0
+    address: Optional[str] = None
+    storage_path: Optional[str] = None
+    max_failures: int = 1
+    wait_timeout_s: float = 600.0
+
+
+@dataclass
+class TrackingConfig:
+    uri: str = "sqlite:///outputs/mlflow.db"
+    experiment: str = "fsdp_lab"
+
+
+@dataclass
+class TrialConfig:
+    """One trial: everything that is needed to train it once."""
+
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    reshard_after_forward: ReshardConfig = field(default_factory=ReshardConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    init: Init = Init.rank0
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
+    compile: bool = False
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: bool = True
+    memory_profile: MemoryProfile = MemoryProfile.peaks
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -1,0 +1,8 @@
+"""Training one trial in plain PyTorch, under torchrun or any launcher that makes a process group.
+
+Knows neither Ray nor Hydra nor MLflow. `train` is the whole flow; start reading there.
+"""
+
+from fsdp_lab.training.train import Reporter, train
+
+__all__ = ["Reporter", "train"]

@@ -1,0 +1,85 @@
+"""One trial without the platform:
+
+torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=per_block precision=fp16 optimizer.lr=0.01
+torchrun --nproc-per-node 2 -m fsdp_lab.training --config outputs/.../.hydra/config.yaml
+
+Takes `group=option` and `key=value` as the command line of fsdp_lab does, without sweeps and presets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_lab.config import TrialConfig, UserError, conf_dir, from_dict, to_dict
+from fsdp_lab.training.checkpoint import Metrics
+from fsdp_lab.training.train import train
+
+
+class ConsoleReporter:
+    """Prints on rank 0, one line an epoch."""
+
+    def __init__(self) -> None:
+        self.speaks = int(os.environ.get("RANK", 0)) == 0
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        if self.speaks:
+            print(json.dumps(facts), flush=True)
+
+    def epoch(self, metrics: Metrics, checkpoint: Path | None) -> None:
+        if self.speaks:
+            print(json.dumps({key: round(value, 6) for key, value in metrics.items()}), flush=True)
+
+
+def read_config(base: Path | None, overrides: list[str]) -> TrialConfig:
+    """The defaults, or a composed config's file, with overrides on top.
+
+    Raises:
+        ConfigError: an unknown key or option, or a value of the wrong type.
+    """
+    values = to_dict(TrialConfig())
+    if base is not None:
+        values = merge(values, yaml.safe_load(base.read_text()) or {})
+    for override in overrides:
+        key, _, text = override.partition("=")
+        option = conf_dir() / key / f"{text}.yaml"
+        value = yaml.safe_load(option.read_text()) if option.is_file() else yaml.safe_load(text)
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = merge(values, value)
+    return from_dict(TrialConfig, values)
+
+
+def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the leaves of `on_top` in place of its own."""
+    merged = dict(base)
+    for key, value in on_top.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("fsdp_lab.training", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--config", type=Path, help="a composed config, such as a trial's .hydra/config.yaml")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/training"), help="checkpoints and the model go here")
+    args = parser.parse_args()
+    try:
+        config = read_config(args.config, args.overrides)
+        args.folder.mkdir(parents=True, exist_ok=True)
+        train(config, args.folder, ConsoleReporter())
+    except UserError as error:
+        print(f"fsdp_lab.training: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

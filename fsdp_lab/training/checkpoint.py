@@ -1,0 +1,267 @@
+"""Checkpoints: DCP shards, written under a temporary name and renamed when whole.
+
+A folder of checkpoints holds `step_00000022/` and so on; each has DCP's files and `meta.json`, which
+says what wrote it and carries the metrics of the epochs so far. What has another name is not a
+checkpoint: a kill at any line leaves the last whole one.
+
+DCP's own files are read with pickle: load only checkpoints that you or your jobs wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LRScheduler
+
+from fsdp_lab.config.convert import to_dict
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.schema import CheckpointConfig, CheckpointMode, TrialConfig
+from fsdp_lab.training.distributed import Ranks, sum_over_ranks
+
+Metrics = dict[str, float]
+_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be loaded here, and why."""
+
+
+@dataclass
+class TrainState(Stateful):
+    """Everything that training changes. `history` has the metrics of every finished epoch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    lr_schedule: LRScheduler
+    epoch: int = 0
+    step: int = 0
+    history: list[Metrics] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            # the same keys with and without loss scaling, so that either can go on from the other
+            "scaler": self.scaler.state_dict() or dict.fromkeys(_SCALER_KEYS, 0),
+            "lr_schedule": {"last_epoch": self.lr_schedule.last_epoch},
+            "position": {"epoch": self.epoch, "step": self.step},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        if self.scaler.is_enabled() and state["scaler"]["scale"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
+        self.epoch, self.step = state["position"]["epoch"], state["position"]["step"]
+
+
+class Checkpoints:
+    """The checkpoints of one trial, in one folder that all ranks see."""
+
+    def __init__(self, folder: Path, config: TrialConfig, ranks: Ranks) -> None:
+        self.folder, self.config, self.ranks = folder, config, ranks
+        self.settings: CheckpointConfig = config.checkpoint
+        self._writing: tuple[Future[Any], Path, dict[str, Any], float] | None = None
+        self._async_group: dist.ProcessGroup | None = None
+
+    def load(self, state: TrainState) -> Path | None:
+        """Go on from this trial's own last checkpoint, else from `checkpoint.resume_from`, else not at all.
+
+        Returns:
+            the checkpoint that was loaded.
+
+        Raises:
+            CheckpointError: there is none where `resume_from` points, or it is of another model or PyTorch.
+        """
+        source = self._agree_on_source()
+        if source is None:
+            return None
+        meta = read_meta(source)
+        check_meta(meta, source, self.config)
+        dcp.load({"train": state}, checkpoint_id=source)
+        state.history = meta["history"]
+        return source
+
+    def _agree_on_source(self) -> Path | None:
+        """Rank 0 looks and tells the others: a slow shared disk must not split them."""
+        found: list[Any] = [None]
+        if self.ranks.is_first:
+            found = [latest(self.folder)]
+            if found[0] is None and self.settings.resume_from is not None:
+                found = [latest(Path(self.settings.resume_from))]
+                if found[0] is None:
+                    found = [
+                        CheckpointError(
+                            f"checkpoint.resume_from={self.settings.resume_from} holds no whole checkpoint; give a "
+                            "folder named step_<number> with a meta.json in it, or the folder above such ones."
+                        )
+                    ]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def save(self, state: TrainState, metrics: Metrics) -> Metrics:
+        """Save now (`sync`) or start to (`async`); every rank calls it.
+
+        Adds to `metrics` the seconds that training stood still (`checkpoint/blocked_s`) and, when one was
+        finished, what the save took and its size. Then appends them to the state's history.
+        """
+        if self.settings.mode is CheckpointMode["off"]:
+            state.history.append(metrics)
+            return metrics
+        begun = time.perf_counter()
+        metrics.update(self.finish())
+        target = self.folder / f"step_{state.step:08d}"
+        making = self._make_folder(target)
+        if self.settings.mode is CheckpointMode["async"]:
+            if self._async_group is None:  # its own group: a thread must not mix with training's messages
+                self._async_group = dist.new_group(backend="gloo")
+            future = dcp.async_save({"train": state}, checkpoint_id=making, process_group=self._async_group)
+            assert isinstance(future, Future)
+            metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
+            state.history.append(metrics)
+            self._writing = (future, target, self._meta(state), begun)
+            return metrics
+        dcp.save({"train": state}, checkpoint_id=making)
+        metrics["checkpoint/bytes"] = self._size(making)
+        metrics["checkpoint/save_s"] = metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
+        state.history.append(metrics)
+        self._publish(making, target, self._meta(state))
+        return metrics
+
+    def last_whole(self) -> Path | None:
+        """The newest finished checkpoint of this trial."""
+        return latest(self.folder)
+
+    def finish(self) -> Metrics:
+        """Wait for a save in the making and publish it. Every rank calls it, also at the end of training."""
+        if self._writing is None:
+            return {}
+        future, target, meta, begun = self._writing
+        future.result(timeout=1800)
+        self._writing = None
+        making = _making(target)
+        figures = {"checkpoint/save_s": time.perf_counter() - begun, "checkpoint/bytes": self._size(making)}
+        self._publish(making, target, meta)
+        return figures
+
+    def _make_folder(self, target: Path) -> Path:
+        making = _making(target)
+        if self.ranks.is_first:
+            for stale in (making, target):
+                shutil.rmtree(stale, ignore_errors=True)
+            making.mkdir(parents=True)
+        dist.barrier()
+        return making
+
+    def _size(self, folder: Path) -> float:
+        """Bytes of a finished save. Only rank 0 looks: it is also the one that renames the folder."""
+        size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) if self.ranks.is_first else 0
+        return float(sum_over_ranks(torch.tensor(float(size), dtype=torch.float64, device=self.ranks.device)))
+
+    def _publish(self, making: Path, target: Path, meta: dict[str, Any]) -> None:
+        """Rank 0 writes the meta file, renames, and forgets what need not be kept."""
+        if self.ranks.is_first:
+            (making / "meta.json").write_text(json.dumps(meta, indent=1))
+            making.rename(target)
+            for old in outdated(self.folder, self.settings.keep_last, self.settings.keep_best):
+                trash = old.with_name(f".{old.name}.trash")
+                old.rename(trash)
+                shutil.rmtree(trash, ignore_errors=True)
+        dist.barrier()
+
+    def _meta(self, state: TrainState) -> dict[str, Any]:
+        return {
+            "torch_version": torch.__version__,
+            "model": to_dict(self.config.model),
+            "optimizer": self.config.optimizer.name.name,
+            "world_size": self.ranks.world_size,
+            "epoch": state.epoch,
+            "step": state.step,
+            "history": list(state.history),
+        }
+
+
+def _making(target: Path) -> Path:
+    return target.with_name(f".{target.name}.making")
+
+
+def whole(folder: Path) -> bool:
+    """Whether a folder is a finished checkpoint."""
+    return folder.name.startswith("step_") and (folder / "meta.json").is_file()
+
+
+def all_whole(folder: Path) -> list[Path]:
+    """The finished checkpoints in a folder, oldest first."""
+    return sorted(f for f in folder.glob("step_*") if whole(f)) if folder.is_dir() else []
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest finished checkpoint of a folder; the folder itself where it is one."""
+    found = [folder] if whole(folder) else all_whole(folder)
+    return found[-1] if found else None
+
+
+def outdated(folder: Path, keep_last: int, keep_best: bool) -> list[Path]:
+    """What is neither among the last `keep_last` nor the one with the least validation loss."""
+    found = all_whole(folder)
+    keep = set(found[-keep_last:])
+    if keep_best and found:
+        keep.add(min(found, key=_val_loss))
+    return [f for f in found if f not in keep]
+
+
+def _val_loss(checkpoint: Path) -> float:
+    history = read_meta(checkpoint)["history"]
+    return history[-1].get("val/loss", float("inf")) if history else float("inf")
+
+
+def read_meta(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "meta.json").read_text())
+
+
+def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
+    """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
+
+    Raises:
+        CheckpointError: see above. DCP gives no promise between PyTorch versions.
+    """
+    wanted = to_dict(config.model)
+    other = [f"model.{k}={meta['model'].get(k)} there, {v} here" for k, v in wanted.items() if meta["model"].get(k) != v]
+    if meta["optimizer"] != config.optimizer.name.name:
+        other.append(f"optimizer={meta['optimizer']} there, {config.optimizer.name.name} here")
+    if other:
+        raise CheckpointError(
+            f"the checkpoint {source} is of another model or optimizer: {'; '.join(other)}; use the same values, "
+            "or start anew in another folder."
+        )
+    here = torch.__version__
+    if _minor(meta["torch_version"]) != _minor(here) and not config.checkpoint.any_torch_version:
+        raise CheckpointError(
+            f"the checkpoint {source} was written by PyTorch {meta['torch_version']}, this is {here}; PyTorch "
+            "promises nothing between versions. Use that version, or checkpoint.any_torch_version=true to try."
+        )
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]

@@ -1,0 +1,68 @@
+"""Process group, device and mesh: the same code on GPUs with NCCL and on CPUs with gloo."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_lab.config.schema import Granularity, ShardingConfig
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is, and the device it computes on."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def backend_name(device_type: str) -> str:
+    """CUDA takes gloo beside NCCL: offloaded gradients and checkpoints are reduced on the CPU."""
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+
+
+def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
+    """Join the process group that torchrun's variables describe, or the one that a launcher made already.
+
+    Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works.
+    """
+    cuda = torch.cuda.is_available()
+    if not dist.is_initialized():
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+            os.environ.setdefault(name, alone)
+        dist.init_process_group(backend_name("cuda" if cuda else "cpu"), timeout=timedelta(seconds=timeout_s))
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return Ranks(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
+
+
+def build_mesh(sharding: ShardingConfig, ranks: Ranks) -> DeviceMesh:
+    """`(dp_shard,)`, or `(dp_replicate, dp_shard)` when the parameters are replicated between groups."""
+    device_type = ranks.device.type
+    if sharding.granularity is Granularity.ddp or sharding.dp_replicate == 1:
+        return init_device_mesh(device_type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
+    shape = (sharding.dp_replicate, ranks.world_size // sharding.dp_replicate)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Add a tensor up over all ranks, in place."""
+    dist.all_reduce(values)
+    return values
+
+
+def any_rank(flag: bool, ranks: Ranks) -> bool:
+    """True on every rank when it is true on one: so that all of them fail together."""
+    return bool(sum_over_ranks(torch.tensor(float(flag), device=ranks.device)))

@@ -1,0 +1,70 @@
+"""The trained model as one file, for whoever wants to use it without any of this."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from fsdp_lab.config.convert import from_dict, to_dict
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.schema import DataConfig, ModelConfig, TrialConfig
+from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.models import model_spec
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedModel:
+    """A loaded model, in eval mode on the CPU, with the configs that built and fed it."""
+
+    module: nn.Module
+    model: ModelConfig
+    data: DataConfig
+
+
+def export_model(model: nn.Module, config: TrialConfig, ranks: Ranks, path: Path) -> None:
+    """Gather the full weights to rank 0's CPU and write them; every rank calls it.
+
+    The file is a plain dictionary of tensors, texts and numbers: `torch.load(path, weights_only=True)`.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    if not ranks.is_first:
+        return
+    making = path.with_name(f".{path.name}.making")
+    torch.save(
+        {
+            "format": FORMAT,
+            "torch_version": str(torch.__version__),
+            "model": to_dict(config.model),
+            "data": to_dict(config.data),
+            "state_dict": {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)},
+        },
+        making,
+    )
+    making.rename(path)
+
+
+def load_exported(path: Path) -> ExportedModel:
+    """Build the model again and give it the exported weights.
+
+    Raises:
+        UserError: the file is not one that `export_model` wrote.
+    """
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # noqa: BLE001 - torch.load raises whatever the bytes provoke
+        raise UserError(f"{path} is not an exported model: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{path} is not a model that this version exported (format {FORMAT} is what it reads).")
+    model = from_dict(ModelConfig, content["model"], "model.")
+    data = from_dict(DataConfig, content["data"], "data.")
+    module = model_spec(model).build()
+    module.load_state_dict(content["state_dict"])
+    return ExportedModel(module.eval(), model, data)

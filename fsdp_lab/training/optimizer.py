@@ -1,0 +1,83 @@
+"""Optimizer, loss scaler and learning-rate schedule, all made after sharding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from fsdp_lab.config.schema import (
+    LrScheduleConfig,
+    LrScheduleName,
+    OptimizerImplementation,
+    OptimizerName,
+    PrecisionConfig,
+    TrialConfig,
+)
+
+
+def build_optimizer(model: nn.Module, config: TrialConfig, world_size: int) -> torch.optim.Optimizer:
+    """The optimizer over the sharded parameters."""
+    optimizer = config.optimizer
+    lr = optimizer.lr * (world_size if optimizer.scale_lr else 1)
+    kwargs = {"lr": lr, "weight_decay": optimizer.weight_decay, **implementation(config)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    match optimizer.name:
+        case OptimizerName.adam:
+            return torch.optim.Adam(parameters, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
+        case OptimizerName.adamw:
+            return torch.optim.AdamW(parameters, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
+        case OptimizerName.sgd:
+            return torch.optim.SGD(parameters, momentum=optimizer.momentum, **kwargs)
+        case _:
+            raise ValueError(f"optimizer.name={optimizer.name} is not known")
+
+
+def implementation(config: TrialConfig) -> dict[str, bool]:
+    """`auto` is fused, which also keeps offloaded Adam from a loop over the parameters (pytorch#187615).
+    It is foreach with loss scaling, because fused kernels unscale by themselves, on plain tensors only,
+    and for SGD, whose fused kernel DTensor does not know."""
+    chosen = config.optimizer.implementation
+    if chosen is OptimizerImplementation.auto:
+        scaled, sgd = config.precision.loss_scaling, config.optimizer.name is OptimizerName.sgd
+        chosen = OptimizerImplementation.foreach if scaled or sgd else OptimizerImplementation.fused
+    return {
+        "fused": chosen is OptimizerImplementation.fused,
+        "foreach": chosen is OptimizerImplementation.foreach,
+    }
+
+
+def build_scaler(precision: PrecisionConfig, device: torch.device) -> torch.amp.GradScaler:
+    """Dynamic loss scaling for float16; switched off it passes everything through."""
+    return torch.amp.GradScaler(
+        device.type,
+        init_scale=precision.init_scale,
+        growth_interval=precision.growth_interval,
+        enabled=precision.loss_scaling,
+    )
+
+
+def build_lr_schedule(
+    optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps_per_epoch: int, total_steps: int
+) -> LambdaLR:
+    """A factor on the learning rate for each optimizer step."""
+    return LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch, total_steps))
+
+
+def lr_factor(config: LrScheduleConfig, step: int, steps_per_epoch: int, total_steps: int) -> float:
+    """The factor at an optimizer step: a linear warm-up from 1/warmup_steps to 1, then the named curve."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    match config.name:
+        case LrScheduleName.constant:
+            return 1.0
+        case LrScheduleName.step:
+            return config.gamma ** (step // (steps_per_epoch * config.step_epochs))
+        case LrScheduleName.cosine:
+            done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+            low = config.min_lr_ratio
+            return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
+        case _:
+            raise ValueError(f"lr_schedule.name={config.name} is not known")

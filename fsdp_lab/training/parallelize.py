@@ -1,0 +1,185 @@
+"""Sharding, precision, offload and resharding, applied to a model from outside.
+
+The order is the one FSDP2 needs: activation checkpointing, compile, then `fully_shard` bottom-up, the
+root last. DDP comes after the weights are there, because it has nothing to materialise.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_lab.config.schema import (
+    ActivationCheckpointing,
+    Dtype,
+    Granularity,
+    OffloadConfig,
+    OffloadTarget,
+    PrecisionConfig,
+    ReshardConfig,
+    ReshardPolicy,
+    ShardingConfig,
+    TrialConfig,
+)
+
+TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.float16: torch.float16}
+
+
+def apply_to_blocks(model: nn.Module, block_class: type[nn.Module], config: TrialConfig) -> None:
+    """Activation checkpointing, then compile, of every block, in place."""
+    names = [name for name, module in model.named_modules() if isinstance(module, block_class)]
+    if config.activation_checkpointing is ActivationCheckpointing.full:
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, checkpoint_wrapper(model.get_submodule(name)))
+    if config.compile:
+        for name in names:
+            model.get_submodule(name).compile()
+
+
+def apply_fully_shard(
+    model: nn.Module, block_class: type[nn.Module], config: TrialConfig, mesh: DeviceMesh
+) -> None:
+    """Shard the model in place: the units bottom-up, then the root. `ddp` has no units: nothing happens."""
+    if config.sharding.granularity is Granularity.ddp:
+        return
+    units = sharding_units(model, block_class, config.sharding)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mp_policy(config.precision),
+        "offload_policy": offload_policy(config.offload),
+        "reshard_after_forward": reshard_after_forward(config.reshard_after_forward),
+    }
+    for unit in units:
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    set_prefetch(units, config.sharding)
+
+
+def sharding_units(
+    model: nn.Module, block_class: type[nn.Module], sharding: ShardingConfig
+) -> list[nn.Module]:
+    """The modules that become units of their own, children before parents, without the root."""
+    match sharding.granularity:
+        case Granularity.root:
+            return []
+        case Granularity.per_block:
+            blocks = [m for m in model.modules() if isinstance(m, block_class)]
+            wrapped = {id(m): w for w in model.modules() for m in w.children() if hasattr(w, "checkpoint_fn")}
+            return [wrapped.get(id(m), m) for m in blocks]
+        case Granularity.per_layer:
+            return [m for m in _bottom_up(model) if _holds_parameters(m)]
+        case Granularity.size_based:
+            assert sharding.min_num_params is not None
+            return _units_by_size(model, sharding.min_num_params)
+        case _:
+            raise ValueError(f"sharding.granularity={sharding.granularity} has no units")
+
+
+def _bottom_up(module: nn.Module) -> list[nn.Module]:
+    """Descendants in post-order. Attention is one piece: it reads its projection's weights itself,
+    without calling that layer, so the layer's own hooks would never gather them."""
+    if isinstance(module, nn.MultiheadAttention):
+        return []
+    return [m for child in module.children() for m in (*_bottom_up(child), child)]
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) or any(True for _ in module.parameters(recurse=False))
+
+
+def _units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """A module is a unit when what its inner units left over reaches the threshold."""
+    taken: set[int] = set()
+    units = []
+    for module in _bottom_up(model):
+        left = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if sum(left.values()) >= min_num_params:
+            units.append(module)
+            taken |= left.keys()
+    return units
+
+
+def mp_policy(precision: PrecisionConfig) -> MixedPrecisionPolicy:
+    """Both dtypes said outright: what `reduce_dtype=None` means differs between PyTorch versions (2.11
+    reduces in the compute dtype, 2.15 in the parameters')."""
+    return MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE[precision.param_dtype], reduce_dtype=TORCH_DTYPE[precision.reduce_dtype]
+    )
+
+
+def offload_policy(offload: OffloadConfig) -> OffloadPolicy:
+    """Pinned memory needs CUDA; without it `cpu` and `cpu_unpinned` are the same."""
+    if offload.target is OffloadTarget.none:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=offload.target is OffloadTarget.cpu and torch.cuda.is_available())
+
+
+def reshard_after_forward(reshard: ReshardConfig) -> bool | int | None:
+    """FSDP2's argument; `None` frees the blocks and keeps the root."""
+    match reshard.policy:
+        case ReshardPolicy.always:
+            return True
+        case ReshardPolicy.never:
+            return False
+        case ReshardPolicy.default:
+            return None
+        case ReshardPolicy.to_size:
+            return reshard.size
+        case _:
+            raise ValueError(f"reshard_after_forward.policy={reshard.policy} is not known")
+
+
+def set_prefetch(units: list[nn.Module], sharding: ShardingConfig) -> None:
+    """Gather the next units while one computes: forwards in order, backwards in reverse."""
+    ahead, behind = sharding.forward_prefetch, sharding.backward_prefetch
+    for i, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule)
+        if ahead is not None:
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]
+        if behind is not None:
+            unit.set_modules_to_backward_prefetch(units[max(0, i - behind) : i][::-1])  # type: ignore[arg-type]
+
+
+def apply_ddp(model: nn.Module, config: TrialConfig, device: torch.device) -> nn.Module:
+    """The replicated baseline. Gradients are views of the reduction's buckets; a narrower
+    `reduce_dtype` compresses them on the wire."""
+    if config.sharding.granularity is not Granularity.ddp:
+        return model
+    model = DistributedDataParallel(
+        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+    hook = {Dtype.bfloat16: bf16_compress_hook, Dtype.float16: fp16_compress_hook}.get(config.precision.reduce_dtype)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    return model
+
+
+def compute_precision(config: TrialConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """FSDP2 casts by its own policy; DDP has none, so its forward pass runs under autocast."""
+    param_dtype = config.precision.param_dtype
+    if config.sharding.granularity is not Granularity.ddp or param_dtype is Dtype.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=TORCH_DTYPE[param_dtype])
+
+
+def set_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """Whether the next backward pass reduces gradients: only the last one of an accumulation does."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = sync  # what DDP's no_sync() sets, without the nesting
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(sync)

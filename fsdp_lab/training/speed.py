@@ -1,0 +1,107 @@
+"""Step times, samples per second and model FLOPs utilisation."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp_lab.config.schema import Dtype, ModelConfig, TrialConfig
+from fsdp_lab.training.checkpoint import Metrics
+from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.models import model_spec
+
+# Dense matrix peak in FLOP/s by device name and dtype, from the vendor's data sheets.
+PEAK_FLOPS = {
+    "H200": {Dtype.bfloat16: 989e12, Dtype.float16: 989e12},
+    "H100": {Dtype.bfloat16: 989e12, Dtype.float16: 989e12},
+    "A100": {Dtype.bfloat16: 312e12, Dtype.float16: 312e12, Dtype.float32: 19.5e12},
+}
+
+
+class StepTimer:
+    """The seconds of each optimizer step, loading included, without a sync point inside the epoch.
+
+    On CUDA events are recorded and read at the end of the epoch; on a CPU the clock is read.
+    """
+
+    def __init__(self, warmup_steps: int, ranks: Ranks) -> None:
+        self.left_out = warmup_steps
+        self.cuda = ranks.device.type == "cuda"
+        self._chains: list[list[float | torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """Begin a chain of steps; what lies between two chains is not timed."""
+        self._chains.append([self._mark()])
+
+    def step_done(self) -> None:
+        self._chains[-1].append(self._mark())
+
+    def _mark(self) -> float | torch.cuda.Event:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take(self) -> list[float]:
+        """The step times since the last call, in seconds, the run's warm-up steps left out."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        times = [_seconds(a, b) for chain in self._chains for a, b in zip(chain, chain[1:], strict=False)]
+        self._chains = []
+        warmup = min(self.left_out, len(times))
+        self.left_out -= warmup
+        return times[warmup:]
+
+
+def _seconds(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
+    if isinstance(a, torch.cuda.Event) and isinstance(b, torch.cuda.Event):
+        return a.elapsed_time(b) / 1000
+    assert isinstance(a, float) and isinstance(b, float)
+    return b - a
+
+
+def speed_metrics(times: list[float], config: TrialConfig, ranks: Ranks, flops_per_sample: float) -> Metrics:
+    """`perf/*` of one epoch; empty when every step was warm-up. Each rank steps with the others, so
+    this rank's times are the job's."""
+    if not times:
+        return {}
+    ordered = sorted(times)
+    samples_per_s = len(times) * config.training.global_batch_size / sum(times)
+    metrics = {
+        "perf/samples_per_s": samples_per_s,
+        "perf/step_time_p50_s": percentile(ordered, 0.50),
+        "perf/step_time_p95_s": percentile(ordered, 0.95),
+    }
+    peak = device_peak_flops(config, ranks)
+    if peak is not None:
+        metrics["perf/mfu"] = samples_per_s * flops_per_sample / (peak * ranks.world_size)
+    return metrics
+
+
+def percentile(ordered: list[float], q: float) -> float:
+    """Nearest rank: the smallest value that at least a share `q` does not exceed."""
+    return ordered[max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1)]
+
+
+def device_peak_flops(config: TrialConfig, ranks: Ranks) -> float | None:
+    """What the device could do in the compute dtype, or None where that is not known."""
+    if ranks.device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(ranks.device)
+    by_dtype = next((peaks for key, peaks in PEAK_FLOPS.items() if key in name), {})
+    return by_dtype.get(config.precision.param_dtype)
+
+
+def train_flops_per_sample(config: ModelConfig) -> float:
+    """Matrix FLOPs of forward and backward for one image: counted on `meta`, the backward as twice the
+    forward. Recomputation is not counted: MFU is about the model's own work."""
+    with torch.device("meta"):
+        model: nn.Module = model_spec(config).build().eval()
+        image = torch.empty(1, config.num_channels, config.image_size, config.image_size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(image)
+    return 3.0 * counter.get_total_flops()

@@ -1,0 +1,134 @@
+"""One trial, from a config to an exported model: read it from top to bottom.
+
+The order is FSDP2's: shard bottom-up, materialise, and only then the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fsdp_lab.config.checks import check_trial, cpu_notes, root_note
+from fsdp_lab.config.schema import MemoryProfile as Profile
+from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
+from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data
+from fsdp_lab.training.distributed import Ranks, build_mesh, setup_distributed
+from fsdp_lab.training.export import export_model
+from fsdp_lab.training.loop import evaluate, train_epoch
+from fsdp_lab.training.memory import MemoryProfile
+from fsdp_lab.training.models import model_spec
+from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler
+from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
+from fsdp_lab.training.speed import StepTimer, device_peak_flops, speed_metrics, train_flops_per_sample
+from fsdp_lab.training.weights import init_weights
+
+
+class Reporter(Protocol):
+    """Where a trial's results go. Every rank calls each method with the same values."""
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        """What is known before the first step: device, data digest, number of parameters, notes."""
+
+    def epoch(self, metrics: Metrics, checkpoint: Path | None) -> None:
+        """The metrics of a finished epoch, with `epoch` and `step` among them. After a resume the epochs
+        before are told again, so that nothing is lost between a checkpoint and its report."""
+
+
+def train(
+    config: TrialConfig,
+    folder: Path,
+    reporter: Reporter,
+    on_step_losses: Callable[[list[float]], None] = lambda losses: None,
+) -> None:
+    """Train one trial; every rank calls this.
+
+    Args:
+        config: what to train. `cluster` and `tracking` are not looked at.
+        folder: the trial's own folder, seen by all ranks: `checkpoints/` and `model.pt` come to be here.
+            A run that was stopped goes on from the last checkpoint in it.
+        on_step_losses: told the loss of every step of an epoch, over the global batch.
+
+    Raises:
+        UserError: something that the user can mend.
+        DivergedError: the loss is not finite.
+    """
+    ranks = setup_distributed()
+    check_trial(config, ranks.world_size)
+    mesh = build_mesh(config.sharding, ranks)
+    data = load_data(config.data, config.model, ranks)
+    train_order = TrainOrder(len(data.train), config.training, ranks)
+    microbatch_size = config.training.global_batch_size // ranks.world_size // config.training.grad_accum_steps
+    train_loader = build_loader(data.train, train_order, config.data, config.model, ranks)
+    val_order = ValOrder(len(data.val), microbatch_size, ranks)
+    val_loader = build_loader(data.val, val_order, config.data, config.model, ranks)
+
+    spec = model_spec(config.model)
+    with torch.device("meta"):
+        model = spec.build()
+    apply_to_blocks(model, spec.block_class, config)
+    apply_fully_shard(model, spec.block_class, config, mesh)
+    init_weights(model, spec, config, ranks.device)
+    model = apply_ddp(model, config, ranks.device)
+
+    optimizer = build_optimizer(model, config, ranks.world_size)
+    scaler = build_scaler(config.precision, ranks.device)
+    total_steps = train_order.steps_per_epoch * config.training.epochs
+    lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, train_order.steps_per_epoch, total_steps)
+    state = TrainState(model, optimizer, scaler, lr_schedule)
+    checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
+    resumed_from = checkpoints.load(state)
+
+    reporter.facts(_facts(config, ranks, model, data.digest, len(data.train), len(data.val), resumed_from))
+    for metrics in state.history:
+        reporter.epoch(metrics, resumed_from)
+
+    memory = MemoryProfile(config.memory_profile is not Profile.off, ranks)
+    timer = StepTimer(config.training.timing_warmup_steps, ranks)
+    flops = train_flops_per_sample(config.model) if device_peak_flops(config, ranks) else 0.0
+    while state.epoch < config.training.epochs and state.step != config.training.max_steps:
+        train_order.epoch = state.epoch
+        metrics, step_losses = train_epoch(state, train_loader, config, ranks, timer, memory)
+        on_step_losses(step_losses)
+        metrics.update(speed_metrics(timer.take(), config, ranks, flops))
+        metrics.update(evaluate(state, val_loader, config, ranks))
+        metrics.update(memory.figures())
+        state.epoch += 1
+        metrics.update(epoch=state.epoch, step=state.step)
+        last = state.epoch == config.training.epochs or state.step == config.training.max_steps
+        if last or state.epoch % config.checkpoint.every_epochs == 0:
+            metrics = checkpoints.save(state, metrics)
+            if last:
+                metrics.update(checkpoints.finish())
+        else:
+            state.history.append(metrics)
+        reporter.epoch(metrics, checkpoints.last_whole())
+
+    if config.export:
+        export_model(model, config, ranks, folder / "model.pt")
+
+
+def _facts(
+    config: TrialConfig,
+    ranks: Ranks,
+    model: torch.nn.Module,
+    data_digest: str,
+    num_train: int,
+    num_val: int,
+    resumed_from: Path | None,
+) -> dict[str, Any]:
+    on_cpu = ranks.device.type == "cpu"
+    return {
+        "device": "cpu" if on_cpu else torch.cuda.get_device_name(ranks.device),
+        "world_size": ranks.world_size,
+        "num_params": sum(p.numel() for p in model.parameters()),
+        "torch": str(torch.__version__),
+        "data_digest": data_digest,
+        "data_num_train": num_train,
+        "data_num_val": num_val,
+        "resumed_from": str(resumed_from) if resumed_from else None,
+        "notes": [*root_note(config), *(cpu_notes(config) if on_cpu else ())],
+    }

@@ -1,0 +1,79 @@
+"""Run a function on gloo ranks of their own processes, and collect what each returns."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.training.__main__ import read_config
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `function(*args)` on `world_size` ranks, with torchrun's variables set; results in rank order."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (world_size, port, folder, function, args), nprocs=world_size)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def _rank(
+    rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a rank that fails must not hang the others
+    result = function(*args)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
+
+
+class Memo:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, float]] = []
+        self.known: dict[str, Any] = {}
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        self.known = facts
+
+    def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
+        self.told.append(dict(metrics))
+
+
+SMALL = ("data.num_train=128", "data.num_val=30", "training.global_batch_size=32", "training.epochs=1",
+         "checkpoint.mode=off", "export=false", "memory_profile=off")  # fmt: skip
+
+
+def config(*overrides: str) -> TrialConfig:
+    """A small trial: four steps of 32 digits in its epoch."""
+    return read_config(None, [*SMALL, *overrides])
+
+
+def train_all(cases: list[list[str]], folder: str = "") -> list[tuple[list[float], list[dict[str, float]]]]:
+    """Train each case; `(loss of every step, metrics of every epoch)` for each."""
+    from fsdp_lab.training import train
+
+    results = []
+    for overrides in cases:
+        losses: list[float] = []
+        memo = Memo()
+        train(config(*overrides), Path(folder or "."), memo, losses.extend)
+        results.append((losses, memo.told))
+    return results
