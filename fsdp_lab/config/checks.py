@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from fsdp_lab.config.convert import flatten, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.schema import (
+    ClusterConfig,
     DataConfig,
     DataName,
     Dtype,
@@ -45,6 +47,29 @@ def default_num_workers() -> int:
     """This machine's GPUs, or 2 where there are none. Asks the driver's /proc, not torch: no import."""
     gpus = Path("/proc/driver/nvidia/gpus")
     return (len(list(gpus.iterdir())) if gpus.is_dir() else 0) or 2
+
+
+def local_cpus() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
+    """Refuse more workers than a Ray that is started here could ever place.
+
+    Raises:
+        ConfigError: with what is asked for and what there is.
+    """
+    if cluster.address is not None:
+        return  # another machine's resources are known when it has been reached
+    needed, cores = num_workers * cluster.cpus_per_worker, local_cpus()
+    if needed > cores:
+        fits = max(1, int(cores / cluster.cpus_per_worker))
+        raise ConfigError(
+            f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker="
+            f"{cluster.cpus_per_worker:g} each), this machine has {cores}; use cluster.num_workers={fits}, or "
+            f"cluster.cpus_per_worker={cores / num_workers:.2g} to let workers share cores."
+        )
 
 
 def check_trial(config: TrialConfig, num_workers: int) -> None:

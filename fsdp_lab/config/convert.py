@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 import typing
@@ -23,9 +24,7 @@ def conf_dir() -> Path:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A nested dictionary of plain values; enums become the names that are typed."""
-    return {
-        f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)
-    }
+    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
 def _plain(value: Any) -> Any:
@@ -78,10 +77,8 @@ def _typed(hint: Any, value: Any, key: str) -> Any:
             raise ConfigError(f"{key}={value} is not an option. Choose one of: {', '.join(hint.__members__)}.")
         return hint[str(value)]
     if hint is float and isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)  # YAML reads 1e-3 as text
-        except ValueError:
-            pass
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:

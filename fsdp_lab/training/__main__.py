@@ -66,10 +66,14 @@ def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("fsdp_lab.training", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "fsdp_lab.training", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--config", type=Path, help="a composed config, such as a trial's .hydra/config.yaml")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/training"), help="checkpoints and the model go here")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/training"), help="checkpoints and the model go here"
+    )
     args = parser.parse_args()
     try:
         config = read_config(args.config, args.overrides)

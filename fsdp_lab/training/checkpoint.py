@@ -135,7 +135,9 @@ class Checkpoints:
         making = self._make_folder(target)
         if self.settings.mode is CheckpointMode["async"]:
             if self._async_group is None:  # its own group: a thread must not mix with training's messages
-                self._async_group = dist.new_group(backend="gloo")
+                group = dist.new_group(backend="gloo")
+                assert isinstance(group, dist.ProcessGroup)
+                self._async_group = group
             future = dcp.async_save({"train": state}, checkpoint_id=making, process_group=self._async_group)
             assert isinstance(future, Future)
             metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
@@ -247,7 +249,9 @@ def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
         CheckpointError: see above. DCP gives no promise between PyTorch versions.
     """
     wanted = to_dict(config.model)
-    other = [f"model.{k}={meta['model'].get(k)} there, {v} here" for k, v in wanted.items() if meta["model"].get(k) != v]
+    other = [
+        f"model.{k}={meta['model'].get(k)} there, {v} here" for k, v in wanted.items() if meta["model"].get(k) != v
+    ]
     if meta["optimizer"] != config.optimizer.name.name:
         other.append(f"optimizer={meta['optimizer']} there, {config.optimizer.name.name} here")
     if other:

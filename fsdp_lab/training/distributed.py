@@ -41,7 +41,12 @@ def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
     if not dist.is_initialized():
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        for name, alone in (
+            ("RANK", "0"),
+            ("WORLD_SIZE", "1"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "0"),
+        ):
             os.environ.setdefault(name, alone)
         dist.init_process_group(backend_name("cuda" if cuda else "cpu"), timeout=timedelta(seconds=timeout_s))
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

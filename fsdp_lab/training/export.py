@@ -59,7 +59,7 @@ def load_exported(path: Path) -> ExportedModel:
     """
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # noqa: BLE001 - torch.load raises whatever the bytes provoke
+    except Exception as error:
         raise UserError(f"{path} is not an exported model: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is not a model that this version exported (format {FORMAT} is what it reads).")

@@ -5,6 +5,7 @@ Nothing here knows of sharding: `parallelize.py` applies that from outside.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class Mlp(nn.Module):
         super().__init__()
         num_inputs = config.num_channels * config.image_size**2
         widths = [num_inputs] + [config.hidden_dim] * config.num_layers
-        self.blocks = nn.Sequential(*(MlpBlock(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+        self.blocks = nn.Sequential(*(MlpBlock(a, b) for a, b in itertools.pairwise(widths)))
         self.head = nn.Linear(config.hidden_dim, config.num_classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ def build_optimizer(model: nn.Module, config: TrialConfig, world_size: int) -> t
     """The optimizer over the sharded parameters."""
     optimizer = config.optimizer
     lr = optimizer.lr * (world_size if optimizer.scale_lr else 1)
-    kwargs = {"lr": lr, "weight_decay": optimizer.weight_decay, **implementation(config)}
+    kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **implementation(config)}
     parameters = [p for p in model.parameters() if p.requires_grad]
     match optimizer.name:
         case OptimizerName.adam:

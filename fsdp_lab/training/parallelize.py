@@ -51,9 +51,7 @@ def apply_to_blocks(model: nn.Module, block_class: type[nn.Module], config: Tria
             model.get_submodule(name).compile()
 
 
-def apply_fully_shard(
-    model: nn.Module, block_class: type[nn.Module], config: TrialConfig, mesh: DeviceMesh
-) -> None:
+def apply_fully_shard(model: nn.Module, block_class: type[nn.Module], config: TrialConfig, mesh: DeviceMesh) -> None:
     """Shard the model in place: the units bottom-up, then the root. `ddp` has no units: nothing happens."""
     if config.sharding.granularity is Granularity.ddp:
         return
@@ -70,9 +68,7 @@ def apply_fully_shard(
     set_prefetch(units, config.sharding)
 
 
-def sharding_units(
-    model: nn.Module, block_class: type[nn.Module], sharding: ShardingConfig
-) -> list[nn.Module]:
+def sharding_units(model: nn.Module, block_class: type[nn.Module], sharding: ShardingConfig) -> list[nn.Module]:
     """The modules that become units of their own, children before parents, without the root."""
     match sharding.granularity:
         case Granularity.root:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import torch
@@ -50,7 +51,7 @@ class StepTimer:
         """The step times since the last call, in seconds, the run's warm-up steps left out."""
         if self.cuda:
             torch.cuda.synchronize()
-        times = [_seconds(a, b) for chain in self._chains for a, b in zip(chain, chain[1:], strict=False)]
+        times = [_seconds(a, b) for chain in self._chains for a, b in itertools.pairwise(chain)]
         self._chains = []
         warmup = min(self.left_out, len(times))
         self.left_out -= warmup

@@ -31,7 +31,8 @@ def named_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Paramete
 
 def draw(spec: ModelSpec, owner: nn.Module, name: str, shape: torch.Size, seed: int) -> Tensor:
     """One parameter's first value, float32 on the CPU, unsharded."""
-    generator = torch.Generator().manual_seed((seed * 2**32 + zlib.crc32(name.encode())) % 2**63)
+    # One text for both: the CPU generator takes only the lower 32 bits of a seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     out = torch.empty(shape)
     spec.draw_parameter(owner, name, out, generator)
     return out

@@ -1,0 +1,45 @@
+# Every target sets the project up first, where that has not been done: .venv, pinned versions, editable.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+SWEEP ?= sharding=per_block precision=fp16 -m
+
+.PHONY: sweep test test-slow lint format ui bench wheel clean
+
+sweep: $(VENV)/.installed   ## the sweep of the README: offload x reshard_after_forward on the bundled digits
+	$(PY) -m fsdp_lab $(SWEEP)
+
+test: $(VENV)/.installed    ## all tests, the slow ones too
+	$(PY) -m pytest
+
+test-fast: $(VENV)/.installed
+	$(PY) -m pytest -m "not slow"
+
+lint: $(VENV)/.installed    ## ruff, with the rooms' import rules, and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.installed
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+ui: $(VENV)/.installed      ## the MLflow UI on the local store, http://127.0.0.1:5000
+	$(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
+
+bench: $(VENV)/.installed   ## a trial against a bare script of the same configuration
+	$(PY) -m benchmarks.throughput
+
+wheel: $(VENV)/.installed
+	$(PY) -m uv build --wheel --out-dir dist .
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fsdp_lab needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -c 'import uv' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check uv
+	@echo "installing the pinned versions into $(VENV) (about 5 GB with PyTorch; a minute or two)"
+	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,165 @@
+"""Hydra's composed config -> the typed one, once, at the edge; and Hydra's errors -> messages for users."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from fsdp_lab.config import TrialConfig, UserError, all_keys, check_trial, conf_dir, default_num_workers
+from fsdp_lab.config.checks import check_local_capacity, missing_data_message
+
+_REMEDIES = {
+    "to Float": "; use a number such as 0.001",
+    "to Integer": "; use a whole number",
+    "bool": "; use true or false",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One composed trial: its place in the sweep (None alone), settings and folder."""
+
+    index: int | None
+    config: TrialConfig
+    choices: dict[str, str]
+    overrides: list[str]
+    folder: Path
+    hydra_config: DictConfig
+
+    @property
+    def name(self) -> str:
+        """What tells the trial from its neighbours: its overrides, or `trial` where there are none."""
+        return " ".join(self.overrides) or "trial"
+
+
+def register_schema() -> None:
+    """Let Hydra check every override against the dataclasses."""
+    ConfigStore.instance().store(name="schema", node=TrialConfig, provider="fsdp_lab")
+
+
+def typed_config(cfg: DictConfig) -> TrialConfig:
+    """The dataclasses behind a composed config, without Hydra's own node."""
+    own = OmegaConf.create(cfg)
+    with open_dict(own):
+        own.pop("hydra", None)
+    config = OmegaConf.to_object(own)
+    assert isinstance(config, TrialConfig)
+    return config
+
+
+def group_choices(cfg: DictConfig) -> dict[str, str]:
+    """`{"sharding": "per_block", ...}`: the options in force, Hydra's own groups left out."""
+    choices: dict[str, Any] = OmegaConf.to_container(cfg.hydra.runtime.choices)  # type: ignore[assignment]
+    return {group: str(option) for group, option in choices.items() if not group.startswith("hydra/") and option}
+
+
+def check(config: TrialConfig) -> None:
+    """Every rule that can be told without Ray, torch or a network.
+
+    Raises:
+        ConfigError: see `fsdp_lab.config.check_trial`.
+        UserError: images that are not there and may not be downloaded.
+    """
+    num_workers = config.cluster.num_workers or default_num_workers()
+    check_local_capacity(config.cluster, num_workers)
+    check_trial(config, num_workers)
+    missing = missing_data_message(config.data)
+    if missing and not config.data.download:
+        raise UserError(f"{missing} (data.download=false)")
+
+
+def single_trial(cfg: DictConfig) -> Trial:
+    """The trial that Hydra runs now."""
+    hydra = HydraConfig.get()
+    with open_dict(cfg):
+        cfg.hydra = {"runtime": {"choices": hydra.runtime.choices}}
+    return Trial(
+        None,
+        typed_config(cfg),
+        group_choices(cfg),
+        list(hydra.overrides.task),
+        Path(hydra.runtime.output_dir),
+        cfg,
+    )
+
+
+def explain(error: BaseException) -> str | None:
+    """The message for an error that the command line caused; None for anything else."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(error, OverrideParseException):
+        reason = re.sub(r"See https.*", "", _one_line(str(error))).strip()
+        return f"{error.override}: {reason}. Quote what the shell would take, close every bracket: key='choice(1,2)'."
+    if isinstance(error, OSError) and error.filename:
+        return (
+            f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set hydra.run.dir "
+            "(hydra.sweep.dir with -m) to a folder that can be written."
+        )
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return _composition(error)
+    return None
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = ", ".join(error.options or options_of(group))
+    if not options:
+        return _one_line(str(error))
+    return f"{group}={option} is not an option. Choose one of: {options}."
+
+
+def options_of(group: str) -> list[str]:
+    """The options of a config group, by its files."""
+    return sorted(f.stem for f in (conf_dir() / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    return sorted(d.name for d in conf_dir().iterdir() if d.is_dir())
+
+
+def _composition(error: BaseException) -> str:
+    text = _one_line(str(error))
+    cause = _one_line(str(error.__cause__)) if error.__cause__ else ""
+    if found := re.search(r"Could not override '([^']+)'", text):
+        key = found[1]
+        if "No match in the defaults list" in text:
+            return f"{key} is not a key or a group. {_valid(key)}"
+        if "not in" in cause or "Key" in cause:
+            return f"{key} is not a key. {_valid(key)}"
+    if found := re.search(r"Error merging override ([^=]+)=(\S*)", text):
+        remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "")
+        return f"{found[1]}={found[2]}: {_cut(cause).rstrip('.')}{remedy}."
+    if "Ambiguous value for argument" in text:
+        given = re.search(r"argument '([^']+)'", text)
+        return (
+            f"{given[1] if given else 'an override'} names several values, which is a sweep: add -m to run one "
+            "trial for each, or give one value."
+        )
+    return _cut(f"{text} {cause}".strip())
+
+
+def _valid(key: str) -> str:
+    prefix = key.split(".")[0].lstrip("+~")
+    same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
+    if "." in key and same:
+        return f"The keys of {prefix} are: {', '.join(same)}."
+    top = sorted({k.split(".")[0] for k in all_keys()})
+    return f"The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cut(text: str) -> str:
+    return re.sub(r"\s*(full_key|reference_type|object_type)[:=].*", "", text)

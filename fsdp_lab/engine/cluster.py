@@ -1,0 +1,137 @@
+"""Starting or reaching Ray, and what it can hold."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_lab.config import ConfigError, UserError, default_num_workers
+from fsdp_lab.config.checks import local_cpus
+from fsdp_lab.config.schema import ClusterConfig
+
+# Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
+# its controller looks after workers often: a report waits for that look (2 s by default).
+ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    "TUNE_GLOBAL_CHECKPOINT_S": "60",
+    "TUNE_WARN_SLOW_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "60",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one trial's workers take together, and what the cluster has in all."""
+
+    needed: dict[str, float]
+    total: dict[str, float]
+
+    @property
+    def side_by_side(self) -> int:
+        """How many such trials fit at the same time."""
+        return min(int(self.total.get(name, 0) / amount) for name, amount in self.needed.items() if amount)
+
+
+def set_environment() -> None:
+    """Ray's settings, where the user has not set them."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def start_ray(cluster: ClusterConfig) -> None:
+    """Start Ray on this machine, or reach the one at `cluster.address`.
+
+    Raises:
+        UserError: no Ray answers at the address.
+    """
+    set_environment()
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    if cluster.address is None:
+        ray.init(num_cpus=local_cpus(), include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+        return
+    try:
+        ray.init(address=cluster.address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"cluster.address={cluster.address}: no Ray answers there ({str(error).splitlines()[0]}); start one with "
+            "`ray start --head`, or leave cluster.address=null to have it started here."
+        ) from error
+
+
+def stop_ray() -> None:
+    """Leave Ray; a Ray that was started here ends with all its processes."""
+    import ray
+
+    ray.shutdown()
+
+
+def num_gpus() -> int:
+    """GPUs of the whole cluster."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def resolve_num_workers(cluster: ClusterConfig) -> int:
+    """What `cluster.num_workers` stands for: null is the GPUs of a node, or 2 where there are none."""
+    if cluster.num_workers is not None:
+        return cluster.num_workers
+    if cluster.address is None:
+        return default_num_workers()
+    import ray
+
+    return max((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]), default=0) or 2
+
+
+def check_capacity(cluster: ClusterConfig) -> Resources:
+    """Compare what a trial needs with all that the cluster has.
+
+    Raises:
+        ConfigError: it can never be had; both numbers and what to change.
+    """
+    import ray
+
+    num_workers = resolve_num_workers(cluster)
+    total = ray.cluster_resources()
+    each = worker_resources(cluster, use_gpu=num_gpus() > 0)
+    needed = {name: amount * num_workers for name, amount in each.items()}
+    for name, amount in needed.items():
+        have = total.get(name, 0.0)
+        if amount > have:
+            fits = int(have / each[name])
+            raise ConfigError(
+                f"cluster.num_workers={num_workers} needs {amount:g} {name}, the cluster has {have:g} in all; use "
+                f"cluster.num_workers={max(1, fits)}"
+                + (" or a smaller cluster.cpus_per_worker." if name == "CPU" else " or add nodes.")
+            )
+    return Resources(needed, total)
+
+
+def worker_resources(cluster: ClusterConfig, use_gpu: bool) -> dict[str, float]:
+    """Of one worker."""
+    return {"CPU": cluster.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
+
+
+def unmet_request() -> bool:
+    """Whether somebody's workers wait to be placed: the cluster is full."""
+    from ray.util import placement_group_table
+
+    return any(group["state"] in ("PENDING", "RESCHEDULING") for group in placement_group_table().values())
+
+
+def free_resources() -> dict[str, float]:
+    """What is not in use now."""
+    import ray
+
+    return ray.available_resources()

@@ -1,0 +1,96 @@
+"""What each Ray Train worker runs: the training core, with its output in the trial's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config import TrialConfig, UserError, from_dict
+from fsdp_lab.engine.files import write_json
+
+
+class RayReporter:
+    """Reports to Ray and writes to the trial's folder. Rank 0 writes; every rank takes part."""
+
+    def __init__(self, folder: Path, rank: int, data_name: str) -> None:
+        self.folder, self.first, self.data_name = folder, rank == 0, data_name
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        if self.first:
+            shutil.rmtree(self.folder / "failures", ignore_errors=True)  # this attempt has come further
+            write_json(self.folder / "facts.json", {**facts, "data": self.data_name})
+
+    def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
+        """On disk first, then told: what the driver knows, the folder knows too.
+
+        Ray gets no checkpoint: its manager would refuse a run whose older ones our retention removed.
+        """
+        import ray.train
+
+        if self.first:
+            with (self.folder / "metrics.jsonl").open("a") as lines:
+                lines.write(json.dumps(metrics) + "\n")
+        ray.train.report({**metrics, "checkpoint": str(checkpoint) if checkpoint else ""})
+
+
+def train_worker(job: dict[str, Any]) -> None:
+    """Train on this rank. An error of the user's ends the trial without a retry; any other is raised, for Ray
+    to start the workers again from the last checkpoint."""
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    folder = Path(job["folder"])
+    os.chdir(job["launched_in"])
+    redirect_output(folder / "logs" / f"rank{rank}.log")
+    try:
+        from fsdp_lab.training import train
+
+        config = from_dict(TrialConfig, job["config"])
+        train(config, folder, RayReporter(folder, rank, config.data.name.name))
+    except UserError as error:
+        record_failure(folder, rank, error, "user")
+    except BaseException as error:
+        record_failure(folder, rank, error, "peer" if is_peer_failure(error) else "error")
+        raise
+
+
+def redirect_output(path: Path) -> None:
+    """Everything this process prints, from C too, goes to a file of the trial."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> None:
+    """Leave `failures/rank<r>.json` and the traceback in the rank's log."""
+    traceback.print_exception(error)
+    text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    message = str(error) if kind == "user" else f"rank {rank}: {type(error).__name__}: {text.strip()[:300]}"
+    write_json(
+        folder / "failures" / f"rank{rank}.json",
+        {
+            "rank": rank,
+            "kind": kind,
+            "message": message,
+            "traceback": "".join(traceback.format_exception(error)),
+            "time": time.time(),
+        },
+    )
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether this rank failed only because another one went away in the middle of a message."""
+    text = str(error)
+    return any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))

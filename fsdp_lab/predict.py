@@ -1,0 +1,130 @@
+"""Load an exported model, score the test split, and draw what it says.
+
+python -m fsdp_lab.predict run=<MLflow run id>
+python -m fsdp_lab.predict file=outputs/.../model.pt data.root=<folder that has FashionMNIST/>
+
+Takes also `tracking.uri`, `data.download=false` and `out=<folder for predictions.png>`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.config.schema import DataConfig, DataName, TrackingConfig
+
+KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out")
+CLASSES = {
+    DataName.fashion_mnist: ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"),
+}  # fmt: skip
+_PICTURES = 32
+_BATCH = 256
+
+
+def main() -> int:
+    try:
+        options = read_options(sys.argv[1:])
+        file = Path(options["file"]) if "file" in options else fetch(options)
+        predict(file, options)
+    except UserError as error:
+        print(f"fsdp_lab.predict: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_options(arguments: list[str]) -> dict[str, str]:
+    """`key=value` words as a dictionary.
+
+    Raises:
+        ConfigError: an unknown key, or neither or both of `run` and `file`.
+    """
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        raise SystemExit(0 if arguments else 2)
+    options = dict(argument.partition("=")[::2] for argument in arguments)
+    for key in options:
+        if key not in KEYS:
+            raise ConfigError(f"{key} is not a key. The keys are: {', '.join(KEYS)}.")
+    if ("run" in options) == ("file" in options):
+        raise ConfigError("give one of run=<MLflow run id> and file=<path of a model.pt>.")
+    return options
+
+
+def fetch(options: dict[str, str]) -> Path:
+    """The exported model of an MLflow run, copied to where it can be read."""
+    from fsdp_lab.tracking import Tracker
+
+    tracker = Tracker(TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri)))
+    return tracker.fetch_artifact(options["run"], "model/model.pt", out_folder(options))
+
+
+def out_folder(options: dict[str, str]) -> Path:
+    """Where the picture goes: `out`, beside the model's file, or a folder of the run's."""
+    if "out" in options:
+        return Path(options["out"])
+    return Path(options["file"]).parent if "file" in options else Path("outputs/predict", options["run"])
+
+
+def predict(file: Path, options: dict[str, str]) -> None:
+    """Score the test split and write `predictions.png`."""
+    import torch
+    import torch.nn.functional as F
+
+    from fsdp_lab.training.data import ImageDataset, prepare, read_splits
+    from fsdp_lab.training.export import load_exported
+
+    exported = load_exported(file)
+    data = data_of(exported.data, options)
+    prepare(data)
+    split = read_splits(data, exported.model)[1].first(data.num_val)
+    dataset = ImageDataset(split, exported.model)
+    with torch.no_grad():
+        batches = [dataset[index] for index in torch.arange(len(split)).split(_BATCH)]
+        logits = torch.cat([exported.module(images) for images, _ in batches])
+    guesses = logits.argmax(1)
+    loss = F.cross_entropy(logits, split.labels).item()
+    accuracy = (guesses == split.labels).float().mean().item()
+    print(f"{len(split)} test images of {data.name.name}: accuracy {accuracy:.4f}, loss {loss:.4f}")
+    names = CLASSES.get(data.name, tuple(str(i) for i in range(exported.model.num_classes)))
+    picture = out_folder(options) / "predictions.png"
+    draw(split.images[:_PICTURES], guesses[:_PICTURES].tolist(), split.labels[:_PICTURES].tolist(), names, picture)
+    print(f"picture: {picture}")
+
+
+def data_of(recorded: DataConfig, options: dict[str, str]) -> DataConfig:
+    """The data that the model was trained on, from the place that is named now."""
+    download = options.get("data.download", str(recorded.download)).lower()
+    if download not in ("true", "false"):
+        raise ConfigError(f"data.download={download} is not a truth value; use true or false.")
+    root = options.get("data.root", recorded.root)
+    return dataclasses.replace(recorded, root=root, download=download == "true")
+
+
+def draw(images, guesses: list[int], labels: list[int], names: tuple[str, ...], path: Path) -> None:  # type: ignore[no-untyped-def]
+    """A sheet of images uint8 (N, C, H, W), each with what the model says; wrong ones in red, with the truth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(4, 8, figsize=(11, 6.4), constrained_layout=True)
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, image, guess, label in zip(axes.flat, images, guesses, labels, strict=False):
+        shown = image.permute(1, 2, 0)
+        axis.imshow(shown.squeeze(-1) if shown.shape[-1] == 1 else shown, cmap="gray")
+        right = guess == label
+        axis.set_title(
+            names[guess] if right else f"{names[guess]}\n(is {names[label]})",
+            fontsize=9,
+            color="black" if right else "#c0392b",
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Sweeps: from overrides to trials, and the trials through Ray Tune."""

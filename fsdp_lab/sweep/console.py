@@ -1,0 +1,145 @@
+"""What a sweep shows: one live table on a terminal, a line an event anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.table import Table
+
+from fsdp_lab.sweep.results import TrialState, setting
+
+_STYLE = {
+    "finished": "green",
+    "failed": "bold red",
+    "interrupted": "yellow",
+    "running": "cyan",
+    "waiting": "dim",
+}
+_FILE_WIDTH = 160  # of a table that goes to a file or a pipe, which says no width
+_LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
+
+
+class Console:
+    """Use as a context; `say` a line, `update` after a change of states."""
+
+    def __init__(self, states: Sequence[TrialState], swept: Sequence[str]) -> None:
+        self.states, self.swept = states, swept
+        self.rich = RichConsole()
+        if not self.rich.is_terminal:
+            self.rich = RichConsole(width=_FILE_WIDTH)
+        self.live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
+        self.begun = time.time()
+
+    def __enter__(self) -> Console:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self.live.stop()
+
+    def say(self, text: str) -> None:
+        """An event, on a line of its own."""
+        if self.live:
+            self.live.console.print(text, highlight=False, markup=False)
+        else:
+            print(f"[{time.time() - self.begun:6.1f} s] {text}", flush=True)
+
+    def update(self) -> None:
+        if self.live:
+            self.live.update(self._table(self._in_view()), refresh=True)
+
+    def final(self) -> None:
+        """The whole table, best values marked."""
+        self.rich.print(self._table(list(enumerate(self.states))))
+
+    def _in_view(self) -> list[tuple[int, TrialState]]:
+        rows = list(enumerate(self.states))
+        first_open = next((i for i, state in rows if not state.ended), len(rows))
+        start = max(0, min(first_open - _LIVE_ROWS // 2, len(rows) - _LIVE_ROWS))
+        return rows[start : start + _LIVE_ROWS]
+
+    def _table(self, rows: list[tuple[int, TrialState]]) -> Table:
+        ended = sum(state.ended for state in self.states)
+        table = Table(title=f"{ended} of {len(self.states)} trials ended, {time.time() - self.begun:.0f} s")
+        for name in (
+            "trial",
+            *self.swept,
+            "status",
+            "epoch",
+            "train loss",
+            "val loss",
+            "val acc",
+            "samples/s",
+            "peak MiB",
+        ):
+            table.add_column(name, justify="left" if name in self.swept or name == "status" else "right")
+        best = self._best()
+        for number, state in rows:
+            table.add_row(
+                str(number),
+                *(str(setting(state.trial, key)) for key in self.swept),
+                f"[{_STYLE[state.status]}]{state.status}[/]",
+                _number(state, "epoch", "{:.0f}"),
+                *(
+                    f"[bold green]{text}[/]" if best.get(key) == number else text
+                    for key, text in (
+                        ("train/loss", _number(state, "train/loss", "{:.4f}")),
+                        ("val/loss", _number(state, "val/loss", "{:.4f}")),
+                        ("val/accuracy", _number(state, "val/accuracy", "{:.3f}")),
+                        ("perf/samples_per_s", _number(state, "perf/samples_per_s", "{:.0f}")),
+                        ("memory/peak_bytes", mib(state.metrics.get("memory/peak_bytes"))),
+                    )
+                ),
+            )
+        return table
+
+    def _best(self) -> dict[str, int]:
+        """For each figure the number of the finished trial that has the best; none for a single trial."""
+        finished = [(i, s) for i, s in enumerate(self.states) if s.status == "finished"]
+        best: dict[str, int] = {}
+        for key, sign in (
+            ("val/loss", 1),
+            ("val/accuracy", -1),
+            ("perf/samples_per_s", -1),
+            ("memory/peak_bytes", 1),
+        ):
+            having = [(sign * s.metrics[key], i) for i, s in finished if key in s.metrics]
+            if len(having) > 1:
+                best[key] = min(having)[1]
+        return best
+
+
+def _number(state: TrialState, key: str, form: str) -> str:
+    return form.format(state.metrics[key]) if key in state.metrics else ""
+
+
+def mib(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
+
+
+def epoch_line(number: int | None, state: TrialState, epochs: int) -> str:
+    """One line about an epoch, for logs."""
+    parts = [
+        f"trial {number}:" if number is not None else "trial:",
+        f"epoch {state.metrics['epoch']:.0f}/{epochs}",
+    ]
+    parts += [
+        f"{label} {text}"
+        for label, text in (
+            ("train loss", _number(state, "train/loss", "{:.4f}")),
+            ("val loss", _number(state, "val/loss", "{:.4f}")),
+            ("val acc", _number(state, "val/accuracy", "{:.3f}")),
+            ("samples/s", _number(state, "perf/samples_per_s", "{:.0f}")),
+            ("peak MiB", mib(state.metrics.get("memory/peak_bytes"))),
+        )
+        if text
+    ]
+    return "  ".join(parts)

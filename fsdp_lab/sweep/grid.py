@@ -1,0 +1,52 @@
+"""Overrides -> the list of trials, as Hydra itself enumerates them. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from fsdp_lab.config import ConfigError
+
+
+def enumerate_grid(
+    parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]
+) -> list[list[str]]:
+    """Every combination of the swept values, each as a list of overrides, the last axis fastest.
+
+    Args:
+        parser: with a config loader, so that `glob` can see the options of a group.
+        defaults: `hydra.sweeper.params`; an axis that `arguments` name too is theirs, null is none.
+        arguments: the command line's overrides.
+
+    Raises:
+        ConfigError: an `interval`, which has no end of values.
+        OverrideParseException: an override that cannot be read.
+    """
+    given = parser.parse_overrides(list(arguments))
+    named = {override.get_key_element() for override in given}
+    axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]
+    values = {override.get_key_element(): _values(override) for override in (*parser.parse_overrides(axes), *given)}
+    return [list(cell) for cell in itertools.product(*values.values())]
+
+
+def _values(override: Override) -> list[str]:
+    key = override.get_key_element()
+    if override.is_delete():
+        return [override.input_line or key]
+    if not override.is_sweep_override():
+        return [f"{key}={override.get_value_element_as_str()}"]
+    if not override.is_discrete_sweep():
+        raise ConfigError(
+            f"{override.input_line}: an interval has no end of values and cannot be enumerated by a grid; use a "
+            f"list or range, for example {key}=range(1,4)."
+        )
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def swept_keys(grid: Sequence[Sequence[str]]) -> list[str]:
+    """The keys that differ between trials, in the order of the command line."""
+    keys = [override.partition("=")[0].lstrip("+") for override in grid[0]] if grid else []
+    return [key for i, key in enumerate(keys) if len({cell[i] for cell in grid}) > 1]

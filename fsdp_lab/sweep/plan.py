@@ -1,0 +1,61 @@
+"""Which cells of a grid become trials: each composed and checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_lab.compose import Trial, check
+from fsdp_lab.config import CombinationError, ConfigError, default_num_workers, effective_settings
+
+
+@dataclass
+class Plan:
+    """`left_out`: reason -> the cells without a meaning. `folded`: cells that would repeat a trial."""
+
+    trials: list[Trial] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    folded: list[tuple[str, int]] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """What was left out of the grid, and why, a line each."""
+        lines = [f"left out {len(cells)}: {reason}" for reason, cells in self.left_out.items()]
+        if self.folded:
+            lines.append(
+                f"held once {len(self.folded)}: the same settings as another trial ("
+                + "; ".join(f"{cell} = trial {index}" for cell, index in self.folded[:6])
+                + (f"; and {len(self.folded) - 6} more)" if len(self.folded) > 6 else ")")
+            )
+        return lines
+
+
+def plan_sweep(grid: Sequence[Sequence[str]], compose: Callable[[Sequence[str], int], Trial]) -> Plan:
+    """Compose and check every cell.
+
+    Args:
+        compose: makes the trial of a cell, given its overrides and its number.
+
+    Raises:
+        ConfigError: a value that is wrong in itself, or a grid in which no cell has a meaning.
+    """
+    plan = Plan()
+    seen: dict[str, int] = {}
+    for overrides in grid:
+        cell = " ".join(overrides)
+        trial = compose(overrides, len(plan.trials))
+        try:
+            check(trial.config)
+        except CombinationError as reason:
+            plan.left_out.setdefault(str(reason), []).append(cell)
+            continue
+        workers = trial.config.cluster.num_workers or default_num_workers()
+        key = json.dumps(effective_settings(trial.config, workers), sort_keys=True)
+        if key in seen:
+            plan.folded.append((cell, seen[key]))
+            continue
+        seen[key] = len(plan.trials)
+        plan.trials.append(trial)
+    if not plan.trials:
+        raise ConfigError(" / ".join(plan.left_out) or "the sweep has no trials: an axis has no values.")
+    return plan

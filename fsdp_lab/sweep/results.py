@@ -1,0 +1,71 @@
+"""What has become of each trial, and `results.csv`."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import flatten
+
+# The figures of a trial's last epoch that a table of trials shows, in this order.
+COLUMNS = (
+    "epoch", "train/loss", "val/loss", "val/accuracy", "perf/samples_per_s", "perf/step_time_p50_s",
+    "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "train/skipped_steps", "checkpoint/save_s",
+)  # fmt: skip
+
+
+@dataclass
+class TrialState:
+    """A trial and how it stands. `status`: waiting, running, finished, failed or interrupted."""
+
+    trial: Trial
+    status: str = "waiting"
+    run_id: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    begun: float | None = None
+    seconds: float | None = None
+    facts_told: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ("finished", "failed", "interrupted")
+
+    def begin(self) -> None:
+        self.status, self.begun = "running", time.time()
+
+    def end(self, status: str, error: str | None) -> None:
+        self.status, self.error = status, error
+        self.seconds = time.time() - self.begun if self.begun else None
+
+
+def setting(trial: Trial, key: str) -> Any:
+    """What a trial has for a swept key: a group's option, or a value."""
+    return trial.choices.get(key, flatten(trial.config).get(key))
+
+
+def write_results(path: Path, states: Sequence[TrialState], swept: Sequence[str]) -> None:
+    """A row a trial; written anew after each change, under a temporary name first."""
+    making = path.with_name(f".{path.name}.making")
+    with making.open("w", newline="") as out:
+        rows = csv.writer(out)
+        rows.writerow(["trial", "status", *swept, *COLUMNS, "seconds", "error", "run_id", "folder"])
+        for number, state in enumerate(states):
+            rows.writerow(
+                [
+                    number,
+                    state.status,
+                    *(setting(state.trial, key) for key in swept),
+                    *(state.metrics.get(key, "") for key in COLUMNS),
+                    "" if state.seconds is None else round(state.seconds, 2),
+                    state.error or "",
+                    state.run_id or "",
+                    state.trial.folder,
+                ]
+            )
+    making.rename(path)

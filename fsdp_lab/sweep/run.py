@@ -1,0 +1,259 @@
+"""Trials through Ray Tune, each a Ray Train job; what comes back goes to MLflow, the table and the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import check_trial, to_dict
+from fsdp_lab.engine import cluster as engine
+from fsdp_lab.engine.files import read_json, read_metrics
+from fsdp_lab.engine.job import Job, trial_function
+from fsdp_lab.sweep.console import Console, epoch_line
+from fsdp_lab.sweep.results import TrialState, setting, write_results
+from fsdp_lab.tracking import Tracker
+
+INTERRUPTED = 130
+
+
+class Sweep:
+    """The driver's view of a sweep: the only place that writes MLflow runs and `results.csv`."""
+
+    def __init__(self, states: list[TrialState], folder: Path, swept: Sequence[str], console: Console) -> None:
+        self.states, self.folder, self.swept, self.console = states, folder, swept, console
+        self.tracker = Tracker(states[0].trial.config.tracking, on_problem=console.say)
+        self.parent: str | None = None
+
+    def open(self, sweep: bool) -> None:
+        """Make the store's schema and the parent run: once, before any trial.
+
+        Raises:
+            TrackingError: the store cannot be reached.
+        """
+        self.tracker.open()
+        if sweep:
+            name = "/".join(self.folder.parts[-2:])
+            self.parent = self.tracker.start_sweep(name, self.folder, command_line(), len(self.states))
+
+    def begin(self, number: int) -> None:
+        state = self.states[number]
+        trial = state.trial
+        state.begin()
+        state.run_id = self.tracker.start_trial(
+            run_name(trial, self.swept),
+            trial.config,
+            trial.choices,
+            trial.overrides,
+            trial.folder,
+            self.parent,
+        )
+        self.console.say(f"{label(number, self.states)} starts: {run_name(trial, self.swept)}")
+        self.write()
+
+    def folder_of(self, number: int) -> Path:
+        """Where the processes of a trial write."""
+        return storage(self.states[number].trial, self.folder)
+
+    def is_training(self, number: int) -> bool:
+        return self.states[number].ended or (self.folder_of(number) / "facts.json").exists()
+
+    def waits(self, number: int, needed: dict[str, float], free: dict[str, float], total: dict[str, float]) -> None:
+        """Say what a trial that does not get going is short of."""
+        parts = [
+            f"{amount:g} {name} ({free.get(name, 0):g} of {total[name]:g} free)" for name, amount in needed.items()
+        ]
+        limit = self.states[number].trial.config.cluster.wait_timeout_s
+        self.console.say(
+            f"{label(number, self.states)} waits for {' and '.join(parts)}; "
+            f"it gives up after cluster.wait_timeout_s={limit:g} s"
+        )
+
+    def starts(self, number: int) -> None:
+        """Say that a trial has its places and its workers are on their way."""
+        self.console.say(f"{label(number, self.states)} waits for its worker processes to start and import PyTorch")
+
+    def take_reports(self, number: int) -> None:
+        """Log what the trial's folder has and MLflow has not."""
+        state = self.states[number]
+        folder = self.folder_of(number)
+        if not state.facts_told and (facts := read_json(folder / "facts.json")):
+            state.facts_told = True
+            if state.run_id:
+                self.tracker.log_facts(state.run_id, facts)
+            for note in facts["notes"]:
+                self.console.say(f"{label(number, self.states)}: {note}")
+        for metrics in read_metrics(folder):
+            if metrics["epoch"] <= state.metrics.get("epoch", 0):
+                continue
+            state.metrics = metrics
+            if state.run_id:
+                self.tracker.log_epoch(state.run_id, metrics)
+            shown = None if len(self.states) == 1 else number
+            self.console.say(epoch_line(shown, state, state.trial.config.training.epochs))
+            self.write()
+
+    def end(self, number: int, status: str, error: str | None) -> None:
+        state = self.states[number]
+        if state.ended:
+            return
+        self.take_reports(number)
+        state.end(status, error)
+        if state.run_id:
+            self._log_files(number, state.run_id)
+            self.tracker.finish(state.run_id, status, error)
+        took = f" after {state.seconds:.1f} s" if state.seconds is not None else ""
+        self.console.say(f"{label(number, self.states)} {status}{took}" + (f": {error}" if error else ""))
+        self.write()
+
+    def close(self) -> int:
+        """End what is still open, and the parent run.
+
+        Returns:
+            the exit status: 0 when every trial has a result, 1 when one failed, 130 when interrupted.
+        """
+        for number, state in enumerate(self.states):
+            if state.status == "running":
+                self.end(number, "interrupted", None)
+        statuses = {state.status for state in self.states}
+        worst = "failed" if "failed" in statuses else "finished"
+        worst = "interrupted" if statuses & {"interrupted", "waiting"} else worst
+        if self.parent:
+            self.tracker.log_artifact(self.parent, self.folder / "results.csv")
+            self.tracker.log_artifact(self.parent, self.folder / "multirun.yaml")
+            self.tracker.finish(self.parent, worst)
+        return {"finished": 0, "failed": 1, "interrupted": INTERRUPTED}[worst]
+
+    def write(self) -> None:
+        write_results(self.folder / "results.csv", self.states, self.swept)
+        self.console.update()
+
+    def _log_files(self, number: int, run_id: str) -> None:
+        for name, where in (("model.pt", "model"), ("metrics.jsonl", ""), ("error.txt", "")):
+            if (self.folder_of(number) / name).exists():
+                self.tracker.log_artifact(run_id, self.folder_of(number) / name, where)
+
+
+def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], sweep: bool) -> int:
+    """Run trials, as many side by side as the cluster holds.
+
+    Returns:
+        the exit status, see `Sweep.close`.
+
+    Raises:
+        UserError: MLflow or Ray cannot be reached, or a trial needs more than the cluster has.
+    """
+    states = [TrialState(trial) for trial in trials]
+    with Console(states, swept) as console, interruptible():
+        run = Sweep(states, folder, swept, console)
+        try:
+            run.open(sweep)
+            console.say("Ray starts" if trials[0].config.cluster.address is None else "Ray is being reached")
+            engine.start_ray(trials[0].config.cluster)
+            tune_all(run)
+        except KeyboardInterrupt:
+            console.say("interrupted")
+        finally:
+            engine.stop_ray()
+            status = run.close()
+    console.final()
+    console.rich.print(f"results: {relative(folder)}/results.csv   compare: make ui", highlight=False)
+    return status
+
+
+def tune_all(run: Sweep) -> None:
+    """Hand the trials to Ray Tune and wait for them."""
+    from ray import tune
+    from ray.tune import RunConfig, TuneConfig
+
+    from fsdp_lab.sweep.callback import DriverCallback
+
+    jobs: dict[int, str] = {}
+    places = []
+    for number, state in enumerate(run.states):
+        cluster = state.trial.config.cluster
+        num_workers = engine.resolve_num_workers(cluster)
+        check_trial(state.trial.config, num_workers)
+        places.append(engine.check_capacity(cluster))
+        folder = storage(state.trial, run.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        job = Job(to_dict(state.trial.config), str(folder), num_workers, engine.num_gpus() > 0, os.getcwd())
+        jobs[number] = json.dumps(job.as_dict())
+    # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
+    tune.Tuner(
+        tune.with_resources(trial_function, {"memory": 1}),
+        param_space=tune_space(jobs),
+        tune_config=TuneConfig(
+            max_concurrent_trials=min(place.side_by_side for place in places),
+            reuse_actors=True,
+            trial_name_creator=lambda trial: f"trial_{trial.config['number']}",
+            trial_dirname_creator=lambda trial: f"trial_{trial.config['number']}",
+        ),
+        run_config=RunConfig(
+            name=".ray_tune",
+            storage_path=str(run.folder),
+            verbose=0,
+            callbacks=[DriverCallback(run, places)],
+        ),
+    ).fit()
+
+
+def tune_space(jobs: dict[int, str]) -> dict[str, Any]:
+    """Tune's space of exactly these jobs, in their order."""
+    from ray import tune
+
+    return {
+        "number": tune.grid_search(list(jobs)),
+        "job": tune.sample_from(lambda config: jobs[config["number"]]),
+    }
+
+
+def storage(trial: Trial, sweep_folder: Path) -> Path:
+    """Where the trial's processes write: its own folder, or the shared one of `cluster.storage_path`."""
+    shared = trial.config.cluster.storage_path
+    if shared is None:
+        return trial.folder.absolute()
+    within = trial.folder.name if trial.index is not None else ""
+    return Path(shared).absolute() / "-".join(sweep_folder.parts[-2:]) / within
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM interrupts as Ctrl-C does: what was reported stays, and the runs are ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_name(trial: Trial, swept: Sequence[str]) -> str:
+    """Short, for lists: the swept settings, or the main ones for a trial alone."""
+    keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
+    return " ".join(f"{key}={setting(trial, key)}" for key in keys)
+
+
+def label(number: int, states: Sequence[TrialState]) -> str:
+    return f"trial {number}" if len(states) > 1 else "trial"
+
+
+def command_line() -> str:
+    """As it was typed, for the record."""
+    return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in sys.argv[1:])
+
+
+def relative(path: Path) -> Path:
+    """As seen from here, where it lies below."""
+    path = path.absolute()
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,231 @@
+"""Opening the store: told in seconds, and in a sentence, when it is not there or not ours to write."""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import logging
+import os
+import socket
+import sqlite3
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.tracking.tags import HOW_TO_READ, one_line, redact
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_LOCAL = TrackingConfig().uri
+_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_PROBE_TIMEOUT_S = 8.0
+_SQLITE_TIMEOUT_S = 10.0
+# A server that stops answering costs (1 + retries) * timeout a write. MLflow's own defaults allow 16 minutes,
+# and it would sleep for as long as a proxy's Retry-After header says. The URL that it prints at the end of
+# every run would show the credentials in tracking.uri.
+_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+# They log every migration, every retry, and each database error with its traceback; what matters of it
+# becomes a TrackingError or goes to `on_problem`.
+_NOISY_LOGGERS = ("alembic", "mlflow.store.db.utils", "urllib3.connectionpool")
+
+
+class TrackingError(UserError):
+    """The MLflow store cannot be used: names the key, its value, what happened and what to do."""
+
+
+def open_store(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
+    """A client of the store, its schema made, and the id of the experiment.
+
+    Raises:
+        TrackingError: the store is not there, cannot be written, or is of another version of MLflow.
+    """
+    if not tracking.experiment.strip():
+        raise TrackingError("tracking.experiment is empty; give it a name, for example fsdp_lab.")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        uri, artifacts = _check_uri(tracking.uri)
+        # Two processes that make the schema of one fresh database break each other's migration.
+        with _only_one(artifacts):
+            if uri.startswith("sqlite"):
+                _check_sqlite(tracking.uri, _sqlite_path(uri))
+            from mlflow import MlflowClient
+
+            for logger in _NOISY_LOGGERS:
+                logging.getLogger(logger).setLevel(logging.CRITICAL)
+            client = MlflowClient(tracking_uri=uri)
+            return client, _ensure_experiment(client, tracking.experiment, artifacts)
+    except TrackingError:
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever MLflow, SQLAlchemy or a driver of theirs raises)
+        raise _refusal(tracking.uri, error) from None
+
+
+def _check_uri(uri: str) -> tuple[str, Path | None]:
+    """The URI with an absolute path, and the folder of the artifacts; None where the server decides."""
+    parts = urlsplit(uri)
+    kind = parts.scheme.partition("+")[0]
+    if kind in ("http", "https"):
+        _check_server(uri, parts)
+        return uri, None
+    if kind == "sqlite":
+        path = _sqlite_path(uri)
+        _make_folder(uri, path.parent)
+        query = f"?{parts.query}" if parts.query else ""
+        return f"{parts.scheme}:///{path}{query}", path.parent / "mlartifacts"
+    if kind in _DATABASE_PORTS:
+        _check_database_host(uri, parts, _DATABASE_PORTS[kind])
+        return uri, _sqlite_path(_LOCAL).parent / "mlartifacts"
+    raise _error(
+        uri,
+        "this is not a store that can be written to",
+        f"use a file ({_LOCAL}), a server (http://host:5000) or a database (postgresql://, mysql://, mssql://)",
+    )
+
+
+def _sqlite_path(uri: str) -> Path:
+    parts = urlsplit(uri)
+    if parts.netloc or not parts.path.strip("/") or ":memory:" in parts.path:
+        raise _error(uri, "an sqlite store is a file, named after three slashes", f"use {_LOCAL}")
+    return Path(parts.path[1:]).absolute()
+
+
+def _make_folder(uri: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(uri, folder, error) from None
+
+
+def _check_server(uri: str, parts: SplitResult) -> None:
+    """Ask for /health with the standard library, before MLflow is imported: a dead server shows at once.
+
+    Any answer will do, also a refusal; so does a certificate that is not trusted, because MLflow has its
+    own settings for that.
+    """
+    host = parts.netloc.rpartition("@")[2]
+    try:
+        address = f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health"
+        with urllib.request.urlopen(address, timeout=_PROBE_TIMEOUT_S):
+            return
+    except urllib.error.HTTPError:
+        return
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        cause = getattr(error, "reason", error)
+        if isinstance(cause, ssl.SSLError):
+            return
+        raise _not_there(uri, cause, parts) from None
+
+
+def _check_database_host(uri: str, parts: SplitResult, default_port: int) -> None:
+    """MLflow tries a database that is not there ten times, for 100 s."""
+    try:
+        if parts.hostname:
+            address = (parts.hostname, parts.port or default_port)
+            socket.create_connection(address, _PROBE_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise _error(uri, f"no database answers there ({one_line(str(error), 200)})",
+                     f"start it, or use tracking.uri={_LOCAL}") from None  # fmt: skip
+
+
+def _check_sqlite(uri: str, path: Path) -> None:
+    """Take the write lock for a moment: what does not let us would make MLflow try for 100 s."""
+    try:
+        with closing(sqlite3.connect(path, timeout=_SQLITE_TIMEOUT_S, isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ROLLBACK")
+    except (OSError, sqlite3.Error) as error:
+        raise _unwritable(uri, path, error) from None
+
+
+@contextmanager
+def _only_one(artifacts: Path | None) -> Iterator[None]:
+    """One process at a time past here, for a store in a folder of this machine; ends with the process."""
+    folder = artifacts.parent if artifacts else None
+    if folder is None or not folder.is_dir():
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            location = artifacts.as_uri() if artifacts else None
+            # The kind makes the UI open on the runs; it would guess, and ask, otherwise.
+            tags = {"mlflow.note.content": HOW_TO_READ, "mlflow.experimentKind": "custom_model_development"}
+            return client.create_experiment(name, location, tags)
+        except MlflowException:
+            found = client.get_experiment_by_name(name)  # another sweep was quicker
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        raise TrackingError(
+            f"tracking.experiment={name} was deleted in MLflow; bring it back with `mlflow experiments "
+            f"restore --experiment-id {found.experiment_id}`, or give another tracking.experiment."
+        )
+    if "mlflow.note.content" not in found.tags:
+        client.set_experiment_tag(found.experiment_id, "mlflow.note.content", HOW_TO_READ)
+    return str(found.experiment_id)
+
+
+def _error(uri: str, reason: str, remedy: str) -> TrackingError:
+    return TrackingError(f"tracking.uri={redact(uri)}: {reason}; {remedy}.")
+
+
+def _unwritable(uri: str, path: Path, error: Exception) -> TrackingError:
+    reason = f"{path} cannot be opened for writing ({one_line(str(error), 200)})"
+    return _error(uri, reason, f"use a file that you may write, for example tracking.uri={_LOCAL}")
+
+
+def _not_there(uri: str, cause: object, parts: SplitResult) -> TrackingError:
+    here = parts.hostname in ("127.0.0.1", "localhost", "::1")
+    port = parts.netloc.rpartition(":")[2] if parts.netloc.rpartition(":")[2].isdigit() else "5000"
+    start = f"`mlflow server --port {port}`" if here else "`mlflow server` on that machine"
+    return _error(
+        uri,
+        f"no MLflow server answers there ({one_line(str(cause), 200)})",
+        f"start it with {start}, or use tracking.uri={_LOCAL}",
+    )
+
+
+def _refusal(uri: str, error: Exception) -> TrackingError:
+    text = str(error)
+    if "out-of-date database schema" in text:
+        import mlflow
+
+        return _error(
+            uri,
+            f"the store is of another version of MLflow than the installed {mlflow.__version__}",
+            "back it up and run `mlflow db upgrade` on it if it is older, install the MLflow that wrote it "
+            f"if it is newer, or use a new store such as tracking.uri={_LOCAL}",
+        )
+    if "401" in text or "403" in text:
+        remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        return _error(uri, f"the server refuses ({one_line(text, 300)})", remedy)
+    return _error(
+        uri,
+        f"MLflow cannot use the store ({one_line(text, 300) or type(error).__name__})",
+        f"mend that, or use tracking.uri={_LOCAL}",
+    )

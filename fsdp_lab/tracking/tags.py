@@ -1,0 +1,136 @@
+"""What is written on a run besides its metrics: parameters, tags, and no secrets. Imports no MLflow."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import platform
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.schema import TrialConfig
+
+HOW_TO_READ = """\
+**How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
+children is a trial that was started alone.
+
+To compare settings: open a sweep, select its trials and press *Compare*. The parameters are the keys of the \
+command line, the group choices (`sharding`, `precision`, `offload`, `reshard_after_forward` …) first.
+
+| metric | what it is |
+| --- | --- |
+| `train/loss`, `val/loss`, `val/accuracy` | over the global batch or the whole split, one point an epoch |
+| `perf/…` | speed; the unit stands at the end of the name, warm-up steps are left out |
+| `memory/peak_bytes` | the most that any rank held; `memory/rank<r>/…` for each rank |
+| `checkpoint/…` | what saving cost |
+| `train/step` | optimizer steps done; the step axis of every metric is the epoch |
+
+The tag `status` says how a trial ended, `error` why it failed. The data set of a trial stands with its \
+digest under *Datasets*: two trials with equal digests saw the same images.
+"""
+
+_LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
+_TAG_LENGTH = 5000  # what every MLflow server since 2.0 takes
+_GIT_TIMEOUT_S = 5
+# `scheme://user:password@`, up to the last @ of the word: a password may hold an @ of its own. A URI that
+# goes on with a slash (sqlite:///…) has no user in it.
+_CREDENTIALS = re.compile(r"(\w://)[^\s/][^\s]*@")
+_SECRET_QUERY = re.compile(r"([?&](?:\w*password|passwd|pwd|token|secret|\w*key)=)[^\s&'\"]+", re.IGNORECASE)
+
+
+def redact(text: str) -> str:
+    """The text with the credentials of every URI in it as `***`."""
+    return _SECRET_QUERY.sub(r"\1***", _CREDENTIALS.sub(r"\1***@", text))
+
+
+def one_line(text: str, length: int) -> str:
+    """Redacted, without line breaks, cut to `length` characters."""
+    text = " ".join(redact(text).split())
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def trial_params(config: TrialConfig, choices: Mapping[str, str]) -> dict[str, str]:
+    """The parameters of a trial: the group choices, then every key by its dotted name, as they are typed."""
+    chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
+    values = {**chosen, **{k: v for k, v in flatten(config).items() if k not in chosen}}
+    return {key: redact(_typed(value)) for key, value in values.items()}
+
+
+def _typed(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def sweep_tags(folder: Path, command: str, num_trials: int) -> dict[str, str]:
+    """The tags of a parent run."""
+    return _cut({**_origin(folder, command), "num_trials": num_trials})
+
+
+def trial_tags(folder: Path, overrides: Sequence[str], parent: str | None) -> dict[str, str]:
+    """The tags of a trial; its source is the command that trains it again, alone."""
+    tags = _origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides]))
+    return _cut({**tags, "mlflow.parentRunId": parent} if parent else tags)
+
+
+def fact_tags(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The tags of what a trial told before its first step; what it did not tell has no tag."""
+    tags = {key: facts.get(key) for key in ("device", "world_size", "num_params", "resumed_from")}
+    tags["note"] = " ".join(facts.get("notes") or ()) or None
+    return _cut({key: value for key, value in tags.items() if value is not None})
+
+
+def _origin(folder: Path, command: str) -> dict[str, Any]:
+    return {
+        **_machine(),
+        "fsdp_lab.folder": folder.absolute(),
+        "mlflow.source.name": command,
+        "mlflow.source.type": "LOCAL",
+    }
+
+
+def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
+    return {key: redact(str(value))[:_TAG_LENGTH] for key, value in tags.items()}
+
+
+@cache
+def _machine() -> dict[str, str]:
+    """Who, where and with which code. Asked once: the driver's code is what it was when it started."""
+    tags = {"mlflow.user": _user(), "host": platform.node(), "version.python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            tags[f"version.{name}"] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tags | _git_tags(Path(__file__).resolve().parent)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user id without a name
+        return "unknown"
+
+
+def _git_tags(folder: Path) -> dict[str, str]:
+    """The commit, and whether tracked files differ from it; nothing for an installed package."""
+    try:
+        # A virtual environment inside somebody's repository must not take that repository's commit.
+        if _git(folder, "ls-files", "--", "..") == "":
+            return {}
+        dirty = _git(folder, "status", "--porcelain", "--untracked-files=no") != ""
+        return {"mlflow.source.git.commit": _git(folder, "rev-parse", "HEAD"), "git.dirty": _typed(dirty)}
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit yet
+        return {}
+
+
+def _git(folder: Path, *args: str) -> str:
+    command = ["git", "-C", str(folder), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    return done.stdout.strip()

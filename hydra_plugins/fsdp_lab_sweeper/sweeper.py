@@ -1,0 +1,38 @@
+"""The shell by which Hydra finds the sweeper. Hydra imports this file at every start: keep it light.
+
+It is loaded under no module name, so annotations here must be real types, not strings.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+@dataclass
+class FsdpLabSweeperConf:
+    """`params`: the axes swept by default, and their values; null takes an axis out."""
+
+    _target_: str = "hydra_plugins.fsdp_lab_sweeper.sweeper.FsdpLabSweeper"
+    params: dict[str, Optional[str]] = field(default_factory=dict)
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="fsdp_lab", node=FsdpLabSweeperConf, provider="fsdp_lab")
+
+
+class FsdpLabSweeper(Sweeper):
+    """Ray Tune under `-m`. The work is in `fsdp_lab.sweep`."""
+
+    def __init__(self, params: dict[str, Optional[str]]) -> None:
+        self.params = dict(params)
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+
+    def sweep(self, arguments: list[str]) -> Any:
+        from fsdp_lab.sweep.multirun import run_multirun
+
+        return run_multirun(self.hydra_context, self.config, self.params, arguments)

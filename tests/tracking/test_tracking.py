@@ -1,0 +1,447 @@
+"""The tracker against real stores: what was told is read back with MLflow's own client."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import mlflow
+import pytest
+from mlflow.entities import Run
+
+from fsdp_lab.config.schema import (
+    Granularity,
+    OptimizerConfig,
+    ShardingConfig,
+    TrackingConfig,
+    TrialConfig,
+)
+from fsdp_lab.tracking import Tracker, TrackingError, tracker
+from fsdp_lab.tracking.tags import one_line, redact, trial_params
+
+FACTS = {
+    "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 1437, "data_num_val": 360,
+    "device": "cpu", "world_size": 2, "num_params": 137546, "torch": "2.14.1", "resumed_from": None,
+    "notes": ["offload=cpu has no effect on a CPU.", "sharding=root makes one unit."],
+}  # fmt: skip
+METRICS = {"epoch": 1, "step": 23, "train/loss": 1.5, "val/accuracy": 0.75, "memory/rank0/peak_bytes": 4096}
+CHOICES = {"sharding": "root", "precision": "fp16", "offload": "none", "experiment": "null"}
+CONFIG = TrialConfig(
+    sharding=ShardingConfig(granularity=Granularity.root), optimizer=OptimizerConfig(lr=0.01), export=False
+)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store as `open` leaves it; its migration takes seconds, so the tests below copy it."""
+    path = tmp_path_factory.mktemp("template") / "mlflow.db"
+    Tracker(TrackingConfig(f"sqlite:///{path}", "made_before")).open()
+    return path
+
+
+@pytest.fixture
+def problems() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
+    """A fresh store in the current folder, by its relative path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "mlflow.db").write_bytes(template.read_bytes())
+    return TrackingConfig("sqlite:///outputs/mlflow.db", "lab")
+
+
+@pytest.fixture
+def opened(store: TrackingConfig, problems: list[str]) -> Tracker:
+    made = Tracker(store, problems.append)
+    made.open()
+    return made
+
+
+def reader() -> mlflow.MlflowClient:
+    """Of this test's store. MLflow keeps stores by URI: a relative one would be an older test's."""
+    return mlflow.MlflowClient(tracking_uri=f"sqlite:///{Path.cwd()}/outputs/mlflow.db")
+
+
+def read(run_id: str) -> Run:
+    return reader().get_run(run_id)
+
+
+def start(made: Tracker, folder: Path, parent: str | None = None) -> str:
+    return made.start_trial("root fp16", CONFIG, CHOICES, ["sharding=root", "precision=fp16"], folder, parent)
+
+
+def test_importing_tracking_does_not_import_mlflow() -> None:
+    code = "import sys, fsdp_lab.tracking; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_fresh_store_is_made_with_its_folder_and_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Tracker(TrackingConfig("sqlite:///deep/er/mlflow.db", "lab")).open()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/deep/er/mlflow.db")
+    experiment = client.get_experiment_by_name("lab")
+    assert experiment is not None
+    assert experiment.artifact_location == (tmp_path / "deep/er/mlartifacts").as_uri()
+    assert "press *Compare*" in experiment.tags["mlflow.note.content"]
+    assert [p.name for p in tmp_path.iterdir()] == ["deep"]  # no mlruns, no mlflow.db in the current folder
+    assert capfd.readouterr() == ("", "")
+
+
+def test_opening_twice_keeps_the_experiment_and_what_was_written_about_it(store: TrackingConfig) -> None:
+    Tracker(store).open()
+    client = reader()
+    experiment = client.get_experiment_by_name("lab")
+    assert experiment is not None
+    client.set_experiment_tag(experiment.experiment_id, "mlflow.note.content", "ours")
+    Tracker(store).open()
+    again = client.get_experiment_by_name("lab")
+    assert again is not None
+    assert (again.experiment_id, again.tags["mlflow.note.content"]) == (experiment.experiment_id, "ours")
+
+
+def test_parameters_are_the_choices_and_then_every_key_as_typed(opened: Tracker, tmp_path: Path) -> None:
+    params = read(start(opened, tmp_path)).data.params
+    in_order = trial_params(CONFIG, CHOICES)
+    assert params == in_order
+    assert list(in_order)[:4] == ["sharding", "precision", "offload", "sharding.granularity"]
+    expected = {
+        "sharding": "root", "precision": "fp16", "offload": "none", "sharding.granularity": "root",
+        "optimizer.lr": "0.01", "export": "false", "compile": "false", "training.max_steps": "null",
+        "precision.param_dtype": "float32", "tracking.uri": "sqlite:///outputs/mlflow.db",
+    }  # fmt: skip
+    assert {key: params[key] for key in expected} == expected
+    assert "experiment" not in params
+
+
+def test_a_trial_of_a_sweep_is_its_child_and_a_trial_alone_is_not(opened: Tracker, tmp_path: Path) -> None:
+    sweep = opened.start_sweep("night", tmp_path, "python -m fsdp_lab -m", 12)
+    child, alone = start(opened, tmp_path, sweep), start(opened, tmp_path)
+    assert read(sweep).info.run_name == "night"
+    assert read(sweep).data.tags["num_trials"] == "12"
+    assert read(sweep).data.tags["mlflow.source.name"] == "python -m fsdp_lab -m"
+    assert read(child).data.tags["mlflow.parentRunId"] == sweep
+    assert "mlflow.parentRunId" not in read(alone).data.tags
+
+
+def test_tags_say_who_where_and_with_which_code(opened: Tracker, tmp_path: Path) -> None:
+    tags = read(start(opened, tmp_path / "trial")).data.tags
+    repository = Path(__file__).parents[2]
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert tags["mlflow.source.git.commit"] == head.stdout.strip()
+    assert tags["git.dirty"] in ("true", "false")
+    assert tags["version.mlflow"] == mlflow.__version__
+    assert {"version.torch", "version.ray", "version.hydra-core", "version.omegaconf"} <= tags.keys()
+    assert tags["host"] == socket.gethostname()
+    assert tags["mlflow.user"]
+    assert tags["mlflow.source.name"] == "python -m fsdp_lab sharding=root precision=fp16"
+    assert tags["fsdp_lab.folder"] == str(tmp_path / "trial")
+
+
+def test_facts_become_tags_and_a_data_set_and_may_be_told_twice(opened: Tracker, tmp_path: Path) -> None:
+    run_id = start(opened, tmp_path)
+    opened.log_facts(run_id, FACTS)
+    opened.log_facts(run_id, FACTS)
+    run = read(run_id)
+    told = {key: run.data.tags[key] for key in ("device", "world_size", "num_params", "note")}
+    assert told == {
+        "device": "cpu", "world_size": "2", "num_params": "137546",
+        "note": "offload=cpu has no effect on a CPU. sharding=root makes one unit.",
+    }  # fmt: skip
+    assert "resumed_from" not in run.data.tags
+    (given,) = run.inputs.dataset_inputs
+    assert (given.dataset.name, given.dataset.digest) == ("digits", "0123456789abcdef")
+    assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "training"}
+
+
+def history(run_id: str, key: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in reader().get_metric_history(run_id, key)]
+
+
+def test_metrics_stand_at_their_epoch_and_an_epoch_told_again_stands_once(
+    opened: Tracker, tmp_path: Path, problems: list[str]
+) -> None:
+    run_id = start(opened, tmp_path)
+    second = METRICS | {"epoch": 2, "step": 46, "train/loss": float("nan")}
+    for metrics in (METRICS, METRICS, second):
+        opened.log_epoch(run_id, metrics)
+    names = {"train/step", "train/loss", "val/accuracy", "memory/rank0/peak_bytes"}
+    assert set(read(run_id).data.metrics) == names
+    assert history(run_id, "train/step") == [(1, 23.0), (2, 46.0)]
+    assert history(run_id, "val/accuracy") == [(1, 0.75), (2, 0.75)]
+    (_, first_loss), (step, last_loss) = history(run_id, "train/loss")
+    assert (first_loss, step, last_loss != last_loss) == (1.5, 2, True)
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [("finished", "FINISHED"), ("failed", "FAILED"), ("oom", "FAILED"), ("interrupted", "KILLED")],
+)
+def test_the_first_ending_stands(opened: Tracker, tmp_path: Path, status: str, expected: str) -> None:
+    run_id = start(opened, tmp_path)
+    assert read(run_id).info.status == "RUNNING"
+    opened.finish(run_id, status, "line one\nline two " + "x" * 600)
+    opened.finish(run_id, "skipped", "too late")
+    run = read(run_id)
+    assert (run.info.status, run.data.tags["status"]) == (expected, status)
+    assert run.data.tags["error"].startswith("line one line two xxx")
+    assert len(run.data.tags["error"]) == 500
+
+
+def test_artifacts_are_the_config_without_credentials_and_what_is_given(
+    opened: Tracker, tmp_path: Path, problems: list[str]
+) -> None:
+    folder = tmp_path / "trial"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text("tracking:\n  uri: http://me:pw@host:5000\n")
+    (folder / ".hydra" / "overrides.yaml").write_text("- sharding=root\n")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "a.html").write_text("plot")
+    (folder / "model.pt").write_bytes(b"weights")
+    run_id = start(opened, folder)
+    opened.log_artifact(run_id, folder / "plots" / "a.html", "memory")
+    opened.finish(run_id, "finished", artifacts=[folder / "plots", folder / "model.pt", folder / "no_such"])
+    kept = Path(read(run_id).info.artifact_uri.removeprefix("file://"))
+    assert kept.is_relative_to(tmp_path / "outputs" / "mlartifacts")
+    assert {str(p.relative_to(kept)): p.read_text() for p in kept.rglob("*") if p.is_file()} == {
+        "config/config.yaml": "tracking:\n  uri: http://***@host:5000\n",
+        "config/overrides.yaml": "- sharding=root\n",
+        "memory/a.html": "plot",
+        "plots/a.html": "plot",
+        "model.pt": "weights",
+    }
+    assert read(run_id).info.status == "FINISHED"
+    assert len(problems) == 1
+    assert "no_such is not there" in problems[0]
+
+
+def test_credentials_are_shown_nowhere(opened: Tracker, tmp_path: Path) -> None:
+    uri = "http://me:s3cr3t@host:5000"
+    config = dataclasses.replace(CONFIG, tracking=TrackingConfig(uri))
+    override = f"tracking.uri={uri}"
+    sweep = opened.start_sweep("s", tmp_path, f"python -m fsdp_lab {override} -m", 1)
+    trial = opened.start_trial("t", config, CHOICES, [override], tmp_path, sweep)
+    opened.finish(trial, "failed", f"lost {uri}")
+    assert read(trial).data.params["tracking.uri"] == "http://***@host:5000"
+    assert "s3cr3t" not in repr([read(run).to_dictionary() for run in (sweep, trial)])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://me:pw@host:5000/x", "http://***@host:5000/x"),
+        ("a https://me:p@w/d@host b", "a https://***@host b"),
+        ("postgresql://host/db?password=pw&x=1", "postgresql://host/db?password=***&x=1"),
+        ("sqlite:////home/me@lab/mlflow.db", "sqlite:////home/me@lab/mlflow.db"),
+        ("http://host:5000", "http://host:5000"),
+    ],
+)
+def test_redact(text: str, expected: str) -> None:
+    assert redact(text) == expected
+
+
+def test_one_line_redacts_before_it_cuts() -> None:
+    assert one_line("ab\n http://me:password@host", 14) == "ab http://***…"
+
+
+def dead_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def silent_server() -> Iterator[int]:
+    """A port that takes connections and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield int(server.getsockname()[1])
+
+
+def refused(uri: str) -> str:
+    with pytest.raises(TrackingError) as caught:
+        Tracker(TrackingConfig(uri)).open()
+    assert f"tracking.uri={redact(uri)}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_server_that_is_not_there_is_told_in_time_with_the_remedy(silent: bool) -> None:
+    began = time.monotonic()
+    with silent_server() as port:
+        message = refused(f"http://me:pw@127.0.0.1:{port if silent else dead_port()}")
+    assert time.monotonic() - began < 15
+    assert "http://***@127.0.0.1" in message
+    assert ("timed out" if silent else "Connection refused") in message
+    assert "start it with `mlflow server --port" in message
+    assert "tracking.uri=sqlite:///outputs/mlflow.db" in message
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("ftp://host/x", "not a store"),
+        ("outputs/mlruns", "not a store"),
+        ("", "not a store"),
+        ("sqlite://outputs/mlflow.db", "three slashes"),
+        ("sqlite:///:memory:", "three slashes"),
+        ("sqlite:////proc/nowhere/mlflow.db", "cannot be opened for writing"),
+        ("postgresql://me:pw@127.0.0.1:1/db", "no database answers"),
+        ("http://[::1", "Invalid IPv6 URL"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_at_once(uri: str, reason: str) -> None:
+    began = time.monotonic()
+    assert reason in refused(uri)
+    assert time.monotonic() - began < 10
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("not a database" * 100)
+    assert "file is not a database" in refused(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def test_a_store_of_another_mlflow_version_is_refused(store: TrackingConfig) -> None:
+    with closing(sqlite3.connect("outputs/mlflow.db")) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = 'fromthefuture'")
+    message = refused(store.uri)
+    assert f"another version of MLflow than the installed {mlflow.__version__}" in message
+    assert "mlflow db upgrade" in message
+
+
+def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(store: TrackingConfig) -> None:
+    client = reader()
+    number = client.create_experiment("lab")
+    client.delete_experiment(number)
+    with pytest.raises(TrackingError, match=f"tracking.experiment=lab was deleted.*--experiment-id {number}"):
+        Tracker(store).open()
+
+
+def test_a_refused_metric_is_told_once_and_the_rest_goes_on(
+    opened: Tracker, tmp_path: Path, problems: list[str]
+) -> None:
+    run_id = start(opened, tmp_path)
+    for epoch in (1, 2):
+        opened.log_epoch(run_id, {"epoch": epoch, "mfu %": 1.0})
+    opened.log_epoch(run_id, METRICS)
+    assert len(problems) == 1
+    assert "did not take metrics" in problems[0]
+    assert history(run_id, "train/loss") == [(1, 1.5)]
+
+
+def test_a_store_that_breaks_and_comes_back_is_told_once_and_written_again(
+    opened: Tracker, tmp_path: Path, problems: list[str], capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run_id = start(opened, tmp_path)
+    with closing(sqlite3.connect("outputs/mlflow.db")) as database:
+        database.execute("ALTER TABLE runs RENAME TO away")
+        opened.log_epoch(run_id, METRICS)
+        assert start(opened, tmp_path, run_id) == ""
+        database.execute("ALTER TABLE away RENAME TO runs")
+    opened.log_epoch(run_id, METRICS)  # within the pause: left out
+    assert history(run_id, "train/loss") == []
+    later = time.monotonic() + 31
+    monkeypatch.setattr(tracker.time, "monotonic", lambda: later)
+    opened.log_epoch(run_id, METRICS)
+    assert history(run_id, "train/loss") == [(1, 1.5)]
+    assert len(problems) == 1
+    assert "does not answer any more" in problems[0]
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.fixture
+def server(template: Path, tmp_path: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A real `mlflow server`; its process group is ended with the test."""
+    port, database = dead_port(), tmp_path / "mlflow.db"
+    database.write_bytes(template.read_bytes())
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(tmp_path / "kept"),
+    ]  # fmt: skip
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # starts sooner
+    with (tmp_path / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path, env=environment
+        )
+    try:
+        deadline = time.monotonic() + 90
+        while not _answers(port):
+            waiting = process.poll() is None and time.monotonic() < deadline
+            assert waiting, (tmp_path / "server.log").read_text()
+            time.sleep(0.2)
+        yield port, process
+    finally:
+        end(process)
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the server with its workers: the group has the server's id."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=20)
+
+
+def test_a_server_is_written_to_and_its_death_is_told_once(
+    server: tuple[int, subprocess.Popen[bytes]], tmp_path: Path, problems: list[str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    port, process = server
+    uri = f"http://127.0.0.1:{port}"
+    (tmp_path / "model.pt").write_bytes(b"weights")
+    made = Tracker(TrackingConfig(f"http://me:pw@127.0.0.1:{port}", "lab"), problems.append)
+    made.open()
+    sweep = made.start_sweep("night", tmp_path, "python -m fsdp_lab -m", 1)
+    run_id = start(made, tmp_path, sweep)
+    made.log_facts(run_id, FACTS)
+    made.log_epoch(run_id, METRICS | {"train/loss": float("inf")})
+    made.log_artifact(run_id, tmp_path / "model.pt")
+    made.finish(run_id, "finished")
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", sweep)
+    assert run.data.params == trial_params(CONFIG, CHOICES)
+    assert run.data.metrics["val/accuracy"] == 0.75
+    assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
+    assert [item.path for item in client.list_artifacts(run_id)] == ["model.pt"]
+    assert problems == []
+
+    end(process)
+    began = time.monotonic()
+    for epoch in range(2, 12):
+        made.log_epoch(sweep, METRICS | {"epoch": epoch})
+    assert start(made, tmp_path, sweep) == ""
+    made.finish(sweep, "finished")
+    assert time.monotonic() - began < 20
+    assert len(problems) == 1
+    assert f"tracking.uri=http://***@127.0.0.1:{port}" in problems[0]
+    assert "Connection refused" in problems[0]
+    assert "pw" not in problems[0]
+    assert capfd.readouterr() == ("", "")

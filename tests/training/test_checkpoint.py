@@ -1,0 +1,334 @@
+"""What was stopped goes on as if it had not been; what is not a checkpoint is never taken for one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.training.checkpoint import CheckpointError, check_meta, latest, outdated, whole
+from tests.ranks import Memo, config, run_ranks
+from tests.training.reference import apart
+
+STEPS = 4  # in an epoch
+REPO = Path(__file__).parents[2]
+
+
+@dataclass
+class Told:
+    """What one training told: losses of its steps, metrics of its epochs, facts, and the error that ended it."""
+
+    losses: list[float]
+    epochs: list[dict[str, float]]
+    facts: dict[str, Any]
+    error: str
+
+
+def train_in(jobs: list[tuple[str, list[str]]]) -> list[Told]:
+    """Train each `(folder, overrides)` in turn."""
+    from fsdp_lab.training import train
+
+    results = []
+    for folder, overrides in jobs:
+        losses: list[float] = []
+        memo, error = Memo(), ""
+        try:
+            train(config("training.epochs=3", *overrides), Path(folder), memo, losses.extend)
+        except UserError as told:
+            error = f"{type(told).__name__}: {told}"
+        results.append(Told(losses, memo.told, memo.known, error))
+    return results
+
+
+SYNC = "checkpoint.mode=sync"
+ASYNC = "checkpoint.mode=async"
+STOP = f"training.max_steps={STEPS}"
+COSINE = ("lr_schedule=cosine", "lr_schedule.warmup_steps=3")
+# The first steps of 2**40 overflow, and the scale then grows after every second good step.
+SCALER = ("precision=fp16", "precision.init_scale=1e7", "precision.growth_interval=2")
+SAME_RANKS: dict[str, list[str]] = {
+    "adam": [SYNC, "optimizer.lr=0.01"],
+    "async": [ASYNC, "optimizer.lr=0.01"],
+    "sgd_momentum": [SYNC, "optimizer=sgd", "model=mlp", "sharding=per_layer"],
+    "cosine_accumulate_clip": [SYNC, *COSINE, "training.grad_accum_steps=2", "training.max_grad_norm=0.5"],
+    "step_schedule": [ASYNC, "lr_schedule=step", "lr_schedule.gamma=0.5", "optimizer=adamw"],
+    "fp16_scaler_cosine": [SYNC, *SCALER, *COSINE],
+    "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=meta"],
+    "ddp": [SYNC, "sharding=ddp", "optimizer.lr=0.01"],
+    "bf16_checkpointed_blocks": [SYNC, "precision=bf16", "activation_checkpointing=full"],
+    "root_never": [SYNC, "sharding=root", "reshard_after_forward=never", "optimizer=sgd"],
+}
+OTHER_RANKS: dict[str, list[str]] = {
+    "per_block": [SYNC, "optimizer.lr=0.01", *COSINE],
+    "per_layer_async": [ASYNC, "sharding=per_layer", "optimizer=adamw"],
+    "ddp": [SYNC, "sharding=ddp", "optimizer.lr=0.01"],
+    "mlp_momentum": [SYNC, "model=mlp", "optimizer=sgd", "optimizer.lr=0.01"],
+}
+SEVEN = "training.epochs=7"
+KEEP: dict[str, tuple[list[str], list[int]]] = {  # overrides, steps of the checkpoints that are left
+    "last_1": ([SEVEN, "checkpoint.keep_last=1", "checkpoint.keep_best=false"], [28]),
+    "last_3": ([SEVEN, "checkpoint.keep_last=3", "checkpoint.keep_best=false"], [20, 24, 28]),
+    "every_2": ([SEVEN, "checkpoint.every_epochs=2", "checkpoint.keep_last=9"], [8, 16, 24, 28]),
+    # A learning rate that grows without end: the first epoch is the best.
+    "best": ([SEVEN, "optimizer=sgd", "optimizer.lr=1.0", "checkpoint.keep_last=2"], []),
+    "best_async": ([SEVEN, "optimizer=sgd", "optimizer.lr=1.0", "checkpoint.keep_last=2", ASYNC], []),
+}
+
+
+@dataclass
+class Runs:
+    folder: Path
+    two: dict[str, Told]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Everything that needs two ranks, in one process group: job name -> what it told."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    jobs: dict[str, tuple[str, list[str]]] = {}
+    for name, overrides in SAME_RANKS.items():
+        jobs[f"{name} whole"] = (f"{folder}/{name}_whole", overrides)
+        jobs[f"{name} stopped"] = (f"{folder}/{name}", [*overrides, STOP])
+        jobs[f"{name} resumed"] = (f"{folder}/{name}", overrides)
+    for name, overrides in OTHER_RANKS.items():
+        jobs[f"other {name} whole"] = (f"{folder}/other_{name}_whole", overrides)
+        for world_size in (1, 4):
+            jobs[f"other {name} stopped {world_size}"] = (f"{folder}/other_{name}_{world_size}", [*overrides, STOP])
+    for name, (overrides, _) in KEEP.items():
+        jobs[f"keep {name}"] = (f"{folder}/keep_{name}", [SYNC, "checkpoint.keep_best=true", *overrides])
+    adam = f"{folder}/adam_whole/checkpoints"
+    lr = "optimizer.lr=0.01"
+    jobs |= {
+        "again": (f"{folder}/adam", [SYNC, lr]),
+        "from folder": (f"{folder}/from_folder", ["checkpoint.mode=off", lr, f"checkpoint.resume_from={adam}"]),
+        "from nowhere": (f"{folder}/nowhere", [SYNC, f"checkpoint.resume_from={folder}/empty"]),
+        "other model": (f"{folder}/adam", [SYNC, "model.num_layers=3"]),
+        "other optimizer": (f"{folder}/adam", [SYNC, "optimizer=sgd"]),
+        "scaled from unscaled": (f"{folder}/scaled", ["precision=fp16", f"checkpoint.resume_from={adam}", SEVEN]),
+    }
+    results = run_ranks(2, train_in, list(jobs.values()))
+    for name, first, second in zip(jobs, *results, strict=True):
+        assert first.losses == second.losses, name
+        assert first.error == second.error, name
+    return Runs(folder, dict(zip(jobs, results[0], strict=True)))
+
+
+@pytest.mark.parametrize("name", SAME_RANKS)
+def test_stopped_and_resumed_is_uninterrupted(runs: Runs, name: str) -> None:
+    whole_run, stopped, resumed = (runs.two[f"{name} {part}"] for part in ("whole", "stopped", "resumed"))
+    assert len(whole_run.losses) == 3 * STEPS
+    assert stopped.losses == whole_run.losses[:STEPS]
+    assert resumed.losses == whole_run.losses[STEPS:]  # to the bit
+    assert Path(resumed.facts["resumed_from"]).name == "step_00000004"
+    assert [e["epoch"] for e in resumed.epochs] == [1, 2, 3]  # the first one is told again
+    for key in ("train/loss", "val/loss", "val/accuracy", "train/lr", "train/loss_scale", "train/skipped_steps"):
+        assert [e.get(key) for e in resumed.epochs] == [e.get(key) for e in whole_run.epochs], key
+
+
+def test_the_scaler_case_does_scale(runs: Runs) -> None:
+    """The case above is worth something: steps were skipped before the stop, and the scale grew after it."""
+    epochs = runs.two["fp16_scaler_cosine whole"].epochs
+    assert epochs[0]["train/skipped_steps"] > 0
+    assert len({e["train/loss_scale"] for e in epochs}) > 1
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_resumed_on_another_number_of_workers(runs: Runs, world_size: int) -> None:
+    jobs = [(f"{runs.folder}/other_{name}_{world_size}", overrides) for name, overrides in OTHER_RANKS.items()]
+    for name, told in zip(OTHER_RANKS, run_ranks(world_size, train_in, jobs)[0], strict=True):
+        assert not told.error
+        expected = runs.two[f"other {name} whole"].losses[STEPS:]
+        assert apart(told.losses, expected) <= 1e-5, f"{name}: {told.losses} {expected}"
+        assert told.epochs[0] == runs.two[f"other {name} stopped {world_size}"].epochs[0]
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(f.name.removeprefix("step_")) for f in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_retention(runs: Runs, name: str) -> None:
+    """Exactly the expected folders are left: nothing half-written, nothing in the bin."""
+    expected = KEEP[name][1]
+    told = runs.two[f"keep {name}"].epochs
+    if not expected:
+        best = min(told, key=lambda e: e["val/loss"])
+        assert best["step"] < 24, "the case has to have its best epoch before the last two"
+        expected = [int(best["step"]), 24, 28]
+    assert steps_in(runs.folder / f"keep_{name}" / "checkpoints") == expected
+
+
+def test_save_figures(runs: Runs) -> None:
+    for name in ("adam", "async", "ddp"):
+        epochs = runs.two[f"{name} whole"].epochs
+        assert all(e["checkpoint/blocked_s"] > 0 for e in epochs)
+        last = epochs[-1]
+        assert last["checkpoint/save_s"] >= last["checkpoint/blocked_s"]
+        newest = latest(runs.folder / f"{name}_whole" / "checkpoints")
+        assert newest is not None
+        on_disk = sum(f.stat().st_size for f in newest.iterdir() if f.name != "meta.json")
+        assert last["checkpoint/bytes"] == on_disk > 139_018 * 4 * 3  # weights and Adam's two moments
+    assert "checkpoint/blocked_s" not in runs.two["from folder"].epochs[-1] or not runs.two["from folder"].losses
+
+
+def test_a_finished_run_trains_no_further(runs: Runs) -> None:
+    again = runs.two["again"]
+    assert (again.losses, len(again.epochs)) == ([], 3)
+
+
+def test_resume_from_another_folder(runs: Runs) -> None:
+    told = runs.two["from folder"]
+    assert told.losses == []
+    assert told.facts["resumed_from"].endswith("adam_whole/checkpoints/step_00000012")
+
+
+def test_resume_from_nowhere(runs: Runs) -> None:
+    error = runs.two["from nowhere"].error
+    for words in ("CheckpointError", f"checkpoint.resume_from={runs.folder}/empty", "no whole checkpoint", "meta.json"):
+        assert words in error
+
+
+def test_another_model_or_optimizer_is_refused(runs: Runs) -> None:
+    assert "model.num_layers=4 there, 3 here" in runs.two["other model"].error
+    assert "optimizer=adam there, sgd here" in runs.two["other optimizer"].error
+    assert all(runs.two[name].error.startswith("CheckpointError") for name in ("other model", "other optimizer"))
+
+
+def test_loss_scaling_can_start_at_a_resume(runs: Runs) -> None:
+    told = runs.two["scaled from unscaled"]
+    assert not told.error
+    assert len(told.losses) == 4 * STEPS
+    assert told.epochs[-1]["train/loss_scale"] > 0
+
+
+def test_another_pytorch_is_refused(runs: Runs) -> None:
+    source = latest(runs.folder / "adam" / "checkpoints")
+    assert source is not None
+    meta = json.loads((source / "meta.json").read_text())
+    check_meta(meta, source, TrialConfig())
+    meta["torch_version"] = "2.4.1"
+    with pytest.raises(CheckpointError, match=r"written by PyTorch 2\.4\.1, this is") as caught:
+        check_meta(meta, source, TrialConfig())
+    assert torch.__version__ in str(caught.value)
+    assert "checkpoint.any_torch_version=true" in str(caught.value)
+    check_meta(meta, source, config("checkpoint.any_torch_version=true"))
+
+
+def make(folder: Path, step: int, val_loss: float | None = None) -> Path:
+    checkpoint = folder / f"step_{step:08d}"
+    checkpoint.mkdir(parents=True)
+    history = [] if val_loss is None else [{"val/loss": val_loss}]
+    (checkpoint / "meta.json").write_text(json.dumps({"history": history}))
+    return checkpoint
+
+
+def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
+    good = make(tmp_path, 4)
+    make(tmp_path, 8).rename(tmp_path / ".step_00000008.making")
+    make(tmp_path, 12).rename(tmp_path / ".step_00000012.trash")
+    (tmp_path / "step_00000016").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert latest(tmp_path) == latest(good) == good
+    assert not whole(tmp_path / ".step_00000008.making")
+    assert latest(tmp_path / "step_00000016") is None
+    assert latest(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "keep_last", "keep_best", "left"),
+    [
+        ([3, 2, 1], 1, True, [2]),
+        ([1, 2, 3], 1, True, [0, 2]),
+        ([1, 2, 3], 1, False, [2]),
+        ([2, 1, 3, 4], 2, True, [1, 2, 3]),
+        ([1, 2], 5, True, [0, 1]),
+        ([None, 2, 3], 1, True, [1, 2]),
+        ([], 1, True, []),
+    ],
+)
+def test_outdated(
+    tmp_path: Path, losses: list[float | None], keep_last: int, keep_best: bool, left: list[int]
+) -> None:
+    made = [make(tmp_path, i, loss) for i, loss in enumerate(losses)]
+    gone = outdated(tmp_path, keep_last, keep_best)
+    assert [i for i, f in enumerate(made) if f not in gone] == left
+
+
+# A real training that stops for ever inside its second save, where the test kills it.
+HANGS = """
+import sys, time
+from pathlib import Path
+import fsdp_lab.training.checkpoint as module
+from fsdp_lab.training import train
+from tests.ranks import Memo, config
+
+def hang_at_second_call(owner, name, first=lambda *a: None, counts=lambda *a: True):
+    real, calls = getattr(owner, name), []
+    def wrapper(*args, **kwargs):
+        calls.extend([1] if counts(*args) else [])
+        if len(calls) < 2 or not counts(*args):
+            return real(*args, **kwargs)
+        first(real, args, kwargs)
+        print("HANGS", flush=True)
+        time.sleep(600)
+    setattr(owner, name, wrapper)
+
+where, folder = sys.argv[1], Path(sys.argv[2])
+write = lambda real, args, kwargs: real(*args, **kwargs)
+if where == "before_writing":
+    hang_at_second_call(module.dcp, "save")
+if where == "written":
+    hang_at_second_call(module.dcp, "save", write)
+if where == "async":
+    hang_at_second_call(module.dcp, "async_save", lambda *a: write(*a).result())
+if where == "published":
+    hang_at_second_call(module, "outdated")
+if where == "pruning":
+    hang_at_second_call(module.shutil, "rmtree", counts=lambda p, *a: p.name.endswith("trash"))
+mode = "async" if where == "async" else "sync"
+train(config("training.epochs=4", "checkpoint.keep_best=false", f"checkpoint.mode={mode}"), folder, Memo())
+"""
+# Where it was killed -> the step of the checkpoint that the next start has to find.
+KILLED = {"before_writing": 4, "written": 4, "async": 4, "published": 8, "pruning": 12}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Told]]:
+    folder = tmp_path_factory.mktemp("killed")
+    processes = {}
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    for where in KILLED:
+        command = [sys.executable, "-c", HANGS, where, str(folder / where)]
+        processes[where] = subprocess.Popen(
+            command, cwd=REPO, stdout=subprocess.PIPE, text=True, env={**env, "OMP_NUM_THREADS": "1"}
+        )
+    for where, process in processes.items():
+        assert process.stdout is not None
+        said = next((line for line in process.stdout if "HANGS" in line), "")
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, where
+        assert said, f"{where}: ended before its second save"
+        found = latest(folder / where / "checkpoints")
+        assert found is not None, where
+        assert int(found.name.removeprefix("step_")) == KILLED[where], where
+    jobs = [(str(folder / where), [SYNC, "training.epochs=4", "checkpoint.keep_best=false"]) for where in KILLED]
+    jobs.append((str(folder / "whole"), [SYNC, "training.epochs=4"]))
+    return folder, dict(zip([*KILLED, "whole"], run_ranks(1, train_in, jobs)[0], strict=True))
+
+
+@pytest.mark.parametrize("where", KILLED)
+def test_killed_while_saving(killed: tuple[Path, dict[str, Told]], where: str) -> None:
+    """A real SIGKILL inside a save: the next start goes on from the last whole checkpoint and leaves no litter."""
+    folder, told = killed
+    assert not told[where].error
+    assert told[where].losses == told["whole"].losses[KILLED[where] :]
+    assert steps_in(folder / where / "checkpoints") == [16]

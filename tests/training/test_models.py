@@ -1,0 +1,172 @@
+"""The models are the published ones, their weights torchvision's own distributions, and the units the right ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.training.models import model_spec
+from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
+from tests.ranks import config
+from tests.training.reference import first_weights
+
+
+def build(trial: TrialConfig, device: str = "meta") -> nn.Module:
+    with torch.device(device):
+        return model_spec(trial.model).build()
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def num_params(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_vit_tiny_is_the_tutorials() -> None:
+    model = build(config("model=vit_tiny"))
+    got = shapes(model)
+    assert got["conv_proj.weight"] == (64, 1, 7, 7)
+    assert got["encoder.pos_embedding"] == (1, 17, 64)  # 4 x 4 patches and the class token
+    assert got["encoder.layers.encoder_layer_3.mlp.0.weight"] == (128, 64)
+    assert got["heads.head.weight"] == (10, 64)
+    layers = model.encoder.layers
+    assert (len(layers), layers[0].self_attention.num_heads) == (4, 2)
+    # 3,200 patches + 64 class token + 1,088 positions + 4 blocks of 33,472 + 128 last norm + 650 head
+    assert num_params(model) == 3_200 + 64 + 1_088 + 4 * 33_472 + 128 + 650 == 139_018
+
+
+@pytest.mark.parametrize("name", ["vit_b_16", "vit_l_16", "vit_h_14"])
+def test_large_vits_are_torchvisions(name: str) -> None:
+    with torch.device("meta"):
+        theirs = getattr(torchvision.models, name)()
+    ours = build(config(f"model={name}", "data=synthetic"))
+    assert shapes(ours) == shapes(theirs)
+    heads = [m.num_heads for m in ours.modules() if isinstance(m, nn.MultiheadAttention)]
+    assert heads == [m.num_heads for m in theirs.modules() if isinstance(m, nn.MultiheadAttention)]
+
+
+def test_mlp_is_1024_1024_10() -> None:
+    trial = config("model=mlp")
+    assert list(shapes(build(trial)).values()) == [(1024, 1024), (1024,), (10, 1024), (10,)]
+    model = build(trial, "cpu")
+    images = torch.randn(3, 1, 32, 32)
+    first, last = model.blocks[0][0], model.head
+    by_hand = (images.flatten(1) @ first.weight.T + first.bias).clamp(min=0) @ last.weight.T + last.bias
+    torch.testing.assert_close(model(images), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("family", "block", "count"),
+    [("vit_tiny", torchvision.models.vision_transformer.EncoderBlock, 4), ("mlp", nn.Sequential, 1)],
+)
+def test_a_model_names_its_block(family: str, block: type[nn.Module], count: int) -> None:
+    spec = model_spec(config(f"model={family}").model)
+    assert issubclass(spec.block_class, block)
+    assert sum(isinstance(m, spec.block_class) for m in spec.build().modules()) == count
+
+
+def test_weights_follow_torchvisions_own_initialisation() -> None:
+    """Each parameter's mean and spread, against ten models that torchvision draws itself."""
+    trial = config("model=vit_tiny", "model.num_channels=3")
+    ours = [first_weights(config("model=vit_tiny", "model.num_channels=3", f"training.seed={s}")) for s in range(10)]
+    torch.manual_seed(0)
+    theirs = [
+        torchvision.models.VisionTransformer(28, 7, 4, 2, 64, 128, num_classes=10).state_dict() for _ in range(10)
+    ]
+    assert ours[0].keys() == theirs[0].keys() == shapes(build(trial)).keys()
+    for name in ours[0]:
+        a, b = (torch.cat([weights[name].flatten() for weights in draws]) for draws in (ours, theirs))
+        noise = 6 / math.sqrt(a.numel())
+        assert (a.std() - b.std()).abs() <= noise * b.std(), name
+        assert (a.mean() - b.mean()).abs() <= 2 * noise * b.std(), name
+        assert torch.equal(a == 0, b == 0), name
+        if b.std() > 0:  # 0.798 of a normal distribution, 0.866 of a uniform one
+            assert (a.abs().mean() / a.std() - b.abs().mean() / b.std()).abs() <= noise, name
+
+
+def test_mlp_weights_follow_pytorchs_linear() -> None:
+    ours = first_weights(config("model=mlp"))
+    for name, theirs in build(config("model=mlp"), "cpu").state_dict().items():
+        assert ours[name].abs().max() <= 1 / 32  # 1 / sqrt(1024)
+        assert float(ours[name].std()) == pytest.approx(float(theirs.std()), rel=6 / math.sqrt(theirs.numel()))
+
+
+def test_equal_layers_get_different_weights() -> None:
+    drawn = first_weights(TrialConfig())
+    layer = "encoder.layers.encoder_layer_{}.mlp.0.weight"
+    assert not torch.equal(drawn[layer.format(0)], drawn[layer.format(1)])
+
+
+LAYERS = [f"encoder.layers.encoder_layer_{i}" for i in range(4)]
+PER_LAYER = [
+    "conv_proj",
+    *(f"{layer}.{part}" for layer in LAYERS for part in ("ln_1", "self_attention", "ln_2", "mlp.0", "mlp.3")),
+    "encoder.ln",
+    "encoder",  # holds the position embedding
+    "heads.head",
+]
+ATTENTION_AND_MLP = [f"{layer}.{part}" for layer in LAYERS for part in ("self_attention", "mlp")]
+ATTENTION_AND_REST = [f"{layer}{part}" for layer in LAYERS for part in (".self_attention", "")]
+# Parameters: attention 16,640; mlp 16,576 (its layers 8,320 and 8,256); a block 33,472; all blocks 133,888;
+# encoder 135,104; conv_proj 3,200; head 650; last norm 128.
+
+
+def unit_names(*overrides: str) -> list[str]:
+    trial = config(*overrides)
+    spec = model_spec(trial.model)
+    model = build(trial)
+    apply_to_blocks(model, spec.block_class, trial)
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(unit)] for unit in sharding_units(model, spec.block_class, trial.sharding)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["sharding=root"], []),
+        (["sharding=per_block"], LAYERS),
+        (["sharding=per_block", "activation_checkpointing=full"], LAYERS),
+        (["sharding=per_layer"], PER_LAYER),
+        (["sharding=per_block", "model=mlp"], ["blocks.0"]),
+        (["sharding=per_layer", "model=mlp"], ["blocks.0.0", "head"]),
+    ],
+)
+def test_units_of_each_granularity(overrides: list[str], expected: list[str]) -> None:
+    assert unit_names(*overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("min_num_params", "expected"),
+    [
+        (1_000_000, []),
+        (135_105, []),
+        (135_104, ["encoder"]),
+        (133_889, ["encoder"]),
+        (133_888, ["encoder.layers"]),
+        (33_473, ["encoder.layers"]),
+        (33_472, LAYERS),
+        (16_641, LAYERS),
+        (16_640, ATTENTION_AND_REST),  # and what is left of a block, 16,832
+        (16_576, ATTENTION_AND_MLP),
+        (8_321, ATTENTION_AND_MLP),
+    ],
+)
+def test_size_based_threshold(min_num_params: int, expected: list[str]) -> None:
+    """A module becomes a unit when what its inner units left over reaches the threshold."""
+    got = unit_names("sharding=size_based", f"sharding.min_num_params={min_num_params}")
+    assert got == expected
+
+
+def test_every_unit_comes_after_those_inside_it() -> None:
+    for overrides in (["sharding=per_layer"], ["sharding=size_based", "sharding.min_num_params=1000"]):
+        names = unit_names(*overrides)
+        for i, name in enumerate(names):
+            assert not any(later.startswith(f"{name}.") for later in names[i:]), name
+        assert not any("self_attention." in name for name in names)  # attention is one unit

@@ -1,0 +1,252 @@
+"""A sharded run learns what one unsharded process learns, step by step."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_lab.config import TrialConfig
+from tests.ranks import config, run_ranks, train_all
+from tests.training.reference import Run, apart, first_weights, train_unsharded
+
+Case = tuple[str, ...]
+Results = dict[Case, tuple[list[float], list[dict[str, float]]]]
+
+FP32_TOLERANCE = 1e-5  # measured: 5e-7
+HALF_TOLERANCE = 5e-3  # measured: bf16 1.4e-3, bf16_mixed 1.0e-3, grad_bf16 5e-4, fp16 and fp16_mixed 3.5e-4
+
+# Weight decay inside Adam's gradient, and a large step: without them Adam would forgive a gradient that is
+# wrong by a factor, and four steps would hardly move the ViT, whose head starts at zero.
+VIT = ("optimizer=adam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1")
+MLP = ("model=mlp", "optimizer=sgd")
+
+SHARDINGS: dict[str, Case] = {
+    "ddp": ("sharding=ddp",),
+    "root": ("sharding=root",),
+    "per_block": ("sharding=per_block",),
+    "per_layer": ("sharding=per_layer",),
+    "size_based": ("sharding=size_based", "sharding.min_num_params=10000"),
+}
+SHARDED = [name for name in SHARDINGS if name != "ddp"]
+RESHARDS: list[Case] = [
+    *((f"reshard_after_forward={policy}",) for policy in ("always", "never", "default")),
+    *(("reshard_after_forward=to_size", f"reshard_after_forward.size={size}") for size in (1, 2)),
+]
+GRID: list[Case] = [
+    (*SHARDINGS[sharding], f"offload={offload}", *reshard, *VIT)
+    for sharding, offload, reshard in product(SHARDINGS, ("none", "cpu", "cpu_unpinned"), RESHARDS)
+    if sharding != "ddp" or offload == "none"
+]
+PRECISIONS = ("bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
+HALF: list[Case] = [
+    (f"precision={p}", *SHARDINGS[s], *MLP) for p, s in product(PRECISIONS, ("per_block", "ddp", "per_layer"))
+]
+CLIP = "training.max_grad_norm=0.1"
+FEATURES: list[Case] = [
+    *((*SHARDINGS[s], "training.grad_accum_steps=2", *VIT) for s in SHARDINGS),
+    *((*SHARDINGS[s], CLIP, *MLP) for s in SHARDINGS),
+    *((*SHARDINGS[s], "activation_checkpointing=full", *VIT) for s in SHARDINGS),
+    *((*SHARDINGS[s], "init=meta", *VIT) for s in SHARDINGS),
+    *((*SHARDINGS[s], "memory_profile=peaks", *VIT) for s in SHARDINGS),
+    (*SHARDINGS["per_block"], "sharding.forward_prefetch=2", "sharding.backward_prefetch=1", *VIT),
+    (*SHARDINGS["per_layer"], "sharding.forward_prefetch=1", "sharding.backward_prefetch=3", *VIT),
+    (*SHARDINGS["per_block"], CLIP, "training.grad_accum_steps=2", "offload=cpu", *MLP),
+    (*SHARDINGS["per_block"], "optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.3"),
+    (*SHARDINGS["per_block"], "optimizer.implementation=foreach", *VIT),
+    (*SHARDINGS["per_block"], "optimizer.implementation=for_loop", *VIT),
+    (*SHARDINGS["per_block"], "data.loader_workers=1", *VIT),
+    (*SHARDINGS["per_block"], "training.epochs=2", "training.seed=5", *VIT),
+]
+FOUR: list[Case] = [
+    (*SHARDINGS["per_block"], *VIT),
+    (*SHARDINGS["ddp"], *VIT),
+    (*SHARDINGS["per_layer"], "training.grad_accum_steps=2", *VIT),
+    (*SHARDINGS["per_block"], "reshard_after_forward=to_size", "reshard_after_forward.size=2", *VIT),
+    (*SHARDINGS["per_block"], "sharding.dp_replicate=2", *VIT),
+    (*SHARDINGS["per_layer"], "sharding.dp_replicate=2", "reshard_after_forward=to_size",
+     "reshard_after_forward.size=2", *VIT),
+    (*SHARDINGS["size_based"], "sharding.dp_replicate=2", "reshard_after_forward=to_size",
+     "reshard_after_forward.size=1", "training.grad_accum_steps=2", "init=meta", *VIT),
+    (*SHARDINGS["root"], "sharding.dp_replicate=4", CLIP, *MLP),
+]  # fmt: skip
+ONE: list[Case] = [
+    (*SHARDINGS["per_block"], *VIT),
+    (*SHARDINGS["ddp"], *VIT),
+    (*SHARDINGS["per_layer"], "training.grad_accum_steps=4", *VIT),
+]
+
+
+def run(world_size: int, cases: list[Case]) -> Results:
+    by_rank = run_ranks(world_size, train_all, [list(case) for case in cases])
+    for rank, results in enumerate(by_rank):
+        for case, (losses, _), (first, _) in zip(cases, results, by_rank[0], strict=True):
+            assert losses == first, f"rank {rank} reports other losses than rank 0: {case}"
+    return dict(zip(cases, by_rank[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Results:
+    return run(2, [*GRID, *HALF, *FEATURES])
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Results:
+    return run(4, FOUR)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Results:
+    return run(1, ONE)
+
+
+# What a float32 run on one process depends on; the other settings must change nothing.
+_MATTERS = ("model", "optimizer", "training", "data")
+
+
+def unsharded(case: Case, wrong: str = "") -> Run:
+    keys = [o for o in case if o.split("=")[0].split(".")[0] in _MATTERS]
+    keys = [o for o in keys if not o.startswith(("training.grad_accum", "optimizer.implementation", "data.loader"))]
+    return _unsharded(tuple(keys), wrong)
+
+
+@lru_cache
+def _unsharded(keys: Case, wrong: str) -> Run:
+    torch.set_num_threads(1)
+    return train_unsharded(config(*keys), wrong)
+
+
+def name(case: Case) -> str:
+    return " ".join(o for o in case if o not in VIT)
+
+
+def assert_same(results: Results, case: Case, tolerance: float) -> None:
+    losses, told = results[case]
+    plain = unsharded(case)
+    difference = apart(losses, plain.losses)
+    assert difference <= tolerance, f"a step's loss is off by {difference:.2e}\n{losses}\n{plain.losses}"
+    assert abs(told[-1]["val/loss"] - plain.val_loss) <= tolerance
+    assert told[-1]["train/loss"] == pytest.approx(sum(losses[-4:]) / 4, abs=1e-9)
+
+
+@pytest.mark.parametrize("case", GRID, ids=name)
+def test_every_sharding_offload_and_reshard(two_ranks: Results, case: Case) -> None:
+    assert_same(two_ranks, case, FP32_TOLERANCE)
+    assert two_ranks[case][1][-1]["val/accuracy"] == pytest.approx(unsharded(case).val_accuracy)
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=name)
+def test_features(two_ranks: Results, case: Case) -> None:
+    assert_same(two_ranks, case, FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", HALF, ids=name)
+def test_half_precision(two_ranks: Results, case: Case) -> None:
+    assert_same(two_ranks, case, HALF_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=name)
+def test_four_ranks(four_ranks: Results, case: Case) -> None:
+    assert_same(four_ranks, case, FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ONE, ids=name)
+def test_one_rank(one_rank: Results, case: Case) -> None:
+    assert_same(one_rank, case, FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong", "tolerance"),
+    [
+        (VIT, "sum", FP32_TOLERANCE),
+        (VIT, "one_rank", FP32_TOLERANCE),
+        (VIT, "last_microbatch", FP32_TOLERANCE),
+        ((*MLP, CLIP), "no_clip", FP32_TOLERANCE),
+        ((*MLP, CLIP), "one_rank", FP32_TOLERANCE),
+        (MLP, "sum", HALF_TOLERANCE),
+        (MLP, "one_rank", HALF_TOLERANCE),
+    ],
+)
+def test_a_wrong_reduction_would_be_seen(case: Case, wrong: str, tolerance: float) -> None:
+    """The tolerances are worth something: each mistake lies far outside of the one that has to catch it."""
+    assert apart(unsharded(case, wrong).losses, unsharded(case).losses) > 100 * tolerance
+
+
+@pytest.mark.parametrize("sharding", ["per_block", "per_layer"])
+def test_each_precision_does_its_own_arithmetic(two_ranks: Results, sharding: str) -> None:
+    """The reduction's dtype is used, not only the computation's: no two of the settings agree."""
+    rows = [two_ranks[(f"precision={p}", *SHARDINGS[sharding], *MLP)][0] for p in PRECISIONS]
+    rows.append(unsharded(MLP).losses)
+    assert all(apart(a, b) > 1e-6 for i, a in enumerate(rows) for b in rows[:i])
+
+
+def test_the_memory_tracker_changes_no_digit(two_ranks: Results) -> None:
+    for sharding in SHARDINGS:
+        tracked = two_ranks[(*SHARDINGS[sharding], "memory_profile=peaks", *VIT)]
+        plain = two_ranks[(*SHARDINGS[sharding], "offload=none", "reshard_after_forward=default", *VIT)]
+        assert tracked[0] == plain[0], sharding
+        assert tracked[1][-1]["memory/peak_bytes"] > 0
+        assert "memory/peak_bytes" not in plain[1][-1]
+
+
+def initial_weights(cases: list[Case]) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """`(full first weights, number of parameters that this rank drew)` of each case."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from fsdp_lab.training import weights
+    from fsdp_lab.training.distributed import build_mesh, setup_distributed
+    from fsdp_lab.training.models import model_spec
+    from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
+
+    real_draw, drawn = weights.draw, [0]
+
+    def counting_draw(*args: Any) -> torch.Tensor:
+        drawn[0] += 1
+        return real_draw(*args)
+
+    weights.draw = counting_draw
+    ranks, results = setup_distributed(), []
+    for case in cases:
+        drawn[0] = 0
+        trial = config(*case)
+        spec = model_spec(trial.model)
+        with torch.device("meta"):
+            model = spec.build()
+        apply_to_blocks(model, spec.block_class, trial)
+        apply_fully_shard(model, spec.block_class, trial, build_mesh(trial.sharding, ranks))
+        weights.init_weights(model, spec, trial, ranks.device)
+        model = apply_ddp(model, trial, ranks.device)
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        results.append((dict(full), drawn[0]))
+    return results
+
+
+def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
+    cases = [
+        (*SHARDINGS[s], f"init={init}", *more)
+        for s, init, more in product(
+            SHARDINGS, ("rank0", "meta"), ((), ("training.seed=7", "activation_checkpointing=full"))
+        )
+    ]
+    cases += [("offload=cpu", f"init={init}", "model=mlp") for init in ("rank0", "meta")]
+    first, second = run_ranks(2, initial_weights, cases)
+    for case, (got, drawn_first), (_, drawn_second) in zip(cases, first, second, strict=True):
+        expected = first_weights(config(*case))
+        assert got.keys() == expected.keys(), case
+        assert all(torch.equal(got[key], expected[key]) for key in expected), case
+        assert drawn_first == len(expected), case
+        assert drawn_second == (0 if "init=rank0" in case else len(expected)), case
+
+
+def test_the_seed_changes_the_weights() -> None:
+    a, b = (first_weights(TrialConfig()), first_weights(config("training.seed=1")))
+    assert not torch.equal(a["conv_proj.weight"], b["conv_proj.weight"])
+
+
+@pytest.mark.slow
+def test_compiled_blocks() -> None:
+    case = (*SHARDINGS["per_block"], "compile=true", "activation_checkpointing=full", *VIT)
+    assert_same(run(2, [case]), case, FP32_TOLERANCE)
