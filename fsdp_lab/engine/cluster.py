@@ -54,11 +54,15 @@ def start_ray(cluster: ClusterConfig) -> None:
         UserError: no Ray answers at the address.
     """
     set_environment()
+    if cluster.address is None:
+        # Ray's servers listen on every interface unless the node's address is the loopback; it takes that
+        # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if cluster.address is None:
-        ray.init(num_cpus=local_cpus(), include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+        ray.init(num_cpus=local_cpus(), include_dashboard=False, **quiet)
         return
     try:
         ray.init(address=cluster.address, **quiet)

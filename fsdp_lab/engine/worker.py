@@ -46,7 +46,8 @@ def train_worker(job: dict[str, Any]) -> None:
 
     rank = ray.train.get_context().get_world_rank()
     folder = Path(job["folder"])
-    os.chdir(job["launched_in"])
+    if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
+        os.chdir(job["launched_in"])
     redirect_output(folder / "logs" / f"rank{rank}.log")
     try:
         from fsdp_lab.training import train

@@ -32,6 +32,7 @@ class Sweep:
         self.states, self.folder, self.swept, self.console = states, folder, swept, console
         self.tracker = Tracker(states[0].trial.config.tracking, on_problem=console.say)
         self.parent: str | None = None
+        self.notes_told: set[str] = set()
 
     def open(self, sweep: bool) -> None:
         """Make the store's schema and the parent run: once, before any trial.
@@ -90,7 +91,9 @@ class Sweep:
             if state.run_id:
                 self.tracker.log_facts(state.run_id, facts)
             for note in facts["notes"]:
-                self.console.say(f"{label(number, self.states)}: {note}")
+                if note not in self.notes_told:  # each trial's run is tagged with its own; said once a sweep
+                    self.notes_told.add(note)
+                    self.console.say(f"note: {note}")
         for metrics in read_metrics(folder):
             if metrics["epoch"] <= state.metrics.get("epoch", 0):
                 continue

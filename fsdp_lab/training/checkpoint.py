@@ -170,7 +170,7 @@ class Checkpoints:
     def _make_folder(self, target: Path) -> Path:
         making = _making(target)
         if self.ranks.is_first:
-            for stale in (making, target):
+            for stale in (*self.folder.glob(".step_*"), target):  # what a killed run left behind
                 shutil.rmtree(stale, ignore_errors=True)
             making.mkdir(parents=True)
         dist.barrier()

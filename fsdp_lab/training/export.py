@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,13 @@ def load_exported(path: Path) -> ExportedModel:
     Raises:
         UserError: the file is not one that `export_model` wrote.
     """
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file; give the path of a model.pt that a trial exported.")
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise UserError(f"{path} is not an exported model: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        # not torch's own advice, which is to trust the file
+        raise UserError(f"{path} is not an exported model: it does not hold tensors and plain values only.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is not a model that this version exported (format {FORMAT} is what it reads).")
     model = from_dict(ModelConfig, content["model"], "model.")

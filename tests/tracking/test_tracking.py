@@ -165,6 +165,7 @@ def test_facts_become_tags_and_a_data_set_and_may_be_told_twice(opened: Tracker,
         "note": "offload=cpu has no effect on a CPU. sharding=root makes one unit.",
     }  # fmt: skip
     assert "resumed_from" not in run.data.tags
+    assert run.inputs is not None
     (given,) = run.inputs.dataset_inputs
     assert (given.dataset.name, given.dataset.digest) == ("digits", "0123456789abcdef")
     assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "training"}
@@ -315,9 +316,13 @@ def test_a_store_that_cannot_be_is_refused_at_once(uri: str, reason: str) -> Non
     assert time.monotonic() - began < 10
 
 
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mlflow.db").write_text("not a database" * 100)
-    assert "file is not a database" in refused(f"sqlite:///{tmp_path}/mlflow.db")
+def test_a_path_that_is_no_database_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "text.db").write_text("not a database" * 100)
+    (tmp_path / "folder.db").mkdir()
+    began = time.monotonic()
+    assert "writing (file is not a database)" in refused(f"sqlite:///{tmp_path}/text.db")
+    assert "writing (unable to open database file)" in refused(f"sqlite:///{tmp_path}/folder.db")
+    assert time.monotonic() - began < 10
 
 
 def test_a_store_of_another_mlflow_version_is_refused(store: TrackingConfig) -> None:
@@ -429,6 +434,7 @@ def test_a_server_is_written_to_and_its_death_is_told_once(
     assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", sweep)
     assert run.data.params == trial_params(CONFIG, CHOICES)
     assert run.data.metrics["val/accuracy"] == 0.75
+    assert run.inputs is not None
     assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
     assert [item.path for item in client.list_artifacts(run_id)] == ["model.pt"]
     assert problems == []
