@@ -139,8 +139,8 @@ def _composition(error: BaseException) -> str:
     if found := re.search(r"Error merging override ([^=]+)=(\S*)", text):
         remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "")
         return f"{found[1]}={found[2]}: {_cut(cause).rstrip('.')}{remedy}."
-    if "Ambiguous value for argument" in text:
-        given = re.search(r"argument '([^']+)'", text)
+    if "Ambiguous value for argument" in text or "requires --multirun" in text:
+        given = re.search(r"(?:argument|parameters) '([^']+)'", text)
         return (
             f"{given[1] if given else 'an override'} names several values, which is a sweep: add -m to run one "
             "trial for each, or give one value."

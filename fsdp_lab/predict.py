@@ -17,7 +17,7 @@ from fsdp_lab.config.schema import DataConfig, DataName, TrackingConfig
 
 KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out")
 CLASSES = {
-    DataName.fashion_mnist: ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"),
+    DataName.fashion_mnist: tuple(["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]),
 }  # fmt: skip
 _PICTURES = 32
 _BATCH = 256
@@ -54,10 +54,10 @@ def read_options(arguments: list[str]) -> dict[str, str]:
 
 def fetch(options: dict[str, str]) -> Path:
     """The exported model of an MLflow run, copied to where it can be read."""
-    from fsdp_lab.tracking import Tracker
+    from fsdp_lab.tracking import fetch_artifact
 
-    tracker = Tracker(TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri)))
-    return tracker.fetch_artifact(options["run"], "model/model.pt", out_folder(options))
+    tracking = TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri))
+    return fetch_artifact(tracking, options["run"], "model/model.pt", out_folder(options))
 
 
 def out_folder(options: dict[str, str]) -> Path:

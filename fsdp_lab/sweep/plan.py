@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.compose import Trial, check
-from fsdp_lab.config import CombinationError, ConfigError, default_num_workers, effective_settings
+from fsdp_lab.config import CombinationError, ConfigError, conf_dir, default_num_workers, effective_settings
+from fsdp_lab.sweep.grid import swept_keys
 
 
 @dataclass
@@ -37,16 +39,21 @@ def plan_sweep(grid: Sequence[Sequence[str]], compose: Callable[[Sequence[str], 
         compose: makes the trial of a cell, given its overrides and its number.
 
     Raises:
-        ConfigError: a value that is wrong in itself, or a grid in which no cell has a meaning.
+        ConfigError: a value that is wrong in itself, values that no axis changes and that have no meaning
+            together, or a grid in which no cell has a meaning.
     """
     plan = Plan()
     seen: dict[str, int] = {}
+    swept = swept_keys(grid)
+    fixed = {override.partition("=")[0] for override in grid[0]} - set(swept) if grid else set()
     for overrides in grid:
         cell = " ".join(overrides)
         trial = compose(overrides, len(plan.trials))
         try:
             check(trial.config)
         except CombinationError as reason:
+            if not varies(str(reason), swept, fixed):
+                raise
             plan.left_out.setdefault(str(reason), []).append(cell)
             continue
         workers = trial.config.cluster.num_workers or default_num_workers()
@@ -59,3 +66,20 @@ def plan_sweep(grid: Sequence[Sequence[str]], compose: Callable[[Sequence[str], 
     if not plan.trials:
         raise ConfigError(" / ".join(plan.left_out) or "the sweep has no trials: an axis has no values.")
     return plan
+
+
+def varies(reason: str, swept: Sequence[str], fixed: Collection[str]) -> bool:
+    """Whether another cell of the grid may be free of what is wrong in this one: does the reason name a key
+    that an axis sets, itself or by an option of its group?"""
+    named = re.findall(r"([a-z_][a-z0-9_.]*)=", reason)
+    return any(_sets(axis, key) for axis in swept for key in named if key not in fixed)
+
+
+def _sets(axis: str, key: str) -> bool:
+    group, _, name = key.partition(".")
+    if key == axis or axis == "experiment":  # a preset may set anything
+        return True
+    options = (conf_dir() / group).glob("*.yaml")
+    return group == axis and any(
+        re.search(rf"^{re.escape(name)}:", option.read_text(), re.MULTILINE) for option in options
+    )

@@ -44,6 +44,7 @@ class Sweep:
         if sweep:
             name = "/".join(self.folder.parts[-2:])
             self.parent = self.tracker.start_sweep(name, self.folder, command_line(), len(self.states))
+        self.write()
 
     def begin(self, number: int) -> None:
         state = self.states[number]

@@ -1,6 +1,7 @@
-"""MLflow: the only room that imports it, and only inside `Tracker.open`, because that import takes 3 s."""
+"""MLflow: the only room that imports it. One writer, the driver."""
 
+from fsdp_lab.tracking.read import fetch_artifact
 from fsdp_lab.tracking.store import TrackingError
 from fsdp_lab.tracking.tracker import Tracker
 
-__all__ = ["Tracker", "TrackingError"]
+__all__ = ["Tracker", "TrackingError", "fetch_artifact"]

@@ -36,6 +36,8 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 # They log every migration, every retry, and each database error with its traceback; what matters of it
 # becomes a TrackingError or goes to `on_problem`.
@@ -94,6 +96,11 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
         "this is not a store that can be written to",
         f"use a file ({_LOCAL}), a server (http://host:5000) or a database (postgresql://, mysql://, mssql://)",
     )
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The file of a store that is one; None for a server or another database."""
+    return _sqlite_path(uri) if uri.startswith("sqlite") else None
 
 
 def _sqlite_path(uri: str) -> Path:

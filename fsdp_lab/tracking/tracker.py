@@ -142,9 +142,7 @@ class Tracker:
         inside = "/".join(part for part in (folder, path.name if path.is_dir() else "") if part)
         self._write("files", run_id, lambda client: getattr(client, log)(run_id, str(path), inside or None))
 
-    def finish(
-        self, run_id: str, status: str, error: str | None = None, artifacts: Sequence[Path] = ()
-    ) -> None:
+    def finish(self, run_id: str, status: str, error: str | None = None, artifacts: Sequence[Path] = ()) -> None:
         """End a run; the first ending that reached the store stands, later calls do nothing.
 
         Args:

@@ -19,7 +19,7 @@ from fsdp_lab.training.checkpoint import CheckpointError, check_meta, latest, ou
 from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import apart
 
-STEPS = 4  # in an epoch
+STEPS = 2  # in an epoch
 REPO = Path(__file__).parents[2]
 
 
@@ -42,7 +42,7 @@ def train_in(jobs: list[tuple[str, list[str]]]) -> list[Told]:
         losses: list[float] = []
         memo, error = Memo(), ""
         try:
-            train(config("training.epochs=3", *overrides), Path(folder), memo, losses.extend)
+            train(config("training.epochs=3", "data.num_train=64", *overrides), Path(folder), memo, losses.extend)
         except UserError as told:
             error = f"{type(told).__name__}: {told}"
         results.append(Told(losses, memo.told, memo.known, error))
@@ -52,26 +52,25 @@ def train_in(jobs: list[tuple[str, list[str]]]) -> list[Told]:
 SYNC = "checkpoint.mode=sync"
 ASYNC = "checkpoint.mode=async"
 STOP = f"training.max_steps={STEPS}"
-COSINE = ("lr_schedule=cosine", "lr_schedule.warmup_steps=3")
-# The first steps overflow, and the scale then grows after every second good step.
+COSINE = ("lr_schedule=cosine", "lr_schedule.warmup_steps=2")
+# The first step overflows, and the scale then grows after every second good one.
 SCALER = ("precision=fp16", "precision.init_scale=1e7", "precision.growth_interval=2")
 SAME_RANKS: dict[str, list[str]] = {
     "adam": [SYNC, "optimizer.lr=0.01"],
     "async": [ASYNC, "optimizer.lr=0.01"],
-    "sgd_momentum": [SYNC, "optimizer=sgd", "model=mlp", "sharding=per_layer"],
+    "sgd_momentum": [SYNC, "optimizer=sgd", "sharding=per_layer"],
     "cosine_accumulate_clip": [SYNC, *COSINE, "training.grad_accum_steps=2", "training.max_grad_norm=0.5"],
     "step_schedule": [ASYNC, "lr_schedule=step", "lr_schedule.gamma=0.5", "optimizer=adamw"],
     "fp16_scaler_cosine": [SYNC, *SCALER, *COSINE],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=meta"],
     "ddp": [SYNC, "sharding=ddp", "optimizer.lr=0.01"],
-    "bf16_checkpointed_blocks": [SYNC, "precision=bf16", "activation_checkpointing=full"],
-    "root_never": [SYNC, "sharding=root", "reshard_after_forward=never", "optimizer=sgd"],
+    "bf16_checkpointed_blocks": [SYNC, "precision=bf16", "activation_checkpointing=full", "sharding=root"],
 }
 OTHER_RANKS: dict[str, list[str]] = {
     "per_block": [SYNC, "optimizer.lr=0.01", *COSINE],
     "per_layer_async": [ASYNC, "sharding=per_layer", "optimizer=adamw"],
     "ddp": [SYNC, "sharding=ddp", "optimizer.lr=0.01"],
-    "mlp_momentum": [SYNC, "model=mlp", "optimizer=sgd", "optimizer.lr=0.01"],
+    "root_momentum": [SYNC, "sharding=root", "optimizer=sgd", "optimizer.lr=0.01"],
 }
 SEVEN = ("training.epochs=7", "data.num_train=32")  # seven epochs of one step
 WORSE = ("lr_schedule=step", "lr_schedule.gamma=4")  # each epoch's learning rate is four times the last one's
@@ -128,7 +127,7 @@ def test_stopped_and_resumed_is_uninterrupted(runs: Runs, name: str) -> None:
     assert len(whole_run.losses) == 3 * STEPS
     assert stopped.losses == whole_run.losses[:STEPS]
     assert resumed.losses == whole_run.losses[STEPS:]  # to the bit
-    assert Path(resumed.facts["resumed_from"]).name == "step_00000004"
+    assert Path(resumed.facts["resumed_from"]).name == "step_00000002"
     assert [e["epoch"] for e in resumed.epochs] == [1, 2, 3]  # the first one is told again
     for key in ("train/loss", "val/loss", "val/accuracy", "train/lr", "train/loss_scale", "train/skipped_steps"):
         assert [e.get(key) for e in resumed.epochs] == [e.get(key) for e in whole_run.epochs], key
@@ -148,7 +147,8 @@ def test_resumed_on_another_number_of_workers(runs: Runs, world_size: int) -> No
         assert not told.error
         expected = runs.two[f"other {name} whole"].losses[STEPS:]
         assert apart(told.losses, expected) <= 1e-5, f"{name}: {told.losses} {expected}"
-        assert told.epochs[0] == runs.two[f"other {name} stopped {world_size}"].epochs[0]
+        stopped = runs.two[f"other {name} stopped {world_size}"].epochs[0]
+        assert told.epochs[0].items() >= {k: v for k, v in stopped.items() if "checkpoint" not in k}.items()
 
 
 def names(*steps: int) -> list[str]:
@@ -192,7 +192,7 @@ def test_a_finished_run_trains_no_further(runs: Runs) -> None:
 def test_resume_from_another_folder(runs: Runs) -> None:
     told = runs.two["from folder"]
     assert told.losses == []
-    assert told.facts["resumed_from"].endswith("adam_whole/checkpoints/step_00000012")
+    assert told.facts["resumed_from"].endswith("adam_whole/checkpoints/step_00000006")
 
 
 def test_resume_from_nowhere(runs: Runs) -> None:
@@ -297,10 +297,10 @@ if where == "published":
 if where == "pruning":
     hang_at_second_call(module.shutil, "rmtree", counts=lambda p, *a: p.name.endswith("trash"))
 mode = "async" if where == "async" else "sync"
-train(config("training.epochs=4", "checkpoint.keep_best=false", f"checkpoint.mode={mode}"), folder, Memo())
+train(config("training.epochs=4", "data.num_train=64", "checkpoint.keep_best=false", f"checkpoint.mode={mode}"), folder, Memo())
 """
 # Where it was killed -> the step of the checkpoint that the next start has to find.
-KILLED = {"written": 4, "async": 4, "published": 8, "pruning": 12}
+KILLED = {"written": 2, "async": 2, "published": 4, "pruning": 6}
 
 
 @pytest.fixture(scope="module")
@@ -333,4 +333,4 @@ def test_killed_while_saving(killed: tuple[Path, dict[str, Told]], where: str) -
     folder, told = killed
     assert not told[where].error
     assert told[where].losses == told["whole"].losses[KILLED[where] :]
-    assert names_in(folder / where / "checkpoints") == names(16)
+    assert names_in(folder / where / "checkpoints") == names(8)

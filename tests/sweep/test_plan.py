@@ -1,0 +1,119 @@
+"""Cells of a grid -> the trials that are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.sweep.grid import enumerate_grid
+from fsdp_lab.sweep.plan import Plan, plan_sweep
+
+
+@pytest.fixture
+def plan(parser: OverridesParser, compose_trial) -> Callable[..., Plan]:
+    def make(*arguments: str, defaults: Mapping[str, str] | None = None) -> Plan:
+        workers = "cluster.num_workers=2"  # the same plan on a machine with GPUs
+        return plan_sweep(enumerate_grid(parser, defaults or {}, [*arguments, workers]), compose_trial)
+
+    return make
+
+
+def short(plan: Plan) -> list[str]:
+    return [trial.name.removesuffix(" cluster.num_workers=2") for trial in plan.trials]
+
+
+def test_ddp_with_offload_is_left_out_once_with_its_reason(plan):
+    made = plan("sharding=ddp,per_block", "offload=none,cpu,cpu_unpinned", "precision=fp32,bf16")
+    assert len(made.trials) == 2 + 6
+    assert not any("sharding=ddp offload=cpu" in name for name in short(made))
+    assert [len(cells) for cells in made.left_out.values()] == [2, 2]
+    notes = made.notes()
+    assert len(notes) == 2
+    assert notes[0].startswith("left out 2: sharding=ddp with offload=cpu: DDP keeps every parameter")
+    assert "use offload=none" in notes[0]
+
+
+def test_ddp_is_held_once_under_each_reshard_after_forward(plan):
+    made = plan("sharding=ddp,per_block", "reshard_after_forward=always,never,default")
+    assert short(made) == [
+        "sharding=ddp reshard_after_forward=always",
+        "sharding=per_block reshard_after_forward=always",
+        "sharding=per_block reshard_after_forward=never",
+        "sharding=per_block reshard_after_forward=default",
+    ]
+    assert [number for _, number in made.folded] == [0, 0]
+    (note,) = made.notes()
+    assert note.startswith("held once 2: the same settings as another trial (sharding=ddp reshard_after_forward=never")
+    assert note.endswith("= trial 0)")
+
+
+def test_for_root_default_is_never_by_another_name(plan):
+    made = plan("sharding=root,per_block", "reshard_after_forward=default,never")
+    assert short(made) == [
+        "sharding=root reshard_after_forward=default",
+        "sharding=per_block reshard_after_forward=default",
+        "sharding=per_block reshard_after_forward=never",
+    ]
+
+
+def test_to_size_of_one_is_never_and_of_all_is_always(plan):
+    made = plan("reshard_after_forward=never,always,to_size", "reshard_after_forward.size=1,2")
+    kept = {(t.config.reshard_after_forward.policy.name, t.config.reshard_after_forward.size) for t in made.trials}
+    assert {policy for policy, _ in kept} == {"never", "always"}
+
+
+def test_what_is_named_twice_is_run_once(plan):
+    assert len(plan("training.seed=1,1,2").trials) == 2
+
+
+def test_values_that_make_a_difference_are_never_folded(plan):
+    made = plan("sharding=ddp,root", "optimizer.lr=1e-3,1e-2", "training.seed=0,1", "precision=fp32,bf16")
+    assert len(made.trials) == 16
+    assert made.folded == []
+
+
+def test_folder_numbers_run_without_gaps(plan):
+    made = plan("sharding=ddp,root,per_block", "offload=none,cpu", "reshard_after_forward=default,never")
+    assert made.left_out and made.folded
+    assert [trial.index for trial in made.trials] == list(range(len(made.trials)))
+    assert [trial.folder.name for trial in made.trials] == [str(n) for n in range(len(made.trials))]
+    assert [number for _, number in made.folded] == [0, 1, 2]  # the trial that stands for each
+
+
+def test_a_grid_in_which_nothing_has_a_meaning_is_an_error(plan):
+    with pytest.raises(ConfigError, match=r"sharding=ddp with offload=cpu: .* / sharding=ddp with offload=cpu_unp"):
+        plan("sharding=ddp", "offload=cpu,cpu_unpinned")
+
+
+def test_a_bad_value_in_a_grid_is_an_error_and_not_left_out(plan):
+    with pytest.raises(ConfigError, match=r"training\.epochs=0 is below 1"):
+        plan("training.epochs=1,0")
+
+
+def test_images_that_are_not_there_are_an_error_before_anything_starts(plan, tmp_path):
+    with pytest.raises(Exception, match=r"data\.root=.*FashionMNIST.*data=digits"):
+        plan("data=digits,fashion_mnist", f"data.root={tmp_path}", "data.download=false")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["training.global_batch_size=63"], r"^training\.global_batch_size=63 is not divided[^/]*$"),
+        (["sharding.dp_replicate=3"], r"^sharding\.dp_replicate=3 does not divide[^/]*$"),
+        (["reshard_after_forward=to_size", "reshard_after_forward.size=3"], r"\.size=3 does not divide the"),
+    ],
+)
+def test_what_no_axis_can_mend_is_an_error_and_not_left_out(plan, arguments: list[str], reason: str):
+    with pytest.raises(ConfigError, match=reason):
+        plan("sharding=ddp,root", "offload=none,cpu", *arguments)
+
+
+def test_what_an_option_of_an_axis_can_mend_is_left_out(plan):
+    made = plan("precision=fp16,bf16", "precision.loss_scaling=true")
+    assert [trial.choices["precision"] for trial in made.trials] == ["fp16"]
+    assert "precision.loss_scaling=true with precision.param_dtype=bfloat16" in made.notes()[0]
+    made = plan("training.global_batch_size=63,64")
+    assert [trial.config.training.global_batch_size for trial in made.trials] == [64]

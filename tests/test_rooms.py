@@ -1,0 +1,85 @@
+"""Imports between the rooms point one way, and each third-party system has its owners (DESIGN.md, The rooms)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# Room -> the rooms that it may import besides itself. A new room is added here, with what it may see.
+MAY_IMPORT = {
+    "config": set(),
+    "compose": {"config"},
+    "tracking": {"config"},
+    "training": {"config"},
+    "engine": {"config", "training"},
+    "sweep": {"config", "compose", "training", "engine", "tracking"},
+    "predict": {"config", "training", "tracking"},
+    "__main__": {"config", "compose", "training", "engine", "sweep", "tracking"},
+    "hydra_plugins": {"sweep"},
+}
+OWNERS = {
+    "ray": {"engine", "sweep"},
+    "mlflow": {"tracking"},
+    "hydra": {"compose", "__main__", "sweep", "hydra_plugins"},
+    "omegaconf": {"compose", "__main__", "sweep", "hydra_plugins"},
+    "torch": {"training", "predict"},
+}
+FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
+
+
+def room_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return parts[0] if parts[0] == "hydra_plugins" else parts[1]
+
+
+def imports(source: str) -> Iterator[str]:
+    """Every module that a file imports, inside functions too, as a dotted name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "write imports out: `from fsdp_lab.room import ...`"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def broken_rules(room: str, source: str) -> list[str]:
+    broken = []
+    for name in imports(source):
+        top, *rest = name.split(".")
+        if room not in OWNERS.get(top, {room}):
+            broken.append(f"{room} imports {top}, which belongs to {', '.join(sorted(OWNERS[top]))}")
+        if top == "fsdp_lab" and rest and rest[0] not in {room, *MAY_IMPORT[room]}:
+            broken.append(f"{room} imports {name}, and may see {', '.join(sorted(MAY_IMPORT[room])) or 'no room'}")
+    return broken
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_file_imports_only_what_its_room_may_see(file: Path):
+    room = room_of(file)
+    if room == "__init__":
+        assert not list(imports(file.read_text())), "the package itself imports nothing"
+        return
+    assert room in MAY_IMPORT, f"{room} is a new room: say in this test what it may import"
+    assert broken_rules(room, file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("training", "import ray"),
+        ("training", "def f():\n    from fsdp_lab.engine import cluster"),
+        ("tracking", "from fsdp_lab.sweep.results import TrialState"),
+        ("engine", "from fsdp_lab.sweep import run"),
+        ("engine", "import fsdp_lab.tracking"),
+        ("sweep", "import mlflow.client"),
+        ("config", "from omegaconf import OmegaConf"),
+        ("config", "import torch"),
+    ],
+)
+def test_the_rules_find_what_breaks_them(room: str, source: str):
+    assert len(broken_rules(room, source)) == 1

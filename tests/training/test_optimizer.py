@@ -1,0 +1,125 @@
+"""The optimizer that was asked for, schedules worked out by hand, and loss scaling that counts what it skips."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, lr_factor
+from tests.ranks import config, run_ranks, train_all
+
+HALF_SQRT2 = math.sqrt(2) / 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "by_step"),
+    [
+        (["lr_schedule=constant"], {0: 1.0, 7: 1.0, 10_000: 1.0}),
+        (["lr_schedule=constant", "lr_schedule.warmup_steps=4"], {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0}),
+        (["lr_schedule=step", "lr_schedule.gamma=0.5"], {0: 1.0, 4: 1.0, 5: 0.5, 9: 0.5, 10: 0.25, 15: 0.125}),
+        (
+            ["lr_schedule=step", "lr_schedule.gamma=0.1", "lr_schedule.step_epochs=2"],
+            {0: 1.0, 9: 1.0, 10: 0.1, 19: 0.1, 20: 0.01},
+        ),
+        (
+            ["lr_schedule=cosine", "lr_schedule.warmup_steps=0"],
+            {0: 1.0, 5: 0.5 + 0.5 * HALF_SQRT2, 10: 0.5, 15: 0.5 - 0.5 * HALF_SQRT2, 20: 0.0, 25: 0.0},
+        ),
+        (
+            ["lr_schedule=cosine", "lr_schedule.warmup_steps=4", "lr_schedule.min_lr_ratio=0.2"],
+            {0: 0.25, 3: 1.0, 4: 1.0, 12: 0.6, 20: 0.2, 21: 0.2},
+        ),
+        (["lr_schedule=cosine", "lr_schedule.warmup_steps=50"], {0: 0.02, 49: 1.0, 50: 1.0}),
+    ],
+)
+def test_lr_factor(overrides: list[str], by_step: dict[int, float]) -> None:
+    """Five steps an epoch, twenty steps in all."""
+    schedule = config(*overrides).lr_schedule
+    for step, expected in by_step.items():
+        assert lr_factor(schedule, step, 5, 20) == pytest.approx(expected, abs=1e-12), step
+
+
+def test_schedule_drives_the_optimizer() -> None:
+    trial = config("lr_schedule=step", "lr_schedule.gamma=0.5", "optimizer.lr=0.8", "optimizer=sgd", "optimizer.lr=0.8")
+    optimizer = build_optimizer(nn.Linear(2, 2), trial, 1)
+    schedule = build_lr_schedule(optimizer, trial.lr_schedule, 2, 6)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "fused", "foreach"),
+    [
+        (["optimizer=adam"], torch.optim.Adam, True, False),
+        (["optimizer=adamw"], torch.optim.AdamW, True, False),
+        (["optimizer=sgd"], torch.optim.SGD, False, True),
+        (["optimizer=adam", "precision=fp16"], torch.optim.Adam, False, True),
+        (["optimizer=adam", "precision=bf16"], torch.optim.Adam, True, False),
+        (["optimizer=adam", "optimizer.implementation=foreach"], torch.optim.Adam, False, True),
+        (["optimizer=adamw", "optimizer.implementation=for_loop"], torch.optim.AdamW, False, False),
+        (["optimizer=adam", "optimizer.implementation=fused"], torch.optim.Adam, True, False),
+    ],
+)
+def test_implementation(overrides: list[str], kind: type, fused: bool, foreach: bool) -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), config(*overrides), 1)
+    group = optimizer.param_groups[0]
+    assert type(optimizer) is kind
+    assert (bool(group["fused"]), bool(group["foreach"])) == (fused, foreach)
+
+
+def test_values_reach_the_optimizer() -> None:
+    trial = config("optimizer=adamw", "optimizer.lr=0.02", "optimizer.beta1=0.8", "optimizer.beta2=0.95",
+                   "optimizer.weight_decay=0.3")  # fmt: skip
+    group = build_optimizer(nn.Linear(2, 2), trial, 4).param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.02, (0.8, 0.95), 0.3)
+    trial = config("optimizer=sgd", "optimizer.momentum=0.7", "optimizer.lr=0.02", "optimizer.scale_lr=true")
+    group = build_optimizer(nn.Linear(2, 2), trial, 4).param_groups[0]
+    assert (group["lr"], group["momentum"]) == (0.08, 0.7)
+
+
+MLP = ["model=mlp", "optimizer=sgd", "sharding=per_block"]
+WARM = ["lr_schedule.warmup_steps=4", "optimizer.lr=0.1"]
+SCALED = {
+    "all overflow": [*MLP, *WARM, "precision=fp16", "precision.init_scale=1e30"],
+    "all overflow, mixed": [*MLP, *WARM, "precision=fp16_mixed", "precision.init_scale=1e30"],
+    "all overflow, ddp": [*MLP, *WARM, "precision=fp16", "precision.init_scale=1e30", "sharding=ddp"],
+    "all overflow, clipped": [*MLP, *WARM, "precision=fp16", "precision.init_scale=1e30", "training.max_grad_norm=1.0"],
+    "none": [*MLP, *WARM, "precision=fp16", "precision.init_scale=1024"],
+    "growing": [*MLP, *WARM, "precision=fp16", "precision.init_scale=64", "precision.growth_interval=2"],
+    "standing still": [*MLP, "optimizer.lr=1e-30"],
+    "off": [*MLP, "precision=bf16"],
+}
+
+
+@pytest.fixture(scope="module")
+def scaled() -> dict[str, tuple[list[float], dict[str, float]]]:
+    results = run_ranks(2, train_all, list(SCALED.values()))[0]
+    return {name: (losses, told[-1]) for name, (losses, told) in zip(SCALED, results, strict=True)}
+
+
+@pytest.mark.parametrize("name", [name for name in SCALED if name.startswith("all")])
+def test_overflow_skips_steps_and_lowers_the_scale(
+    scaled: dict[str, tuple[list[float], dict[str, float]]], name: str
+) -> None:
+    losses, told = scaled[name]
+    assert told["train/skipped_steps"] == 4
+    assert told["train/loss_scale"] == pytest.approx(1e30 / 2**4, rel=1e-6)
+    assert told["train/lr"] == pytest.approx(0.1 / 4)  # a skipped step does not move the schedule
+    still = scaled["standing still"][0]
+    assert losses == pytest.approx(still, abs=2e-3)  # no step was taken: the weights are the first ones
+    assert told["val/loss"] == pytest.approx(scaled["standing still"][1]["val/loss"], abs=2e-3)
+
+
+def test_without_overflow_nothing_is_skipped(scaled: dict[str, tuple[list[float], dict[str, float]]]) -> None:
+    losses, told = scaled["none"]
+    assert (told["train/skipped_steps"], told["train/loss_scale"], told["train/lr"]) == (0, 1024, 0.1)
+    assert losses[-1] < losses[0] - 0.1
+    assert scaled["growing"][1]["train/loss_scale"] == 64 * 2 * 2  # doubled after steps 2 and 4
+    assert "train/loss_scale" not in scaled["off"][1]

@@ -1,0 +1,77 @@
+"""Step times, percentiles and FLOPs, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
+
+from fsdp_lab.training import speed
+from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.speed import StepTimer, percentile, speed_metrics, train_flops_per_sample
+from tests.ranks import config
+
+ALONE = Ranks(0, 0, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("count", "q", "expected"),
+    [(1, 0.5, 1), (1, 0.95, 1), (2, 0.5, 1), (3, 0.5, 2), (4, 0.5, 2), (5, 0.5, 3), (20, 0.95, 19), (21, 0.95, 20),
+     (100, 0.95, 95), (10, 0.95, 10)],
+)  # fmt: skip
+def test_percentile(count: int, q: float, expected: int) -> None:
+    """The smallest of 1, 2, ... count that at least a share q of them does not exceed."""
+    assert percentile([float(i) for i in range(1, count + 1)], q) == expected
+
+
+def test_mlp_flops() -> None:
+    """A product of 1024 x 1024 and one of 1024 x 10: two operations each, and twice that again backwards."""
+    assert train_flops_per_sample(config("model=mlp").model) == 3 * 2 * (1024 * 1024 + 1024 * 10)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("vit_b_16", ViT_B_16_Weights), ("vit_l_16", ViT_L_16_Weights)])
+def test_vit_flops_are_torchvisions(name: str, weights: object) -> None:
+    """Torchvision publishes giga multiply-adds of the forward pass; ours are operations, three times that."""
+    published = weights.IMAGENET1K_V1.meta["_ops"] * 1e9  # type: ignore[attr-defined]
+    trial = config(f"model={name}", "data=synthetic")
+    assert train_flops_per_sample(trial.model) == pytest.approx(6 * published, rel=0.01)
+
+
+class Clock:
+    def __init__(self, *times: float) -> None:
+        self.times = iter(times)
+
+    def __call__(self) -> float:
+        return next(self.times)
+
+
+def test_timer_leaves_warm_up_and_gaps_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-up is counted through the whole run, not anew in each epoch; what lies between chains is not timed."""
+    monkeypatch.setattr(speed.time, "perf_counter", Clock(0.0, 9.0, 10.0, 100.0, 102.0, 105.0, 200.0, 207.0))
+    timer = StepTimer(warmup_steps=3, ranks=ALONE)
+    timer.start()  # 0
+    timer.step_done()  # 9: warm-up
+    timer.step_done()  # 10: warm-up
+    assert timer.take() == []
+    timer.start()  # 100
+    timer.step_done()  # 102: warm-up
+    timer.step_done()  # 105
+    timer.start()  # 200, for example after a tracked step
+    timer.step_done()  # 207
+    assert timer.take() == [3, 7]
+    assert timer.take() == []
+
+
+def test_speed_metrics() -> None:
+    trial = config("training.global_batch_size=32")
+    told = speed_metrics([0.5, 0.1, 0.1, 0.3], trial, ALONE, 1.0)
+    assert told == pytest.approx(
+        {"perf/samples_per_s": 4 * 32 / 1.0, "perf/step_time_p50_s": 0.1, "perf/step_time_p95_s": 0.5}
+    )  # and no MFU: a CPU's peak is not known
+    assert speed_metrics([], trial, ALONE, 1.0) == {}
+
+
+def test_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "device_peak_flops", lambda config, ranks: 1e12)
+    told = speed_metrics([0.5], config("training.global_batch_size=100"), ALONE, 2e9)
+    assert told["perf/mfu"] == pytest.approx(200 * 2e9 / (1e12 * 2))
