@@ -16,9 +16,8 @@ from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.schema import DataConfig, DataName, TrackingConfig
 
 KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out")
-CLASSES = {
-    DataName.fashion_mnist: tuple(["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]),
-}  # fmt: skip
+_FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
+CLASSES = {DataName.fashion_mnist: _FASHION}
 _PICTURES = 32
 _BATCH = 256
 

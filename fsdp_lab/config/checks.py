@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,7 @@ def _check_ranges(values: dict[str, Any]) -> None:
         (_AT_LEAST_ONE, lambda v: v >= 1, "is below 1; use a whole number of 1 or more"),
         (_NOT_NEGATIVE, lambda v: v >= 0, "is negative; use 0 or more"),
         (_POSITIVE, lambda v: v > 0, "is not above 0; use a positive number"),
+        (_POSITIVE, math.isfinite, "is not finite; use a number"),
         (_BELOW_ONE, lambda v: 0 <= v < 1, "is outside [0, 1); use for example 0.9"),
     )
     for keys, holds, rule in rules:

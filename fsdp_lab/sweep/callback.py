@@ -49,6 +49,7 @@ class DriverCallback(Callback):
         for number, speak_at in list(self._speak_at.items()):
             if self.sweep.is_training(number):
                 del self._speak_at[number]
+                self.sweep.take_reports(number)
             elif time.monotonic() > speak_at:
                 self._speak_at[number] = time.monotonic() + _REPEAT_S
                 if unmet_request():

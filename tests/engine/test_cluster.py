@@ -1,24 +1,130 @@
-"""A Ray that is started here is nobody else's."""
+"""What the cluster can hold: refused when it never can, told when it has to wait."""
 
+from __future__ import annotations
+
+import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-_LISTENERS = """
-import os, psutil
+import psutil
+import pytest
+
+from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
+
+_ASK_FOR_TOO_MUCH = """
+import ray
+from fsdp_lab.config import ConfigError
 from fsdp_lab.config.schema import ClusterConfig
-from fsdp_lab.engine.cluster import start_ray, stop_ray
-start_ray(ClusterConfig())
-family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-for process in family:
-    for connection in process.net_connections(kind="inet"):
-        if connection.status == "LISTEN":
-            print(process.name(), connection.laddr.ip)
+from fsdp_lab.engine.cluster import check_capacity, stop_ray
+ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
+assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)).side_by_side == 1
+assert check_capacity(ClusterConfig(num_workers=1, cpus_per_worker=0.25)).side_by_side == 4
+try:
+    check_capacity(ClusterConfig(num_workers=2))
+except ConfigError as error:
+    print(error)
 stop_ray()
 """
 
 
-def test_every_server_of_a_local_ray_listens_on_the_loopback_only():
-    out = subprocess.run([sys.executable, "-c", _LISTENERS], capture_output=True, text=True, timeout=120, check=True)
-    addresses = {line.split()[-1] for line in out.stdout.splitlines()}
-    assert addresses, out.stderr
-    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+@pytest.mark.timeout(120)
+def test_more_than_the_cluster_has_is_refused_with_both_numbers():
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK_FOR_TOO_MUCH], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cluster.num_workers=2 needs 2 CPU, the cluster has 1 in all; use cluster.num_workers=1" in done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def process_tree(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that is ended with all its descendants, by their ids."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        family: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        for child in alive:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster with two cores that does not belong to the trial."""
+    port = free_port()
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [ray, "start", "--head", "--block", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false"]
+    with process_tree(*command, f"--port={port}", "--node-ip-address=127.0.0.1", "--disable-usage-stats") as head:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            assert head.poll() is None, head.communicate()[0]
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}"
+
+
+_HOLD_EVERY_CORE = """
+import sys, time, ray
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+@ray.remote(num_cpus=2)
+class Holder:
+    def hold(self): return True
+holder = Holder.remote()
+print(ray.get(holder.hold.remote()), flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trial_on_a_busy_cluster_says_what_it_waits_for_and_then_runs(cluster: str, tmp_path: Path):
+    arguments = (*PLAIN, *TINY, "training.max_steps=2", f"cluster.address={cluster}")
+    with process_tree(sys.executable, "-c", _HOLD_EVERY_CORE, cluster) as holder:
+        assert holder.stdout and holder.stdout.readline().strip() == "True"
+        with started(tmp_path, *arguments) as process:
+            assert process.stdout
+            os.set_blocking(process.stdout.fileno(), False)
+            said = ""
+
+            def waits() -> bool:
+                nonlocal said
+                said += process.stdout.read() or ""  # type: ignore[union-attr]
+                return "waits for" in said and "\n" in said.partition("waits for")[2]
+
+            wait_for(waits, process, 120)
+            assert "waits for 2 CPU (0 of 2 free)" in said
+            assert "cluster.wait_timeout_s=600" in said
+            holder.kill()  # its actor goes with it, and the cores are free
+            wait_for(lambda: (tmp_path / "out" / "model.pt").exists(), process, 120)
+            process.wait(60)
+    assert process.returncode == 0
+    assert results(tmp_path)[0]["status"] == "finished"
+
+
+@pytest.mark.timeout(120)
+def test_a_cluster_that_is_not_there_is_told(cli):
+    address = f"127.0.0.1:{free_port()}"
+    done = cli(*PLAIN, f"cluster.address={address}", timeout=110)
+    assert done.returncode in (1, 2)
+    assert f"cluster.address={address}: no Ray answers there" in done.stderr
+    assert "ray start --head" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

@@ -1,17 +1,26 @@
-"""Hydra's compose API in place of its command line: a parser that knows the groups, and composed trials."""
+"""For the pure tests Hydra's compose API; for the others real runs, and how to read what they left."""
 
 from __future__ import annotations
 
+import csv
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from mlflow import MlflowClient
+from mlflow.entities import Run
 
 from fsdp_lab.compose import Trial, group_choices, register_schema, typed_config
 from fsdp_lab.config import conf_dir
+from tests.conftest import command_line
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +41,88 @@ def compose_trial(parser: OverridesParser, tmp_path: Path) -> Callable[[Sequence
         return Trial(number, typed_config(cfg), group_choices(cfg), list(overrides), folder, cfg)
 
     return make
+
+
+# Four steps an epoch; everything in the test's own folder.
+TINY = (
+    "data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1",
+    "cluster.num_workers=2", "tracking.uri=sqlite:///mlflow.db", "hydra.run.dir=out", "hydra.sweep.dir=out",
+)  # fmt: skip
+PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
+
+
+def store(folder: Path) -> MlflowClient:
+    return MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+
+
+def runs(folder: Path) -> tuple[list[Run], list[Run]]:
+    """`(parents and single trials, children in the order of their folders)`."""
+    client = store(folder)
+    found = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    children = [run for run in found if "mlflow.parentRunId" in run.data.tags]
+    children.sort(key=lambda run: run.data.tags["fsdp_lab.folder"])
+    return [run for run in found if run not in children], children
+
+
+def history(folder: Path, run: Run, key: str) -> list[tuple[int, float]]:
+    """`(step, value)` of every point of a metric, in the order of the steps."""
+    points = store(folder).get_metric_history(run.info.run_id, key)
+    return sorted((point.step, point.value) for point in points)
+
+
+def artifacts(folder: Path, run: Run, below: str | None = None) -> list[str]:
+    """The paths of all files of a run."""
+    found = []
+    for entry in store(folder).list_artifacts(run.info.run_id, below):
+        found += artifacts(folder, run, entry.path) if entry.is_dir else [entry.path]
+    return sorted(found)
+
+
+def results(folder: Path) -> list[dict[str, str]]:
+    with (folder / "out" / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A command line that runs on its own, as the leader of a process group like in a terminal; ended in the end."""
+    process = subprocess.Popen(
+        command_line(*arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    family: list[psutil.Process] = []
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+        for child in family:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
+    """What the condition gives, as soon as it is something."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()}"
+        assert time.monotonic() < end, f"nothing within {seconds} s"
+        time.sleep(0.05)
+    return found
+
+
+def has_trained_an_epoch(trial: Path) -> bool:
+    file = trial / "metrics.jsonl"
+    return file.exists() and "\n" in file.read_text()
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The Ray Train workers among the descendants."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "RayTrainWorker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found

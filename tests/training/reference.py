@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from fsdp_lab.config import TrialConfig
@@ -30,6 +29,8 @@ class Run:
 @lru_cache(maxsize=1)
 def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """`(train, val)`, each `(images float (N, 1, 8, 8) in [-1, 1], labels)`: four fifths of a seeded shuffle."""
+    from sklearn.datasets import load_digits  # here: it is slow, and ranks that import this file do not need it
+
     bunch = load_digits()
     pixels = (torch.from_numpy(bunch.images) * 255 / 16).round().float()
     images, labels = pixels.unsqueeze(1) / 127.5 - 1, torch.from_numpy(bunch.target).long()

@@ -66,7 +66,8 @@ def test_bad_input_without_torchrun(tmp_path: Path, override: str, words: str) -
     accumulate = "training.grad_accum_steps=2"
     ran = subprocess.run(
         [sys.executable, "-m", "fsdp_lab.training", override, accumulate, "--folder", str(tmp_path / "out")],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True, timeout=120,
+        check=False,
     )  # fmt: skip
     assert ran.returncode == 1
     assert words in ran.stderr

@@ -1,0 +1,132 @@
+"""Typed config <-> plain values: nothing lost, every wrong key and value told by its name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fsdp_lab.config import ConfigError, TrialConfig, all_keys, conf_dir, flatten, from_dict, to_dict
+from fsdp_lab.config.schema import CheckpointMode, Granularity, OptimizerConfig
+from tests.ranks import read_config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["sharding=size_based", "sharding.min_num_params=5", "precision=fp16", "offload=cpu"],
+        ["model=mlp", "optimizer=sgd", "lr_schedule=cosine", "checkpoint.mode=off", "init=meta"],
+        ["cluster.num_workers=4", "training.max_grad_norm=0.5", "checkpoint.resume_from=some/where"],
+    ],
+)
+def test_round_trip(overrides: list[str]) -> None:
+    config = read_config(None, overrides)
+    plain = to_dict(config)
+    assert from_dict(TrialConfig, plain) == config
+    assert from_dict(TrialConfig, json.loads(json.dumps(plain))) == config
+    assert from_dict(TrialConfig, yaml.safe_load(yaml.safe_dump(plain))) == config
+
+
+def test_to_dict_has_names_of_enums() -> None:
+    plain = to_dict(TrialConfig())
+    assert plain["sharding"]["granularity"] == "per_block"
+    assert plain["checkpoint"]["mode"] == "sync"
+    assert plain["cluster"]["num_workers"] is None
+
+
+def test_flatten_names_are_the_command_lines() -> None:
+    flat = flatten(read_config(None, ["optimizer.lr=0.5", "sharding=root"]))
+    assert list(flat) == all_keys()
+    assert (flat["optimizer.lr"], flat["sharding.granularity"], flat["compile"]) == (0.5, "root", False)
+    promised = [  # by the design
+        "model.num_layers", "data.root", "data.download", "training.epochs", "training.max_steps",
+        "training.global_batch_size", "training.grad_accum_steps", "training.seed", "optimizer.lr",
+        "sharding.dp_replicate", "sharding.min_num_params", "reshard_after_forward.size", "checkpoint.mode",
+        "cluster.num_workers", "cluster.address", "cluster.storage_path", "tracking.uri", "tracking.experiment",
+        "memory_profile",
+    ]  # fmt: skip
+    assert not set(promised) - set(flat)
+
+
+@pytest.mark.parametrize("key", all_keys())
+def test_every_key_can_be_typed(key: str) -> None:
+    """Each key's default, written as text and read again, is the default."""
+    value = flatten(TrialConfig())[key]
+    assert read_config(None, [f"{key}={json.dumps(value)}"]) == TrialConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"optimiser": {}}, ["optimiser is not a key", "sharding", "optimizer", "training"]),
+        ({"optimizer": {"learning_rate": 1}}, ["optimizer.learning_rate is not a key", "lr", "weight_decay", "beta1"]),
+        ({"sharding": {"granularity": "per_blok"}},
+         ["sharding.granularity=per_blok is not an option", "ddp, root, per_block, per_layer, size_based"]),
+        ({"checkpoint": {"mode": "on"}}, ["checkpoint.mode=on", "off, sync, async"]),
+        ({"optimizer": {"lr": "abc"}}, ["optimizer.lr=abc is a str", "takes a float"]),
+        ({"training": {"epochs": 1.5}}, ["training.epochs=1.5 is a float", "takes a int"]),
+        ({"training": {"epochs": True}}, ["training.epochs=True is a bool", "takes a int"]),
+        ({"training": {"epochs": None}}, ["training.epochs=None"]),
+        ({"optimizer": {"lr": True}}, ["optimizer.lr=True is a bool", "takes a float"]),
+        ({"compile": 1}, ["compile=1 is a int", "takes a bool"]),
+        ({"data": {"root": 5}}, ["data.root=5 is a int", "takes a str"]),
+        ({"cluster": {"num_workers": "two"}}, ["cluster.num_workers=two is a str", "takes a int"]),
+        ({"training": 3}, ["training=3 is a int"]),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_told(values: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_dict(TrialConfig, values)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "expected"),
+    [
+        ({"optimizer": {"lr": "1e-3"}}, "optimizer.lr", 0.001),  # YAML reads 1e-3 as text
+        ({"optimizer": {"lr": 1}}, "optimizer.lr", 1.0),
+        ({"checkpoint": {"mode": False}}, "checkpoint.mode", "off"),  # and off as false
+        ({"sharding": {"granularity": Granularity.root.name}}, "sharding.granularity", "root"),
+        ({"cluster": {"num_workers": None}}, "cluster.num_workers", None),
+        ({"training": {"max_grad_norm": 1}}, "training.max_grad_norm", 1.0),
+    ],
+)
+def test_values_are_read(values: dict[str, object], key: str, expected: object) -> None:
+    got = flatten(from_dict(TrialConfig, values))[key]
+    assert got == expected
+    assert type(got) is type(expected)
+
+
+def test_what_is_not_given_keeps_its_default() -> None:
+    config = from_dict(TrialConfig, {"optimizer": {"lr": 0.5}})
+    assert config.optimizer == OptimizerConfig(lr=0.5)
+    assert config.checkpoint.mode is CheckpointMode["sync"]
+
+
+GROUPS = sorted(
+    f"{file.parent.name}={file.stem}" for file in conf_dir().glob("*/*.yaml") if file.parent.name != "experiment"
+)
+
+
+@pytest.mark.parametrize("option", GROUPS)
+def test_every_option_of_every_group_is_read(option: str) -> None:
+    group, _, name = option.partition("=")
+    values = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
+    flat = flatten(read_config(None, [option]))
+    for key, value in values.items():
+        assert flat[f"{group}.{key}"] == (float(value) if isinstance(value, str) and value[0].isdigit() else value)
+
+
+def test_the_config_room_imports_nothing_heavy() -> None:
+    """Bad input is told in a moment: no torch, ray, mlflow or hydra behind `fsdp_lab.config`."""
+    look = "import sys, fsdp_lab.config; print(sorted({'torch','ray','mlflow','hydra','omegaconf'} & set(sys.modules)))"
+    ran = subprocess.run(
+        [sys.executable, "-c", look], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,114 @@
+"""Real processes killed in the middle of a real trial."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import run_cli
+from tests.sweep.conftest import (
+    PLAIN,
+    TINY,
+    has_trained_an_epoch,
+    history,
+    results,
+    runs,
+    started,
+    wait_for,
+    workers_of,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+EPOCHS = 12
+LONG = (*PLAIN, *TINY, f"training.epochs={EPOCHS}", "data.num_train=960")
+
+
+def kill_a_worker(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Train, SIGKILL a worker after its first epoch, and wait for the end; `(status, stdout, stderr)`."""
+    with started(folder, *LONG, *arguments) as process:
+        wait_for(lambda: has_trained_an_epoch(folder / "out"), process)
+        workers = workers_of(process)
+        assert len(workers) == 2
+        workers[1].kill()
+        stdout, stderr = process.communicate(timeout=200)
+    return process.returncode, stdout, stderr
+
+
+def test_a_killed_worker_is_started_again_from_the_last_checkpoint(tmp_path: Path):
+    status, stdout, stderr = kill_a_worker(tmp_path)
+    assert status == 0, stdout + stderr
+    (row,) = results(tmp_path)
+    assert (row["status"], row["epoch"], row["error"]) == ("finished", str(EPOCHS), "")
+    assert "out/checkpoints/step_" in json.loads((tmp_path / "out" / "facts.json").read_text())["resumed_from"]
+    (run,), _ = runs(tmp_path)
+    assert run.info.status == "FINISHED"
+    for key in ("train/loss", "val/loss"):
+        assert [epoch for epoch, _ in history(tmp_path, run, key)] == list(range(1, EPOCHS + 1))
+    assert history(tmp_path, run, "train/step")[-1] == (EPOCHS, EPOCHS * 30)
+    losses = [loss for _, loss in history(tmp_path, run, "train/loss")]
+    assert losses[-1] < losses[0] / 2, "it began anew instead of going on"
+
+
+def test_a_killed_worker_fails_the_trial_where_no_failure_is_allowed(tmp_path: Path):
+    status, stdout, stderr = kill_a_worker(tmp_path, "cluster.max_failures=0")
+    assert status == 1, stdout + stderr
+    (row,) = results(tmp_path)
+    assert row["status"] == "failed"
+    assert row["error"] and row["error"] in stdout.replace("\n", "")
+    (run,), _ = runs(tmp_path)
+    assert run.info.status == "FAILED" and run.data.tags["error"]
+    assert history(tmp_path, run, "train/loss"), "the epochs before stay"
+
+
+def test_ctrl_c_ends_it_in_time_and_leaves_nothing_running(tmp_path: Path):
+    with started(tmp_path, *LONG, "training.epochs=200") as process:
+        wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert any("raylet" in child.name() for child in family)
+        begun = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        stdout, stderr = process.communicate(timeout=60)
+        took = time.monotonic() - begun
+    assert process.returncode == 130, stdout + stderr
+    assert "Traceback" not in stdout + stderr
+    assert took < 15
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert [child.name() for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    (row,) = results(tmp_path)
+    assert row["status"] == "interrupted" and int(row["epoch"]) >= 1
+    (run,), _ = runs(tmp_path)
+    assert run.info.status == "KILLED" and run.data.tags["status"] == "interrupted"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A file system of 6 MB: room for MLflow's store and a checkpoint or two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], check=False).returncode:
+        pytest.skip("a small disk cannot be mounted here (it takes root)")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_full_disk_is_told_and_ends_the_run(small_disk: Path):
+    store = f"tracking.uri=sqlite:///{small_disk.parent}/mlflow.db"
+    tiny = [argument for argument in LONG if not argument.startswith("tracking.uri")]
+    done = run_cli(small_disk, *tiny, store, "checkpoint.keep_last=99", timeout=200)
+    told = done.stdout + done.stderr
+    assert done.returncode in (1, 2), told
+    assert "No space left on device" in told
+    assert "Traceback" not in told
+    (run,), _ = runs(small_disk.parent)
+    assert run.info.status == "FAILED"
+    assert history(small_disk.parent, run, "train/loss"), "what was recorded before stays"

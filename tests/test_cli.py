@@ -1,0 +1,145 @@
+"""Bad input ends at once, with one message and without Ray; `--help` tells what there is."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+
+import pytest
+import yaml
+
+from fsdp_lab.config import conf_dir
+from tests.conftest import run_cli
+
+NO_AXES = ["sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=default"]
+SHARDINGS = ["ddp", "per_block", "per_layer", "root", "size_based"]
+SHARES = "cluster.num_workers=2"  # the same rules on a machine with GPUs
+
+# What is typed -> what the message must say: key and value, the rule, the remedy.
+BAD = {
+    "unknown option": (["sharding=foo"], ["sharding=foo is not an option", *SHARDINGS]),
+    "unknown group": (["shardin=root"], ["shardin is not a key", "groups are", "sharding", "precision"]),
+    "unknown key": (["optimizer.rate=0.1"], ["optimizer.rate is not a key", "optimizer.lr", "optimizer.momentum"]),
+    "unknown key of none": (["bogus.key=1"], ["bogus.key is not a key", "optimizer", "training"]),
+    "text for a number": (["optimizer.lr=abc"], ["optimizer.lr=abc", "Float", "use a number such as 0.001"]),
+    "text for a whole number": (["training.epochs=two"], ["training.epochs=two", "Integer", "use a whole number"]),
+    "text for a truth value": (["compile=maybe"], ["compile=maybe", "bool", "use true or false"]),
+    "unknown value of a key": (["init=foo"], ["init=foo", "expected one of [rank0, meta]"]),
+    "no epochs": (["training.epochs=0"], ["training.epochs=0 is below 1", "1 or more"]),
+    "negative rate": (["optimizer.lr=-1"], ["optimizer.lr=-1", "not above 0", "use a positive number"]),
+    "batch": (["training.global_batch_size=63", SHARES], ["global_batch_size=63", "num_workers=2", "62 or 64"]),
+    "dp_replicate": (["sharding.dp_replicate=3", SHARES], ["dp_replicate=3 does not divide", "use one of 1, 2"]),
+    "to_size": (
+        ["reshard_after_forward=to_size", "reshard_after_forward.size=3", SHARES],
+        ["reshard_after_forward.size=3 does not divide", "degree 2", "use one of 1, 2"],
+    ),
+    "to_size without size": (
+        ["reshard_after_forward=to_size", SHARES],
+        ["reshard_after_forward.size=null", "to_size needs", "one of 1, 2"],
+    ),
+    "size_based without threshold": (
+        ["sharding=size_based"],
+        ["sharding.min_num_params=null", "needs", "sharding.min_num_params=20000"],
+    ),
+    "ddp with offload": (["sharding=ddp", "offload=cpu"], ["sharding=ddp with offload=cpu", "use offload=none"]),
+    "no such preset": (["experiment=nope"], ["experiment=nope", "fsdp_rules, ray_template, zero2_zero3"]),
+    "mistyped sweep": (["training.seed=choice(1,2"], ["training.seed=choice(1,2", "close every bracket"]),
+    "mistyped range": (["training.seed=range(1,2,3,4)"], ["training.seed=range(1,2,3,4)", "too many"]),
+    "no equals sign": (["training.epochs"], ["training.epochs", "missing EQUAL"]),
+    "more workers than cores": (["cluster.num_workers=5000"], ["num_workers=5000", "5000 CPUs", "this machine has"]),
+    "no images": (
+        ["data=fashion_mnist", "data.download=false", "data.root=nowhere"],
+        ["data.root=nowhere", "nowhere/FashionMNIST/raw", "data=digits"],
+    ),
+}
+ONLY_ALONE = {
+    "several values without -m": (["optimizer.lr=1e-3,1e-2"], ["optimizer.lr=1e-3,1e-2", "add -m"]),
+    "choice without -m": (["optimizer.lr=choice(1,2)"], ["optimizer.lr=choice(1,2)", "add -m"]),
+    "unwritable folder": (["hydra.run.dir=/proc/nope/x"], ["/proc/nope", "set hydra.run.dir"]),
+}
+ONLY_SWEPT = {
+    "interval": (["optimizer.lr=interval(0,1)"], ["optimizer.lr=interval(0,1)", "use a list or range"]),
+    "one bad value of several": (["training.epochs=1,0"], ["training.epochs=0 is below 1"]),
+    "unwritable folder": (["hydra.sweep.dir=/proc/nope/x"], ["hydra.sweep.dir=/proc/nope/x", "cannot be written"]),
+}
+
+
+def assert_told_at_once(cli, arguments: list[str], words: list[str]):
+    """One message, no traceback, and nothing slow imported: that, unlike seconds, holds on a busy machine."""
+    begun = time.monotonic()
+    done = cli(*arguments, tell_imports=True, timeout=30)
+    took = time.monotonic() - begun
+    *message, imported = done.stderr.splitlines()
+    assert imported == "imported:"
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert len(message) == 1 and message[0].startswith("fsdp_lab: ")
+    assert [word for word in words if word not in message[0]] == []
+    assert took < 4  # 2 s on a machine that does nothing else
+
+
+@pytest.mark.parametrize(("arguments", "words"), [*BAD.values(), *ONLY_ALONE.values()], ids=[*BAD, *ONLY_ALONE])
+def test_bad_input_of_a_trial_is_told_at_once(cli, arguments: list[str], words: list[str]):
+    assert_told_at_once(cli, arguments, words)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [*BAD.values(), *ONLY_SWEPT.values()], ids=[*BAD, *ONLY_SWEPT])
+def test_bad_input_of_a_sweep_is_told_at_once(cli, tmp_path, arguments: list[str], words: list[str]):
+    """With -m the default axes are swept around it; where the folder is bad, few, for the sake of time."""
+    few = NO_AXES if arguments[0].startswith("hydra.") else []
+    assert_told_at_once(cli, [*arguments, *few, "-m"], words)
+    assert not (tmp_path / "outputs").exists(), "a folder is made for nothing"
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_the_flag_may_stand_anywhere(cli, place: int, flag: str):
+    """An interval is refused by the sweeper alone: who reads that message was in a sweep."""
+    arguments = ["optimizer.lr=interval(0,1)", "training.epochs=1"]
+    arguments.insert(place, flag)
+    assert "cannot be enumerated by a grid" in cli(*arguments).stderr
+
+
+@pytest.fixture(scope="module")
+def help_text(tmp_path_factory) -> str:
+    done = run_cli(tmp_path_factory.mktemp("help"), "--help", tell_imports=True)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "imported:"
+    return done.stdout
+
+
+def test_help_lists_the_groups_that_conf_has_with_their_options(help_text: str):
+    listed = dict(re.findall(r"^(\w+): (.+)$", help_text.partition("Groups and their options")[2], re.MULTILINE))
+    folders = {d.name: d for d in conf_dir().iterdir() if d.is_dir()}
+    assert listed.keys() == folders.keys()
+    for group, folder in folders.items():
+        assert listed[group].split(", ") == sorted(file.stem for file in folder.glob("*.yaml"))
+
+
+def test_help_lists_the_default_axes(help_text: str):
+    axes = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["sweeper"]["params"]
+    assert axes
+    for key, values in axes.items():
+        assert f"  {key}={values}\n" in help_text
+
+
+@pytest.mark.parametrize("flag", [[], ["-m"]], ids=["trial", "sweep"])
+def test_an_mlflow_server_that_is_not_there_is_told_before_anything_starts(cli, tmp_path, flag: list[str]):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        done = cli(f"tracking.uri={uri}", *NO_AXES, *flag, timeout=60)
+    assert done.returncode in (1, 2)
+    assert f"tracking.uri={uri}" in done.stderr
+    assert "no MLflow server answers there" in done.stderr
+    assert "mlflow server" in done.stderr and "sqlite:///outputs/mlflow.db" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Ray starts" not in done.stdout
+
+
+def test_an_mlflow_store_that_cannot_be_written_is_told(cli):
+    done = cli("tracking.uri=sqlite:////proc/nope/mlflow.db", timeout=60)
+    assert done.returncode in (1, 2)
+    assert "tracking.uri=sqlite:////proc/nope/mlflow.db" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

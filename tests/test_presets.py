@@ -1,0 +1,101 @@
+"""Every preset, and every option of every group, composes and trains for two steps on two ranks."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from fsdp_lab.compose import register_schema, typed_config
+from fsdp_lab.config import TrialConfig, check_trial, conf_dir, from_dict, to_dict
+from fsdp_lab.config.checks import missing_data_message
+from tests.conftest import FASHION_MNIST
+from tests.ranks import Memo, run_ranks
+
+TWO_STEPS = [
+    "training.max_steps=2", "training.global_batch_size=32", "data.num_train=64", "data.num_val=16",
+    "cluster.num_workers=2", "memory_profile=off",
+]  # fmt: skip
+LARGE = [
+    "data=synthetic", "training.global_batch_size=2", "data.num_train=4", "data.num_val=2", "optimizer=sgd",
+    "export=false", "checkpoint.mode=off",
+]  # fmt: skip
+# What an option needs beside its name.
+NEEDS = {
+    "sharding=size_based": ["sharding.min_num_params=1000"],
+    "reshard_after_forward=to_size": ["reshard_after_forward.size=1"],
+    "data=fashion_mnist": [f"data.root={FASHION_MNIST}", "data.download=false"],
+    "experiment=ray_template": [f"data.root={FASHION_MNIST}", "data.download=false"],
+    "model=vit_b_16": LARGE,
+    "model=vit_l_16": LARGE,
+    # With all its 32 layers two steps take minutes on two cores, and 8 GB.
+    "model=vit_h_14": [*LARGE, "model.num_layers=2"],
+}
+OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in conf_dir().glob("*/*.yaml"))
+
+
+def composed(option: str) -> TrialConfig:
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return typed_config(compose("config", [*TWO_STEPS, option, *NEEDS.get(option, [])]))
+
+
+def has_its_images(config: TrialConfig) -> bool:
+    return missing_data_message(config.data) is None
+
+
+@pytest.fixture(scope="module")
+def configs() -> dict[str, TrialConfig]:
+    register_schema()
+    return {option: composed(option) for option in OPTIONS}
+
+
+@pytest.fixture(scope="module")
+def trained(configs: dict[str, TrialConfig], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All in one group of two ranks: option -> the losses of its steps and its metrics, or what was raised."""
+    cases = {option: to_dict(config) for option, config in configs.items() if has_its_images(config)}
+    return run_ranks(2, train_each, cases, tmp_path_factory.mktemp("presets"))[0]
+
+
+def train_each(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+    from fsdp_lab.training import train
+
+    results: dict[str, Any] = {}
+    for option, values in cases.items():
+        losses: list[float] = []
+        memo = Memo()
+        own = folder / option
+        own.mkdir(exist_ok=True)
+        try:
+            train(from_dict(TrialConfig, values), own, memo, losses.extend)
+            results[option] = losses, memo.told
+        except Exception as error:  # noqa: BLE001 - the test of this option tells it
+            results[option] = repr(error)
+        gc.collect()
+    return results
+
+
+def test_every_file_of_conf_is_tested():
+    assert {option.partition("=")[0] for option in OPTIONS} == {d.name for d in conf_dir().iterdir() if d.is_dir()}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_composes_and_passes_the_checks(configs: dict[str, TrialConfig], option: str):
+    check_trial(configs[option], num_workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_trains_for_two_steps(configs: dict[str, TrialConfig], trained: dict[str, Any], option: str):
+    if not has_its_images(configs[option]):
+        pytest.skip(f"{option}: Fashion-MNIST is not in {FASHION_MNIST}")
+    assert not isinstance(trained[option], str), trained[option]
+    losses, told = trained[option]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+    assert told[-1]["step"] == 2
+    assert math.isfinite(told[-1]["val/loss"])
