@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,19 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
 def read_outcome(folder: Path) -> Outcome | None:
     content = read_json(folder / "outcome.json")
     return Outcome(**content) if content else None
+
+
+def why_unwritten(folder: Path) -> str:
+    """Why a trial left no outcome: the disk has no room, or its process was killed."""
+    probe = folder / f".probe.{os.getpid()}"
+    try:
+        probe.write_bytes(b"\0" * 4096)
+        probe.unlink()
+    except OSError as error:
+        with suppress(OSError):
+            probe.unlink()
+        return (
+            f"{folder}: {error.strerror}; free the disk, or set hydra.run.dir (hydra.sweep.dir with -m) to a "
+            "folder on another one"
+        )
+    return "its process ended without a word: see the trial's logs"

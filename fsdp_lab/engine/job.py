@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,23 @@ class Job:
 
 
 def run_job(job: Job) -> None:
-    """Train to the end, restarts included; leaves `outcome.json` in the trial's folder, whatever happens."""
+    """Train to the end, restarts included; leaves `outcome.json` in the trial's folder, whatever happens.
+
+    Only a disk that is full or away stops it from that: the driver finds no outcome, and looks at the disk.
+    """
     folder = Path(job.folder)
     try:
         fit(job)
         failures = read_failures(folder)
         outcome = Outcome("failed", failures[0]["message"]) if failures else Outcome("finished")
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
-        (folder / "error.txt").write_text(traceback.format_exc())
+        with suppress(OSError):
+            (folder / "error.txt").write_text(traceback.format_exc())
         failures = read_failures(folder)
         message = failures[0]["message"] if failures else first_line(error)
         outcome = Outcome("failed", message)
-    write_json(folder / "outcome.json", asdict(outcome))
+    with suppress(OSError):
+        write_json(folder / "outcome.json", asdict(outcome))
 
 
 def fit(job: Job) -> None:

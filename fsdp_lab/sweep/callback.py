@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ray.tune import Callback
 
 from fsdp_lab.engine.cluster import Resources, free_resources, unmet_request
-from fsdp_lab.engine.files import read_outcome
+from fsdp_lab.engine.files import read_outcome, why_unwritten
 
 if TYPE_CHECKING:
     from fsdp_lab.sweep.run import Sweep
@@ -61,8 +61,9 @@ class DriverCallback(Callback):
     def _end(self, trial: Any) -> None:
         number = trial.config["number"]
         self._speak_at.pop(number, None)
-        outcome = read_outcome(self.sweep.folder_of(number))
+        folder = self.sweep.folder_of(number)
+        outcome = read_outcome(folder)
         if outcome is None:
-            self.sweep.end(number, "failed", "its process ended without a word: see the trial's logs")
+            self.sweep.end(number, "failed", why_unwritten(folder))
         else:
             self.sweep.end(number, outcome.status, outcome.error)

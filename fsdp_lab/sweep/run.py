@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -32,6 +33,7 @@ class Sweep:
         self.states, self.folder, self.swept, self.console = states, folder, swept, console
         self.tracker = Tracker(states[0].trial.config.tracking, on_problem=console.say)
         self.parent: str | None = None
+        self.unwritable = False
         self.notes_told: set[str] = set()
 
     def open(self, sweep: bool) -> None:
@@ -137,7 +139,13 @@ class Sweep:
         return {"finished": 0, "failed": 1, "interrupted": INTERRUPTED}[worst]
 
     def write(self) -> None:
-        write_results(self.folder / "results.csv", self.states, self.swept)
+        """`results.csv` and the table. A full disk is told once: MLflow may lie on another one and goes on."""
+        try:
+            write_results(self.folder / "results.csv", self.states, self.swept)
+        except OSError as error:
+            if not self.unwritable:
+                self.console.say(f"{self.folder}/results.csv is not up to date: {error.strerror}; free the disk")
+            self.unwritable = True
         self.console.update()
 
     def _log_files(self, number: int, run_id: str) -> None:
@@ -180,6 +188,8 @@ def tune_all(run: Sweep) -> None:
 
     from fsdp_lab.sweep.callback import DriverCallback
 
+    # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
+    logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
     jobs: dict[int, str] = {}
     places = []
     for number, state in enumerate(run.states):
