@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,26 +17,25 @@ from fsdp_lab.training.__main__ import read_config
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(*args)` on `world_size` ranks, with torchrun's variables set; results in rank order."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Call `function(*args)` on `world_size` ranks, with torchrun's ranks in the environment; results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, port, folder, function, args), nprocs=world_size)
+        mp.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
-def _rank(
-    rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a rank that fails must not hang the others
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",  # not a port: another process may take one that was free a moment ago
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),  # a rank that fails must not hang the others
+    )
     result = function(*args)
     Path(folder, str(rank)).write_bytes(pickle.dumps(result))
     dist.destroy_process_group()

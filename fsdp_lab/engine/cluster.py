@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+_PROBE_TIMEOUT_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ def start_ray(cluster: ClusterConfig) -> None:
         # Ray's servers listen on every interface unless the node's address is the loopback; it takes that
         # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    else:
+        probe(cluster.address)
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -67,10 +72,29 @@ def start_ray(cluster: ClusterConfig) -> None:
     try:
         ray.init(address=cluster.address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"cluster.address={cluster.address}: no Ray answers there ({str(error).splitlines()[0]}); start one with "
-            "`ray start --head`, or leave cluster.address=null to have it started here."
-        ) from error
+        raise no_ray(cluster.address, error) from error
+
+
+def probe(address: str) -> None:
+    """Knock at `host:port`, or `ray://host:port`: Ray itself would try for minutes.
+
+    Raises:
+        UserError: nobody opens.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto`, for which Ray looks on this machine, and whatever else it understands
+    try:
+        socket.create_connection((host, int(port)), _PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise no_ray(address, error) from error
+
+
+def no_ray(address: str, error: Exception) -> UserError:
+    return UserError(
+        f"cluster.address={address}: no Ray answers there ({str(error).splitlines()[0]}); start one with "
+        "`ray start --head`, or leave cluster.address=null to have it started here."
+    )
 
 
 def stop_ray() -> None:

@@ -68,12 +68,12 @@ def test_weights_are_the_unsharded_runs(exported: dict[str, Exported], unsharded
 
 
 def test_the_weights_have_moved(unsharded: dict[str, Run]) -> None:
-    """The comparison above is worth something: training moved every tensor by far more than its tolerance."""
+    """The comparison above is worth something: training moved every tensor by more than ten times its tolerance."""
     from tests.training.reference import first_weights
 
     start = first_weights(config(*VIT))
     moved = {k: float((v - start[k]).abs().max()) for k, v in unsharded["ddp"].weights.items()}
-    assert min(moved.values()) > 1e-3, moved
+    assert min(moved.values()) > 1e-4, moved
 
 
 @pytest.mark.parametrize("name", CASES)
