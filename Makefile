@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= sharding=per_block precision=fp16 -m
 
-.PHONY: sweep test test-slow lint format ui bench wheel clean
+.PHONY: sweep test test-fast lint format ui bench wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: offload x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -34,7 +34,7 @@ wheel: $(VENV)/.installed
 	$(PY) -m uv build --wheel --out-dir dist .
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fsdp_lab needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "fsdp_lab needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -c 'import uv' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check uv
 	@echo "installing the pinned versions into $(VENV) (about 5 GB with PyTorch; a minute or two)"

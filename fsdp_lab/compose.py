@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_lab.config import TrialConfig, UserError, all_keys, check_trial, conf_dir, default_num_workers
 from fsdp_lab.config.checks import check_local_capacity, missing_data_message
 
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
 _REMEDIES = {
     "to Float": "; use a number such as 0.001",
     "to Integer": "; use a whole number",
@@ -100,7 +102,7 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OverrideParseException):
         reason = re.sub(r"See https.*", "", _one_line(str(error))).strip()
         return f"{error.override}: {reason}. Quote what the shell would take, close every bracket: key='choice(1,2)'."
-    if isinstance(error, OSError) and error.filename:
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:
         return (
             f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set hydra.run.dir "
             "(hydra.sweep.dir with -m) to a folder that can be written."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +39,9 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     )
     result = function(*args)
     Path(folder, str(rank)).write_bytes(pickle.dumps(result))
-    dist.destroy_process_group()
+    while not all(Path(folder, str(other)).exists() for other in range(world_size)):
+        time.sleep(0.01)  # nobody hangs up while another still talks; mp.spawn ends this wait when one fails
+    os._exit(0)  # torch's threads outlive the interpreter now and then, and abort a process that is done
 
 
 class Memo:

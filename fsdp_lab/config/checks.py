@@ -45,7 +45,10 @@ _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 
 def default_num_workers() -> int:
-    """This machine's GPUs, or 2 where there are none. Asks the driver's /proc, not torch: no import."""
+    """The GPUs that this process may use, or 2 where there are none. Asks no library: no slow import."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")]) or 2
     gpus = Path("/proc/driver/nvidia/gpus")
     return (len(list(gpus.iterdir())) if gpus.is_dir() else 0) or 2
 
@@ -89,6 +92,12 @@ def check_trial(config: TrialConfig, num_workers: int) -> None:
     _check_batch(config, num_workers)
     _check_reshard(config, num_workers)
     _check_precision(config)
+    storage = config.cluster.storage_path
+    if storage is not None and "://" in storage:
+        raise ConfigError(
+            f"cluster.storage_path={storage}: checkpoints go to a mounted folder, not to an object store; give a "
+            "path that every node mounts."
+        )
 
 
 def _check_ranges(values: dict[str, Any]) -> None:
@@ -266,7 +275,7 @@ def missing_data_message(data: DataConfig) -> str | None:
     if data.name is not DataName.fashion_mnist:
         return None
     folder = Path(data.root).absolute() / "FashionMNIST" / "raw"
-    missing = [name for name in _FASHION_MNIST_FILES if not any(folder.glob(f"{name}*"))]
+    missing = [name for name in _FASHION_MNIST_FILES if not (folder / name).is_file()]
     if not missing:
         return None
     return (

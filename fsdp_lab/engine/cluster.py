@@ -67,7 +67,8 @@ def start_ray(cluster: ClusterConfig) -> None:
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if cluster.address is None:
-        ray.init(num_cpus=local_cpus(), include_dashboard=False, **quiet)
+        # "local" and not None, which would join a Ray that somebody else started on this machine
+        ray.init("local", num_cpus=local_cpus(), include_dashboard=False, **quiet)
         return
     try:
         ray.init(address=cluster.address, **quiet)
@@ -130,6 +131,12 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
     """
     import ray
 
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if nodes > 1 and cluster.storage_path is None:
+        raise ConfigError(
+            f"cluster.storage_path=null: the cluster has {nodes} nodes, and a trial's workers write into one folder; "
+            "set cluster.storage_path to a folder that all of them mount."
+        )
     num_workers = resolve_num_workers(cluster)
     total = ray.cluster_resources()
     each = worker_resources(cluster, use_gpu=num_gpus() > 0)

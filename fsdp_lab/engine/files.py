@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,6 +70,25 @@ def read_outcome(folder: Path) -> Outcome | None:
     return Outcome(**content) if content else None
 
 
+# What another command may have left in a folder that is used again. Checkpoints stay: a trial looks at them
+# itself, and goes on or refuses.
+_LEFT_OVER = ("outcome.json", "facts.json", "metrics.jsonl", "error.txt", "model.pt")
+
+
+def clear_left_over(folder: Path) -> None:
+    """Take away what a trial before left in its folder, so that nobody takes it for this one's."""
+    for name in _LEFT_OVER:
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "failures", ignore_errors=True)
+
+
+def no_space(folder: Path, reason: str = "No space left on device") -> str:
+    """A disk that takes no more, and what to do."""
+    return (
+        f"{folder}: {reason}; free the disk, or set hydra.run.dir (hydra.sweep.dir with -m) to a folder on another one"
+    )
+
+
 def why_unwritten(folder: Path) -> str:
     """Why a trial left no outcome: the disk has no room, or its process was killed."""
     probe = folder / f".probe.{os.getpid()}"
@@ -78,8 +98,5 @@ def why_unwritten(folder: Path) -> str:
     except OSError as error:
         with suppress(OSError):
             probe.unlink()
-        return (
-            f"{folder}: {error.strerror}; free the disk, or set hydra.run.dir (hydra.sweep.dir with -m) to a "
-            "folder on another one"
-        )
+        return no_space(folder, error.strerror or "it cannot be written")
     return "its process ended without a word: see the trial's logs"

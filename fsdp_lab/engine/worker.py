@@ -8,11 +8,12 @@ import shutil
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, UserError, from_dict
-from fsdp_lab.engine.files import write_json
+from fsdp_lab.engine.files import no_space, write_json
 
 
 class RayReporter:
@@ -50,12 +51,14 @@ def train_worker(job: dict[str, Any]) -> None:
         os.chdir(job["launched_in"])
     redirect_output(folder / "logs" / f"rank{rank}.log")
     try:
-        from fsdp_lab.training import train
+        from fsdp_lab.training import DivergedError, train
 
         config = from_dict(TrialConfig, job["config"])
         train(config, folder, RayReporter(folder, rank, config.data.name.name))
     except UserError as error:
         record_failure(folder, rank, error, "user")
+    except DivergedError as error:  # it would diverge again
+        record_failure(folder, rank, error, "diverged")
     except BaseException as error:
         record_failure(folder, rank, error, "peer" if is_peer_failure(error) else "error")
         raise
@@ -79,16 +82,17 @@ def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> 
     traceback.print_exception(error)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     message = str(error) if kind == "user" else f"rank {rank}: {type(error).__name__}: {text.strip()[:300]}"
-    write_json(
-        folder / "failures" / f"rank{rank}.json",
-        {
-            "rank": rank,
-            "kind": kind,
-            "message": message,
-            "traceback": "".join(traceback.format_exception(error)),
-            "time": time.time(),
-        },
-    )
+    if "No space left on device" in str(error):
+        message = f"rank {rank}: {no_space(folder)}"
+    failure = {
+        "rank": rank,
+        "kind": kind,
+        "message": message,
+        "traceback": "".join(traceback.format_exception(error)),
+        "time": time.time(),
+    }
+    with suppress(OSError):  # the disk is full: the driver looks at it when it finds nothing
+        write_json(folder / "failures" / f"rank{rank}.json", failure)
 
 
 def is_peer_failure(error: BaseException) -> bool:

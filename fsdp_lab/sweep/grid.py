@@ -26,7 +26,9 @@ def enumerate_grid(
         OverrideParseException: an override that cannot be read.
     """
     given = parser.parse_overrides(list(arguments))
-    named = {override.get_key_element() for override in given}
+    # A default that is named anew gives its place in the order, as in Hydra; `+key` and `~key` are keys of their own.
+    replaced = {override.get_key_element() for override in given}
+    named = {override.key_or_group for override in given} - replaced
     axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]
     values = {override.get_key_element(): _values(override) for override in (*parser.parse_overrides(axes), *given)}
     return [list(cell) for cell in itertools.product(*values.values())]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import check_trial, to_dict
+from fsdp_lab.config import TrialConfig, check_trial, to_dict
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.engine.files import read_json, read_metrics
+from fsdp_lab.engine.files import clear_left_over, read_json, read_metrics
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.sweep.console import Console, epoch_line
 from fsdp_lab.sweep.results import TrialState, setting, write_results
@@ -114,28 +114,33 @@ class Sweep:
         self.take_reports(number)
         state.end(status, error)
         if state.run_id:
-            self._log_files(number, state.run_id)
+            # the end first: a file that the store does not take must not leave the run open
             self.tracker.finish(state.run_id, status, error)
+            self._log_files(number, state.run_id)
         took = f" after {state.seconds:.1f} s" if state.seconds is not None else ""
         self.console.say(f"{label(number, self.states)} {status}{took}" + (f": {error}" if error else ""))
         self.write()
 
-    def close(self) -> int:
+    def close(self, error: BaseException | None) -> int:
         """End what is still open, and the parent run.
+
+        Args:
+            error: what ended the sweep before its time, other than an interrupt.
 
         Returns:
             the exit status: 0 when every trial has a result, 1 when one failed, 130 when interrupted.
         """
+        early = "failed" if error else "interrupted"
         for number, state in enumerate(self.states):
             if state.status == "running":
-                self.end(number, "interrupted", None)
-        statuses = {state.status for state in self.states}
-        worst = "failed" if "failed" in statuses else "finished"
-        worst = "interrupted" if statuses & {"interrupted", "waiting"} else worst
+                self.end(number, early, str(error) if error else None)
+        statuses = {early if state.status == "waiting" else state.status for state in self.states}
+        worst = next((s for s in ("interrupted", "failed") if s in statuses), "finished")
         if self.parent:
-            self.tracker.log_artifact(self.parent, self.folder / "results.csv")
-            self.tracker.log_artifact(self.parent, self.folder / "multirun.yaml")
-            self.tracker.finish(self.parent, worst)
+            self.tracker.finish(self.parent, worst, str(error) if error else None)
+            for name in ("results.csv", "multirun.yaml"):
+                if (self.folder / name).exists():
+                    self.tracker.log_artifact(self.parent, self.folder / name)
         return {"finished": 0, "failed": 1, "interrupted": INTERRUPTED}[worst]
 
     def write(self) -> None:
@@ -166,16 +171,21 @@ def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], swee
     states = [TrialState(trial) for trial in trials]
     with Console(states, swept) as console, interruptible():
         run = Sweep(states, folder, swept, console)
+        run.open(sweep)
+        error: BaseException | None = None
         try:
-            run.open(sweep)
             console.say("Ray starts" if trials[0].config.cluster.address is None else "Ray is being reached")
             engine.start_ray(trials[0].config.cluster)
+            sigterm_interrupts()  # Ray has put a handler of its own
             tune_all(run)
         except KeyboardInterrupt:
             console.say("interrupted")
+        except BaseException as caught:
+            error = caught
+            raise
         finally:
+            status = run.close(error)  # before Ray stops: that takes seconds, and people press Ctrl-C twice
             engine.stop_ray()
-            status = run.close()
     console.final()
     console.rich.print(f"results: {relative(folder)}/results.csv   compare: make ui", highlight=False)
     return status
@@ -199,7 +209,8 @@ def tune_all(run: Sweep) -> None:
         places.append(engine.check_capacity(cluster))
         folder = storage(state.trial, run.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        job = Job(to_dict(state.trial.config), str(folder), num_workers, engine.num_gpus() > 0, os.getcwd())
+        clear_left_over(folder)
+        job = Job(job_config(state.trial.config), str(folder), num_workers, engine.num_gpus() > 0, os.getcwd())
         jobs[number] = json.dumps(job.as_dict())
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     tune.Tuner(
@@ -218,6 +229,11 @@ def tune_all(run: Sweep) -> None:
             callbacks=[DriverCallback(run, places)],
         ),
     ).fit()
+
+
+def job_config(config: TrialConfig) -> dict[str, Any]:
+    """What a trial's processes are told: all but where MLflow is, whose address may hold a password."""
+    return {key: value for key, value in to_dict(config).items() if key != "tracking"}
 
 
 def tune_space(jobs: dict[int, str]) -> dict[str, Any]:
@@ -245,11 +261,18 @@ def interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.getsignal(signal.SIGTERM)
+    sigterm_interrupts()
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def sigterm_interrupts() -> None:
+    """Let SIGTERM do what Ctrl-C does, which Tune takes for a wish to stop in good order."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
 
 
 def run_name(trial: Trial, swept: Sequence[str]) -> str:

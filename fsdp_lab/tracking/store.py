@@ -91,6 +91,8 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
     if kind in _DATABASE_PORTS:
         _check_database_host(uri, parts, _DATABASE_PORTS[kind])
         return uri, _sqlite_path(_LOCAL).parent / "mlartifacts"
+    if kind not in ("", "file"):
+        return uri, None  # MLflow may know it by a plugin
     raise _error(
         uri,
         "this is not a store that can be written to",

@@ -31,6 +31,7 @@ _RUN_STATUS = {
 _RETRY_AFTER_S = 30.0
 _PARAMS_PER_BATCH = 100  # MLflow's limit
 _ERROR_LENGTH = 500
+_TEXTS = (".yaml", ".csv", ".txt", ".jsonl")
 
 
 def _to_stderr(message: str) -> None:
@@ -137,6 +138,10 @@ class Tracker:
         """Copy a file, or a folder with all in it, into the run's artifacts, below `folder`."""
         if not path.exists():
             self._tell("missing", f"{path} is not there, so MLflow has no copy of it.")
+            return
+        if path.suffix in _TEXTS:  # a config or a command in it may name a server with its password
+            inside = "/".join(part for part in (folder, path.name) if part)
+            self._write("files", run_id, lambda client: client.log_text(run_id, redact(path.read_text()), inside))
             return
         log = "log_artifacts" if path.is_dir() else "log_artifact"
         inside = "/".join(part for part in (folder, path.name if path.is_dir() else "") if part)

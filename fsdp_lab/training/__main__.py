@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path("outputs/training"), help="checkpoints and the model go here"
     )
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     try:
         config = read_config(args.config, args.overrides)
         args.folder.mkdir(parents=True, exist_ok=True)

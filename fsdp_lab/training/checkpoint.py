@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp_lab.config.convert import to_dict
+from fsdp_lab.config.convert import flatten, to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.schema import CheckpointConfig, CheckpointMode, TrialConfig
 from fsdp_lab.training.distributed import Ranks, sum_over_ranks
@@ -40,7 +40,8 @@ class CheckpointError(UserError):
 
 @dataclass
 class TrainState(Stateful):
-    """Everything that training changes. `history` has the metrics of every finished epoch."""
+    """Everything that training changes. `history` has the metrics of every epoch so far, `epoch_step` counts
+    the optimizer steps of an epoch that is not finished."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -48,7 +49,12 @@ class TrainState(Stateful):
     lr_schedule: LRScheduler
     epoch: int = 0
     step: int = 0
+    epoch_step: int = 0
     history: list[Metrics] = field(default_factory=list)
+
+    def remember(self, metrics: Metrics) -> None:
+        """Add an epoch to the history; one that `max_steps` had cut short is replaced."""
+        self.history = [*(m for m in self.history if m["epoch"] != metrics["epoch"]), metrics]
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -58,7 +64,7 @@ class TrainState(Stateful):
             # the same keys with and without loss scaling, so that either can go on from the other
             "scaler": self.scaler.state_dict() or dict.fromkeys(_SCALER_KEYS, 0),
             "lr_schedule": {"last_epoch": self.lr_schedule.last_epoch},
-            "position": {"epoch": self.epoch, "step": self.step},
+            "position": {"epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -71,7 +77,8 @@ class TrainState(Stateful):
         if self.scaler.is_enabled() and state["scaler"]["scale"]:
             self.scaler.load_state_dict(state["scaler"])
         self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
-        self.epoch, self.step = state["position"]["epoch"], state["position"]["step"]
+        position = state["position"]
+        self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]
 
 
 class Checkpoints:
@@ -97,6 +104,8 @@ class Checkpoints:
             return None
         meta = read_meta(source)
         check_meta(meta, source, self.config)
+        if source.parent.absolute() == self.folder.absolute():
+            check_same_trial(meta, source, self.config)
         dcp.load({"train": state}, checkpoint_id=source)
         state.history = meta["history"]
         return source
@@ -127,7 +136,7 @@ class Checkpoints:
         finished, what the save took and its size. Then appends them to the state's history.
         """
         if self.settings.mode is CheckpointMode["off"]:
-            state.history.append(metrics)
+            state.remember(metrics)
             return metrics
         begun = time.perf_counter()
         metrics.update(self.finish())
@@ -141,13 +150,13 @@ class Checkpoints:
             future = dcp.async_save({"train": state}, checkpoint_id=making, process_group=self._async_group)
             assert isinstance(future, Future)
             metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
-            state.history.append(metrics)
+            state.remember(metrics)
             self._writing = (future, target, self._meta(state), begun)
             return metrics
         dcp.save({"train": state}, checkpoint_id=making)
         metrics["checkpoint/bytes"] = self._size(making)
         metrics["checkpoint/save_s"] = metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
-        state.history.append(metrics)
+        state.remember(metrics)
         self._publish(making, target, self._meta(state))
         return metrics
 
@@ -197,6 +206,7 @@ class Checkpoints:
             "torch_version": torch.__version__,
             "model": to_dict(self.config.model),
             "optimizer": self.config.optimizer.name.name,
+            "trial": trial_identity(self.config),
             "world_size": self.ranks.world_size,
             "epoch": state.epoch,
             "step": state.step,
@@ -264,6 +274,36 @@ def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
         raise CheckpointError(
             f"the checkpoint {source} was written by PyTorch {meta['torch_version']}, this is {here}; PyTorch "
             "promises nothing between versions. Use that version, or checkpoint.any_torch_version=true to try."
+        )
+
+
+# What may differ between the starts of one trial: how long, where, and what is kept of it.
+_MAY_DIFFER = ("training.epochs", "training.max_steps", "training.timing_warmup_steps", "memory_profile", "export")
+_ROOMS_THAT_MAY_DIFFER = ("checkpoint.", "cluster.", "tracking.")
+
+
+def trial_identity(config: TrialConfig) -> dict[str, Any]:
+    """The keys that make a trial what it is."""
+    return {
+        k: v for k, v in flatten(config).items() if k not in _MAY_DIFFER and not k.startswith(_ROOMS_THAT_MAY_DIFFER)
+    }
+
+
+def check_same_trial(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
+    """Refuse to go on in a folder that another trial was trained in.
+
+    Raises:
+        CheckpointError: with what differs.
+    """
+    other = [
+        f"{k}={meta['trial'].get(k)} there, {v} here"
+        for k, v in trial_identity(config).items()
+        if meta["trial"].get(k) != v
+    ]
+    if other:
+        raise CheckpointError(
+            f"the folder {source.parent.parent} holds another trial ({'; '.join(other)}); use another folder, or "
+            f"checkpoint.resume_from={source} in a new one to go on from its weights."
         )
 
 

@@ -17,15 +17,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from fsdp_lab.config.checks import missing_data_message
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.schema import DataConfig, DataName, ModelConfig, TrainingConfig
-from fsdp_lab.training.distributed import Ranks, any_rank
+from fsdp_lab.training.distributed import Ranks, gather
 
 _SPLIT_SEED = 0  # of digits: fixed, so that the validation images are the same in every run
 _DOWNLOAD_TIMEOUT_S = 30.0
+_DOWNLOAD_WAIT_S = 900.0
 
 
 @dataclass(frozen=True)
 class Split:
-    """`images`: uint8 (N, C, H, W); `labels`: int64 (N,)."""
+    """`images`: uint8 (P, C, H, W); `labels`: int64 (N,). Image i is `images[i % P]`: P = N but for synthetic ones."""
 
     images: Tensor
     labels: Tensor
@@ -51,14 +52,14 @@ def load_data(data: DataConfig, model: ModelConfig, ranks: Ranks) -> Data:
     Raises:
         UserError: the images cannot be had, or have more classes than the model.
     """
-    problem: UserError | None = None
+    problem = ""
     if ranks.local_rank == 0:
         try:
             prepare(data)
         except UserError as error:
-            problem = error
-    if any_rank(problem is not None, ranks):
-        raise problem or UserError(missing_data_message(data))
+            problem = str(error)
+    if problems := [text for text in gather(problem) if text]:
+        raise UserError(problems[0])
     train, val, num_classes = read_splits(data, model)
     if num_classes > model.num_classes:
         raise ConfigError(
@@ -75,14 +76,17 @@ def prepare(data: DataConfig) -> None:
         return
     reason = "data.download=false"
     if data.download:
+        from filelock import FileLock  # torch's own dependency
         from torchvision.datasets import FashionMNIST
 
         before = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # torchvision sets none: a dead mirror would hang
         try:
-            FashionMNIST(data.root, download=True)
+            Path(data.root).mkdir(parents=True, exist_ok=True)
+            with FileLock(Path(data.root, ".download.lock"), timeout=_DOWNLOAD_WAIT_S):  # trials side by side
+                FashionMNIST(data.root, download=True)
             return
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:  # filelock's Timeout is an OSError
             reason = f"the download failed: {error}"
         finally:
             socket.setdefaulttimeout(before)
@@ -139,8 +143,7 @@ def synthetic(count: int, model: ModelConfig, seed: int) -> Split:
     shape = (min(count, 64), model.num_channels, model.image_size, model.image_size)
     pool = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, model.num_classes, (shape[0],), generator=generator)
-    index = torch.arange(count) % shape[0]
-    return Split(pool.expand(shape) if count == shape[0] else pool[index], labels[index])
+    return Split(pool, labels[torch.arange(count) % shape[0]])
 
 
 def digest(*splits: Split) -> str:
@@ -167,7 +170,7 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         return len(self.split)
 
     def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        images = self.split.images[indices].float().div_(127.5).sub_(1.0)
+        images = self.split.images[indices % len(self.split.images)].float().div_(127.5).sub_(1.0)
         size = self.model.image_size
         if images.shape[-1] != size:
             images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
@@ -184,7 +187,8 @@ class TrainOrder(Sampler[Tensor]):
     """
 
     def __init__(self, count: int, training: TrainingConfig, ranks: Ranks) -> None:
-        self.count, self.training, self.ranks, self.epoch = count, training, ranks, 0
+        self.count, self.training, self.ranks = count, training, ranks
+        self.epoch = self.steps_done = 0
         self.steps_per_epoch = count // training.global_batch_size
         if self.steps_per_epoch == 0:
             raise ConfigError(
@@ -192,16 +196,19 @@ class TrainOrder(Sampler[Tensor]):
                 f"images; use at most {count}."
             )
 
+    def go_to(self, epoch: int, steps_done: int) -> None:
+        """Begin after so many optimizer steps of an epoch."""
+        self.epoch, self.steps_done = epoch, steps_done
+
     def __len__(self) -> int:
-        return self.steps_per_epoch * self.training.grad_accum_steps
+        return (self.steps_per_epoch - self.steps_done) * self.training.grad_accum_steps
 
     def __iter__(self) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(self.training.seed * 1_000_003 + self.epoch)
         order = torch.randperm(self.count, generator=generator)
         shape = (self.training.grad_accum_steps, self.ranks.world_size, -1)
-        for step in order[: self.steps_per_epoch * self.training.global_batch_size].split(
-            self.training.global_batch_size
-        ):
+        size = self.training.global_batch_size
+        for step in order[self.steps_done * size : self.steps_per_epoch * size].split(size):
             yield from step.view(shape)[:, self.ranks.rank]
 
 

@@ -37,7 +37,7 @@ def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
 
     Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works.
     """
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in str(dist.get_backend_config()))
     if not dist.is_initialized():
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -68,6 +68,8 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def any_rank(flag: bool, ranks: Ranks) -> bool:
-    """True on every rank when it is true on one: so that all of them fail together."""
-    return bool(sum_over_ranks(torch.tensor(float(flag), device=ranks.device)))
+def gather(text: str) -> list[str]:
+    """What each rank has to say, told to all: so that they fail together, with the same words."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts

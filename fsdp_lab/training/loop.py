@@ -50,6 +50,7 @@ def train_step(state: TrainState, microbatches: list[Batch], config: TrialConfig
     if state.scaler.get_scale() >= scale:  # a smaller scale says that the step was skipped
         state.lr_schedule.step()
     state.step += 1
+    state.epoch_step += 1
     return total
 
 
@@ -75,14 +76,14 @@ def train_epoch(
     losses = []
     timer.start()
     for microbatches in _by_step(loader, config.training.grad_accum_steps):
-        if memory.tracks(state.step):
+        if memory.tracks():
             with memory.track(state.model, state.optimizer):
                 losses.append(train_step(state, microbatches, config, ranks))
             timer.start()  # the tracked step is slow: not one of the timed
         else:
             losses.append(train_step(state, microbatches, config, ranks))
             timer.step_done()
-        if state.step == config.training.max_steps:
+        if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
     step_losses = (sum_over_ranks(torch.stack(losses)) / ranks.world_size).tolist()
     mean = sum(step_losses) / len(step_losses)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.training.distributed import Ranks
 
-TRACKED_STEP = 1  # the second: the optimizer's state is there from the first on
+TRACKED_STEP = 2  # of this process: the optimizer's state is there from the first on
 
 # The tracker's names -> the project's metric keys. Of the two spellings, one is FSDP's and one is DDP's.
 CATEGORIES = {
@@ -45,14 +45,16 @@ class MemoryProfile:
 
     def __init__(self, enabled: bool, ranks: Ranks) -> None:
         self.enabled, self.ranks = enabled, ranks
+        self._asked = 0
         self._mine: dict[str, float] = {}
         self._figures: dict[str, float] | None = None
         if enabled and ranks.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(ranks.device)
 
-    def tracks(self, steps_done: int) -> bool:
-        """Whether the next step is the one to follow tensor by tensor."""
-        return self.enabled and self.ranks.device.type == "cpu" and steps_done == TRACKED_STEP and not self._mine
+    def tracks(self) -> bool:
+        """Whether the next step is the one to follow tensor by tensor. Asked once before each step."""
+        self._asked += 1
+        return self.enabled and self.ranks.device.type == "cpu" and self._asked == TRACKED_STEP
 
     @contextmanager
     def track(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:

@@ -14,11 +14,15 @@ from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.training.models import model_spec
 
-# Dense matrix peak in FLOP/s by device name and dtype, from the vendor's data sheets.
+# Dense matrix peak in FLOP/s by the device's whole name and dtype, from the vendor's data sheets. Other
+# variants of a chip (PCIe, NVL) have other peaks: what is not here has no MFU.
+_HOPPER_SXM = {Dtype.bfloat16: 989e12, Dtype.float16: 989e12}
+_A100 = {Dtype.bfloat16: 312e12, Dtype.float16: 312e12, Dtype.float32: 19.5e12}
 PEAK_FLOPS = {
-    "H200": {Dtype.bfloat16: 989e12, Dtype.float16: 989e12},
-    "H100": {Dtype.bfloat16: 989e12, Dtype.float16: 989e12},
-    "A100": {Dtype.bfloat16: 312e12, Dtype.float16: 312e12, Dtype.float32: 19.5e12},
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
 }
 
 
@@ -93,8 +97,7 @@ def device_peak_flops(config: TrialConfig, ranks: Ranks) -> float | None:
     if ranks.device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(ranks.device)
-    by_dtype = next((peaks for key, peaks in PEAK_FLOPS.items() if key in name), {})
-    return by_dtype.get(config.precision.param_dtype)
+    return PEAK_FLOPS.get(name, {}).get(config.precision.param_dtype)
 
 
 def train_flops_per_sample(config: ModelConfig) -> float:

@@ -89,22 +89,24 @@ def train(
     memory = MemoryProfile(config.memory_profile is not Profile.off, ranks)
     timer = StepTimer(config.training.timing_warmup_steps, ranks)
     flops = train_flops_per_sample(config.model) if device_peak_flops(config, ranks) else 0.0
-    while state.epoch < config.training.epochs and state.step != config.training.max_steps:
-        train_order.epoch = state.epoch
+    max_steps = config.training.max_steps or total_steps
+    while state.epoch < config.training.epochs and state.step < max_steps:
+        train_order.go_to(state.epoch, state.epoch_step)
         metrics, step_losses = train_epoch(state, train_loader, config, ranks, timer, memory)
         on_step_losses(step_losses)
         metrics.update(speed_metrics(timer.take(), config, ranks, flops))
         metrics.update(evaluate(state, val_loader, config, ranks))
         metrics.update(memory.figures())
-        state.epoch += 1
-        metrics.update(epoch=state.epoch, step=state.step)
-        last = state.epoch == config.training.epochs or state.step == config.training.max_steps
+        metrics.update(epoch=state.epoch + 1, step=state.step)
+        if state.epoch_step >= train_order.steps_per_epoch:  # else max_steps cut it short: a resume takes the rest
+            state.epoch, state.epoch_step = state.epoch + 1, 0
+        last = state.epoch == config.training.epochs or state.step >= max_steps
         if last or state.epoch % config.checkpoint.every_epochs == 0:
             metrics = checkpoints.save(state, metrics)
             if last:
                 metrics.update(checkpoints.finish())
         else:
-            state.history.append(metrics)
+            state.remember(metrics)
         reporter.epoch(metrics, checkpoints.last_whole())
 
     if config.export:

@@ -61,9 +61,17 @@ def test_the_order_is_that_of_hydras_own_sweeper(parser: OverridesParser, name: 
     assert enumerate_grid(parser, {}, arguments) == hydras
 
 
-def test_the_order_with_default_axes_is_that_of_hydras_own_sweeper(parser: OverridesParser):
-    """Hydra's sweeper puts its `params` before the command line."""
-    params, typed = ["sharding=ddp,root", "offload=none,cpu"], ["training.seed=1,2", "precision=fp16"]
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["training.seed=1,2", "precision=fp16"],
+        ["offload=cpu,cpu_unpinned", "sharding=per_block"],
+        ["training.seed=1,2", "offload=none,cpu", "sharding=per_layer,size_based"],
+    ],
+)
+def test_the_order_with_default_axes_is_that_of_hydras_own_sweeper(parser: OverridesParser, typed: list[str]):
+    """Hydra's sweeper puts its `params` before the command line, and a param that is typed too keeps its place."""
+    params = ["sharding=ddp,root", "offload=none,cpu"]
     (hydras,) = BasicSweeper.split_arguments(parser.parse_overrides(params + typed), max_batch_size=None)
     assert enumerate_grid(parser, dict(p.split("=") for p in params), typed) == hydras
 
@@ -86,6 +94,8 @@ DEFAULTS = {"sharding": "ddp,root", "offload": "none,cpu"}
         (DEFAULTS, ["sharding=root,per_layer"], cells("sharding=root,per_layer", "offload=none,cpu")),
         ({**DEFAULTS, "offload": None}, [], cells("sharding=ddp,root")),
         ({"sharding": None, "offload": None}, ["training.seed=1"], [["training.seed=1"]]),
+        (DEFAULTS, ["~offload"], [["sharding=ddp", "~offload"], ["sharding=root", "~offload"]]),
+        (DEFAULTS, ["+offload=cpu"], cells("sharding=ddp,root", "+offload=cpu")),
         (DEFAULTS, ["training.seed=1,2"], cells("sharding=ddp,root", "offload=none,cpu", "training.seed=1,2")),
     ],
 )
