@@ -39,6 +39,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PY) -c 'import uv' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check uv
 	@echo "installing the pinned versions into $(VENV) (about 5 GB with PyTorch; a minute or two)"
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev]"
+	@# to bytecode now, once: otherwise the many processes of a trial each compile PyTorch, some of them every time
+	@env -u PYTHONDONTWRITEBYTECODE $(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 clean:

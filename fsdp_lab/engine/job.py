@@ -69,7 +69,15 @@ def fit(job: Job) -> None:
     from fsdp_lab.config.schema import ClusterConfig
     from fsdp_lab.engine.worker import train_worker
 
-    trainer = TorchTrainer(
+    class Trainer(TorchTrainer):
+        """Without Ray's placement-group cleaner: one more process for each trial, which asks a dashboard that is
+        not there and then takes 12 s to be given up on. The workers' own shutdown frees their places."""
+
+        def _create_default_callbacks(self) -> list[Any]:
+            callbacks = super()._create_default_callbacks()
+            return [c for c in callbacks if type(c).__name__ != "PlacementGroupCleanerCallback"]
+
+    trainer = Trainer(
         train_worker,
         train_loop_config=job.as_dict(),
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if job.use_gpu else "gloo"),

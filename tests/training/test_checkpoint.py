@@ -260,9 +260,7 @@ def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
         ([], 1, True, []),
     ],
 )
-def test_outdated(
-    tmp_path: Path, losses: list[float | None], keep_last: int, keep_best: bool, left: list[int]
-) -> None:
+def test_outdated(tmp_path: Path, losses: list[float | None], keep_last: int, keep_best: bool, left: list[int]) -> None:
     made = [make(tmp_path, i, loss) for i, loss in enumerate(losses)]
     gone = outdated(tmp_path, keep_last, keep_best)
     assert [i for i, f in enumerate(made) if f not in gone] == left
