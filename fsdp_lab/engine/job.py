@@ -74,7 +74,7 @@ def fit(job: Job) -> None:
         not there and then takes 12 s to be given up on. The workers' own shutdown frees their places."""
 
         def _create_default_callbacks(self) -> list[Any]:
-            callbacks = super()._create_default_callbacks()
+            callbacks = super()._create_default_callbacks()  # type: ignore[misc]
             return [c for c in callbacks if type(c).__name__ != "PlacementGroupCleanerCallback"]
 
     trainer = Trainer(

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 
 from fsdp_lab.config import TrialConfig, UserError, conf_dir, from_dict, to_dict
@@ -79,6 +80,7 @@ def main() -> int:
         config = read_config(args.config, args.overrides)
         args.folder.mkdir(parents=True, exist_ok=True)
         train(config, args.folder, ConsoleReporter())
+        dist.destroy_process_group()
     except UserError as error:
         print(f"fsdp_lab.training: {error}", file=sys.stderr)
         return 1

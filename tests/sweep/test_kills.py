@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,7 @@ from tests.sweep.conftest import (
     workers_of,
 )
 
+Stop = Callable[[subprocess.Popen[str]], None]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 EPOCHS = 12
@@ -69,13 +71,22 @@ def test_a_killed_worker_fails_the_trial_where_no_failure_is_allowed(tmp_path: P
     assert history(tmp_path, run, "train/loss"), "the epochs before stay"
 
 
-def test_ctrl_c_ends_it_in_time_and_leaves_nothing_running(tmp_path: Path):
+def press_ctrl_c(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
+
+
+def terminate(process: subprocess.Popen[str]) -> None:
+    process.terminate()  # the driver alone, as a scheduler does
+
+
+@pytest.mark.parametrize("stop", [press_ctrl_c, terminate])
+def test_an_interrupt_ends_it_in_time_and_leaves_nothing_running(tmp_path: Path, stop: Stop):
     with started(tmp_path, *LONG, "training.epochs=200") as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process)
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("raylet" in child.name() for child in family)
         begun = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        stop(process)
         stdout, stderr = process.communicate(timeout=60)
         took = time.monotonic() - begun
     assert process.returncode == 130, stdout + stderr
