@@ -22,7 +22,7 @@ import ray
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.schema import ClusterConfig
 from fsdp_lab.engine.cluster import check_capacity, stop_ray
-ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
+ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
 assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)).side_by_side == 1
 assert check_capacity(ClusterConfig(num_workers=1, cpus_per_worker=0.25)).side_by_side == 4
 try:

@@ -300,7 +300,7 @@ def test_a_server_that_is_not_there_is_told_in_time_with_the_remedy(silent: bool
 @pytest.mark.parametrize(
     ("uri", "reason"),
     [
-        ("ftp://host/x", "not a store"),
+        ("ftp://host/x", "MLflow cannot use the store"),
         ("outputs/mlruns", "not a store"),
         ("", "not a store"),
         ("sqlite://outputs/mlflow.db", "three slashes"),
