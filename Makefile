@@ -25,7 +25,7 @@ format: $(VENV)/.installed
 	$(PY) -m ruff format .
 
 ui: $(VENV)/.installed      ## the MLflow UI on the local store, http://127.0.0.1:5000
-	$(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
+	PYTHONWARNINGS=ignore $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
 bench: $(VENV)/.installed   ## a trial against a bare script of the same configuration
 	$(PY) -m benchmarks.throughput

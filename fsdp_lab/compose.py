@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
 from dataclasses import dataclass
@@ -154,9 +155,15 @@ def _valid(key: str) -> str:
     prefix = key.split(".")[0].lstrip("+~")
     same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
     if "." in key and same:
-        return f"The keys of {prefix} are: {', '.join(same)}."
+        return f"{_meant(key, same)}The keys of {prefix} are: {', '.join(same)}."
     top = sorted({k.split(".")[0] for k in all_keys()})
-    return f"The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."
+    meant = _meant(key, [*top, *all_keys()])
+    return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."
+
+
+def _meant(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"Did you mean {close[0]}? " if close else ""
 
 
 def _one_line(text: str) -> str:

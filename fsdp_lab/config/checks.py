@@ -256,8 +256,11 @@ def cpu_notes(config: TrialConfig) -> Iterator[str]:
         )
 
 
-def root_note(config: TrialConfig) -> Iterator[str]:
-    """What sharding only the root costs, for those who did not know."""
+def sharding_notes(config: TrialConfig) -> Iterator[str]:
+    """What sharding only the root costs, and what does nothing under DDP, for those who did not know."""
+    sharding, reshard = config.sharding.granularity, config.reshard_after_forward.policy
+    if sharding is Granularity.ddp and reshard is not ReshardPolicy.default:
+        yield f"reshard_after_forward={reshard.name} has no effect with sharding=ddp: nothing is sharded."
     if config.sharding.granularity is Granularity.root:
         yield (
             "sharding=root makes one unit of the whole model: all parameters are gathered at once, so the peak "

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ray.tune import Callback
+from ray.tune.progress_reporter import TrialProgressCallback
 
 from fsdp_lab.engine.cluster import Resources, free_resources, unmet_request
 from fsdp_lab.engine.files import read_outcome, why_unwritten
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _REPEAT_S = 60.0
+
+
+class NoTuneLines(TrialProgressCallback):
+    """In the place of Tune's own, which prints a line for a trial that ended without a report."""
+
+    def _print(self, msg: str) -> None:
+        pass
 
 
 class DriverCallback(Callback):

@@ -57,8 +57,8 @@ class Console:
             self.live.update(self._table(self._in_view()), refresh=True)
 
     def final(self) -> None:
-        """The whole table, best values marked."""
-        self.rich.print(self._table(list(enumerate(self.states))))
+        """The table of all that began, best values marked."""
+        self.rich.print(self._table([(i, state) for i, state in enumerate(self.states) if state.status != "waiting"]))
 
     def _in_view(self) -> list[tuple[int, TrialState]]:
         rows = list(enumerate(self.states))

@@ -40,12 +40,14 @@ def run_multirun(
 
     plan = plan_sweep(grid, compose)
     write_multirun(folder, config, plan.trials)
+    swept = swept_keys(grid)
+    print(f"{len(plan.trials)} trials: {' × '.join(swept) or 'nothing is swept'}", flush=True)
     for line in plan.notes():
         print(line, flush=True)
 
     from fsdp_lab.sweep.run import run_trials
 
-    status = run_trials(plan.trials, folder, swept_keys(grid), sweep=True)
+    status = run_trials(plan.trials, folder, swept, sweep=True)
     if status:
         sys.exit(status)
 

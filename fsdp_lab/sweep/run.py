@@ -196,7 +196,7 @@ def tune_all(run: Sweep) -> None:
     from ray import tune
     from ray.tune import RunConfig, TuneConfig
 
-    from fsdp_lab.sweep.callback import DriverCallback
+    from fsdp_lab.sweep.callback import DriverCallback, NoTuneLines
 
     # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
     logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
@@ -226,7 +226,7 @@ def tune_all(run: Sweep) -> None:
             name=".ray_tune",
             storage_path=str(run.folder),
             verbose=0,
-            callbacks=[DriverCallback(run, places)],
+            callbacks=[DriverCallback(run, places), NoTuneLines()],
         ),
     ).fit()
 

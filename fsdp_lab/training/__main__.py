@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from fsdp_lab.config import TrialConfig, UserError, conf_dir, from_dict, to_dict
+from fsdp_lab.config import ConfigError, TrialConfig, UserError, conf_dir, from_dict, to_dict
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
 
@@ -50,6 +50,9 @@ def read_config(base: Path | None, overrides: list[str]) -> TrialConfig:
     for override in overrides:
         key, _, text = override.partition("=")
         option = conf_dir() / key / f"{text}.yaml"
+        if option.parent.is_dir() and key and not option.is_file():
+            options = ", ".join(sorted(f.stem for f in option.parent.glob("*.yaml")))
+            raise ConfigError(f"{override} is not an option. Choose one of: {options}.")
         value = yaml.safe_load(option.read_text()) if option.is_file() else yaml.safe_load(text)
         for part in reversed(key.split(".")):
             value = {part: value}

@@ -16,7 +16,7 @@ from fsdp_lab.config import (
     default_num_workers,
     effective_settings,
     from_dict,
-    root_note,
+    sharding_notes,
 )
 from fsdp_lab.config.checks import missing_data_message
 from fsdp_lab.config.schema import DataConfig, DataName
@@ -193,10 +193,17 @@ def test_cpu_notes(target: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["ddp", "root", "per_block", "per_layer"])
-def test_root_note(granularity: str) -> None:
-    notes = list(root_note(trial(f"sharding.granularity={granularity}")))
+def test_note_on_sharding_only_the_root(granularity: str) -> None:
+    notes = list(sharding_notes(trial(f"sharding.granularity={granularity}")))
     assert len(notes) == (granularity == "root")
     assert all("sharding=root" in note and "sharding=per_block" in note for note in notes)
+
+
+def test_note_on_resharding_what_is_not_sharded() -> None:
+    settings = ("sharding.granularity=ddp", "reshard_after_forward.policy=never")
+    assert list(sharding_notes(trial(*settings))) == [
+        "reshard_after_forward=never has no effect with sharding=ddp: nothing is sharded."
+    ]
 
 
 def test_missing_data_message(tmp_path: Path) -> None:
