@@ -49,15 +49,24 @@ def read_config(base: Path | None, overrides: list[str]) -> TrialConfig:
         values = merge(values, yaml.safe_load(base.read_text()) or {})
     for override in overrides:
         key, _, text = override.partition("=")
-        option = conf_dir() / key / f"{text}.yaml"
-        if option.parent.is_dir() and key and not option.is_file():
-            options = ", ".join(sorted(f.stem for f in option.parent.glob("*.yaml")))
-            raise ConfigError(f"{override} is not an option. Choose one of: {options}.")
-        value = yaml.safe_load(option.read_text()) if option.is_file() else yaml.safe_load(text)
+        group = conf_dir() / key
+        value = read_option(group, text) if key and group.is_dir() else yaml.safe_load(text)
         for part in reversed(key.split(".")):
             value = {part: value}
         values = merge(values, value)
     return from_dict(TrialConfig, values)
+
+
+def read_option(group: Path, option: str) -> Any:
+    """The values of a group's option.
+
+    Raises:
+        ConfigError: the group has no such option.
+    """
+    options = {file.stem: file for file in sorted(group.glob("*.yaml"))}
+    if option not in options:
+        raise ConfigError(f"{group.name}={option} is not an option. Choose one of: {', '.join(options)}.")
+    return yaml.safe_load(options[option].read_text())
 
 
 def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:

@@ -130,3 +130,9 @@ def test_the_config_room_imports_nothing_heavy() -> None:
         [sys.executable, "-c", look], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == "[]"
+
+
+def test_an_option_that_a_group_lacks_is_told_and_a_path_is_no_option() -> None:
+    with pytest.raises(ConfigError, match=r"sharding=rot is not an option\. Choose one of: ddp, per_block"):
+        read_config(None, ["sharding=rot"])
+    assert read_config(None, ["data.root=/some/where"]).data.root == "/some/where"
