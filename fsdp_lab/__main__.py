@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
-from omegaconf import DictConfig
 
 from fsdp_lab.compose import check, explain, register_schema, single_trial
 from fsdp_lab.config import conf_dir
@@ -27,7 +26,7 @@ def main() -> None:
         leave(error)
 
 
-def run_single(cfg: DictConfig) -> None:
+def run_single(cfg: Any) -> None:
     """One trial: what Hydra calls without -m."""
     try:
         trial = single_trial(cfg)
