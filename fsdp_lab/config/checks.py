@@ -39,18 +39,23 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 _POSITIVE = (
     "optimizer.lr", "training.max_grad_norm", "precision.init_scale", "cluster.cpus_per_worker",
-    "cluster.wait_timeout_s", "lr_schedule.gamma",
+    "cluster.wait_timeout_s", "lr_schedule.gamma", "forecast.capacity_gib",
 )  # fmt: skip
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 
 def default_num_workers() -> int:
-    """The GPUs that this process may use, or 2 where there are none. Asks no library: no slow import."""
+    """The GPUs that this process may use, or 2 where there are none."""
+    return gpus_here() or 2
+
+
+def gpus_here() -> int:
+    """The GPUs that this process may use. Asks no library: no slow import."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")]) or 2
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
     gpus = Path("/proc/driver/nvidia/gpus")
-    return (len(list(gpus.iterdir())) if gpus.is_dir() else 0) or 2
+    return len(list(gpus.iterdir())) if gpus.is_dir() else 0
 
 
 def local_cpus() -> int:
@@ -92,6 +97,7 @@ def check_trial(config: TrialConfig, num_workers: int) -> None:
     _check_batch(config, num_workers)
     _check_reshard(config, num_workers)
     _check_precision(config)
+    _check_forecast(config)
     storage = config.cluster.storage_path
     if storage is not None and "://" in storage:
         raise ConfigError(
@@ -221,6 +227,21 @@ def _check_precision(config: TrialConfig) -> None:
         )
 
 
+def _check_forecast(config: TrialConfig) -> None:
+    forecast = config.forecast
+    for key in ("prune", "largest_microbatch"):
+        if getattr(forecast, key) and forecast.capacity_gib is None and not gpus_here():
+            raise ConfigError(
+                f"forecast.{key}=true needs to know how much fits, and there is no GPU here to ask; set "
+                "forecast.capacity_gib, for example forecast.capacity_gib=80."
+            )
+    if forecast.prune and not forecast.enabled:
+        raise ConfigError(
+            "forecast.prune=true with forecast.enabled=false: nothing is known before a trial starts; use "
+            "forecast.enabled=true."
+        )
+
+
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
@@ -244,7 +265,29 @@ def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     values = to_dict(dataclasses.replace(config))
     values["reshard_after_forward"] = reshard
     values["cluster"]["num_workers"] = num_workers
+    del values["forecast"]  # a trial trains the same whatever is foretold of it
     return values
+
+
+def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
+    """What of a config changes the memory of an optimizer step: trials that agree share one forecast."""
+    values = effective_settings(config, num_workers)
+    optimizer, training = config.optimizer, config.training
+    return {
+        **{key: values[key] for key in ("sharding", "offload", "reshard_after_forward", "model")},
+        "num_workers": num_workers,
+        "data": config.data.name.name,  # grey images are held once for all channels
+        "precision": {k: v for k, v in values["precision"].items() if k.endswith("_dtype") or k == "loss_scaling"},
+        "activation_checkpointing": values["activation_checkpointing"],
+        "optimizer": [
+            values["optimizer"]["name"],
+            values["optimizer"]["implementation"],
+            bool(optimizer.weight_decay),
+            bool(optimizer.momentum),
+        ],
+        "batch": [training.global_batch_size, training.grad_accum_steps],
+        "clipped": training.max_grad_norm is not None,
+    }
 
 
 def cpu_notes(config: TrialConfig) -> Iterator[str]:

@@ -85,6 +85,7 @@ CheckpointMode = Enum("CheckpointMode", {"off": "off", "sync": "sync", "async": 
 class MemoryProfile(Enum):
     off = "off"
     peaks = "peaks"
+    timeline = "timeline"
 
 
 @dataclass
@@ -187,6 +188,27 @@ class ReshardConfig:
     size: Optional[int] = None
 
 
+class ForecastDevice(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class ForecastConfig:
+    """`capacity_gib`: of one device; null: this machine's GPU, or no limit. `device` auto: GPUs where there are any.
+
+    `prune` never starts a trial that cannot fit. `folder`: where `fsdp_lab.forecast` writes; null: outputs/forecast.
+    """
+
+    enabled: bool = True
+    device: ForecastDevice = ForecastDevice.auto
+    capacity_gib: Optional[float] = None
+    prune: bool = False
+    largest_microbatch: bool = False
+    folder: Optional[str] = None
+
+
 @dataclass
 class CheckpointConfig:
     """`resume_from`: a checkpoint, or a folder of them, that another run left; null starts anew."""
@@ -236,5 +258,6 @@ class TrialConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: bool = True
     memory_profile: MemoryProfile = MemoryProfile.peaks
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

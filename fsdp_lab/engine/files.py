@@ -7,6 +7,7 @@
 | `failures/rank<r>.json` | a rank that fails | message, traceback; taken away when a restart gets further |
 | `outcome.json` | the trial's own process | how it ended |
 | `logs/rank<r>.log` | every rank | what it printed |
+| `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: finished, failed or interrupted; `error` is one line for people."""
+    """`status`: finished, failed, oom or interrupted; `error` is one line for people."""
 
     status: str
     error: str | None = None
@@ -77,8 +78,8 @@ _LEFT_OVER = ("outcome.json", "facts.json", "metrics.jsonl", "error.txt", "model
 
 def clear_left_over(folder: Path) -> None:
     """Take away what a trial before left in its folder, so that nobody takes it for this one's."""
-    for name in _LEFT_OVER:
-        (folder / name).unlink(missing_ok=True)
+    for path in (*(folder / name for name in _LEFT_OVER), *folder.glob("memory_*_rank*.*")):
+        path.unlink(missing_ok=True)
     shutil.rmtree(folder / "failures", ignore_errors=True)
 
 

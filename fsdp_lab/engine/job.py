@@ -46,8 +46,8 @@ def run_job(job: Job) -> None:
         with suppress(OSError):
             (folder / "error.txt").write_text(traceback.format_exc())
         failures = read_failures(folder)
-        message = failures[0]["message"] if failures else first_line(error)
-        outcome = Outcome("failed", message)
+        cause = failures[0] if failures else {"kind": "error", "message": first_line(error)}
+        outcome = Outcome("oom" if cause["kind"] == "oom" else "failed", cause["message"])
     with suppress(OSError):
         write_json(folder / "outcome.json", asdict(outcome))
 

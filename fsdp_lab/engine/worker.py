@@ -60,7 +60,7 @@ def train_worker(job: dict[str, Any]) -> None:
     except DivergedError as error:  # it would diverge again
         record_failure(folder, rank, error, "diverged")
     except BaseException as error:
-        record_failure(folder, rank, error, "peer" if is_peer_failure(error) else "error")
+        record_failure(folder, rank, error, kind_of(error))
         raise
 
 
@@ -93,6 +93,15 @@ def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> 
     }
     with suppress(OSError):  # the disk is full: the driver looks at it when it finds nothing
         write_json(folder / "failures" / f"rank{rank}.json", failure)
+
+
+def kind_of(error: BaseException) -> str:
+    """`oom`, `peer` (only another rank's failure) or `error`."""
+    from fsdp_lab.training.memory import is_out_of_memory
+
+    if is_out_of_memory(error):
+        return "oom"
+    return "peer" if is_peer_failure(error) else "error"
 
 
 def is_peer_failure(error: BaseException) -> bool:

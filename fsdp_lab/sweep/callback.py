@@ -28,7 +28,7 @@ class NoTuneLines(TrialProgressCallback):
 class DriverCallback(Callback):
     """Runs in the driver, between Tune's own steps."""
 
-    def __init__(self, sweep: Sweep, places: list[Resources]) -> None:
+    def __init__(self, sweep: Sweep, places: dict[int, Resources]) -> None:
         self.sweep, self.places = sweep, places
         self._speak_at: dict[int, float] = {}
 

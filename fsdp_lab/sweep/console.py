@@ -18,6 +18,8 @@ _STYLE = {
     "interrupted": "yellow",
     "running": "cyan",
     "waiting": "dim",
+    "oom": "bold red",
+    "skipped": "yellow",
 }
 _FILE_WIDTH = 160  # of a table that goes to a file or a pipe, which says no width
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
@@ -79,6 +81,7 @@ class Console:
             "val acc",
             "samples/s",
             "peak MiB",
+            "forecast MiB",
         ):
             table.add_column(name, justify="left" if name in self.swept or name == "status" else "right")
         best = self._best()
@@ -96,6 +99,7 @@ class Console:
                         ("val/accuracy", _number(state, "val/accuracy", "{:.3f}")),
                         ("perf/samples_per_s", _number(state, "perf/samples_per_s", "{:.0f}")),
                         ("memory/peak_bytes", mib(state.metrics.get("memory/peak_bytes"))),
+                        ("forecast/peak_bytes", mib(state.figures().get("forecast/peak_bytes"))),
                     )
                 ),
             )

@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.compose import Trial, check
-from fsdp_lab.config import CombinationError, ConfigError, conf_dir, default_num_workers, effective_settings
+from fsdp_lab.config import (
+    CombinationError,
+    ConfigError,
+    TrialConfig,
+    conf_dir,
+    default_num_workers,
+    effective_settings,
+)
 from fsdp_lab.sweep.grid import swept_keys
 
 
@@ -32,11 +39,18 @@ class Plan:
         return lines
 
 
-def plan_sweep(grid: Sequence[Sequence[str]], compose: Callable[[Sequence[str], int], Trial]) -> Plan:
+def plan_sweep(
+    grid: Sequence[Sequence[str]],
+    compose: Callable[[Sequence[str], int], Trial],
+    check: Callable[[TrialConfig], None] = check,
+    fold: bool = True,
+) -> Plan:
     """Compose and check every cell.
 
     Args:
         compose: makes the trial of a cell, given its overrides and its number.
+        check: raises for a config that cannot be; by default for one that cannot run here.
+        fold: hold cells with the same effect once.
 
     Raises:
         ConfigError: a value that is wrong in itself, values that no axis changes and that have no meaning
@@ -58,7 +72,7 @@ def plan_sweep(grid: Sequence[Sequence[str]], compose: Callable[[Sequence[str], 
             continue
         workers = trial.config.cluster.num_workers or default_num_workers()
         key = json.dumps(effective_settings(trial.config, workers), sort_keys=True)
-        if key in seen:
+        if fold and key in seen:
             plan.folded.append((cell, seen[key]))
             continue
         seen[key] = len(plan.trials)

@@ -11,17 +11,22 @@ from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import flatten
+from fsdp_lab.forecast.fits import Forecast
 
 # The figures of a trial's last epoch that a table of trials shows, in this order.
 COLUMNS = (
     "epoch", "train/loss", "val/loss", "val/accuracy", "perf/samples_per_s", "perf/step_time_p50_s",
-    "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "train/skipped_steps", "checkpoint/save_s",
+    "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "forecast/peak_bytes", "forecast/error",
+    "train/skipped_steps", "checkpoint/save_s",
 )  # fmt: skip
+
+# `oom` and `skipped` are results: a setting that does not fit is what the sweep was to find out.
+ENDED = ("finished", "failed", "interrupted", "oom", "skipped")
 
 
 @dataclass
 class TrialState:
-    """A trial and how it stands. `status`: waiting, running, finished, failed or interrupted."""
+    """A trial and how it stands. `status`: waiting, running, or one of `ENDED`."""
 
     trial: Trial
     status: str = "waiting"
@@ -31,10 +36,21 @@ class TrialState:
     begun: float | None = None
     seconds: float | None = None
     facts_told: bool = False
+    forecast: Forecast | None = None
 
     @property
     def ended(self) -> bool:
-        return self.status in ("finished", "failed", "interrupted")
+        return self.status in ENDED
+
+    def figures(self) -> dict[str, float]:
+        """The metrics of the last epoch, with what was forecast beside what was measured."""
+        if self.forecast is None or self.forecast.error:
+            return self.metrics
+        figures = {**self.metrics, "forecast/peak_bytes": float(self.forecast.peak_bytes)}
+        measured = self.metrics.get("memory/peak_bytes")
+        if measured:
+            figures["forecast/error"] = self.forecast.peak_bytes / measured - 1
+        return figures
 
     def begin(self) -> None:
         self.status, self.begun = "running", time.time()
@@ -56,12 +72,13 @@ def write_results(path: Path, states: Sequence[TrialState], swept: Sequence[str]
         rows = csv.writer(out)
         rows.writerow(["trial", "status", *swept, *COLUMNS, "seconds", "error", "run_id", "folder"])
         for number, state in enumerate(states):
+            figures = state.figures()
             rows.writerow(
                 [
                     number,
                     state.status,
                     *(setting(state.trial, key) for key in swept),
-                    *(state.metrics.get(key, "") for key in COLUMNS),
+                    *(figures.get(key, "") for key in COLUMNS),
                     "" if state.seconds is None else round(state.seconds, 2),
                     state.error or "",
                     state.run_id or "",

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import TrialConfig, check_trial, to_dict
+from fsdp_lab.config import TrialConfig, check_trial, default_num_workers, to_dict
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine.files import clear_left_over, read_json, read_metrics
 from fsdp_lab.engine.job import Job, trial_function
-from fsdp_lab.sweep.console import Console, epoch_line
+from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.run import Background, Request
+from fsdp_lab.sweep.console import Console, epoch_line, mib
 from fsdp_lab.sweep.results import TrialState, setting, write_results
 from fsdp_lab.tracking import Tracker
 
@@ -102,7 +104,7 @@ class Sweep:
                 continue
             state.metrics = metrics
             if state.run_id:
-                self.tracker.log_epoch(state.run_id, metrics)
+                self.tracker.log_epoch(state.run_id, state.figures())
             shown = None if len(self.states) == 1 else number
             self.console.say(epoch_line(shown, state, state.trial.config.training.epochs))
             self.write()
@@ -120,6 +122,41 @@ class Sweep:
         took = f" after {state.seconds:.1f} s" if state.seconds is not None else ""
         self.console.say(f"{label(number, self.states)} {status}{took}" + (f": {error}" if error else ""))
         self.write()
+
+    def take_forecasts(self, found: Sequence[Forecast]) -> None:
+        """Keep what was forecast, and end the trials that are not to be tried: `forecast.prune`."""
+        for number, (state, forecast) in enumerate(zip(self.states, found, strict=False)):  # none where not enabled
+            state.forecast = forecast
+            if forecast.error:
+                self.console.say(f"{label(number, self.states)} has no forecast: {forecast.error}")
+        known = [f.peak_bytes for f in found if not f.error]
+        if known:
+            low, high = mib(min(known)), mib(max(known))
+            self.console.say(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
+        for number, state in enumerate(self.states):
+            if state.forecast is not None and state.forecast.largest_microbatch is not None:
+                most = state.forecast.largest_microbatch
+                self.console.say(f"{label(number, self.states)}: the largest microbatch that fits is {most}")
+            if state.trial.config.forecast.prune and state.forecast is not None and state.forecast.fits is False:
+                self.skip(number, state.forecast)
+        self.console.update()
+
+    def skip(self, number: int, forecast: Forecast) -> None:
+        """Record a trial that cannot fit, without starting it."""
+        assert forecast.capacity_bytes is not None
+        self.begin(number)
+        figures = {"epoch": 0.0, "forecast/peak_bytes": float(forecast.peak_bytes)}
+        figures["forecast/needed_bytes"] = float(forecast.needed_bytes)
+        figures["forecast/capacity_bytes"] = float(forecast.capacity_bytes)
+        run_id = self.states[number].run_id
+        if run_id:
+            self.tracker.log_epoch(run_id, figures)
+        self.end(
+            number,
+            "skipped",
+            f"needs {mib(forecast.needed_bytes)} MiB of {mib(forecast.capacity_bytes)} MiB a device by the forecast "
+            f"(peak {mib(forecast.peak_bytes)}, the rest allowed for); forecast.prune=true does not start it",
+        )
 
     def close(self, error: BaseException | None) -> int:
         """End what is still open, and the parent run.
@@ -154,9 +191,10 @@ class Sweep:
         self.console.update()
 
     def _log_files(self, number: int, run_id: str) -> None:
-        for name, where in (("model.pt", "model"), ("metrics.jsonl", ""), ("error.txt", "")):
-            if (self.folder_of(number) / name).exists():
-                self.tracker.log_artifact(run_id, self.folder_of(number) / name, where)
+        files = (("model.pt", "model"), ("metrics.jsonl", ""), ("error.txt", ""), ("memory_*_rank*.*", "memory"))
+        for pattern, where in files:
+            for path in sorted(self.folder_of(number).glob(pattern)):
+                self.tracker.log_artifact(run_id, path, where)
 
 
 def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], sweep: bool) -> int:
@@ -175,9 +213,12 @@ def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], swee
         error: BaseException | None = None
         try:
             console.say("Ray starts" if trials[0].config.cluster.address is None else "Ray is being reached")
-            engine.start_ray(trials[0].config.cluster)
-            sigterm_interrupts()  # Ray has put a handler of its own
-            tune_all(run)
+            with Background(forecast_requests(trials)) as forecasts:  # meanwhile
+                engine.start_ray(trials[0].config.cluster)
+                sigterm_interrupts()  # Ray has put a handler of its own
+                run.take_forecasts(forecasts.result())
+            if not all(state.ended for state in states):
+                tune_all(run)
         except KeyboardInterrupt:
             console.say("interrupted")
         except BaseException as caught:
@@ -191,6 +232,13 @@ def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], swee
     return status
 
 
+def forecast_requests(trials: Sequence[Trial]) -> list[Request]:
+    """One for each trial, or none when `forecast.enabled=false`."""
+    if not trials[0].config.forecast.enabled:
+        return []
+    return [Request.of(t.config, t.config.cluster.num_workers or default_num_workers()) for t in trials]
+
+
 def tune_all(run: Sweep) -> None:
     """Hand the trials to Ray Tune and wait for them."""
     from ray import tune
@@ -201,12 +249,14 @@ def tune_all(run: Sweep) -> None:
     # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
     logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
     jobs: dict[int, str] = {}
-    places = []
+    places = {}
     for number, state in enumerate(run.states):
+        if state.ended:
+            continue
         cluster = state.trial.config.cluster
         num_workers = engine.resolve_num_workers(cluster)
         check_trial(state.trial.config, num_workers)
-        places.append(engine.check_capacity(cluster))
+        places[number] = engine.check_capacity(cluster)
         folder = storage(state.trial, run.folder)
         folder.mkdir(parents=True, exist_ok=True)
         clear_left_over(folder)
@@ -217,7 +267,7 @@ def tune_all(run: Sweep) -> None:
         tune.with_resources(trial_function, {"memory": 1}),
         param_space=tune_space(jobs),
         tune_config=TuneConfig(
-            max_concurrent_trials=min(place.side_by_side for place in places),
+            max_concurrent_trials=min(place.side_by_side for place in places.values()),
             reuse_actors=True,
             trial_name_creator=lambda trial: f"trial_{trial.config['number']}",
             trial_dirname_creator=lambda trial: f"trial_{trial.config['number']}",

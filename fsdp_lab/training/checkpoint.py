@@ -279,7 +279,7 @@ def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
 
 # What may differ between the starts of one trial: how long, where, and what is kept of it.
 _MAY_DIFFER = ("training.epochs", "training.max_steps", "training.timing_warmup_steps", "memory_profile", "export")
-_ROOMS_THAT_MAY_DIFFER = ("checkpoint.", "cluster.", "tracking.")
+_ROOMS_THAT_MAY_DIFFER = ("checkpoint.", "cluster.", "forecast.", "tracking.")
 
 
 def trial_identity(config: TrialConfig) -> dict[str, Any]:

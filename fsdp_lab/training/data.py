@@ -112,6 +112,12 @@ def read_splits(data: DataConfig, model: ModelConfig) -> tuple[Split, Split, int
             raise ValueError(f"data.name={data.name} is not known")
 
 
+def image_shape(data: DataConfig, model: ModelConfig) -> tuple[int, int, int]:
+    """Channels, height and width of the images, without reading them."""
+    grey = {DataName.digits: (1, 8, 8), DataName.fashion_mnist: (1, 28, 28)}
+    return grey.get(data.name, (model.num_channels, model.image_size, model.image_size))
+
+
 def read_digits() -> tuple[Split, Split]:
     """scikit-learn's 1,797 handwritten digits, 8x8, split 80/20 once and for all.
 
@@ -170,12 +176,17 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         return len(self.split)
 
     def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        images = self.split.images[indices % len(self.split.images)].float().div_(127.5).sub_(1.0)
-        size = self.model.image_size
-        if images.shape[-1] != size:
-            images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-        images = images.expand(-1, self.model.num_channels, -1, -1)
+        images = as_model_takes_them(self.split.images[indices % len(self.split.images)], self.model)
         return images, torch.where(indices < 0, -1, self.split.labels[indices])
+
+
+def as_model_takes_them(images: Tensor, model: ModelConfig) -> Tensor:
+    """uint8 (B, C, H, W) -> float32 (B, model.num_channels, S, S) in [-1, 1]; grey ones are a view in each channel."""
+    images = images.float().div_(127.5).sub_(1.0)
+    size = model.image_size
+    if images.shape[-1] != size:
+        images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+    return images.expand(-1, model.num_channels, -1, -1)
 
 
 class TrainOrder(Sampler[Tensor]):

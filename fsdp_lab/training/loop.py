@@ -77,7 +77,8 @@ def train_epoch(
     timer.start()
     for microbatches in _by_step(loader, config.training.grad_accum_steps):
         if memory.tracks():
-            with memory.track(state.model, state.optimizer):
+            batch = [tensor for pair in microbatches for tensor in pair]
+            with memory.track(state.model, state.optimizer, batch):
                 losses.append(train_step(state, microbatches, config, ranks))
             timer.start()  # the tracked step is slow: not one of the timed
         else:

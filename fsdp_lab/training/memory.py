@@ -1,98 +1,275 @@
-"""What one optimizer step holds at its peak.
+"""Follow every tensor of an optimizer step, real or fake, and say what it held at its peak.
 
-On CUDA the allocator knows. On a CPU there is no allocator to ask, so PyTorch's tracker follows every
-tensor through one step, which is kept out of the timed ones.
+PyTorch's trackers see each storage come and go. They are subclassed here for what both of them lack: the
+changes in their order, FSDP2 and DDP in the same categories, and the device and the host apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_lab.config.schema import MemoryProfile as Detail
 from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.profile import CATEGORIES, Event, Profile
 
-TRACKED_STEP = 2  # of this process: the optimizer's state is there from the first on
+# Of this process. The first has no optimizer state yet: its profile is kept only until the second has one,
+# for a trial that dies of memory at once.
+TRACKED_STEPS = 2
+SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump takes minutes
+CUDA_BLOCK_BYTES = 512  # what the CUDA allocator rounds up to
 
-# The tracker's names -> the project's metric keys. Of the two spellings, one is FSDP's and one is DDP's.
-CATEGORIES = {
-    "Sharded Param": "param_bytes",
-    "Parameter": "param_bytes",
-    "Unsharded Param": "unsharded_param_bytes",
-    "Sharded Grad": "grad_bytes",
-    "Unsharded Grad": "unsharded_grad_bytes",
-    "Gradient": "grad_bytes",
-    "OptState": "optimizer_bytes",
-    "Optstate": "optimizer_bytes",
-    "Activation": "activation_bytes",
-    "All Gather": "all_gather_bytes",
-    "Reduce Scatter": "reduce_scatter_bytes",
-    "Temp": "temp_bytes",
-    "Buffer": "buffer_bytes",
-    "Inputs": "input_bytes",
+# Both trackers' names -> ours. "Other" is what was shown to DDP's tracker from outside: the batch.
+_CATEGORY = {
+    "Sharded Param": "param",
+    "Parameter": "param",
+    "Unsharded Param": "unsharded_param",
+    "Sharded Grad": "grad",
+    "Gradient": "grad",
+    "Unsharded Grad": "unsharded_grad",
+    "OptState": "optimizer",
+    "Optstate": "optimizer",
+    "Activation": "activation",
+    "All Gather": "all_gather",
+    "Reduce Scatter": "reduce_scatter",
+    "Temp": "temp",
+    "Buffer": "buffer",
+    "Inputs": "input",
+    "Other": "input",
 }
+_WRAPPERS = ("_checkpoint_wrapped_module", "module")
+
+
+class _Recorder(MemTracker):
+    """Notes each change that PyTorch's tracker makes to its sums."""
+
+    def __init__(self, *args: Any, device: torch.device, block_bytes: int = 1) -> None:
+        super().__init__(*args)
+        self.device, self.block_bytes = device, block_bytes
+        self.profile = Profile()
+        self._phase = "forward"
+        self._names: dict[str, str] = {}
+        self._open: dict[str, int] = {}
+        self._entered = 0
+        self._serials: dict[int, int] = {}
+
+    def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
+        on_device = winfo.device == self.device
+        if on_device and self.block_bytes > 1:
+            winfo.mem_consumed = math.ceil(winfo.mem_consumed / self.block_bytes) * self.block_bytes
+        super()._update_snap(u_type, winfo, *args, **kwargs)
+        freed = u_type.name == "DEL"
+        serial = self._serials.setdefault(id(winfo), len(self.profile.events))  # an event's index: used once only
+        if freed:
+            del self._serials[id(winfo)]
+        num_bytes = 0 if freed else winfo.mem_consumed
+        place, category = "device" if on_device else "host", _CATEGORY[winfo.reftype.value]
+        self.profile.events.append(Event(serial, place, category, num_bytes, self._module(), self._now()))
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        """Of the whole step only. The base class does it for every module too, after every operation."""
+        for device, sums in self._curr_mem_snap.items():
+            if sums["Total"] > self._peak_mem.get(device, 0):
+                self._peak_mem[device], self._peak_mem_snap[device] = sums["Total"], dict(sums)
+
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+        if self._at_root(module):
+            self.reset_mod_stats()
+        super()._pre_fw_hook(module, inputs)
+
+    def _at_root(self, module: nn.Module) -> bool:
+        """Whether a forward pass begins. Each may call every module once, the base class says, and refuses the
+        second microbatch of an accumulation; but what it keeps of a module is of no use here."""
+        outside = self._mod_tracker.parents - {self._mod_tracker.get_known_fqn(module)}
+        return outside == {"Global"} and not self._mod_tracker.is_bw
+
+    def _module(self) -> str:
+        """The module entered last of those at work: in a backward pass several outer ones stay open."""
+        now = self._mod_tracker.parents
+        if now != self._open.keys():
+            kept = {name: order for name, order in self._open.items() if name in now}
+            for name in sorted(now - kept.keys(), key=lambda name: (len(name), name)):
+                self._entered += 1
+                kept[name] = self._entered
+            self._open = kept
+        innermost = max(self._open, key=self._open.__getitem__)
+        if innermost not in self._names:  # the model's own name and those of wrappers say nothing
+            parts = innermost.split(".")[1:]
+            self._names[innermost] = ".".join(part for part in parts if part not in _WRAPPERS)
+        return self._names[innermost]
+
+    def _now(self) -> str:
+        if self._mod_tracker.is_bw:
+            self._phase = "backward"
+        elif self._in_opt or (self._phase == "backward" and self._mod_tracker.parents == {"Global"}):
+            self._phase = "optimizer"  # clipping and unscaling count as part of it
+        elif self._mod_tracker.parents != {"Global"}:
+            self._phase = "forward"
+        return self._phase
+
+    def follow(self, batch: Sequence[Tensor]) -> None:
+        """Count tensors that were made before the step."""
+        kind = _FSDPRefType.INP if isinstance(self, FSDPMemTracker) else _MemRefType.OTH
+        for tensor in batch:
+            self._update_and_maybe_create_winfos(tensor, kind)
+
+    def finish(self) -> Profile:
+        """What was seen so far; a step that failed has a profile up to there."""
+        for device, by_kind in self.get_tracker_snapshot("peak").items():
+            sums = self.profile.peaks.setdefault("device" if device == self.device else "host", {})
+            for kind, num_bytes in by_kind.items():
+                name = "total" if kind == "Total" else _CATEGORY[kind.value]  # type: ignore[attr-defined]
+                sums[name] = sums.get(name, 0) + num_bytes
+        return self.profile
+
+
+class _FsdpRecorder(_Recorder, FSDPMemTracker):
+    def _fsdp_state_pre_forward(self, fsdp_mod: Any, orig_fsdp_state_pre_fw: Any) -> Any:
+        inner = super()._fsdp_state_pre_forward(fsdp_mod, orig_fsdp_state_pre_fw)
+
+        def fresh_at_root(*args: Any, **kwargs: Any) -> Any:
+            if self._at_root(fsdp_mod):
+                self.reset_mod_stats()
+            return inner(*args, **kwargs)
+
+        return fresh_at_root
+
+
+class _GlooOnCopies(TorchDispatchMode):
+    """Gloo's threads hold a tensor for a while after its collective is done, a different while each time. Given
+    copies, they hold nothing that is followed: what training itself holds is then the same in every run."""
+
+    _COLLECTIVES = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func not in self._COLLECTIVES or args[0].device.type != "cpu":
+            return func(*args, **(kwargs or {}))
+        output, given, *rest = args
+        reached = torch.empty_like(output)
+        _, work = func(reached, given.clone(), *rest, **(kwargs or {}))
+        dist.Work.unbox(work).wait()
+        output.copy_(reached)
+        return output, FakeWork().boxed()  # waited for: a second wait would show gloo's own buffers
+
+
+@contextmanager
+def record_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Sequence[Tensor],
+    device: torch.device,
+    block_bytes: int = 1,
+) -> Iterator[_Recorder]:
+    """Follow every tensor of the step inside.
+
+    Args:
+        batch: the step's images and labels, which are there before it.
+        device: what counts as `device`; tensors elsewhere count as `host`.
+        block_bytes: what an allocation on the device is rounded up to.
+    """
+    recorder: _Recorder
+    if isinstance(model, FSDPModule):
+        recorder = _FsdpRecorder(model, optimizer, device=device, block_bytes=block_bytes)
+    else:
+        recorder = _Recorder(device=device, block_bytes=block_bytes)
+        recorder.track_external(model, optimizer)
+    recorder.follow(batch)
+    with _GlooOnCopies(), recorder:
+        recorder.profile.begun = len(recorder.profile.events)
+        yield recorder
 
 
 class MemoryProfile:
-    """Follows the peak of a run; `figures` has it in bytes, per rank and in the maximum over ranks."""
+    """Follows the first steps of a run; `figures` has the bytes per rank and of the fullest rank.
 
-    def __init__(self, enabled: bool, ranks: Ranks) -> None:
-        self.enabled, self.ranks = enabled, ranks
-        self._asked = 0
-        self._mine: dict[str, float] = {}
+    On CUDA the peaks are the allocator's, over all steps; the tracker explains them. What it knows is on disk
+    as soon as it is known: `memory_peaks_rank<r>.json`, and with `timeline` a page and, on CUDA, a snapshot.
+    """
+
+    def __init__(self, detail: Detail, ranks: Ranks, folder: Path, title: str = "") -> None:
+        self.detail, self.ranks, self.folder, self.title = detail, ranks, folder, title
+        self._tracked = 0
+        self._profile: Profile | None = None
         self._figures: dict[str, float] | None = None
-        if enabled and ranks.device.type == "cuda":
+        self._cuda = ranks.device.type == "cuda"
+        if self._cuda and detail is not Detail.off:
             torch.cuda.reset_peak_memory_stats(ranks.device)
 
     def tracks(self) -> bool:
-        """Whether the next step is the one to follow tensor by tensor. Asked once before each step."""
-        self._asked += 1
-        return self.enabled and self.ranks.device.type == "cpu" and self._asked == TRACKED_STEP
+        """Whether the next step is one to follow tensor by tensor."""
+        return self.detail is not Detail.off and self._tracked < TRACKED_STEPS
 
     @contextmanager
-    def track(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Follow every tensor of one step on this rank."""
-        tracker: MemTracker
-        if isinstance(model, FSDPModule):
-            tracker = FSDPMemTracker(model, optimizer)
-        else:
-            tracker = MemTracker()
-            tracker.track_external(model, optimizer)
-        with tracker:
-            yield
-        self._mine = breakdown(tracker.get_tracker_snapshot("peak"))
+    def track(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]) -> Iterator[None]:
+        """Follow one step on this rank, and leave its profile on disk, however the step ends."""
+        self._tracked += 1
+        history = self._cuda and self.detail is Detail.timeline
+        if history:
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
+        recorder: _Recorder | None = None
+        try:
+            with record_step(model, optimizer, batch, self.ranks.device) as recorder:
+                yield
+        finally:
+            if history:
+                torch.cuda.memory._dump_snapshot(str(self._file("snapshot", "pickle")))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            if recorder is not None:
+                self._keep(recorder.finish())
+
+    def _keep(self, profile: Profile) -> None:
+        self._profile = profile
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {"step": self._tracked, "rank": self.ranks.rank, "peaks": profile.peaks}
+        making = self._file("peaks", "making")
+        making.write_text(json.dumps(content, indent=1))
+        making.rename(self._file("peaks", "json"))
+        if self.detail is Detail.timeline:
+            from fsdp_lab.training.timeline import write_timeline
+
+            facts = {"rank": f"{self.ranks.rank} of {self.ranks.world_size}", "step": str(self._tracked)}
+            write_timeline(profile, self._file("timeline", "html"), self.title or "One optimizer step", facts)
+
+    def _file(self, what: str, suffix: str) -> Path:
+        return self.folder / f"memory_{what}_rank{self.ranks.rank}.{suffix}"
 
     def figures(self) -> dict[str, float]:
-        """The keys `memory/*`. Every rank calls it; the peaks are all-gathered."""
-        if not self.enabled:
+        """The keys `memory/*`, in bytes. Every rank calls it; the peaks are all-gathered."""
+        if self._tracked < TRACKED_STEPS or self._profile is None:
             return {}
-        if self.ranks.device.type == "cuda":
-            device = self.ranks.device
-            mine = {
-                "peak_bytes": float(torch.cuda.max_memory_allocated(device)),
-                "reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
-            }
-            return over_ranks(mine)
-        if self._figures is None and self._mine:
-            self._figures = over_ranks(self._mine)
-        return self._figures or {}
+        if self._figures is None or self._cuda:  # on CUDA a later step may reach higher
+            mine = peak_figures(self._profile.peaks)
+            if self._cuda:
+                stats = torch.cuda.memory_stats(self.ranks.device)
+                explained = mine["peak_bytes"]
+                mine["peak_bytes"] = float(stats["active_bytes.all.peak"])
+                mine["reserved_bytes"] = float(stats["reserved_bytes.all.peak"])
+                mine["other_bytes"] = mine["peak_bytes"] - explained
+            self._figures = over_ranks(mine)
+        return self._figures
 
 
-def breakdown(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, float]:
-    """The tracker's peak snapshot under the project's names; all devices of this rank together."""
+def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:
+    """`<category>_bytes` and `peak_bytes` of the device; with `host_` before, of the host where anything is."""
     out: dict[str, float] = {}
-    for by_kind in snapshot.values():
-        for kind, num_bytes in by_kind.items():
-            name = str(getattr(kind, "value", kind))
-            key = "peak_bytes" if name == "Total" else CATEGORIES.get(name, "other_bytes")
-            out[key] = out.get(key, 0.0) + float(num_bytes)
+    for place, prefix in (("device", ""), ("host", "host_")):
+        sums = peaks.get(place)
+        if sums is not None:
+            out[f"{prefix}peak_bytes"] = float(sums["total"])
+            out.update({f"{prefix}{name}_bytes": float(sums[name]) for name in CATEGORIES if name in sums})
     return out
 
 
@@ -103,7 +280,12 @@ def over_ranks(mine: dict[str, float]) -> dict[str, float]:
     highest = max(everyone, key=lambda figures: figures["peak_bytes"])
     out = {f"memory/{key}": value for key, value in highest.items()}
     for rank, figures in enumerate(everyone):
-        for key in ("peak_bytes", "reserved_bytes"):
+        for key in ("peak_bytes", "reserved_bytes", "host_peak_bytes"):
             if key in figures:
                 out[f"memory/rank{rank}/{key}"] = figures[key]
     return out
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On a GPU, in Python, or in PyTorch's allocator for the CPU, which raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_lab.config.checks import check_trial, cpu_notes, sharding_notes
-from fsdp_lab.config.schema import MemoryProfile as Profile
 from fsdp_lab.config.schema import TrialConfig
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data
@@ -86,7 +85,7 @@ def train(
     for metrics in state.history:
         reporter.epoch(metrics, resumed_from)
 
-    memory = MemoryProfile(config.memory_profile is not Profile.off, ranks)
+    memory = MemoryProfile(config.memory_profile, ranks, folder)
     timer = StepTimer(config.training.timing_warmup_steps, ranks)
     flops = train_flops_per_sample(config.model) if device_peak_flops(config, ranks) else 0.0
     max_steps = config.training.max_steps or total_steps

@@ -1,0 +1,175 @@
+"""What a configuration will hold in memory, before anything runs.
+
+python -m fsdp_lab.forecast                                     one configuration, any overrides of fsdp_lab
+python -m fsdp_lab.forecast model=vit_l_16 cluster.num_workers=8 forecast.device=cuda forecast.capacity_gib=80 -m
+
+Needs no GPU, no Ray and no weights. -m forecasts every cell of a grid, the same one that a sweep would run.
+Its own keys:
+  forecast.device              auto (GPUs where this machine has any), cpu, cuda
+  forecast.capacity_gib        memory of one device: adds whether it fits
+  forecast.largest_microbatch  true: the most images that one worker could take at once
+  forecast.folder              where the CSV and the timelines go; null: outputs/forecast/<date>/<time>
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fsdp_lab.compose import Trial, explain, group_choices, register_schema, typed_config
+from fsdp_lab.config import (
+    ConfigError,
+    TrialConfig,
+    UserError,
+    check_trial,
+    conf_dir,
+    cpu_notes,
+    default_num_workers,
+    sharding_notes,
+)
+from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
+from fsdp_lab.forecast.table import Row, by_peak, forecast_table, write_csv
+from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
+from fsdp_lab.sweep.plan import Plan, plan_sweep
+from fsdp_lab.sweep.results import setting
+
+_FILE_WIDTH = 200  # of a table that goes to a file or a pipe, which says no width
+
+
+def main() -> int:
+    """0: every configuration has a forecast; 1: one has not; 2: bad input; 130: interrupted."""
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
+    multirun = bool({"-m", "--multirun"} & set(words))
+    overrides = [word for word in words if word not in ("-m", "--multirun")]
+    try:
+        plan, swept = plan_forecasts(overrides, multirun)
+        return run(plan, swept)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        print(f"fsdp_lab.forecast: {message}", file=sys.stderr)
+        return 2
+
+
+def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str]]:
+    """The configurations to forecast, and the keys in which they differ.
+
+    Raises:
+        Exception: what Hydra or the checks say of the overrides.
+    """
+    if options := [word for word in overrides if word.startswith("-")]:
+        raise ConfigError(f"{options[0]} is not an option here; the options are -m and --help, all else is key=value.")
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+
+        def cell(values: Sequence[str], number: int) -> Trial:
+            cfg = compose("config", list(values), return_hydra_config=True)
+            return Trial(number, typed_config(cfg), group_choices(cfg), list(values), Path(), cfg)
+
+        if not multirun:
+            trial = cell(overrides, 0)
+            check(trial.config)
+            return Plan([trial]), []
+        loader = GlobalHydra.instance().config_loader()
+        defaults = dict(compose("config", [], return_hydra_config=True).hydra.sweeper.params)
+        grid = enumerate_grid(OverridesParser.create(config_loader=loader), defaults, overrides)
+        return plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
+
+
+def check(config: TrialConfig) -> None:
+    """As for a trial, but for machines that are not this one."""
+    check_trial(config, workers(config))
+
+
+def workers(config: TrialConfig) -> int:
+    return config.cluster.num_workers or default_num_workers()
+
+
+def run(plan: Plan, swept: list[str]) -> int:
+    """Forecast, print, write."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    for line in plan.notes():
+        console.print(line, highlight=False, markup=False)
+    first = plan.trials[0].config
+    folder = Path(first.forecast.folder or f"outputs/forecast/{time.strftime('%Y-%m-%d/%H-%M-%S')}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"forecast.folder={folder}: {error.strerror}; name a folder that can be written.") from error
+    requests = [Request.of(t.config, workers(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
+    tell_what(console, requests)
+    found = [forecast_one(requests[0])] if len(requests) == 1 else with_progress(console, requests)
+
+    pages: dict[str, Path | None] = {}
+    for request in requests:  # those that share a forecast share its page
+        pages.setdefault(request.key, request.page)
+    rows = by_peak(
+        [
+            Row([str(setting(trial, key)) for key in swept], forecast, None if forecast.error else pages[request.key])
+            for trial, request, forecast in zip(plan.trials, requests, found, strict=True)
+        ]
+    )
+    console.print(forecast_table(rows, swept))
+    tell_allowances(console, found)
+    write_csv(folder / "forecast.csv", rows, swept)
+    console.print(f"written: {folder}/forecast.csv and {len(set(pages.values()))} timeline page(s)", highlight=False)
+    failed = [f for f in found if f.error]
+    for reason in sorted({f.error for f in failed if f.error}):
+        print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
+    columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len({request.key for request in requests}))
+        return forecast_all(requests, lambda done, total: progress.update(task, completed=done))
+
+
+def tell_what(console: Console, requests: list[Request]) -> None:
+    """What the figures are about, and what in the configuration they do not see."""
+    cuda = any(request.cuda for request in requests)
+    kind = "GPUs" if cuda else "CPUs; forecast.device=cuda forecasts for GPUs"
+    console.print(f"for {kind}; the second optimizer step of the fullest worker", highlight=False)
+    notes = [note for r in requests for note in (*sharding_notes(r.config), *(() if r.cuda else cpu_notes(r.config)))]
+    if any(request.config.compile for request in requests):
+        notes.append(
+            "compile=true is forecast as eager: what the compiler fuses is not held, so this is an upper bound."
+        )
+    for note in dict.fromkeys(notes):
+        console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def tell_allowances(console: Console, found: list[Forecast]) -> None:
+    """What no tensor shows, and what is set aside for it."""
+    allowed: dict[str, int] = {}
+    for forecast in found:
+        for name, size in {**forecast.allowances, **forecast.host_allowances}.items():
+            allowed[name] = max(size, allowed.get(name, 0))
+    if allowed:
+        parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in allowed.items())
+        console.print(
+            f"needs = peak + what no tensor shows; allowed for, at most: {parts}. These are assumptions.",
+            highlight=False,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""A world without memory or peers: tensors that have only shapes, and a process group of any size, alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.tensor import _sharding_prop
+from torch.nn.parallel import distributed as ddp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from fsdp_lab.training.distributed import Ranks
+
+HOST = torch.device("cpu")
+# Stands for a GPU where the host has to be told from it. A fake tensor may be on a second CPU, which does not
+# exist: the autograd engine asks nothing of it, whereas it wants a real context for a fake CUDA device.
+ACCELERATOR = torch.device("cpu", 1)
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+@contextmanager
+def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator[Ranks]:
+    """Rank 0 of a process group whose other ranks do not exist.
+
+    No message is sent: a collective leaves its output as it is. Rank 0 holds the largest shard of every
+    parameter, so its peak is the highest.
+    """
+    assert not dist.is_initialized(), "a forecast needs a process without a process group of its own"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with (
+            # fully_shard asks the mesh for its device, and a mesh knows one CPU only
+            mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device),
+            # DDP compares its parameters with those of the other ranks
+            mock.patch.object(ddp, "_verify_param_shape_across_processes", return_value=None),
+            mock.patch.object(dist, "all_reduce", _all_reduce),
+            # DTensor finds out shapes under a fake mode, by default the one in force, and then the tracker takes
+            # the unsharded tensors of that search for real ones
+            mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
+        ):
+            yield Ranks(rank=rank, local_rank=rank, world_size=world_size, device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """For DDP's hooks, which go on with what the reduction gave: a fake one gives nothing."""
+    work = mock.Mock(spec=dist.Work)
+    work.get_future.return_value = torch.futures.Future()
+    work.get_future.return_value.set_result([tensor])
+    return work
+
+
+class ValuesOnRequest(TorchDispatchMode):
+    """Answers where the training step, not the model, asks a tensor for its value: a loss scale, a step count.
+
+    Inside a model's forward pass nothing is answered: what it computes may hang on the value.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_model = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is _ITEM and not self.in_model:
+            # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
+            return 0.0 if _asking() == "_maybe_opt_step" else 1.0
+        if self._is_bookkeeping(func, args, kwargs or {}):
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _is_bookkeeping(func, args, kwargs) -> bool:  # type: ignore[no-untyped-def]
+        """DDP tells the other ranks the order of its buckets, in small integer tensors that it reads itself."""
+        if func is torch.ops.aten.empty.memory_format:
+            return kwargs.get("dtype") is torch.int32
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        return bool(tensors) and all(type(t) is torch.Tensor and t.dtype is torch.int32 for t in tensors)
+
+
+def _asking() -> str:
+    """The function of a loss scaler or an optimizer that wants a value: the innermost one that is named so."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in ("_maybe_opt_step", "step", "get_scale"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_code.co_name if frame else ""
+
+
+@contextmanager
+def fake_tensors() -> Iterator[ValuesOnRequest]:
+    """Every tensor made inside has a shape, a type and a device, and no memory."""
+    values = ValuesOnRequest()
+    with FakeTensorMode(), values:
+        yield values

@@ -1,0 +1,100 @@
+"""From a forecast peak to whether it fits: what a device holds besides, and how much there is."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.config.checks import gpus_here
+from fsdp_lab.config.schema import ForecastDevice
+
+GIB = 2**30
+_ASK_S = 10.0
+
+# What no tensor shows, on CUDA. Assumptions, on the high side, until a GPU says otherwise: benchmarks/memory.py
+# compares them with the allocator and the driver.
+CONTEXT_BYTES = 600 * 2**20
+NCCL_BYTES = 512 * 2**20  # buffers of the channels of one communicator; none for a single worker
+WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
+FRAGMENTATION = 0.05  # of the peak: reserved in blocks that hold nothing
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one worker will hold, in bytes.
+
+    `peaks`: place -> category -> bytes, with `total`, as in `training.profile`. `allowances`: what no tensor
+    shows, by name, on the device; `host_allowances` likewise. `capacity_bytes` None: not known.
+    `largest_microbatch`: images a worker takes at once, 0 where not even one fits; None: not asked.
+    `error`: why there is no forecast; then there are no peaks.
+    """
+
+    cuda: bool
+    num_workers: int
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    allowances: dict[str, int] = field(default_factory=dict)
+    host_allowances: dict[str, int] = field(default_factory=dict)
+    capacity_bytes: int | None = None
+    largest_microbatch: int | None = None
+    error: str | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peaks["device"]["total"]
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the tensors that live on the host while a GPU computes; 0 on a CPU, whose memory is the device's."""
+        return self.peaks.get("host", {}).get("total", 0) + sum(self.host_allowances.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak with what is allowed for besides."""
+        return self.peak_bytes + sum(self.allowances.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the capacity is not known, or there is no forecast."""
+        if self.capacity_bytes is None or self.error:
+            return None
+        return self.needed_bytes <= self.capacity_bytes
+
+
+def allowances(peak_bytes: int, num_workers: int, cuda: bool) -> dict[str, int]:
+    """What a device holds besides tensors. A CPU's allocator is the system's: nothing is set aside."""
+    if not cuda:
+        return {}
+    return {
+        "CUDA context": CONTEXT_BYTES,
+        "NCCL buffers": NCCL_BYTES if num_workers > 1 else 0,
+        "kernel workspaces": WORKSPACE_BYTES,
+        "fragmentation": int(peak_bytes * FRAGMENTATION),
+    }
+
+
+def for_cuda(config: TrialConfig) -> bool:
+    """Whether the forecast is for GPUs: as `forecast.device` says, or where this machine has one."""
+    device = config.forecast.device
+    return device is ForecastDevice.cuda or (device is ForecastDevice.auto and gpus_here() > 0)
+
+
+def capacity_bytes(config: TrialConfig, cuda: bool) -> int | None:
+    """`forecast.capacity_gib`, or the memory of the smallest GPU here when the forecast is for GPUs."""
+    if config.forecast.capacity_gib is not None:
+        return int(config.forecast.capacity_gib * GIB)
+    return gpu_memory() if cuda and gpus_here() else None
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the smallest GPU, from the driver's own tool: asking through PyTorch would take a context on it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
+        return min(int(line) for line in out.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

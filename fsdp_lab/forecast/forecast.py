@@ -1,0 +1,217 @@
+"""The memory profile of a trial that does not run.
+
+The functions of `training/` are called in the order of `training.train`, under fake tensors: what is
+forecast is the training code itself, not a model of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_lab.config import TrialConfig, UserError, check_trial
+from fsdp_lab.config.schema import Dtype, OffloadTarget
+from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
+from fsdp_lab.forecast.fits import Forecast, allowances
+from fsdp_lab.training.checkpoint import TrainState
+from fsdp_lab.training.data import as_model_takes_them, image_shape
+from fsdp_lab.training.distributed import Ranks, build_mesh
+from fsdp_lab.training.loop import train_step
+from fsdp_lab.training.memory import CUDA_BLOCK_BYTES, TRACKED_STEPS, record_step
+from fsdp_lab.training.models import model_spec
+from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler
+from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
+from fsdp_lab.training.profile import Profile
+from fsdp_lab.training.timeline import write_timeline
+
+_MICROBATCH_LIMIT = 2**20  # where memory does not stop it, the search does
+
+
+class NeedsValuesError(UserError):
+    """The model's forward pass asks a tensor for its value, and a fake one has none."""
+
+
+def forecast(
+    config: TrialConfig,
+    num_workers: int,
+    cuda: bool,
+    capacity_bytes: int | None = None,
+    largest: bool = False,
+    page: Path | None = None,
+) -> Forecast:
+    """What one worker will hold.
+
+    Args:
+        largest: find the most images that it could take at once, too.
+        page: where to write the timeline of the step.
+
+    Raises:
+        UserError: see `forecast_profile`.
+    """
+    profile = forecast_profile(config, num_workers, cuda)
+    found = _weigh(profile, config, num_workers, cuda, capacity_bytes)
+    if page is not None:
+        what = {"forecast for": "GPUs" if cuda else "CPUs", "workers": str(num_workers)}
+        write_timeline(profile, page, "Forecast of one optimizer step", what)
+    if largest and capacity_bytes is not None:
+        found = replace(found, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes))
+    return found
+
+
+def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, capacity: int | None) -> Forecast:
+    pinned = cuda and config.offload.target is OffloadTarget.cpu
+    return Forecast(
+        cuda,
+        num_workers,
+        profile.peaks,
+        allowances(profile.peaks["device"]["total"], num_workers, cuda),
+        {"rounding of pinned buffers": pinned_rounding(profile)} if pinned else {},
+        capacity,
+    )
+
+
+def pinned_rounding(profile: Profile) -> int:
+    """Bytes that pinned buffers waste at the host's peak: PyTorch's pinned allocator rounds each up to a power
+    of two. Parameters and gradients are pinned; the optimizer's state is not."""
+    alive: dict[int, tuple[str, int]] = {}
+    for event in profile.events[: profile.peak_index("host") + 1]:
+        if event.place == "host":
+            alive[event.storage] = (event.category, event.num_bytes)
+    sizes = [size for category, size in alive.values() if category in ("param", "grad") and size]
+    return sum((1 << (size - 1).bit_length()) - size for size in sizes)
+
+
+def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int) -> int:
+    """The most images that one worker can take at once, with the same accumulation; 0 when not even one fits.
+
+    The peak grows with the batch in straight pieces, each steeper than the one before, so a line through two
+    sizes points at or beyond the answer: few forecasts are needed, and the answer and its successor are both
+    tried.
+    """
+    needs: dict[int, int] = {}
+
+    def need(size: int) -> int:
+        if size not in needs:
+            batch = size * num_workers * config.training.grad_accum_steps
+            trial = replace(config, training=replace(config.training, global_batch_size=batch))
+            profile = forecast_profile(trial, num_workers, cuda)
+            needs[size] = _weigh(profile, trial, num_workers, cuda, None).needed_bytes
+        return needs[size]
+
+    if need(1) > capacity_bytes:
+        return 0
+    low, high = 1, None  # low fits, high does not
+    guess = 2
+    while high is None or high - low > 1:
+        if need(guess) <= capacity_bytes:
+            low = guess
+        else:
+            high = guess
+        if low >= _MICROBATCH_LIMIT:
+            return low
+        other = high if high is not None else max((size for size in needs if size < low), default=1)
+        slope = (need(other) - need(low)) / (other - low) if other != low else 0
+        ahead = low + int((capacity_bytes - need(low)) / slope) if slope > 0 else low * 2
+        if high is None:
+            guess = min(max(ahead + 1, low + 1), low * 64, _MICROBATCH_LIMIT)
+        elif len(needs) < 10:
+            guess = min(max(ahead, low + 1), high - 1)
+        else:
+            guess = (low + high) // 2
+    return low
+
+
+def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
+    """What rank 0 of `num_workers` would hold through its second optimizer step.
+
+    Args:
+        cuda: on GPUs: the device and the host apart, the device in the allocator's blocks. Otherwise on CPUs.
+
+    Raises:
+        ConfigError: a configuration that could not run either.
+        NeedsValuesError: with the operation that asked.
+    """
+    check_trial(config, num_workers)
+    device = ACCELERATOR if cuda else HOST
+    with fake_world(num_workers, device, rank) as ranks:
+        spec = model_spec(config.model)
+        with torch.device("meta"):
+            model: nn.Module = spec.build()
+        apply_to_blocks(model, spec.block_class, config)
+        apply_fully_shard(model, spec.block_class, config, build_mesh(config.sharding, ranks))
+        with fake_tensors() as values:
+            try:
+                return _profile(model, config, ranks, values)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise NeedsValuesError(
+                    f"the forecast runs on tensors without values, and {error.func} asks for one in the forward "
+                    "pass of the model; measure this model with memory_profile=peaks, or take the decision that "
+                    "hangs on a value (.item(), if tensor:, nonzero) out of the forward pass."
+                ) from error
+
+
+def _profile(model: nn.Module, config: TrialConfig, ranks: Ranks, values: ValuesOnRequest) -> Profile:
+    materialize(model, ranks.device if config.offload.target is OffloadTarget.none else HOST)
+    model = apply_ddp(model, config, ranks.device)
+    if isinstance(model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
+        model.register_comm_hook(None, allreduce_hook)  # what DDP does in C++, where the fake group has no result
+    _mark_forward(model, values)
+
+    optimizer = build_optimizer(model, config, ranks.world_size)
+    scaler = build_scaler(config.precision, ranks.device)
+    lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch=1, total_steps=1)
+    state = TrainState(model, optimizer, scaler, lr_schedule)
+
+    model.train()
+    for _ in range(TRACKED_STEPS):
+        microbatches = fake_microbatches(config, ranks)
+        batch = [tensor for pair in microbatches for tensor in pair]
+        block_bytes = CUDA_BLOCK_BYTES if ranks.device == ACCELERATOR else 1
+        with record_step(model, optimizer, batch, ranks.device, block_bytes) as recorder:
+            train_step(state, microbatches, config, ranks)
+    return recorder.finish()
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """`model.to_empty(device)` by making each tensor anew: a fake tensor that is made from another one stays
+    tied to it, and could not take its place."""
+
+    def fresh(old: Tensor) -> Tensor:
+        if not isinstance(old, DTensor):
+            return torch.empty(old.shape, dtype=old.dtype, device=device)
+        local = torch.empty(old._local_tensor.shape, dtype=old.dtype, device=device)
+        return DTensor.from_local(
+            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        )
+
+    model._apply(fresh)
+
+
+def fake_microbatches(config: TrialConfig, ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+    """What the loader gives one rank for one optimizer step."""
+    parts = config.training.grad_accum_steps
+    size = config.training.global_batch_size // ranks.world_size // parts
+    shape = (size, *image_shape(config.data, config.model))
+
+    def images() -> Tensor:
+        return as_model_takes_them(torch.empty(shape, dtype=torch.uint8), config.model)
+
+    return [(images(), torch.empty(size, dtype=torch.int64)) for _ in range(parts)]
+
+
+def _mark_forward(model: nn.Module, values: ValuesOnRequest) -> None:
+    def enter(*_: object) -> None:
+        values.in_model = True
+
+    def leave(*_: object) -> None:
+        values.in_model = False
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)

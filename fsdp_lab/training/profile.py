@@ -1,0 +1,101 @@
+"""What one optimizer step held, change by change: plain values, from a measured step or a forecast one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+# In the order they are stacked. What stands still lies at the bottom.
+CATEGORIES = (
+    "param",
+    "optimizer",
+    "buffer",
+    "input",
+    "grad",
+    "unsharded_param",
+    "all_gather",
+    "activation",
+    "unsharded_grad",
+    "reduce_scatter",
+    "temp",
+    "other",
+)
+PHASES = ("forward", "backward", "optimizer")
+PLACES = ("device", "host")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change of what one tensor storage holds.
+
+    `storage` tells storages apart; `num_bytes` is what it holds from now on, 0 when it is freed, counted
+    under `category` at `place`, which never changes for a storage. `module` is the innermost module at work
+    ("" outside of all).
+    """
+
+    storage: int
+    place: str
+    category: str
+    num_bytes: int
+    module: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Holder:
+    """`count` storages of one category, allocated in one module, that were alive at the peak."""
+
+    category: str
+    module: str
+    num_bytes: int
+    count: int
+
+
+@dataclass
+class Profile:
+    """One rank's step: `events[:begun]` is what was there before it began.
+
+    `peaks` has, for each place, the bytes of each category when the place held most; `total` is their sum.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    begun: int = 0
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def deltas(self) -> list[int]:
+        """Bytes that each event adds at its place, negative for what it frees."""
+        held: dict[int, int] = {}
+        out = []
+        for event in self.events:
+            out.append(event.num_bytes - held.get(event.storage, 0))
+            held[event.storage] = event.num_bytes
+        return out
+
+    def peak_index(self, place: str = "device") -> int:
+        """The index of the event after which `place` held most, the first of equals; -1 where it held nothing."""
+        best, total, index = 0, 0, -1
+        for i, (event, delta) in enumerate(zip(self.events, self.deltas(), strict=True)):
+            total += delta if event.place == place else 0
+            # what was there before the step counts once all of it is there, whichever place it ends with
+            if i >= self.begun - 1 and (event.place == place or i == self.begun - 1) and total > best:
+                best, index = total, i
+        return index
+
+    def holders(self, place: str = "device") -> list[Holder]:
+        """What was alive at the peak of `place`, the largest first."""
+        alive: dict[int, tuple[str, int]] = {}
+        made_in: dict[int, str] = {}
+        for event in self.events[: self.peak_index(place) + 1]:
+            if event.place != place:
+                continue
+            if event.num_bytes:
+                made_in.setdefault(event.storage, event.module)
+                alive[event.storage] = (event.category, event.num_bytes)
+            else:
+                alive.pop(event.storage, None)
+                made_in.pop(event.storage, None)
+        sums: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for storage, (category, num_bytes) in alive.items():
+            sums[category, made_in[storage]].append(num_bytes)
+        found = [Holder(category, module, sum(sizes), len(sizes)) for (category, module), sizes in sums.items()]
+        return sorted(found, key=lambda holder: (-holder.num_bytes, holder.category, holder.module))

@@ -1,0 +1,125 @@
+"""What is forecast is what is measured on a CPU: to the byte, in every category, on every rank.
+
+The measured side trains for real on two gloo ranks. `tests.forecast.cases` has every pair of values of the
+eight axes; the whole product was run once for experiments/forecast_accuracy.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.forecast.forecast import forecast_profile
+from tests.forecast.cases import overrides, pairwise
+from tests.ranks import Memo, config, run_ranks
+
+MEASURED = ("memory_profile=peaks", "training.max_steps=2")
+Peaks = dict[str, dict[str, int]]
+
+
+def measure(cases: list[list[str]]) -> list[Peaks]:
+    """On one rank: train each case for two steps, and read what is left on disk of the second."""
+    from fsdp_lab.training import train
+
+    found = []
+    for words in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            train(config(*MEASURED, *words), Path(folder), Memo())
+            (file,) = Path(folder).glob("memory_peaks_rank*.json")
+            content = json.loads(file.read_text())
+            assert content["step"] == 2
+            found.append(content["peaks"])
+    return found
+
+
+def differences(cases: list[list[str]], world_size: int = 2) -> list[str]:
+    """Where a category of a rank was measured otherwise than forecast."""
+    found = []
+    for rank, measured in enumerate(run_ranks(world_size, measure, cases)):
+        for words, peaks in zip(cases, measured, strict=True):
+            forecast = forecast_profile(config(*words), world_size, cuda=False, rank=rank).peaks
+            if forecast != peaks:
+                found.append(f"rank {rank} {' '.join(words)}: measured {peaks}, forecast {forecast}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["mlp", "vit_tiny"])
+def test_every_pair_of_settings_is_forecast_to_the_byte(model: str):
+    cases = [[f"model={model}", *overrides(case)] for case in pairwise()]
+    assert differences(cases) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sharding=ddp", "offload=none", "reshard_after_forward=default", "precision=fp32"],
+        ["sharding=per_block", "precision=bf16_mixed", "training.grad_accum_steps=2", "training.max_grad_norm=1"],
+        ["sharding=per_layer", "optimizer=sgd", "activation_checkpointing=full", "reshard_after_forward=never"],
+        ["sharding=root", "optimizer=adamw", "precision=bf16", "offload=cpu", "reshard_after_forward=always"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_model_of_real_size_is_forecast_to_the_byte(words: list[str]):
+    assert differences([["model=vit_b_16", "training.global_batch_size=4", *words]]) == []
+
+
+def test_hybrid_sharding_over_four_ranks_is_forecast_to_the_byte():
+    mesh = ["sharding.dp_replicate=2", "sharding=per_block"]
+    cases = [mesh, [*mesh, "training.grad_accum_steps=2", "precision=bf16_mixed"]]
+    cases.append(["sharding=per_block", "reshard_after_forward=to_size", "reshard_after_forward.size=2"])
+    assert differences(cases, world_size=4) == []
+
+
+@pytest.fixture(scope="module")
+def measured() -> Peaks:
+    (peaks,) = run_ranks(2, measure, [["sharding=per_block", "reshard_after_forward=always"]])[0]
+    return peaks
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "activation_checkpointing=full", "training.grad_accum_steps=2", "precision=bf16", "sharding=root",
+        "optimizer=sgd", "training.global_batch_size=64", "reshard_after_forward=never",
+    ],
+)  # fmt: skip
+def test_another_configuration_is_not_equal(measured: Peaks, wrong: str):
+    """The comparison can fail: what is measured differs from the forecast of any other setting."""
+    other = ["sharding=per_block", "reshard_after_forward=always", wrong]
+    assert forecast_profile(config(*other), 2, cuda=False).peaks != measured
+
+
+def _events(words: list[str]) -> list[tuple[str, str, int, str]]:
+    from fsdp_lab.training import train
+    from fsdp_lab.training.memory import MemoryProfile
+
+    kept = []
+    keep = MemoryProfile._keep
+
+    def remember(self, profile):
+        kept.append(profile)
+        keep(self, profile)
+
+    MemoryProfile._keep = remember
+    with tempfile.TemporaryDirectory() as folder:
+        train(config(*MEASURED, *words), Path(folder), Memo())
+    return changes(kept[-1])
+
+
+def changes(profile) -> list[tuple[str, str, int, str]]:
+    deltas = zip(profile.events, profile.deltas(), strict=True)
+    return [(event.place, event.category, delta, event.phase) for event, delta in deltas]
+
+
+def test_every_single_change_of_a_step_is_forecast_in_its_order():
+    words = ["sharding=per_block", "precision=bf16_mixed", "training.grad_accum_steps=2", "training.max_grad_norm=1"]
+    measured = run_ranks(2, _events, words)[0]
+    assert len(measured) > 1000
+    assert changes(forecast_profile(config(*words), 2, cuda=False)) == measured

@@ -1,0 +1,369 @@
+"""The page, read back and replayed in Python, and opened in a browser where one is installed."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_lab.training import timeline
+from fsdp_lab.training.profile import CATEGORIES, Event, Profile
+from fsdp_lab.training.timeline import write_timeline
+
+# Two storages from before the step; then one changes its category, one its size and place.
+SMALL = Profile(
+    events=[
+        Event(9, "host", "optimizer", 50, "", "optimizer"),
+        Event(1, "device", "param", 100, "a", "forward"),
+        Event(2, "device", "activation", 40, "a", "forward"),
+        Event(3, "device", "temp", 30, "a.b", "forward"),
+        Event(3, "device", "temp", 0, "a.b", "forward"),
+        Event(2, "device", "unsharded_grad", 40, "a", "backward"),
+        Event(4, "device", "grad", 70, "b", "backward"),
+        Event(2, "device", "unsharded_grad", 0, "", "backward"),
+        Event(9, "host", "optimizer", 80, "", "optimizer"),
+        Event(4, "host", "grad", 60, "b", "optimizer"),
+    ],
+    begun=2,
+)
+# What each place holds before the step and after each of its eight events, worked out by hand.
+HELD = [
+    ({"param": 100}, {"optimizer": 50}),
+    ({"param": 100, "activation": 40}, {"optimizer": 50}),
+    ({"param": 100, "activation": 40, "temp": 30}, {"optimizer": 50}),
+    ({"param": 100, "activation": 40}, {"optimizer": 50}),
+    ({"param": 100, "unsharded_grad": 40}, {"optimizer": 50}),
+    ({"param": 100, "unsharded_grad": 40, "grad": 70}, {"optimizer": 50}),
+    ({"param": 100, "grad": 70}, {"optimizer": 50}),
+    ({"param": 100, "grad": 70}, {"optimizer": 80}),
+    ({"param": 100}, {"optimizer": 80, "grad": 60}),
+]
+
+
+class Scripts(HTMLParser):
+    """The script elements as a browser finds them, and every attribute that makes it fetch something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[str] = []
+        self.references: list[str] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "action")]
+        self._inside = tag == "script"
+        if self._inside:
+            self.bodies.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.bodies[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+
+def parse(page: Path) -> Scripts:
+    scripts = Scripts()
+    scripts.feed(page.read_text(encoding="utf-8"))
+    return scripts
+
+
+def written(profile: Profile, folder: Path, title: str = "a title", facts: dict[str, str] | None = None) -> Any:
+    """The data of the page, written and read back."""
+    write_timeline(profile, folder / "timeline.html", title, facts or {})
+    assert [path.name for path in folder.iterdir()] == ["timeline.html"]
+    return json.loads(parse(folder / "timeline.html").bodies[0])
+
+
+def replay(data: Any) -> dict[int, tuple[dict[str, int], ...]]:
+    """By ordinal, what each place holds: the page's own arithmetic, over again."""
+    width = len(data["categories"])
+    now = list(data["start"])
+
+    def held() -> tuple[dict[str, int], ...]:
+        slices = [now[p * width : (p + 1) * width] for p in range(len(data["places"]))]
+        return tuple({c: n for c, n in zip(data["categories"], one, strict=True) if n} for one in slices)
+
+    out, ordinal = {0: held()}, 0
+    changes = iter(zip(data["series"], data["deltas"], strict=True))
+    for steps, count in zip(data["steps"], data["counts"], strict=True):
+        for _ in range(count):
+            series, delta = next(changes)
+            now[series] += delta
+        ordinal += steps
+        out[ordinal] = held()
+    assert next(changes, None) is None
+    return out
+
+
+def realistic(layers: int, rounds: int, seed: int = 0) -> Profile:
+    """Parameters and optimizer state, activations that rise and fall, short-lived temps, and an optimizer step."""
+    rng = random.Random(seed)
+    events = [Event(0, "host", "input", 3_000_000, "", "forward")]
+    names = [f"encoder.layers.encoder_layer_{i}.{part}" for i in range(layers) for part in ("self_attention", "mlp.0")]
+    for i, name in enumerate(names):
+        events.append(Event(3 * i + 1, "device", "param", 600_000, name, "optimizer"))
+        events.append(Event(3 * i + 2, "device", "optimizer", 1_200_000, name, "optimizer"))
+    begun, fresh = len(events), 3 * len(names) + 10
+
+    def short(category: str, num_bytes: int, module: str, phase: str) -> None:
+        nonlocal fresh
+        fresh += 1
+        events.append(Event(fresh, "device", category, num_bytes, module, phase))
+        events.append(Event(fresh, "device", category, 0, module, phase))
+
+    for accumulation in range(rounds):
+        alive = []
+        for name in names:
+            short("all_gather", 2_400_000, name, "forward")
+            for _ in range(3):
+                fresh += 1
+                alive.append((fresh, name, rng.randrange(200_000, 900_000)))
+                events.append(Event(fresh, "device", "activation", alive[-1][2], name, "forward"))
+                short("temp", rng.randrange(50_000, 1_500_000), name, "forward")
+        for i, (storage, name, num_bytes) in enumerate(reversed(alive)):
+            short("unsharded_param", 2_400_000, name, "backward")
+            short("temp", rng.randrange(50_000, 2_500_000), name, "backward")
+            events.append(Event(storage, "device", "unsharded_grad", num_bytes, name, "backward"))
+            events.append(Event(storage, "device", "unsharded_grad", 0, name, "backward"))
+            if i % 3 == 2 and not accumulation:
+                events.append(Event(3 * (len(names) - 1 - i // 3) + 3, "device", "grad", 600_000, name, "backward"))
+    for i, name in enumerate(names):
+        short("temp", 1_200_000, name, "optimizer")
+        events.append(Event(3 * i + 3, "device", "grad", 0, name, "optimizer"))
+    return Profile(events, begun)
+
+
+def test_page_holds_what_was_counted_by_hand(tmp_path: Path) -> None:
+    data = written(SMALL, tmp_path, facts={"world_size": "2"})
+    assert data["places"] == ["device", "host"]
+    assert replay(data) == dict(enumerate(HELD))
+    assert [data["modules"][m] for m in data["module"]] == ["a", "a.b", "a.b", "a", "b", "", "", "b"]
+    assert data["phases"] == [["forward", 1], ["backward", 4], ["optimizer", 7]]
+    assert (data["title"], data["facts"], data["num_events"]) == ("a title", [["world_size", "2"]], 8)
+
+
+def test_peak_and_its_holders(tmp_path: Path) -> None:
+    peak = written(SMALL, tmp_path)["peaks"][0]
+    assert peak == {
+        "ordinal": 5,
+        "holders": [["param", "a", 100, 1], ["grad", "b", 70, 1], ["unsharded_grad", "a", 40, 1]],
+        "rest": [0, 0, 0],
+    }
+
+
+def test_small_holders_are_summed_up(tmp_path: Path) -> None:
+    """20 modules hold 1, 2, ... 20 bytes: the 15 largest have a row, and 1 + 2 + 3 + 4 + 5 are the rest."""
+    events = [Event(i, "device", "param", i, f"m{i}", "forward") for i in range(1, 21)]
+    data = written(Profile(events, begun=20), tmp_path)
+    peak = data["peaks"][0]
+    assert (peak["ordinal"], peak["rest"]) == (0, [5, 15, 5])
+    assert [num_bytes for _, _, num_bytes, _ in peak["holders"]] == list(range(20, 5, -1))
+    assert sum(data["start"]) == 210 and data["steps"] == []
+
+
+def test_a_profile_without_events(tmp_path: Path) -> None:
+    data = written(Profile(), tmp_path)
+    assert data["places"] == data["peaks"] == []
+
+
+def test_a_place_that_the_step_leaves_alone(tmp_path: Path) -> None:
+    """It has its chart, all the same height, whatever the profile calls its peak."""
+    profile = Profile(SMALL.events[:8], begun=2)
+    data = written(profile, tmp_path)
+    assert [held[1] for held in replay(data).values()] == [{"optimizer": 50}] * 7
+    assert (data["peaks"][1] is None) == (profile.peak_index("host") < 0)
+
+
+def test_thinned_out_page_keeps_spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,000 short-lived storages the 10th is the largest, the 773rd the second: both are seen, to the byte."""
+    events = []
+    for i in range(1_000):
+        num_bytes = {10: 900, 773: 800}.get(i, 5)
+        events += [Event(i, "device", "temp", num_bytes, "", "forward"), Event(i, "device", "temp", 0, "", "forward")]
+    monkeypatch.setattr(timeline, "_MAX_ROWS", 100)
+    kept = replay(written(Profile(events), tmp_path))
+    assert len(kept) <= 102
+    assert (kept[2 * 10 + 1], kept[2 * 773 + 1]) == (({"temp": 900},), ({"temp": 800},))
+
+
+def test_thinned_out_page_keeps_peak_borders_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = realistic(layers=4, rounds=2)
+    whole = written(profile, tmp_path)
+    monkeypatch.setattr(timeline, "_MAX_ROWS", 100)
+    thin = written(profile, tmp_path)
+    assert thin["num_events"] == sum(thin["steps"]) == len(whole["steps"]) > 400
+    assert len(thin["steps"]) <= 110
+
+    every, kept = replay(whole), replay(thin)
+    assert all(every[ordinal] == held for ordinal, held in kept.items())
+    assert thin["peaks"] == whole["peaks"] and thin["phases"] == whole["phases"]
+    assert {first - 1 for _, first in thin["phases"]} < set(kept)
+    peak = thin["peaks"][0]
+    held_most = sum(num_bytes for *_, num_bytes, _ in peak["holders"]) + peak["rest"][1]
+    assert sum(kept[peak["ordinal"]][0].values()) == held_most == max(sum(held[0].values()) for held in every.values())
+
+
+def test_page_stays_under_two_megabytes(tmp_path: Path) -> None:
+    """400,000 events, all categories, each in a module of its own, with a phase that never lasts."""
+    rng = random.Random(1)
+    events = [
+        Event(
+            rng.randrange(500),
+            "device",
+            rng.choice(CATEGORIES),
+            rng.randrange(2**38),
+            f"encoder.layers.encoder_layer_{i}.self_attention.out_proj",
+            ("forward", "backward")[i % 2],
+        )
+        for i in range(400_000)
+    ]
+    profile = Profile(events)
+    data = written(profile, tmp_path)
+    assert (tmp_path / "timeline.html").stat().st_size < 2_000_000
+    assert 3_000 < len(data["steps"]) < 41_000
+    index = profile.peak_index()
+    held = {event.storage: (event.category, event.num_bytes) for event in events[: index + 1]}
+    expected = {c: sum(n for category, n in held.values() if category == c) for c in CATEGORIES}
+    assert replay(data)[index + 1][0] == {c: n for c, n in expected.items() if n}
+
+
+def test_names_cannot_break_out(tmp_path: Path) -> None:
+    evil = "</script><!--<script>alert(1)</script><img src=x onerror=alert(2)>TIMELINE_DATA"
+    profile = Profile([Event(1, "device", "param", 8, evil, "forward")])
+    data = written(profile, tmp_path, title=evil, facts={evil: evil})
+    assert data["title"] == data["modules"][0] == data["peaks"][0]["holders"][0][1] == evil
+    assert data["facts"] == [[evil, evil]]
+    page = parse(tmp_path / "timeline.html")
+    assert len(page.bodies) == 2 and page.references == []
+    assert "innerHTML" not in page.bodies[1]
+
+
+def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    write_timeline(SMALL, tmp_path / "timeline.html", "a title", {})
+    assert parse(tmp_path / "timeline.html").references == []
+    text = (tmp_path / "timeline.html").read_text(encoding="utf-8")
+    assert [word for word in ("http:", "https:", "src=", "url(", "@import", "fetch(") if word in text] == []
+
+
+def test_every_category_has_a_colour(tmp_path: Path) -> None:
+    write_timeline(SMALL, tmp_path / "timeline.html", "a title", {})
+    text = (tmp_path / "timeline.html").read_text(encoding="utf-8")
+    assert [category for category in CATEGORIES if f'{category}: "#' not in text] == []
+
+
+# Runs in a process of its own: Qt's browser wants the main thread, and dies with a process that forks.
+BROWSER = """
+import json, sys
+from PySide6.QtCore import QTimer, QUrl
+from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineScript
+from PySide6.QtWidgets import QApplication
+from PySide6.QtWebEngineWidgets import QWebEngineView
+
+PROBE = '''
+if (self !== top) setTimeout(() => {
+  const section = document.querySelector("[data-peak-bytes]"), canvas = section.querySelector("canvas");
+  const tooltip = section.querySelector(".tooltip"), box = canvas.getBoundingClientRect();
+  const point = (type, x) => canvas.dispatchEvent(new MouseEvent(type, {
+    clientX: box.left + 70 + (box.width - 84) * x, clientY: box.top + 80, bubbles: true }));
+  const press = (key) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key }));
+  const seen = { peakBytes: section.dataset.peakBytes, heading: document.querySelector("h1").textContent };
+  seen.rows = [...section.querySelectorAll("tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
+  seen.hiddenBefore = tooltip.hidden;
+  point("mousemove", 5.5 / 9);
+  seen.hover = tooltip.textContent;
+  press("ArrowLeft");
+  seen.left = tooltip.textContent;
+  press("Escape");
+  seen.hiddenAfter = tooltip.hidden;
+  const before = canvas.toDataURL();
+  section.querySelector(".legend button").click();
+  seen.legendRedraws = canvas.toDataURL() !== before;
+  point("mousedown", 0.5); point("mouseup", 0.9); point("mousemove", 0.01);
+  seen.zoomed = tooltip.textContent;
+  point("dblclick", 0.5); point("mousemove", 0.01);
+  seen.whole = tooltip.textContent;
+  console.log("SEEN " + JSON.stringify(seen));
+}, 300);
+'''
+
+class Page(QWebEnginePage):
+    errors = []
+
+    def javaScriptConsoleMessage(self, level, message, line, source):
+        if message.startswith("SEEN "):
+            print(json.dumps({"seen": json.loads(message[5:]), "errors": self.errors}), flush=True)
+            app.quit()
+        elif level != QWebEnginePage.JavaScriptConsoleMessageLevel.InfoMessageLevel:
+            self.errors.append(f"{line}: {message}")
+
+app = QApplication(sys.argv[:1])
+view = QWebEngineView()
+page = Page(view)
+view.setPage(page)
+script = QWebEngineScript()
+script.setSourceCode(PROBE)
+script.setInjectionPoint(QWebEngineScript.InjectionPoint.DocumentReady)
+script.setWorldId(QWebEngineScript.ScriptWorldId.MainWorld)
+script.setRunsOnSubFrames(True)
+page.scripts().insert(script)
+view.resize(900, 900)
+view.show()
+view.load(QUrl.fromLocalFile(sys.argv[1]))
+QTimer.singleShot(60_000, lambda: (print(json.dumps({"errors": [*page.errors, "no answer"]})), app.exit(1)))
+status = app.exec()
+view.setPage(None)
+del page, view
+sys.exit(status)
+"""
+
+
+def look(page: Path, python: str) -> Any:
+    """What the page shows in a frame like the one of MLflow's artifact viewer, and the errors it logged."""
+    frame = page.with_name("frame.html")
+    inner = html.escape(page.read_text(encoding="utf-8"))
+    frame.write_text(f'<iframe sandbox="allow-scripts" width="860" height="860" srcdoc="{inner}"></iframe>')
+    env = {**os.environ, "QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--no-sandbox --disable-gpu"}
+    command = [python, "-c", BROWSER, str(frame)]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stdout, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("PySide6") and importlib.util.find_spec("PySide6.QtWebEngineWidgets")),
+    reason="no browser: PySide6 with QtWebEngine is not installed",
+)
+def test_page_in_a_browser(tmp_path: Path) -> None:
+    check_in_browser(tmp_path, sys.executable)
+
+
+def check_in_browser(folder: Path, python: str) -> None:
+    write_timeline(SMALL, folder / "timeline.html", "<b>a</b> title", {"key": "value"})
+    found = look(folder / "timeline.html", python)
+    assert found["errors"] == []
+    seen = found["seen"]
+    assert (seen["peakBytes"], seen["heading"]) == ("210", "<b>a</b> title")
+    assert seen["rows"] == [
+        ["category", "module", "size", "bytes", "tensors", "share"],
+        ["param", "a", "100 bytes", "100", "1", "47.6 %"],
+        ["grad", "b", "70 bytes", "70", "1", "33.3 %"],
+        ["unsharded_grad", "a", "40 bytes", "40", "1", "19.0 %"],
+        ["sum", "", "210 bytes", "210", "3", "100.0 %"],
+    ]
+    assert seen["hiddenBefore"] and seen["hiddenAfter"]
+    assert seen["hover"].startswith("bbackward, event 5, the peaktotal 210 bytesunsharded_grad40 bytes40grad70 bytes70")
+    assert seen["left"].startswith("abackward, event 4total 140 bytes")
+    assert seen["legendRedraws"]
+    # Of the nine states, a drag from the middle of the fifth to the ninth's leaves the last five.
+    assert "event 4" in seen["zoomed"] and "before the step" in seen["whole"]
