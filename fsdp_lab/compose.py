@@ -46,6 +46,12 @@ class Trial:
 def register_schema() -> None:
     """Let Hydra check every override against the dataclasses."""
     ConfigStore.instance().store(name="schema", node=TrialConfig, provider="fsdp_lab")
+    OmegaConf.register_new_resolver("per_worker", _per_worker, replace=True)
+
+
+def _per_worker(count: int, *, _root_: DictConfig) -> int:
+    """`training.global_batch_size='${per_worker:8}'`: a batch that grows with the workers."""
+    return int(count) * (OmegaConf.select(_root_, "cluster.num_workers") or default_num_workers())
 
 
 def typed_config(cfg: DictConfig) -> TrialConfig:

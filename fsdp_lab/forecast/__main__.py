@@ -36,6 +36,7 @@ from fsdp_lab.config import (
     sharding_notes,
 )
 from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.plot import write_plot
 from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row, by_peak, forecast_table, write_csv
 from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
@@ -129,7 +130,12 @@ def run(plan: Plan, swept: list[str]) -> int:
     console.print(forecast_table(rows, swept))
     tell_allowances(console, found)
     write_csv(folder / "forecast.csv", rows, swept)
-    console.print(f"written: {folder}/forecast.csv and {len(set(pages.values()))} timeline page(s)", highlight=False)
+    also = ""
+    if swept:
+        write_plot(folder / "forecast.png", rows, swept)
+        also = "forecast.png, "
+    written = f"{also}{len(set(pages.values()))} timeline page(s)"
+    console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
     failed = [f for f in found if f.error]
     for reason in sorted({f.error for f in failed if f.error}):
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
+from torch._guards import active_fake_mode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config.schema import MemoryProfile as Detail
@@ -60,6 +62,7 @@ class _Recorder(MemTracker):
         super().__init__(*args)
         self.device, self.block_bytes = device, block_bytes
         self.profile = Profile()
+        self._fake_mode = active_fake_mode()
         self._phase = "forward"
         self._names: dict[str, str] = {}
         self._open: dict[str, int] = {}
@@ -78,6 +81,13 @@ class _Recorder(MemTracker):
         num_bytes = 0 if freed else winfo.mem_consumed
         place, category = "device" if on_device else "host", _CATEGORY[winfo.reftype.value]
         self.profile.events.append(Event(serial, place, category, num_bytes, self._module(), self._now()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        # DTensor tries an operation out on fake tensors of the whole shape first: they hold nothing.
+        # PyTorch 2.11 counts them. A DTensor itself the base class sends back, to come again as its parts.
+        if active_fake_mode() is not self._fake_mode and DTensor not in types:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         """Of the whole step only. The base class does it for every module too, after every operation."""

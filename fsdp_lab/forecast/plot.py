@@ -1,0 +1,97 @@
+"""A picture of many forecasts: what each needs against the number of workers, or what each is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.forecast.table import COLUMNS, Row
+
+WORKERS = "cluster.num_workers"
+GIB = 2**30
+_MOST_BARS = 40
+
+
+def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
+    """PNG. With several numbers of workers, lines: the first two other keys are colour and dash, the rest are
+    panels. Otherwise stacked bars, the smallest peaks first."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if not row.forecast.error]
+    if not rows:
+        return
+    figure = _over_workers(pyplot, rows, swept) if WORKERS in swept else _stacked(pyplot, rows)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _over_workers(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any:
+    others = [key for key in swept if key != WORKERS]
+    line_keys, panel_keys = others[:1] + others[-1:] if len(others) > 1 else others, others[1:-1]
+    values = {id(row): dict(zip(swept, row.settings, strict=True)) for row in rows}
+
+    def chosen(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
+        return tuple(values[id(row)][key] for key in dict.fromkeys(keys))
+
+    panels = sorted({chosen(row, panel_keys) for row in rows})
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(4.6 * columns + 2, 3.4 * lines + 0.6), sharex=True, sharey=True, squeeze=False,
+        constrained_layout=True,
+    )  # fmt: skip
+    colours = {value: f"C{i}" for i, value in enumerate(dict.fromkeys(chosen(row, line_keys[:1]) for row in rows))}
+    dashes = dict.fromkeys(chosen(row, line_keys[1:]) for row in rows)
+    styles = {value: ("-", "--", ":", "-.")[i % 4] for i, value in enumerate(dashes)}
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        inside = [row for row in rows if chosen(row, panel_keys) == panel]
+        for key in sorted({chosen(row, line_keys) for row in inside}):
+            points = sorted(
+                (row.forecast.num_workers, row.forecast.needed_bytes / GIB)
+                for row in inside
+                if chosen(row, line_keys) == key
+            )
+            label = " ".join(key)
+            axis.plot(*zip(*points, strict=True), styles[key[1:]], color=colours[key[:1]], marker=".", label=label)
+        capacity = inside[0].forecast.capacity_bytes
+        if capacity:
+            axis.axhline(capacity / GIB, color="black", linewidth=0.8)
+            axis.annotate(f"capacity {capacity / GIB:g} GiB", (1, capacity / GIB), va="bottom", fontsize=8)
+        axis.set(
+            xscale="log", ylim=(0, None), title=" ".join(f"{k}={v}" for k, v in zip(panel_keys, panel, strict=True))
+        )
+        ticks = sorted({row.forecast.num_workers for row in rows})
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.axis("off")
+    for axis in axes[-1]:
+        axis.set_xlabel("workers")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("GiB needed on a device")
+    named = {
+        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(named.values(), named.keys(), loc="outside right upper", title=" ".join(line_keys), fontsize=8)
+    return figure
+
+
+def _stacked(pyplot: Any, rows: Sequence[Row]) -> Any:
+    rows = sorted(rows, key=lambda row: row.forecast.peak_bytes)[:_MOST_BARS]
+    figure, axis = pyplot.subplots(figsize=(10, 1.4 + 0.28 * len(rows)), constrained_layout=True)
+    labels = [" ".join(row.settings) or "this configuration" for row in rows]
+    left = [0.0] * len(rows)
+    for name, categories in COLUMNS.items():
+        widths = [sum(row.forecast.peaks["device"].get(c, 0) for c in categories) / 2**20 for row in rows]
+        axis.barh(range(len(rows)), widths, left=left, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.set_yticks(range(len(rows)), labels, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("MiB at the peak of one device")
+    axis.legend(fontsize=8)
+    return figure
