@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config.schema import MemoryProfile as Detail
 from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.profile import CATEGORIES, Event, Profile
+from fsdp_lab.training.profile import CATEGORIES, PLACES, Event, Profile
 
 # Of this process. The first has no optimizer state yet: its profile is kept only until the second has one,
 # for a trial that dies of memory at once.
@@ -90,10 +90,7 @@ class _Recorder(MemTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
-        """Of the whole step only. The base class does it for every module too, after every operation."""
-        for device, sums in self._curr_mem_snap.items():
-            if sums["Total"] > self._peak_mem.get(device, 0):
-                self._peak_mem[device], self._peak_mem_snap[device] = sums["Total"], dict(sums)
+        """Nothing: the peak is found in the profile afterwards, and peaks of modules are of no use here."""
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
         if self._at_root(module):
@@ -138,11 +135,7 @@ class _Recorder(MemTracker):
 
     def finish(self) -> Profile:
         """What was seen so far; a step that failed has a profile up to there."""
-        for device, by_kind in self.get_tracker_snapshot("peak").items():
-            sums = self.profile.peaks.setdefault("device" if device == self.device else "host", {})
-            for kind, num_bytes in by_kind.items():
-                name = "total" if kind == "Total" else _CATEGORY[kind.value]  # type: ignore[attr-defined]
-                sums[name] = sums.get(name, 0) + num_bytes
+        self.profile.peaks = {place: at_peak for place in PLACES if (at_peak := self.profile.at_peak(place))}
         return self.profile
 
 

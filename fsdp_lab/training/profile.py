@@ -72,14 +72,27 @@ class Profile:
         return out
 
     def peak_index(self, place: str = "device") -> int:
-        """The index of the event after which `place` held most, the first of equals; -1 where it held nothing."""
-        best, total, index = 0, 0, -1
+        """The index of the event after which `place` held most; -1 where it held nothing.
+
+        The last of equals: what was just made often finds its category a moment later.
+        """
+        best, total, index = 1, 0, -1
         for i, (event, delta) in enumerate(zip(self.events, self.deltas(), strict=True)):
             total += delta if event.place == place else 0
             # what was there before the step counts once all of it is there, whichever place it ends with
-            if i >= self.begun - 1 and (event.place == place or i == self.begun - 1) and total > best:
+            if i >= self.begun - 1 and (event.place == place or i == self.begun - 1) and total >= best:
                 best, index = total, i
         return index
+
+    def at_peak(self, place: str = "device") -> dict[str, int]:
+        """Bytes of each category when `place` held most, and their `total`; empty where it held nothing."""
+        alive = {e.storage: e for e in self.events[: self.peak_index(place) + 1] if e.place == place}
+        if not alive:
+            return {}
+        sums = dict.fromkeys(CATEGORIES, 0)
+        for event in alive.values():
+            sums[event.category] += event.num_bytes
+        return {**sums, "total": sum(sums.values())}
 
     def holders(self, place: str = "device") -> list[Holder]:
         """What was alive at the peak of `place`, the largest first."""

@@ -1,0 +1,215 @@
+"""Forecasts against numbers worked out by hand, and what they say when they cannot be made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_lab.config import CombinationError, ConfigError, memory_settings
+from fsdp_lab.config.schema import ForecastConfig, ForecastDevice
+from fsdp_lab.forecast import forecast as module
+from fsdp_lab.forecast.fits import GIB, Forecast, allowances
+from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
+from fsdp_lab.forecast.run import Background, Request, forecast_all
+from fsdp_lab.training.profile import Event, Profile
+from tests.ranks import config
+
+# model=mlp: 1024 -> 1024 -> 10, so two weights and two biases
+SHAPES = ((1024, 1024), (1024, 1), (10, 1024), (10, 1))
+PARAMETERS = 1024 * 1024 + 1024 + 10 * 1024 + 10
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+def test_an_even_shard_of_parameters_and_adams_state_by_hand(workers: int):
+    """Rank 0 holds ceil(rows / workers) rows of each tensor, in float32, and Adam twice that and a step count each."""
+    shares = [-(-rows // workers) * columns for rows, columns in SHAPES]
+    peaks = forecast_profile(config("model=mlp", "training.global_batch_size=32"), workers, cuda=False).peaks["device"]
+    assert peaks["param"] == 4 * sum(shares)
+    assert peaks["optimizer"] == 2 * 4 * sum(shares) + 4 * len(shares)
+
+
+def test_ddp_holds_everything_on_every_worker():
+    peaks = forecast_profile(config("model=mlp", "sharding=ddp"), 4, cuda=False).peaks["device"]
+    assert peaks["param"] == 4 * PARAMETERS
+    assert peaks["optimizer"] == 2 * 4 * PARAMETERS + 4 * len(SHAPES)
+
+
+def test_sgd_without_momentum_has_no_state():
+    profile = forecast_profile(config("model=mlp", "optimizer=sgd", "optimizer.momentum=0"), 2, cuda=False)
+    assert "optimizer" not in {event.category for event in profile.events[: profile.begun]}
+    profile = forecast_profile(config("model=mlp", "optimizer=sgd", "optimizer.momentum=0.9"), 2, cuda=False)
+    assert "optimizer" in {event.category for event in profile.events[: profile.begun]}
+
+
+def test_the_sum_of_the_categories_is_the_peak():
+    for cuda in (False, True):
+        for place in forecast_profile(config("offload=cpu"), 2, cuda).peaks.values():
+            assert sum(size for name, size in place.items() if name != "total") == place["total"]
+
+
+def test_offloaded_state_is_counted_on_the_host():
+    kept = forecast_profile(config("model=mlp", "offload=none"), 2, cuda=True).peaks
+    sent = forecast_profile(config("model=mlp", "offload=cpu"), 2, cuda=True).peaks
+    assert sent["device"]["param"] == sent["device"]["optimizer"] == sent["device"]["grad"] == 0
+    for category in ("param", "optimizer"):
+        # the device counts in blocks of 512 bytes, the host to the byte
+        assert 0 <= kept["device"][category] - sent["host"][category] < 512 * 12
+    assert sent["host"]["grad"] == sent["host"]["param"]
+    assert sent["device"]["total"] < kept["device"]["total"]
+
+
+def test_the_device_is_counted_in_the_allocators_blocks():
+    profile = forecast_profile(config("model=mlp"), 2, cuda=True)
+    assert all(event.num_bytes % 512 == 0 for event in profile.events if event.place == "device")
+    assert any(event.num_bytes % 512 for event in forecast_profile(config("model=mlp"), 2, cuda=False).events)
+
+
+def test_pinned_buffers_are_rounded_up_to_a_power_of_two():
+    sizes = [("param", 1000), ("grad", 4096), ("optimizer", 3000), ("param", 5)]
+    events = [Event(i, "host", category, size, "", "forward") for i, (category, size) in enumerate(sizes)]
+    assert pinned_rounding(Profile(events, begun=0)) == 24 + 0 + 3
+
+
+def test_a_thousand_workers():
+    words = ["model=mlp", "training.global_batch_size=1024", "sharding.dp_replicate=4"]
+    few = forecast_profile(config("model=mlp", "training.global_batch_size=2"), 2, cuda=True).peaks["device"]
+    many = forecast_profile(config(*words), 1024, cuda=True).peaks["device"]
+    assert many["param"] < few["param"] / 50
+
+
+def test_what_is_allowed_for_is_named():
+    assert allowances(100, 8, cuda=False) == {}
+    assert set(allowances(100, 8, cuda=True)) == {
+        "CUDA context", "NCCL buffers", "kernel workspaces", "fragmentation",
+    }  # fmt: skip
+    assert allowances(100, 1, cuda=True)["NCCL buffers"] == 0
+
+
+def test_fits_compares_all_that_is_needed_with_the_capacity():
+    peaks = {"device": {"total": 700}}
+    assert Forecast(True, 1, peaks, {"context": 300}, capacity_bytes=1000).fits is True
+    assert Forecast(True, 1, peaks, {"context": 301}, capacity_bytes=1000).fits is False
+    assert Forecast(True, 1, peaks, {"context": 301}).fits is None
+
+
+@pytest.mark.parametrize(("cuda", "capacity"), [(False, 20 * 2**20), (True, 2 * GIB), (False, 123_456_789)])
+def test_the_largest_microbatch_fits_and_the_next_does_not(cuda: bool, capacity: int):
+    trial = config("training.grad_accum_steps=2")
+    most = forecast(trial, 2, cuda, capacity, largest=True).largest_microbatch
+    assert most
+
+    def needs(size: int) -> int:
+        batch = replace(trial.training, global_batch_size=size * 2 * 2)
+        return forecast(replace(trial, training=batch), 2, cuda).needed_bytes
+
+    assert needs(most) <= capacity < needs(most + 1)
+
+
+def test_no_microbatch_fits_where_the_parameters_do_not():
+    assert forecast(config(), 2, False, 1000, largest=True).largest_microbatch == 0
+
+
+class Curious(nn.Module):
+    """Looks at what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(28 * 28, 10)  # vit_tiny's images
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = self.layer(images.flatten(1))
+        return logits if logits.sum() > 0 else -logits
+
+
+def test_a_model_that_needs_real_values_is_told_the_operation(monkeypatch: pytest.MonkeyPatch):
+    spec = module.model_spec(config().model)
+    monkeypatch.setattr(module, "model_spec", lambda _: replace(spec, build=Curious, block_class=nn.Linear))
+    with pytest.raises(NeedsValuesError, match=r"_local_scalar_dense.* asks for one in the forward pass"):
+        forecast_profile(config(), 2, cuda=False)
+    # and nothing is left over that would stop the next one
+    monkeypatch.undo()
+    assert forecast_profile(config(), 2, cuda=False).peaks
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "named"),
+    [
+        (["forecast.capacity_gib=0"], 2, "forecast.capacity_gib=0"),
+        (["forecast.capacity_gib=-1"], 2, "forecast.capacity_gib=-1"),
+        (["sharding.dp_replicate=3"], 8, "sharding.dp_replicate=3 does not divide cluster.num_workers=8"),
+        ([], 1024, "training.global_batch_size=32 is not divided by"),
+        (["forecast.prune=true", "forecast.enabled=false", "forecast.capacity_gib=1"], 2, "forecast.enabled=true"),
+    ],
+)
+def test_bad_input_is_refused_with_its_key(words: list[str], workers: int, named: str):
+    with pytest.raises((ConfigError, CombinationError), match=named.replace(".", r"\.")):
+        forecast_profile(config(*words), workers, cuda=False)
+
+
+def test_pruning_without_a_capacity_is_refused_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match=r"forecast\.capacity_gib=80"):
+        forecast_profile(config("forecast.prune=true"), 2, cuda=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert forecast_profile(config("forecast.prune=true"), 2, cuda=False).peaks
+
+
+def test_trials_that_share_the_figures_share_a_forecast():
+    same = ["optimizer.lr=0.1", "training.seed=7", "optimizer.beta1=0.5", "lr_schedule=cosine", "training.epochs=9"]
+    key = Request.of(config(), 2).key
+    assert all(Request.of(config(word), 2).key == key for word in same)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "optimizer.weight_decay=0.1", "training.max_grad_norm=1", "precision=bf16", "training.global_batch_size=64",
+        "activation_checkpointing=full", "optimizer=sgd", "sharding=root", "model=mlp", "offload=cpu",
+        "reshard_after_forward=never", "training.grad_accum_steps=2", "optimizer.implementation=foreach",
+    ],
+)  # fmt: skip
+def test_trials_that_do_not_share_the_figures_have_their_own(word: str):
+    assert memory_settings(config(word), 2) != memory_settings(config(), 2)
+
+
+def test_many_are_forecast_once_each_and_come_back_in_their_order():
+    trials = [config("model=mlp"), config("model=mlp", "optimizer.lr=0.5"), config("model=mlp", "sharding=root")]
+    steps: list[tuple[int, int]] = []
+    found = forecast_all([Request.of(trial, 2) for trial in trials], lambda *step: steps.append(step))
+    assert steps[-1] == (2, 2)
+    expected = [forecast_profile(trial, 2, cuda=False).peaks for trial in trials]
+    assert [forecast.peaks for forecast in found] == expected
+    assert expected[0] == expected[1] != expected[2]
+
+
+def test_one_that_cannot_be_forecast_leaves_the_others_alone():
+    good, bad = config("model=mlp"), config("model=mlp", "sharding.dp_replicate=3")
+    first, second = forecast_all([Request.of(bad, 2), Request.of(good, 2)])
+    assert first.error and "dp_replicate" in first.error
+    assert second.error is None
+
+
+def test_forecasts_that_are_no_longer_wanted_end_at_once():
+    import time
+
+    import psutil
+
+    heavy = [config("model=vit_l_16", f"training.global_batch_size={2 * n}") for n in range(1, 9)]
+    with Background([Request.of(trial, 2) for trial in heavy]):
+        time.sleep(2)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    time.sleep(1)
+    assert not [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_auto_is_for_cpus_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not Request.of(config(), 2).cuda
+    asked = replace(config(), forecast=ForecastConfig(device=ForecastDevice.cuda))
+    assert Request.of(asked, 2).cuda
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert Request.of(config(), 2).cuda
