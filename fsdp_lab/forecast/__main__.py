@@ -36,9 +36,7 @@ from fsdp_lab.config import (
     sharding_notes,
 )
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.forecast.plot import write_plot
 from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
-from fsdp_lab.forecast.table import Row, by_peak, forecast_table, write_csv
 from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 from fsdp_lab.sweep.results import setting
@@ -103,6 +101,9 @@ def workers(config: TrialConfig) -> int:
 
 def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
+    from fsdp_lab.forecast.plot import write_plot  # these import PyTorch: a typo is told before
+    from fsdp_lab.forecast.table import Row, by_peak, forecast_table, write_csv
+
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)

@@ -107,6 +107,16 @@ def test_metrics_stand_at_their_epoch(swept: Swept, children: list[Run]):
         assert history(swept.folder, run, "train/step") == [(1, 4), (2, 8)]
 
 
+def test_the_forecast_stands_beside_what_was_measured(swept: Swept, children: list[Run]):
+    rows = results(swept.folder)
+    for row, run in zip(rows, children, strict=True):
+        assert float(row["forecast/peak_bytes"]) == float(row["memory/peak_bytes"]) > 0
+        assert float(row["forecast/error"]) == 0
+        assert run.data.metrics["forecast/peak_bytes"] == run.data.metrics["memory/peak_bytes"]
+        assert run.data.metrics["forecast/error"] == 0
+    assert "forecast MiB" in swept.done.stdout
+
+
 def test_the_images_are_an_input_with_a_digest(children: list[Run]):
     inputs = [run.inputs.dataset_inputs for run in children]
     assert all(len(one) == 1 and one[0].dataset.name == DIGITS for one in inputs)

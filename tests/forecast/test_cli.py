@@ -1,0 +1,119 @@
+"""`python -m fsdp_lab.forecast` as people type it."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.training.__main__ import read_config
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def forecast(tmp_path: Path) -> Command:
+    def run(*words: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fsdp_lab.forecast", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, check=False)
+
+    return run
+
+
+def written(folder: Path) -> list[dict[str, str]]:
+    (file,) = folder.rglob("forecast.csv")
+    with file.open() as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_one_configuration(forecast: Command, tmp_path: Path):
+    done = forecast("sharding=root", "precision=bf16", "cluster.num_workers=4")
+    assert done.returncode == 0, done.stderr
+    assert "for CPUs" in done.stdout and "sharding=root makes one unit" in done.stdout
+    (row,) = written(tmp_path)
+    words = ["sharding=root", "precision=bf16", "cluster.num_workers=4", "training.global_batch_size=64"]
+    peaks = forecast_profile(read_config(None, words), 4, cuda=False).peaks["device"]
+    assert int(row["peak_bytes"]) == peaks["total"]
+    assert int(row["activation_bytes"]) == peaks["activation"]
+    assert row["cluster.num_workers"] == "4" and row["fits"] == ""
+    assert f"{peaks['total'] / 2**20:.2f}" in done.stdout
+    page = Path(row["timeline"])
+    assert (tmp_path / page).is_file()
+
+
+def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path: Path):
+    done = forecast(
+        "sharding=ddp,per_block", "precision=fp32", "model=mlp", "optimizer.lr=0.1,0.2", "forecast.device=cuda",
+        "forecast.capacity_gib=1.16", "forecast.largest_microbatch=true", "forecast.folder=here", "-m",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "for GPUs" in done.stdout and "left out" in done.stdout and "NCCL buffers 512 MiB" in done.stdout
+    rows = written(tmp_path / "here")
+    assert len(rows) == 2 * 2 * 2 + 2 * 2  # per_block: offload x reshard x lr; ddp: reshard x lr
+    peaks = [int(row["peak_bytes"]) for row in rows]
+    assert peaks == sorted(peaks)
+    assert {row["fits"] for row in rows} == {"true", "false"}
+    for row in rows:
+        assert (row["fits"] == "true") == (int(row["needed_bytes"]) <= int(row["capacity_bytes"]))
+        assert (row["fits"] == "true") == (int(row["largest_microbatch"]) >= 32)
+    offloaded = [row for row in rows if row["offload"] == "cpu"]
+    assert all(int(row["host_param_bytes"]) > 0 and int(row["param_bytes"]) == 0 for row in offloaded)
+    pages = {row["timeline"] for row in rows}
+    assert len(pages) == 2 * 2 + 1, "one learning rate is as good as another, and DDP reshards nothing"
+    assert all((tmp_path / page).is_file() for page in pages)
+    assert (tmp_path / "here" / "forecast.png").is_file()
+
+
+def test_a_batch_that_grows_with_the_workers(forecast: Command, tmp_path: Path):
+    axes = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
+    batch = "training.global_batch_size=${per_worker:8}"
+    done = forecast("-m", "model=mlp", "cluster.num_workers=1,64,1024", batch, *axes)
+    assert done.returncode == 0, done.stderr
+    rows = {row["cluster.num_workers"]: row for row in written(tmp_path)}
+    assert set(rows) == {"1", "64", "1024"}
+    assert int(rows["1024"]["param_bytes"]) < int(rows["64"]["param_bytes"]) < int(rows["1"]["param_bytes"])
+    assert len({row["input_bytes"] for row in rows.values()}) == 1
+
+
+@pytest.mark.slow
+def test_the_page_of_a_large_model_is_small(forecast: Command, tmp_path: Path):
+    done = forecast("model=vit_l_16", "activation_checkpointing=full", "training.grad_accum_steps=2", "optimizer=adamw")
+    assert done.returncode == 0, done.stderr
+    (page,) = tmp_path.rglob("timeline_0.html")
+    assert page.stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["forecast.capacity_gib=0"], "forecast.capacity_gib=0.0 is not above 0"),
+        (["sharding.dp_replicate=3", "cluster.num_workers=8"], "does not divide cluster.num_workers=8; use one of"),
+        (["shardin=root"], "Did you mean sharding?"),
+        (["sharding=half"], "Choose one of: ddp"),
+        (["sharding=ddp", "offload=cpu"], "there is nothing to offload"),
+        (["sharding=root,ddp"], "add -m"),
+        (["forecast.largest_microbatch=true", "forecast.device=cpu"], "set forecast.capacity_gib"),
+        (["cluster.num_workers=1024"], "training.global_batch_size=64 is not divided by cluster.num_workers=1024"),
+        (["--capacity=3"], "--capacity=3 is not an option"),
+        (["forecast.folder=/proc/nowhere"], "forecast.folder=/proc/nowhere"),
+    ],
+)
+def test_bad_input_is_told_with_its_key_and_remedy(
+    forecast: Command, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = forecast(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_its_own_keys(forecast: Command):
+    done = forecast("--help")
+    assert done.returncode == 0
+    assert "forecast.capacity_gib" in done.stdout and "-m" in done.stdout
