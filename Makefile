@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= sharding=per_block precision=fp16 -m
 
-.PHONY: sweep test test-fast lint format ui bench wheel clean
+.PHONY: sweep test test-fast lint format ui bench bench-gpu forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: offload x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -27,8 +27,15 @@ format: $(VENV)/.installed
 ui: $(VENV)/.installed      ## the MLflow UI on the local store, http://127.0.0.1:5000
 	PYTHONWARNINGS=ignore $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
-bench: $(VENV)/.installed   ## a trial against a bare script of the same configuration
+bench: $(VENV)/.installed   ## a trial against a bare script; what measuring and forecasting memory cost
 	$(PY) -m benchmarks.throughput
+	$(PY) -m benchmarks.memory
+
+bench-gpu:                  ## forecasts against a GPU's allocator; needs torch and torchvision only: PYTHON=...
+	$(PYTHON) -m benchmarks.memory_gpu
+
+forecast: $(VENV)/.installed  ## the memory of the README's sweep, for GPUs, in half a minute
+	$(PY) -m fsdp_lab.forecast forecast.device=cuda $(SWEEP)
 
 wheel: $(VENV)/.installed
 	$(PY) -m uv build --wheel --out-dir dist .

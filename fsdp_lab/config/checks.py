@@ -131,12 +131,14 @@ def _check_model(config: TrialConfig) -> None:
     if model.image_size % model.patch_size:
         raise CombinationError(
             f"model.patch_size={model.patch_size} does not divide model.image_size={model.image_size}; "
-            f"use one of {_divisors(model.image_size)}."
+            f"use one of {_divisors(model.image_size)}.",
+            keys=("model.patch_size", "model.image_size"),
         )
     if model.hidden_dim % model.num_heads:
         raise CombinationError(
             f"model.num_heads={model.num_heads} does not divide model.hidden_dim={model.hidden_dim}; "
-            f"use one of {_divisors(model.hidden_dim)}."
+            f"use one of {_divisors(model.hidden_dim)}.",
+            keys=("model.num_heads", "model.hidden_dim"),
         )
 
 
@@ -146,23 +148,27 @@ def _check_mesh(config: TrialConfig, num_workers: int) -> None:
         if config.offload.target is not OffloadTarget.none:
             raise CombinationError(
                 f"sharding=ddp with offload={config.offload.target.name}: DDP keeps every parameter on its "
-                "device, there is nothing to offload; use offload=none or a sharded setting."
+                "device, there is nothing to offload; use offload=none or a sharded setting.",
+                keys=("sharding", "offload"),
             )
         if sharding.dp_replicate > 1:
             raise CombinationError(
                 f"sharding=ddp with sharding.dp_replicate={sharding.dp_replicate}: DDP replicates over all "
-                "workers already; use sharding.dp_replicate=1 or a sharded setting."
+                "workers already; use sharding.dp_replicate=1 or a sharded setting.",
+                keys=("sharding", "sharding.dp_replicate"),
             )
         for key in ("forward_prefetch", "backward_prefetch"):
             if getattr(sharding, key) is not None:
                 raise CombinationError(
                     f"sharding=ddp with sharding.{key}={getattr(sharding, key)}: DDP gathers nothing that could "
-                    f"be fetched early; use sharding.{key}=null."
+                    f"be fetched early; use sharding.{key}=null.",
+                    keys=("sharding", f"sharding.{key}"),
                 )
     if num_workers % sharding.dp_replicate:
         raise CombinationError(
             f"sharding.dp_replicate={sharding.dp_replicate} does not divide "
-            f"cluster.num_workers={num_workers}; use one of {_divisors(num_workers)}."
+            f"cluster.num_workers={num_workers}; use one of {_divisors(num_workers)}.",
+            keys=("sharding.dp_replicate", "cluster.num_workers"),
         )
     if sharding.granularity is Granularity.size_based and sharding.min_num_params is None:
         raise ConfigError(
@@ -180,7 +186,8 @@ def _check_batch(config: TrialConfig, num_workers: int) -> None:
         raise CombinationError(
             f"training.global_batch_size={training.global_batch_size} is not divided by "
             f"cluster.num_workers={num_workers} times training.grad_accum_steps={training.grad_accum_steps}"
-            f" = {parts}; use for example {choices}."
+            f" = {parts}; use for example {choices}.",
+            keys=("training.global_batch_size", "cluster.num_workers", "training.grad_accum_steps"),
         )
 
 
@@ -198,7 +205,8 @@ def _check_reshard(config: TrialConfig, num_workers: int) -> None:
         raise CombinationError(
             f"reshard_after_forward.size={reshard.size} does not divide the sharding degree {dp_shard} "
             f"(cluster.num_workers={num_workers} / sharding.dp_replicate={config.sharding.dp_replicate}); "
-            f"use one of {_divisors(dp_shard)}."
+            f"use one of {_divisors(dp_shard)}.",
+            keys=("reshard_after_forward.size", "cluster.num_workers", "sharding.dp_replicate"),
         )
 
 
@@ -207,23 +215,27 @@ def _check_precision(config: TrialConfig) -> None:
     if optimizer.name is not OptimizerName.sgd and optimizer.momentum:
         raise CombinationError(
             f"optimizer.momentum={optimizer.momentum} with optimizer={optimizer.name.name}: momentum belongs to "
-            "sgd; use optimizer=sgd, or optimizer.beta1 for Adam."
+            "sgd; use optimizer=sgd, or optimizer.beta1 for Adam.",
+            keys=("optimizer.momentum", "optimizer"),
         )
     if config.precision.loss_scaling and config.precision.param_dtype is Dtype.bfloat16:
         raise CombinationError(
             "precision.loss_scaling=true with precision.param_dtype=bfloat16: bfloat16 has float32's range and "
-            "needs no scaling; use precision.loss_scaling=false or precision=fp16."
+            "needs no scaling; use precision.loss_scaling=false or precision=fp16.",
+            keys=("precision.loss_scaling", "precision.param_dtype"),
         )
     sharded = config.sharding.granularity is not Granularity.ddp
     if optimizer.implementation is OptimizerImplementation.fused and optimizer.name is OptimizerName.sgd and sharded:
         raise CombinationError(
             "optimizer.implementation=fused with optimizer=sgd: PyTorch has no fused SGD for sharded parameters; "
-            "use optimizer.implementation=auto or foreach."
+            "use optimizer.implementation=auto or foreach.",
+            keys=("optimizer.implementation", "optimizer", "sharding"),
         )
     if optimizer.implementation is OptimizerImplementation.fused and config.precision.loss_scaling:
         raise CombinationError(
             "optimizer.implementation=fused with precision.loss_scaling=true: fused optimizers unscale by "
-            "themselves and cannot do that on sharded gradients; use optimizer.implementation=auto or foreach."
+            "themselves and cannot do that on sharded gradients; use optimizer.implementation=auto or foreach.",
+            keys=("optimizer.implementation", "precision.loss_scaling"),
         )
 
 

@@ -14,5 +14,10 @@ class ConfigError(UserError, ValueError):
 class CombinationError(ConfigError):
     """Values that are fine alone and have no meaning together.
 
-    A single trial that has one is refused; a grid leaves such a cell out and says why.
+    A single trial that has one is refused; a grid leaves such a cell out and says why, where an axis sets one
+    of `keys`: what the values are called on the command line.
     """
+
+    def __init__(self, message: str, keys: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.keys = keys

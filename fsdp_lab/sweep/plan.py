@@ -66,7 +66,7 @@ def plan_sweep(
         try:
             check(trial.config)
         except CombinationError as reason:
-            if not varies(str(reason), swept, fixed):
+            if not varies(reason.keys, swept, fixed):
                 raise
             plan.left_out.setdefault(str(reason), []).append(cell)
             continue
@@ -82,11 +82,10 @@ def plan_sweep(
     return plan
 
 
-def varies(reason: str, swept: Sequence[str], fixed: Collection[str]) -> bool:
-    """Whether another cell of the grid may be free of what is wrong in this one: does the reason name a key
-    that an axis sets, itself or by an option of its group?"""
-    named = re.findall(r"([a-z_][a-z0-9_.]*)=", reason)
-    return any(_sets(axis, key) for axis in swept for key in named if key not in fixed)
+def varies(keys: Sequence[str], swept: Sequence[str], fixed: Collection[str]) -> bool:
+    """Whether another cell of the grid may be free of what is wrong in this one: does an axis set one of the
+    keys, itself or by an option of its group?"""
+    return any(_sets(axis, key) for axis in swept for key in keys if key not in fixed)
 
 
 def _sets(axis: str, key: str) -> bool:
