@@ -24,7 +24,7 @@ from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.data import as_model_takes_them, image_shape
 from fsdp_lab.training.distributed import Ranks, build_mesh
 from fsdp_lab.training.loop import train_step
-from fsdp_lab.training.memory import CUDA_BLOCK_BYTES, TRACKED_STEPS, record_step
+from fsdp_lab.training.memory import CUDA_BLOCK_BYTES, TRACKED_STEPS, main_settings, record_step
 from fsdp_lab.training.models import model_spec
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
@@ -58,8 +58,8 @@ def forecast(
     profile = forecast_profile(config, num_workers, cuda)
     found = _weigh(profile, config, num_workers, cuda, capacity_bytes)
     if page is not None:
-        what = {"forecast for": "GPUs" if cuda else "CPUs", "workers": str(num_workers)}
-        write_timeline(profile, page, "Forecast of one optimizer step", what)
+        what = {"for": "GPUs" if cuda else "CPUs", "workers": str(num_workers), **main_settings(config)}
+        write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
         found = replace(found, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes))
     return found

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config.schema import MemoryProfile as Detail
+from fsdp_lab.config.schema import TrialConfig
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.training.profile import CATEGORIES, PLACES, Event, Profile
 
@@ -202,13 +203,13 @@ class MemoryProfile:
     as soon as it is known: `memory_peaks_rank<r>.json`, and with `timeline` a page and, on CUDA, a snapshot.
     """
 
-    def __init__(self, detail: Detail, ranks: Ranks, folder: Path, title: str = "") -> None:
-        self.detail, self.ranks, self.folder, self.title = detail, ranks, folder, title
+    def __init__(self, config: TrialConfig, ranks: Ranks, folder: Path) -> None:
+        self.config, self.detail, self.ranks, self.folder = config, config.memory_profile, ranks, folder
         self._tracked = 0
         self._profile: Profile | None = None
         self._figures: dict[str, float] | None = None
         self._cuda = ranks.device.type == "cuda"
-        if self._cuda and detail is not Detail.off:
+        if self._cuda and self.detail is not Detail.off:
             torch.cuda.reset_peak_memory_stats(ranks.device)
 
     def tracks(self) -> bool:
@@ -231,10 +232,13 @@ class MemoryProfile:
                 torch.cuda.memory._dump_snapshot(str(self._file("snapshot", "pickle")))
                 torch.cuda.memory._record_memory_history(enabled=None)
             if recorder is not None:
-                self._keep(recorder.finish())
+                self._profile = recorder.finish()
+                try:
+                    self._write(self._profile)
+                except OSError as error:  # a full disk ends a trial where it loses results, not here
+                    print(f"the memory profile could not be written: {error}", flush=True)
 
-    def _keep(self, profile: Profile) -> None:
-        self._profile = profile
+    def _write(self, profile: Profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"step": self._tracked, "rank": self.ranks.rank, "peaks": profile.peaks}
         making = self._file("peaks", "making")
@@ -243,8 +247,9 @@ class MemoryProfile:
         if self.detail is Detail.timeline:
             from fsdp_lab.training.timeline import write_timeline
 
-            facts = {"rank": f"{self.ranks.rank} of {self.ranks.world_size}", "step": str(self._tracked)}
-            write_timeline(profile, self._file("timeline", "html"), self.title or "One optimizer step", facts)
+            facts = {"rank": f"{self.ranks.rank} of {self.ranks.world_size}", **main_settings(self.config)}
+            title = f"Optimizer step {self._tracked}, measured"
+            write_timeline(profile, self._file("timeline", "html"), title, facts)
 
     def _file(self, what: str, suffix: str) -> Path:
         return self.folder / f"memory_{what}_rank{self.ranks.rank}.{suffix}"
@@ -263,6 +268,22 @@ class MemoryProfile:
                 mine["other_bytes"] = mine["peak_bytes"] - explained
             self._figures = over_ranks(mine)
         return self._figures
+
+
+def main_settings(config: TrialConfig) -> dict[str, str]:
+    """What the reader of a page wants to know of the step."""
+    model, training = config.model, config.training
+    return {
+        "model": f"{model.family.name}, {model.num_layers} layers of {model.hidden_dim}",
+        "sharding": config.sharding.granularity.name,
+        "computes in": config.precision.param_dtype.name,
+        "reduces in": config.precision.reduce_dtype.name,
+        "offload": config.offload.target.name,
+        "reshard_after_forward": config.reshard_after_forward.policy.name,
+        "activation_checkpointing": config.activation_checkpointing.name,
+        "optimizer": config.optimizer.name.name,
+        "global batch": f"{training.global_batch_size} in {training.grad_accum_steps} part(s)",
+    }
 
 
 def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:

@@ -85,7 +85,7 @@ def train(
     for metrics in state.history:
         reporter.epoch(metrics, resumed_from)
 
-    memory = MemoryProfile(config.memory_profile, ranks, folder)
+    memory = MemoryProfile(config, ranks, folder)
     timer = StepTimer(config.training.timing_warmup_steps, ranks)
     flops = train_flops_per_sample(config.model) if device_peak_flops(config, ranks) else 0.0
     max_steps = config.training.max_steps or total_steps

@@ -55,3 +55,11 @@ def pairwise(seed: int = 0) -> list[Case]:
             chosen.append(best)
             left -= pairs(best)
     return chosen
+
+
+def every_four_axes() -> list[Case]:
+    """Every sharding x precision x offload x reshard_after_forward, the other four axes in turn."""
+    others = itertools.cycle(itertools.product(*list(AXES.values())[4:]))
+    four = itertools.product(*list(AXES.values())[:4])
+    cases = [dict(zip(AXES, (*values, *next(others)), strict=True)) for values in four]
+    return [case for case in cases if has_a_meaning(case)]

@@ -1,19 +1,20 @@
 """What is forecast is what is measured on a CPU: to the byte, in every category, on every rank.
 
 The measured side trains for real on two gloo ranks. `tests.forecast.cases` has every pair of values of the
-eight axes; the whole product was run once for experiments/forecast_accuracy.
+eight axes. FSDP_LAB_EVERY=1 also runs every combination of the four main axes: experiments/forecast_accuracy.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
-from tests.forecast.cases import overrides, pairwise
+from tests.forecast.cases import every_four_axes, overrides, pairwise
 from tests.ranks import Memo, config, run_ranks
 
 MEASURED = ("memory_profile=peaks", "training.max_steps=2")
@@ -70,6 +71,19 @@ def test_a_model_of_real_size_is_forecast_to_the_byte(words: list[str]):
     assert differences([["model=vit_b_16", "training.global_batch_size=4", *words]]) == []
 
 
+@pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="half an hour: set FSDP_LAB_EVERY=1")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("model", "step"), [("mlp", 1), ("vit_tiny", 1), ("vit_b_16", 9)])
+def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int):
+    batch = 4 if model == "vit_b_16" else 32
+    cases = [
+        [f"model={model}", f"training.global_batch_size={batch}", *overrides(c)] for c in every_four_axes()[::step]
+    ]
+    found = differences(cases)
+    print(f"{model}: {len(cases)} configurations on two ranks, {len(found)} differences")
+    assert found == []
+
+
 def test_hybrid_sharding_over_four_ranks_is_forecast_to_the_byte():
     mesh = ["sharding.dp_replicate=2", "sharding=per_block"]
     cases = [mesh, [*mesh, "training.grad_accum_steps=2", "precision=bf16_mixed"]]
@@ -101,13 +115,13 @@ def _events(words: list[str]) -> list[tuple[str, str, int, str]]:
     from fsdp_lab.training.memory import MemoryProfile
 
     kept = []
-    keep = MemoryProfile._keep
+    write = MemoryProfile._write
 
     def remember(self, profile):
         kept.append(profile)
-        keep(self, profile)
+        write(self, profile)
 
-    MemoryProfile._keep = remember
+    MemoryProfile._write = remember
     with tempfile.TemporaryDirectory() as folder:
         train(config(*MEASURED, *words), Path(folder), Memo())
     return changes(kept[-1])
