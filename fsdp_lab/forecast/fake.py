@@ -55,7 +55,11 @@ def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator
 
 
 def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """For DDP's hooks, which go on with what the reduction gave: a fake one gives nothing."""
+    """For DDP's hooks, which go on with what the reduction gave: a fake one gives nothing. What was compressed
+    for the wire is not held by it, as `training.memory` sees to in a measured step."""
+    if tensor.dtype is not torch.float32:
+        with _disable_current_modes():
+            tensor = tensor.clone()
     work = mock.Mock(spec=dist.Work)
     work.get_future.return_value = torch.futures.Future()
     work.get_future.return_value.set_result([tensor])

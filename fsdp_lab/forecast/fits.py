@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+from functools import cache
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.checks import gpus_here
@@ -87,6 +88,7 @@ def capacity_bytes(config: TrialConfig, cuda: bool) -> int | None:
     return gpu_memory() if cuda and gpus_here() else None
 
 
+@cache
 def gpu_memory() -> int | None:
     """Bytes of the smallest GPU, from the driver's own tool: asking through PyTorch would take a context on it."""
     tool = shutil.which("nvidia-smi")

@@ -16,7 +16,8 @@ from fsdp_lab.forecast.fits import Forecast
 # The figures of a trial's last epoch that a table of trials shows, in this order.
 COLUMNS = (
     "epoch", "train/loss", "val/loss", "val/accuracy", "perf/samples_per_s", "perf/step_time_p50_s",
-    "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "forecast/peak_bytes", "forecast/error",
+    "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "memory/host_peak_bytes",
+    "forecast/peak_bytes", "forecast/host_bytes", "forecast/error", "forecast/largest_microbatch",
     "train/skipped_steps", "checkpoint/save_s",
 )  # fmt: skip
 
@@ -47,6 +48,10 @@ class TrialState:
         if self.forecast is None or self.forecast.error:
             return self.metrics
         figures = {**self.metrics, "forecast/peak_bytes": float(self.forecast.peak_bytes)}
+        if self.forecast.host_bytes:
+            figures["forecast/host_bytes"] = float(self.forecast.host_bytes)
+        if self.forecast.largest_microbatch is not None:
+            figures["forecast/largest_microbatch"] = float(self.forecast.largest_microbatch)
         measured = self.metrics.get("memory/peak_bytes")
         if measured:
             figures["forecast/error"] = self.forecast.peak_bytes / measured - 1

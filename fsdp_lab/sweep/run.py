@@ -145,7 +145,7 @@ class Sweep:
         """Record a trial that cannot fit, without starting it."""
         assert forecast.capacity_bytes is not None
         self.begin(number)
-        figures = {"epoch": 0.0, "forecast/peak_bytes": float(forecast.peak_bytes)}
+        figures = {"epoch": 0.0, **self.states[number].figures()}
         figures["forecast/needed_bytes"] = float(forecast.needed_bytes)
         figures["forecast/capacity_bytes"] = float(forecast.capacity_bytes)
         run_id = self.states[number].run_id

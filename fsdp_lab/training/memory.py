@@ -153,20 +153,38 @@ class _FsdpRecorder(_Recorder, FSDPMemTracker):
 
 
 class _GlooOnCopies(TorchDispatchMode):
-    """Gloo's threads hold a tensor for a while after its collective is done, a different while each time. Given
-    copies, they hold nothing that is followed: what training itself holds is then the same in every run."""
+    """Gloo's threads hold what they are given for a while after a collective is done, a different while each time.
+    Waited for at once and given copies, they hold nothing that is followed: what training itself holds is then
+    the same in every run. DDP's buckets are float32 and live on in any case, and DDP wants the very same back."""
 
-    _COLLECTIVES = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
+    _ONE_TENSOR = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
+    _ALL_REDUCE = torch.ops.c10d.allreduce_.default
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func not in self._COLLECTIVES or args[0].device.type != "cpu":
-            return func(*args, **(kwargs or {}))
-        output, given, *rest = args
-        reached = torch.empty_like(output)
-        _, work = func(reached, given.clone(), *rest, **(kwargs or {}))
-        dist.Work.unbox(work).wait()
-        output.copy_(reached)
-        return output, FakeWork().boxed()  # waited for: a second wait would show gloo's own buffers
+        kwargs = kwargs or {}
+        if func in self._ONE_TENSOR and args[0].device.type == "cpu":
+            output, given, *rest = args
+            reached = torch.empty_like(output)
+            _wait(func(reached, given.clone(), *rest, **kwargs))
+            output.copy_(reached)
+            return output, FakeWork().boxed()  # waited for: a second wait would show gloo's own buffers
+        if func is self._ALL_REDUCE and args[0][0].device.type == "cpu":
+            tensors, *rest = args
+            if tensors[0].dtype is torch.float32:
+                return tensors, _wait(func(tensors, *rest, **kwargs))
+            copies = [tensor.clone() for tensor in tensors]
+            work = _wait(func(copies, *rest, **kwargs))
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+            return tensors, work
+        return func(*args, **kwargs)
+
+
+def _wait(result: Any) -> Any:
+    """The work of a collective, done."""
+    work = result[1]
+    dist.Work.unbox(work).wait()
+    return work
 
 
 @contextmanager

@@ -65,9 +65,10 @@ STEPS = ("training.max_steps=3",)
     [
         ["sharding=per_block", "precision=bf16_mixed", "training.grad_accum_steps=2"],
         ["sharding=ddp", "precision=fp16"],
+        ["sharding=per_block", "sharding.dp_replicate=2", "precision=grad_bf16"],
         ["sharding=root", "training.max_grad_norm=1", "activation_checkpointing=full"],
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: " ".join(words[:2]),
 )
 def test_following_a_step_changes_nothing_that_is_learned(words: list[str]):
     off, peaks = (run_ranks(2, train_all, [[*words, *STEPS, f"memory_profile={p}"]])[0][0] for p in ("off", "peaks"))
