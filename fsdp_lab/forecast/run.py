@@ -19,6 +19,7 @@ from fsdp_lab.config.checks import local_cpus
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
 
 LIMIT_S = 300.0  # for one forecast; the largest model here takes some ten seconds
+_SPEAK_S = 15.0  # how often one who waits hears how far it is
 _LOOK_S = 0.5  # how often a wish to stop is looked at
 _IMPORTS_S = 120.0  # for a process to start and import PyTorch, on a busy machine
 
@@ -114,11 +115,15 @@ class Background:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
         self._found: list[Forecast] = []
+        self._progress = (0, 0)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forecasts", daemon=True)
 
     def _run(self) -> None:
-        self._found = forecast_all(self._requests, stop=self._stop)
+        self._found = forecast_all(self._requests, self._note, self._stop)
+
+    def _note(self, done: int, total: int) -> None:
+        self._progress = (done, total)
 
     def __enter__(self) -> Background:
         self._thread.start()
@@ -128,9 +133,16 @@ class Background:
         self._stop.set()
         self._thread.join(timeout=10 * _LOOK_S)
 
-    def result(self) -> list[Forecast]:
-        """Wait for all; `forecast_all` has a limit of its own. Empty when something went wrong in the thread."""
-        self._thread.join()
+    def result(self, on_wait: Callable[[int, int], None] = lambda done, total: None) -> list[Forecast]:
+        """Wait for all; `forecast_all` has a limit of its own. Empty when something went wrong in the thread.
+
+        Args:
+            on_wait: told from time to time how many of the distinct forecasts are done, of how many.
+        """
+        while self._thread.is_alive():
+            self._thread.join(timeout=_SPEAK_S)
+            if self._thread.is_alive():
+                on_wait(*self._progress)
         return self._found
 
 

@@ -123,6 +123,9 @@ class Sweep:
         self.console.say(f"{label(number, self.states)} {status}{took}" + (f": {error}" if error else ""))
         self.write()
 
+    def waits_for_forecasts(self, done: int, total: int) -> None:
+        self.console.say(f"waits for the forecasts: {done} of {total} done; forecast.enabled=false does without them")
+
     def take_forecasts(self, found: Sequence[Forecast]) -> None:
         """Keep what was forecast, and end the trials that are not to be tried: `forecast.prune`."""
         for number, (state, forecast) in enumerate(zip(self.states, found, strict=False)):  # none where not enabled
@@ -216,7 +219,7 @@ def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], swee
             with Background(forecast_requests(trials)) as forecasts:  # meanwhile
                 engine.start_ray(trials[0].config.cluster)
                 sigterm_interrupts()  # Ray has put a handler of its own
-                run.take_forecasts(forecasts.result())
+                run.take_forecasts(forecasts.result(run.waits_for_forecasts))
             if not all(state.ended for state in states):
                 tune_all(run)
         except KeyboardInterrupt:

@@ -29,6 +29,8 @@ def test_an_even_shard_of_parameters_and_adams_state_by_hand(workers: int):
     peaks = forecast_profile(config("model=mlp", "training.global_batch_size=32"), workers, cuda=False).peaks["device"]
     assert peaks["param"] == 4 * sum(shares)
     assert peaks["optimizer"] == 2 * 4 * sum(shares) + 4 * len(shares)
+    images = 32 // workers
+    assert peaks["input"] == images * (32 * 32 * 4 + 8), "float32 pixels and an int64 label each"
 
 
 def test_ddp_holds_everything_on_every_worker():
