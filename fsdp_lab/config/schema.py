@@ -196,7 +196,8 @@ class ForecastDevice(Enum):
 
 @dataclass
 class ForecastConfig:
-    """`capacity_gib`: of one device; null: this machine's GPU, or no limit. `device` auto: GPUs where there are any.
+    """`capacity_gib`: of one device; null: this machine's GPU, or no limit. `device`: for `fsdp_lab.forecast`; auto:
+    GPUs where there are any. A sweep forecasts for the machine that it runs on.
 
     `prune` never starts a trial that cannot fit. `folder`: where `fsdp_lab.forecast` writes; null: outputs/forecast.
     """

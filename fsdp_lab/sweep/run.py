@@ -10,16 +10,17 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import TrialConfig, check_trial, default_num_workers, to_dict
+from fsdp_lab.config.checks import gpus_here
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine.files import clear_left_over, read_json, read_metrics
 from fsdp_lab.engine.job import Job, trial_function
-from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.fits import Forecast, capacity_bytes
 from fsdp_lab.forecast.run import Background, Request
 from fsdp_lab.sweep.console import Console, epoch_line, mib
 from fsdp_lab.sweep.results import TrialState, setting, write_results
@@ -215,11 +216,7 @@ def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], swee
         run.open(sweep)
         error: BaseException | None = None
         try:
-            console.say("Ray starts" if trials[0].config.cluster.address is None else "Ray is being reached")
-            with Background(forecast_requests(trials)) as forecasts:  # meanwhile
-                engine.start_ray(trials[0].config.cluster)
-                sigterm_interrupts()  # Ray has put a handler of its own
-                run.take_forecasts(forecasts.result(run.waits_for_forecasts))
+            start_and_forecast(run)
             if not all(state.ended for state in states):
                 tune_all(run)
         except KeyboardInterrupt:
@@ -235,11 +232,34 @@ def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], swee
     return status
 
 
-def forecast_requests(trials: Sequence[Trial]) -> list[Request]:
-    """One for each trial, or none when `forecast.enabled=false`."""
-    if not trials[0].config.forecast.enabled:
+def start_and_forecast(run: Sweep) -> None:
+    """Start or reach Ray, and forecast every trial: meanwhile, where it is this machine that will train."""
+    cluster = run.states[0].trial.config.cluster
+    here = cluster.address is None
+    run.console.say("Ray starts" if here else "Ray is being reached")
+    with ExitStack() as stack:
+        if here:
+            requests = forecast_requests(run.states, gpus_here() > 0, default_num_workers())
+            forecasts = stack.enter_context(Background(requests))
+        engine.start_ray(cluster)
+        sigterm_interrupts()  # Ray has put a handler of its own
+        if not here:
+            requests = forecast_requests(run.states, engine.num_gpus() > 0, engine.resolve_num_workers(cluster))
+            forecasts = stack.enter_context(Background(requests))
+        run.take_forecasts(forecasts.result(run.waits_for_forecasts))
+
+
+def forecast_requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> list[Request]:
+    """One for each trial, or none when `forecast.enabled=false`.
+
+    Args:
+        cuda: whether the trials will run on GPUs, whatever `forecast.device` says.
+        num_workers: what `cluster.num_workers=null` stands for.
+    """
+    configs = [state.trial.config for state in states if state.trial.config.forecast.enabled]
+    if len(configs) < len(states):
         return []
-    return [Request.of(t.config, t.config.cluster.num_workers or default_num_workers()) for t in trials]
+    return [Request(c, c.cluster.num_workers or num_workers, cuda, capacity_bytes(c, cuda)) for c in configs]
 
 
 def tune_all(run: Sweep) -> None:
