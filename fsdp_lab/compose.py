@@ -15,7 +15,16 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_lab.config import TrialConfig, UserError, all_keys, check_trial, conf_dir, default_num_workers
+from fsdp_lab.config import (
+    ConfigError,
+    TrialConfig,
+    UserError,
+    all_keys,
+    check_forecast,
+    check_trial,
+    conf_dir,
+    default_num_workers,
+)
 from fsdp_lab.config.checks import check_local_capacity, missing_data_message
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
@@ -51,6 +60,8 @@ def register_schema() -> None:
 
 def _per_worker(count: int, *, _root_: DictConfig) -> int:
     """`training.global_batch_size='${per_worker:8}'`: a batch that grows with the workers."""
+    if not str(count).isdecimal():
+        raise ConfigError(f"${{per_worker:{count}}} needs a whole number, for example ${{per_worker:8}}.")
     return int(count) * (OmegaConf.select(_root_, "cluster.num_workers") or default_num_workers())
 
 
@@ -80,6 +91,7 @@ def check(config: TrialConfig) -> None:
     num_workers = config.cluster.num_workers or default_num_workers()
     check_local_capacity(config.cluster, num_workers)
     check_trial(config, num_workers)
+    check_forecast(config)
     missing = missing_data_message(config.data)
     if missing and not config.data.download:
         raise UserError(f"{missing} (data.download=false)")
@@ -104,6 +116,8 @@ def explain(error: BaseException) -> str | None:
     """The message for an error that the command line caused; None for anything else."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error.__cause__, UserError):  # OmegaConf's words around ours
+        return str(error.__cause__)
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):

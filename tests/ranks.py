@@ -75,6 +75,7 @@ def train_all(cases: list[list[str]], folder: str = "") -> list[tuple[list[float
     for overrides in cases:
         losses: list[float] = []
         memo = Memo()
-        train(config(*overrides), Path(folder or "."), memo, losses.extend)
+        with tempfile.TemporaryDirectory() as own:
+            train(config(*overrides), Path(folder or own), memo, losses.extend)
         results.append((losses, memo.told))
     return results

@@ -14,9 +14,10 @@ from tests.conftest import ROOT
 MAY_IMPORT = {
     "config": set(),
     "compose": {"config"},
+    "profile": set(),
     "tracking": {"config"},
-    "training": {"config"},
-    "forecast": {"config", "training"},
+    "training": {"config", "profile"},
+    "forecast": {"config", "profile", "training"},
     "forecast.__main__": {"config", "compose", "forecast", "sweep", "training"},
     "engine": {"config", "training"},
     "sweep": {"config", "compose", "training", "forecast", "engine", "tracking"},

@@ -1,6 +1,7 @@
 """The configuration: every dataclass, enum and rule. Imports nothing of the project and no heavy library."""
 
 from fsdp_lab.config.checks import (
+    check_forecast,
     check_trial,
     cpu_notes,
     default_num_workers,
@@ -13,7 +14,8 @@ from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.schema import TrialConfig
 
 __all__ = [
-    "CombinationError", "ConfigError", "TrialConfig", "UserError", "all_keys", "check_trial", "conf_dir",
+    "CombinationError", "ConfigError", "TrialConfig", "UserError", "all_keys", "check_forecast", "check_trial",
+    "conf_dir",
     "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict", "memory_settings",
     "sharding_notes", "to_dict",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from fsdp_lab.config.schema import (
     Dtype,
     Family,
     Granularity,
+    MemoryProfile,
     OffloadTarget,
     OptimizerImplementation,
     OptimizerName,
@@ -97,7 +98,6 @@ def check_trial(config: TrialConfig, num_workers: int) -> None:
     _check_batch(config, num_workers)
     _check_reshard(config, num_workers)
     _check_precision(config)
-    _check_forecast(config)
     storage = config.cluster.storage_path
     if storage is not None and "://" in storage:
         raise ConfigError(
@@ -239,7 +239,12 @@ def _check_precision(config: TrialConfig) -> None:
         )
 
 
-def _check_forecast(config: TrialConfig) -> None:
+def check_forecast(config: TrialConfig) -> None:
+    """Refuse what is asked of a forecast and cannot be answered here.
+
+    Raises:
+        ConfigError: no capacity is known, or there is to be no forecast.
+    """
     forecast = config.forecast
     for key in ("prune", "largest_microbatch"):
         if getattr(forecast, key) and forecast.capacity_gib is None and not gpus_here():
@@ -308,6 +313,15 @@ def cpu_notes(config: TrialConfig) -> Iterator[str]:
         yield (
             f"offload={config.offload.target.name} has no effect on a CPU: parameters are in host memory "
             "already, and nothing is pinned."
+        )
+
+
+def memory_notes(config: TrialConfig) -> Iterator[str]:
+    """Where a profile is of something else than what trains."""
+    if config.compile and config.memory_profile is not MemoryProfile.off:
+        yield (
+            "compile=true: the step that is followed for the memory profile runs eagerly, so its breakdown and the "
+            "forecast are those of the model without compile; what the compiler fuses is never held."
         )
 
 

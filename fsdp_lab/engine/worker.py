@@ -97,11 +97,20 @@ def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> 
 
 def kind_of(error: BaseException) -> str:
     """`oom`, `peer` (only another rank's failure) or `error`."""
-    from fsdp_lab.training.memory import is_out_of_memory
-
     if is_out_of_memory(error):
         return "oom"
     return "peer" if is_peer_failure(error) else "error"
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On a GPU, in Python, or in PyTorch's allocators for the CPU and for pinned memory, which raise plain
+    RuntimeErrors. Told by names: PyTorch may be what could not be imported."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -29,6 +29,7 @@ from fsdp_lab.config import (
     ConfigError,
     TrialConfig,
     UserError,
+    check_forecast,
     check_trial,
     conf_dir,
     cpu_notes,
@@ -93,6 +94,7 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
 def check(config: TrialConfig) -> None:
     """As for a trial, but for machines that are not this one."""
     check_trial(config, workers(config))
+    check_forecast(config)
 
 
 def workers(config: TrialConfig) -> int:
@@ -131,11 +133,8 @@ def run(plan: Plan, swept: list[str]) -> int:
     console.print(forecast_table(rows, swept))
     tell_allowances(console, found)
     write_csv(folder / "forecast.csv", rows, swept)
-    also = ""
-    if swept:
-        write_plot(folder / "forecast.png", rows, swept)
-        also = "forecast.png, "
-    written = f"{also}{len(set(pages.values()))} timeline page(s)"
+    drawn = "forecast.png, " if swept and write_plot(folder / "forecast.png", rows, swept) else ""
+    written = f"{drawn}{len(list(folder.glob('timeline_*.html')))} timeline page(s)"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
     failed = [f for f in found if f.error]
     for reason in sorted({f.error for f in failed if f.error}):

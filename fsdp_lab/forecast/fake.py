@@ -37,6 +37,7 @@ def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator
     parameter, so its peak is the highest.
     """
     assert not dist.is_initialized(), "a forecast needs a process without a process group of its own"
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with (
@@ -52,6 +53,7 @@ def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator
             yield Ranks(rank=rank, local_rank=rank, world_size=world_size, device=device)
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # a process group puts its own around it, each time
 
 
 def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +82,7 @@ class ValuesOnRequest(TorchDispatchMode):
         if func is _ITEM and not self.in_model:
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
             return 0.0 if _asking() == "_maybe_opt_step" else 1.0
-        if self._is_bookkeeping(func, args, kwargs or {}):
+        if not self.in_model and self._is_bookkeeping(func, args, kwargs or {}):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

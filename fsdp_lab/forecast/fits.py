@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -14,8 +15,7 @@ from fsdp_lab.config.schema import ForecastDevice
 GIB = 2**30
 _ASK_S = 10.0
 
-# What no tensor shows, on CUDA. Assumptions, on the high side, until a GPU says otherwise: benchmarks/memory.py
-# compares them with the allocator and the driver.
+# What no tensor shows, on CUDA. Assumptions, on the high side: no GPU has confirmed them yet.
 CONTEXT_BYTES = 600 * 2**20
 NCCL_BYTES = 512 * 2**20  # buffers of the channels of one communicator; none for a single worker
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
@@ -26,7 +26,7 @@ FRAGMENTATION = 0.05  # of the peak: reserved in blocks that hold nothing
 class Forecast:
     """What one worker will hold, in bytes.
 
-    `peaks`: place -> category -> bytes, with `total`, as in `training.profile`. `allowances`: what no tensor
+    `peaks`: place -> category -> bytes, with `total`, as in `fsdp_lab.profile`. `allowances`: what no tensor
     shows, by name, on the device; `host_allowances` likewise. `capacity_bytes` None: not known.
     `largest_microbatch`: images a worker takes at once, 0 where not even one fits; None: not asked.
     `error`: why there is no forecast; then there are no peaks.
@@ -94,7 +94,9 @@ def gpu_memory() -> int | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = ["-i", visible] if visible else []
+    command = [tool, *which, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
         return min(int(line) for line in out.split()) * 2**20

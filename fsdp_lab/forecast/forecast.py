@@ -6,6 +6,8 @@ forecast is the training code itself, not a model of it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import TrialConfig, UserError, check_trial
-from fsdp_lab.config.schema import Dtype, OffloadTarget
+from fsdp_lab.config.schema import Dtype, OffloadConfig, OffloadTarget
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import Forecast, allowances
+from fsdp_lab.profile import Profile
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.data import as_model_takes_them, image_shape
 from fsdp_lab.training.distributed import Ranks, build_mesh
@@ -28,7 +31,6 @@ from fsdp_lab.training.memory import CUDA_BLOCK_BYTES, TRACKED_STEPS, main_setti
 from fsdp_lab.training.models import model_spec
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
-from fsdp_lab.training.profile import Profile
 from fsdp_lab.training.timeline import write_timeline
 
 _MICROBATCH_LIMIT = 2**20  # where memory does not stop it, the search does
@@ -59,32 +61,38 @@ def forecast(
     found = _weigh(profile, config, num_workers, cuda, capacity_bytes)
     if page is not None:
         what = {"for": "GPUs" if cuda else "CPUs", "workers": str(num_workers), **main_settings(config)}
-        write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
+        with suppress(OSError):  # a full disk costs the page, not the forecast
+            write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
         found = replace(found, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes))
     return found
 
 
 def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, capacity: int | None) -> Forecast:
-    pinned = cuda and config.offload.target is OffloadTarget.cpu
+    pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
     return Forecast(
         cuda,
         num_workers,
         profile.peaks,
         allowances(profile.peaks["device"]["total"], num_workers, cuda),
-        {"rounding of pinned buffers": pinned_rounding(profile)} if pinned else {},
+        {"rounding of pinned buffers": pinned_rounding(profile, pinned)} if cuda else {},
         capacity,
     )
 
 
-def pinned_rounding(profile: Profile) -> int:
+def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
     """Bytes that pinned buffers waste at the host's peak: PyTorch's pinned allocator rounds each up to a power
-    of two. Parameters and gradients are pinned; the optimizer's state is not."""
+    of two.
+
+    Args:
+        pinned: the categories. The loader pins images; `offload=cpu` parameters and gradients, and not the
+            optimizer's state.
+    """
     alive: dict[int, tuple[str, int]] = {}
     for event in profile.events[: profile.peak_index("host") + 1]:
         if event.place == "host":
             alive[event.storage] = (event.category, event.num_bytes)
-    sizes = [size for category, size in alive.values() if category in ("param", "grad") and size]
+    sizes = [size for category, size in alive.values() if category in pinned and size]
     return sum((1 << (size - 1).bit_length()) - size for size in sizes)
 
 
@@ -145,7 +153,7 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
         with torch.device("meta"):
             model: nn.Module = spec.build()
         apply_to_blocks(model, spec.block_class, config)
-        apply_fully_shard(model, spec.block_class, config, build_mesh(config.sharding, ranks))
+        apply_fully_shard(model, spec.block_class, unpinned(config), build_mesh(config.sharding, ranks))
         with fake_tensors() as values:
             try:
                 return _profile(model, config, ranks, values)
@@ -162,7 +170,7 @@ def _profile(model: nn.Module, config: TrialConfig, ranks: Ranks, values: Values
     model = apply_ddp(model, config, ranks.device)
     if isinstance(model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
         model.register_comm_hook(None, allreduce_hook)  # what DDP does in C++, where the fake group has no result
-    _mark_forward(model, values)
+    _mark_forward(model.module if isinstance(model, DistributedDataParallel) else model, values)
 
     optimizer = build_optimizer(model, config, ranks.world_size)
     scaler = build_scaler(config.precision, ranks.device)
@@ -170,13 +178,21 @@ def _profile(model: nn.Module, config: TrialConfig, ranks: Ranks, values: Values
     state = TrainState(model, optimizer, scaler, lr_schedule)
 
     model.train()
-    for _ in range(TRACKED_STEPS):
-        microbatches = fake_microbatches(config, ranks)
-        batch = [tensor for pair in microbatches for tensor in pair]
-        block_bytes = CUDA_BLOCK_BYTES if ranks.device == ACCELERATOR else 1
-        with record_step(model, optimizer, batch, ranks.device, block_bytes) as recorder:
-            train_step(state, microbatches, config, ranks)
+    for _ in range(TRACKED_STEPS - 1):
+        train_step(state, fake_microbatches(config, ranks), config, ranks)
+    microbatches = fake_microbatches(config, ranks)
+    batch = [tensor for pair in microbatches for tensor in pair]
+    block_bytes = CUDA_BLOCK_BYTES if ranks.device == ACCELERATOR else 1
+    with record_step(model, optimizer, batch, ranks.device, block_bytes) as recorder:
+        train_step(state, microbatches, config, ranks)
     return recorder.finish()
+
+
+def unpinned(config: TrialConfig) -> TrialConfig:
+    """The same, but for pinned memory, which a fake tensor cannot have. `pinned_rounding` counts what it costs."""
+    if config.offload.target is not OffloadTarget.cpu:
+        return config
+    return replace(config, offload=OffloadConfig(OffloadTarget.cpu_unpinned))
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

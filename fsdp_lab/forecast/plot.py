@@ -13,8 +13,10 @@ GIB = 2**30
 _MOST_BARS = 40
 
 
-def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
-    """PNG. With several numbers of workers, lines: the first two other keys are colour and dash, the rest are
+def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
+    """PNG; False where there is nothing to show.
+
+    With several numbers of workers, lines: the first two other keys are colour and dash, the rest are
     panels. Otherwise stacked bars, the smallest peaks first."""
     import matplotlib
 
@@ -23,10 +25,11 @@ def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
 
     rows = [row for row in rows if not row.forecast.error]
     if not rows:
-        return
+        return False
     figure = _over_workers(pyplot, rows, swept) if WORKERS in swept else _stacked(pyplot, rows)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+    return True
 
 
 def _over_workers(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +24,10 @@ from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
 LIMIT_S = 300.0  # for one forecast; the largest model here takes some ten seconds
 _SPEAK_S = 15.0  # how often one who waits hears how far it is
 _LOOK_S = 0.5  # how often a wish to stop is looked at
+_UNDONE = (
+    f"the forecast did not end within {LIMIT_S:.0f} s, or its process was killed, most likely for want of memory; "
+    "forecast fewer at once, or go without: forecast.enabled=false in a sweep"
+)
 _IMPORTS_S = 120.0  # for a process to start and import PyTorch, on a busy machine
 
 
@@ -80,33 +87,50 @@ def forecast_all(
     distinct: dict[str, Request] = {}
     for request in requests:
         distinct.setdefault(request.key, request)
-    if not distinct:
-        return []
-    count = min(local_cpus(), len(distinct))
     found: dict[str, Forecast] = {}
-    # spawn: a fork would take over the threads and locks of Ray and MLflow
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_start_worker)
-    try:
-        futures = {pool.submit(_answer, request): key for key, request in distinct.items()}
-        until = time.monotonic() + _IMPORTS_S + LIMIT_S * len(distinct) / count
-        waiting = set(futures)
-        while waiting and time.monotonic() < until and not (stop and stop.is_set()):
-            done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
-            found.update({futures[future]: _result(future, distinct[futures[future]]) for future in done})
-            on_done(len(found), len(distinct))
-    finally:
-        children = list(pool._processes.values()) if pool._processes else []
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in children:
-            child.kill()
-    late = f"the forecast took more than {LIMIT_S:.0f} s"
+
+    def note(key: str, forecast: Forecast) -> None:
+        found[key] = forecast
+        on_done(len(found), len(distinct))
+
+    _in_pool(distinct, min(local_cpus(), len(distinct)), note, stop)
+    # A process that dies takes its pool along, most likely for want of memory: the rest goes one at a time.
+    for key in distinct.keys() - found.keys():
+        _in_pool({key: distinct[key]}, 1, note, stop)
     return [
         # the capacity is no part of what is shared, unless the largest microbatch was asked for
         replace(found[r.key], capacity_bytes=r.capacity_bytes)
         if r.key in found
-        else Forecast(r.cuda, r.num_workers, error=late)
+        else Forecast(r.cuda, r.num_workers, error=_UNDONE)
         for r in requests
     ]
+
+
+def _in_pool(
+    requests: dict[str, Request], processes: int, note: Callable[[str, Forecast], None], stop: threading.Event | None
+) -> None:
+    """Forecast in so many processes; what takes too long, or dies, is not noted."""
+    if not requests or (stop and stop.is_set()):
+        return
+    # spawn: a fork would take over the threads and locks of Ray and MLflow
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_start_worker)
+    children = []
+    try:
+        futures = {pool.submit(_answer, request): key for key, request in requests.items()}
+        children = list(pool._processes.values())
+        until = time.monotonic() + _IMPORTS_S + LIMIT_S * len(requests) / processes
+        waiting = set(futures)
+        while waiting and time.monotonic() < until and not (stop and stop.is_set()):
+            done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+            for future in done:
+                with suppress(BrokenProcessPool):
+                    note(futures[future], future.result())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.kill()
+        for child in children:
+            child.join(timeout=10 * _LOOK_S)
 
 
 class Background:
@@ -120,7 +144,11 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="forecasts", daemon=True)
 
     def _run(self) -> None:
-        self._found = forecast_all(self._requests, self._note, self._stop)
+        try:
+            self._found = forecast_all(self._requests, self._note, self._stop)
+        except Exception as error:  # noqa: BLE001 - no forecast is worth a sweep
+            reason = f"{type(error).__name__}: {error}"
+            self._found = [Forecast(r.cuda, r.num_workers, error=reason) for r in self._requests]
 
     def _note(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -134,7 +162,7 @@ class Background:
         self._thread.join(timeout=10 * _LOOK_S)
 
     def result(self, on_wait: Callable[[int, int], None] = lambda done, total: None) -> list[Forecast]:
-        """Wait for all; `forecast_all` has a limit of its own. Empty when something went wrong in the thread.
+        """Wait for all; `forecast_all` has a limit of its own.
 
         Args:
             on_wait: told from time to time how many of the distinct forecasts are done, of how many.
@@ -150,20 +178,25 @@ def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context here would take memory from those who train
     os.environ["OMP_NUM_THREADS"] = "1"
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)  # the parent was killed, and could not end this
 
 
 def _answer(request: Request) -> Forecast:
+    # What is there by now stays: PyTorch's modules, and what FSDP2's hooks of earlier forecasts hold on to. The
+    # collector need not look at it again and again.
+    gc.freeze()
     try:
         return forecast_one(request)
     except UserError as error:
         return Forecast(request.cuda, request.num_workers, error=str(error))
-
-
-def _result(future: Future[Forecast], request: Request) -> Forecast:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        reason = "the process that forecasts was killed"
-    except Exception as error:  # noqa: BLE001 - a forecast that fails must not end the sweep
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return Forecast(request.cuda, request.num_workers, error=reason)
+    except Exception as error:  # noqa: BLE001 - told in the table; the others go on
+        traceback.print_exception(error)
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        return Forecast(request.cuda, request.num_workers, error=reason)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.training.profile import CATEGORIES
+from fsdp_lab.profile import CATEGORIES
 
 # What a table has room for: the column's name -> the categories in it.
 COLUMNS = {
@@ -60,7 +61,7 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> Table:
         found = row.forecast
         settings = [*row.settings, *([] if "cluster.num_workers" in swept else [str(found.num_workers)])]
         if found.error:
-            table.add_row(*settings, f"[red]{found.error.split(';')[0]}[/]")
+            table.add_row(*settings, f"[red]{escape(found.error.split(';')[0])}[/]")
             continue
         device = found.peaks["device"]
         cells = [found.peak_bytes, *(sum(device.get(c, 0) for c in names) for names in COLUMNS.values())]

@@ -43,18 +43,24 @@ class TrialState:
     def ended(self) -> bool:
         return self.status in ENDED
 
+    def forecast_figures(self) -> dict[str, float]:
+        """What was forecast, in bytes; empty without a forecast."""
+        found = self.forecast
+        if found is None or found.error:
+            return {}
+        figures = {"forecast/peak_bytes": found.peak_bytes, "forecast/needed_bytes": found.needed_bytes}
+        figures |= {"forecast/host_bytes": found.host_bytes} if found.host_bytes else {}
+        figures |= {"forecast/capacity_bytes": found.capacity_bytes} if found.capacity_bytes is not None else {}
+        if found.largest_microbatch is not None:
+            figures["forecast/largest_microbatch"] = found.largest_microbatch
+        return {key: float(value) for key, value in figures.items()}
+
     def figures(self) -> dict[str, float]:
         """The metrics of the last epoch, with what was forecast beside what was measured."""
-        if self.forecast is None or self.forecast.error:
-            return self.metrics
-        figures = {**self.metrics, "forecast/peak_bytes": float(self.forecast.peak_bytes)}
-        if self.forecast.host_bytes:
-            figures["forecast/host_bytes"] = float(self.forecast.host_bytes)
-        if self.forecast.largest_microbatch is not None:
-            figures["forecast/largest_microbatch"] = float(self.forecast.largest_microbatch)
+        figures = {**self.metrics, **self.forecast_figures()}
         measured = self.metrics.get("memory/peak_bytes")
-        if measured:
-            figures["forecast/error"] = self.forecast.peak_bytes / measured - 1
+        if measured and "forecast/peak_bytes" in figures:
+            figures["forecast/error"] = figures["forecast/peak_bytes"] / measured - 1
         return figures
 
     def begin(self) -> None:

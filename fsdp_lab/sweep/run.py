@@ -52,6 +52,11 @@ class Sweep:
         self.write()
 
     def begin(self, number: int) -> None:
+        """A trial gets its run, and its turn."""
+        self._record(number)
+        self.console.say(f"{label(number, self.states)} starts: {run_name(self.states[number].trial, self.swept)}")
+
+    def _record(self, number: int) -> None:
         state = self.states[number]
         trial = state.trial
         state.begin()
@@ -63,7 +68,8 @@ class Sweep:
             trial.folder,
             self.parent,
         )
-        self.console.say(f"{label(number, self.states)} starts: {run_name(trial, self.swept)}")
+        if state.run_id and (forecast := state.forecast_figures()):
+            self.tracker.log_epoch(state.run_id, {"epoch": 0.0, **forecast})
         self.write()
 
     def folder_of(self, number: int) -> Path:
@@ -97,9 +103,7 @@ class Sweep:
             if state.run_id:
                 self.tracker.log_facts(state.run_id, facts)
             for note in facts["notes"]:
-                if note not in self.notes_told:  # each trial's run is tagged with its own; said once a sweep
-                    self.notes_told.add(note)
-                    self.console.say(f"note: {note}")
+                self.say_once(f"note: {note}")  # each trial's run is tagged with its own
         for metrics in read_metrics(folder):
             if metrics["epoch"] <= state.metrics.get("epoch", 0):
                 continue
@@ -124,16 +128,28 @@ class Sweep:
         self.console.say(f"{label(number, self.states)} {status}{took}" + (f": {error}" if error else ""))
         self.write()
 
+    def say_once(self, text: str) -> None:
+        if text not in self.notes_told:
+            self.notes_told.add(text)
+            self.console.say(text)
+
     def waits_for_forecasts(self, done: int, total: int) -> None:
         self.console.say(f"waits for the forecasts: {done} of {total} done; forecast.enabled=false does without them")
 
-    def take_forecasts(self, found: Sequence[Forecast]) -> None:
+    def take_forecasts(self, found: Sequence[Forecast | None]) -> None:
         """Keep what was forecast, and end the trials that are not to be tried: `forecast.prune`."""
-        for number, (state, forecast) in enumerate(zip(self.states, found, strict=False)):  # none where not enabled
+        for number, (state, forecast) in enumerate(zip(self.states, found, strict=True)):
             state.forecast = forecast
+            if forecast is None:
+                continue
             if forecast.error:
                 self.console.say(f"{label(number, self.states)} has no forecast: {forecast.error}")
-        known = [f.peak_bytes for f in found if not f.error]
+            elif forecast.capacity_bytes is None and state.trial.config.forecast.prune:
+                self.say_once(
+                    "forecast.prune=true: how much fits is not known (nvidia-smi does not say), so nothing is left "
+                    "out; set forecast.capacity_gib"
+                )
+        known = [f.peak_bytes for f in found if f and not f.error]
         if known:
             low, high = mib(min(known)), mib(max(known))
             self.console.say(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
@@ -148,13 +164,8 @@ class Sweep:
     def skip(self, number: int, forecast: Forecast) -> None:
         """Record a trial that cannot fit, without starting it."""
         assert forecast.capacity_bytes is not None
-        self.begin(number)
-        figures = {"epoch": 0.0, **self.states[number].figures()}
-        figures["forecast/needed_bytes"] = float(forecast.needed_bytes)
-        figures["forecast/capacity_bytes"] = float(forecast.capacity_bytes)
-        run_id = self.states[number].run_id
-        if run_id:
-            self.tracker.log_epoch(run_id, figures)
+        clear_left_over(self.folder_of(number))  # what another command left there is not this one's result
+        self._record(number)
         self.end(
             number,
             "skipped",
@@ -246,19 +257,18 @@ def start_and_forecast(run: Sweep) -> None:
         if not here:
             requests = forecast_requests(run.states, engine.num_gpus() > 0, engine.resolve_num_workers(cluster))
             forecasts = stack.enter_context(Background(requests))
-        run.take_forecasts(forecasts.result(run.waits_for_forecasts))
+        found = iter(forecasts.result(run.waits_for_forecasts))
+        run.take_forecasts([next(found) if s.trial.config.forecast.enabled else None for s in run.states])
 
 
 def forecast_requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> list[Request]:
-    """One for each trial, or none when `forecast.enabled=false`.
+    """One for each trial, but for those with `forecast.enabled=false`.
 
     Args:
         cuda: whether the trials will run on GPUs, whatever `forecast.device` says.
         num_workers: what `cluster.num_workers=null` stands for.
     """
     configs = [state.trial.config for state in states if state.trial.config.forecast.enabled]
-    if len(configs) < len(states):
-        return []
     return [Request(c, c.cluster.num_workers or num_workers, cuda, capacity_bytes(c, cuda)) for c in configs]
 
 

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config.schema import MemoryProfile as Detail
 from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.profile import CATEGORIES, PLACES, Event, Profile
 from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.profile import CATEGORIES, PLACES, Event, Profile
 
 # Of this process. The first has no optimizer state yet: its profile is kept only until the second has one,
 # for a trial that dies of memory at once.
@@ -246,17 +246,23 @@ class MemoryProfile:
             with record_step(model, optimizer, batch, self.ranks.device) as recorder:
                 yield
         finally:
-            if history:
-                torch.cuda.memory._dump_snapshot(str(self._file("snapshot", "pickle")))
-                torch.cuda.memory._record_memory_history(enabled=None)
             if recorder is not None:
                 self._profile = recorder.finish()
-                try:
-                    self._write(self._profile)
-                except OSError as error:  # a full disk ends a trial where it loses results, not here
-                    print(f"the memory profile could not be written: {error}", flush=True)
+            try:
+                self._write(self._profile)
+                if history:
+                    torch.cuda.memory._dump_snapshot(str(self._file("snapshot", "pickle")))
+            except (OSError, RuntimeError) as error:  # a full disk ends a trial where it loses results, not here
+                print(f"the memory profile could not be written: {error}", flush=True)
+            finally:
+                if history:
+                    torch.cuda.memory._record_memory_history(enabled=None)
+        if self._cuda and self.config.compile:  # dynamo steps aside while a step is followed: that one ran eagerly
+            torch.cuda.reset_peak_memory_stats(self.ranks.device)
 
-    def _write(self, profile: Profile) -> None:
+    def _write(self, profile: Profile | None) -> None:
+        if profile is None:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"step": self._tracked, "rank": self.ranks.rank, "peaks": profile.peaks}
         making = self._file("peaks", "making")
@@ -274,7 +280,7 @@ class MemoryProfile:
 
     def figures(self) -> dict[str, float]:
         """The keys `memory/*`, in bytes. Every rank calls it; the peaks are all-gathered."""
-        if self._tracked < TRACKED_STEPS or self._profile is None:
+        if self._profile is None:
             return {}
         if self._figures is None or self._cuda:  # on CUDA a later step may reach higher
             mine = peak_figures(self._profile.peaks)
@@ -316,7 +322,8 @@ def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:
 
 
 def over_ranks(mine: dict[str, float]) -> dict[str, float]:
-    """`memory/rank<r>/<key>` for the totals of every rank, and `memory/<key>` of the rank with the highest peak."""
+    """`memory/rank<r>/<key>` for the totals of every rank, `memory/<key>` their maximum; the breakdown is that of
+    the rank with the highest peak."""
     everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     highest = max(everyone, key=lambda figures: figures["peak_bytes"])
@@ -325,9 +332,5 @@ def over_ranks(mine: dict[str, float]) -> dict[str, float]:
         for key in ("peak_bytes", "reserved_bytes", "host_peak_bytes"):
             if key in figures:
                 out[f"memory/rank{rank}/{key}"] = figures[key]
+                out[f"memory/{key}"] = max(out.get(f"memory/{key}", 0.0), figures[key])
     return out
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """On a GPU, in Python, or in PyTorch's allocator for the CPU, which raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.training.profile import CATEGORIES, PLACES, Profile
+from fsdp_lab.profile import CATEGORIES, PLACES, Profile
 
 _PLACEHOLDER = "TIMELINE_DATA"
 # Rows of the chart; a step of more events than this is thinned out.

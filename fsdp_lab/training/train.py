@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_lab.config.checks import check_trial, cpu_notes, sharding_notes
+from fsdp_lab.config.checks import check_trial, cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.schema import TrialConfig
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data
@@ -131,5 +131,5 @@ def _facts(
         "data_num_train": num_train,
         "data_num_val": num_val,
         "resumed_from": str(resumed_from) if resumed_from else None,
-        "notes": [*sharding_notes(config), *(cpu_notes(config) if on_cpu else ())],
+        "notes": [*sharding_notes(config), *memory_notes(config), *(cpu_notes(config) if on_cpu else ())],
     }

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.config import CombinationError, ConfigError, memory_settings
+from fsdp_lab.config import CombinationError, ConfigError, check_forecast, memory_settings
 from fsdp_lab.config.schema import ForecastConfig, ForecastDevice
 from fsdp_lab.forecast import forecast as module
-from fsdp_lab.forecast.fits import GIB, Forecast, allowances
+from fsdp_lab.forecast import run
+from fsdp_lab.forecast.fits import GIB, Forecast, allowances, gpu_memory
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
 from fsdp_lab.forecast.run import Background, Request, forecast_all
-from fsdp_lab.training.profile import Event, Profile
+from fsdp_lab.profile import Event, Profile
 from tests.ranks import config
 
 # model=mlp: 1024 -> 1024 -> 10, so two weights and two biases
@@ -72,7 +78,27 @@ def test_the_device_is_counted_in_the_allocators_blocks():
 def test_pinned_buffers_are_rounded_up_to_a_power_of_two():
     sizes = [("param", 1000), ("grad", 4096), ("optimizer", 3000), ("param", 5)]
     events = [Event(i, "host", category, size, "", "forward") for i, (category, size) in enumerate(sizes)]
-    assert pinned_rounding(Profile(events, begun=0)) == 24 + 0 + 3
+    assert pinned_rounding(Profile(events, begun=0), ("param", "grad")) == 24 + 0 + 3
+    assert pinned_rounding(Profile(events, begun=0), ("optimizer",)) == 4096 - 3000
+
+
+def test_what_is_pinned_is_the_batch_and_with_offload_the_shards():
+    def rounding(*words: str) -> dict[str, int]:
+        return forecast(config("model=mlp", *words), 2, cuda=True).host_allowances
+
+    (batch,) = rounding("offload=none").values()
+    assert batch == 0, "16 images of 4 KiB and 16 labels of 8 bytes are powers of two as they are"
+    assert rounding("offload=cpu_unpinned") == rounding("offload=none")
+    (shards,) = rounding("offload=cpu").values()
+    odd = 5 * 1024 * 4  # of the four shards only the head's weight and bias are no power of two
+    assert shards == 2 * ((32768 - odd) + (32 - 20)), "parameters and gradients"
+    assert forecast(config("model=mlp"), 2, cuda=False).host_allowances == {}
+
+
+def test_a_machine_with_a_gpu_forecasts_offload_too(monkeypatch: pytest.MonkeyPatch):
+    there = forecast_profile(config("offload=cpu"), 2, cuda=True).peaks
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert forecast_profile(config("offload=cpu"), 2, cuda=True).peaks == there
 
 
 def test_a_thousand_workers():
@@ -143,7 +169,6 @@ def test_a_model_that_needs_real_values_is_told_the_operation(monkeypatch: pytes
         (["forecast.capacity_gib=-1"], 2, "forecast.capacity_gib=-1"),
         (["sharding.dp_replicate=3"], 8, "sharding.dp_replicate=3 does not divide cluster.num_workers=8"),
         ([], 1024, "training.global_batch_size=32 is not divided by"),
-        (["forecast.prune=true", "forecast.enabled=false", "forecast.capacity_gib=1"], 2, "forecast.enabled=true"),
     ],
 )
 def test_bad_input_is_refused_with_its_key(words: list[str], workers: int, named: str):
@@ -153,10 +178,29 @@ def test_bad_input_is_refused_with_its_key(words: list[str], workers: int, named
 
 def test_pruning_without_a_capacity_is_refused_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match=r"forecast\.capacity_gib=80"):
-        forecast_profile(config("forecast.prune=true"), 2, cuda=False)
+    for key in ("prune", "largest_microbatch"):
+        with pytest.raises(ConfigError, match=r"forecast\.capacity_gib=80"):
+            check_forecast(config(f"forecast.{key}=true"))
+    with pytest.raises(ConfigError, match=r"forecast\.enabled=true"):
+        check_forecast(config("forecast.prune=true", "forecast.enabled=false", "forecast.capacity_gib=1"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert forecast_profile(config("forecast.prune=true"), 2, cuda=False).peaks
+    check_forecast(config("forecast.prune=true"))
+
+
+def test_the_capacity_is_the_gpus_own_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A stand-in for the driver's tool, which cannot exist here: it says what the real one prints."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$2" = "0,1" ] && echo 81559 && echo 2\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    gpu_memory.cache_clear()
+    words = ("model=mlp", "training.global_batch_size=2", "forecast.prune=true", "forecast.largest_microbatch=true")
+    (found,) = forecast_all([Request.of(config(*words), 1)])
+    gpu_memory.cache_clear()
+    assert found.error is None and found.cuda
+    assert found.capacity_bytes == 2 * 2**20, "the smallest"
+    assert found.fits is False and found.largest_microbatch == 0
 
 
 def test_trials_that_share_the_figures_share_a_forecast():
@@ -171,10 +215,12 @@ def test_trials_that_share_the_figures_share_a_forecast():
         "optimizer.weight_decay=0.1", "training.max_grad_norm=1", "precision=bf16", "training.global_batch_size=64",
         "activation_checkpointing=full", "optimizer=sgd", "sharding=root", "model=mlp", "offload=cpu",
         "reshard_after_forward=never", "training.grad_accum_steps=2", "optimizer.implementation=foreach",
+        "optimizer.momentum=0.9", "precision.loss_scaling=true", "data=synthetic",
     ],
 )  # fmt: skip
 def test_trials_that_do_not_share_the_figures_have_their_own(word: str):
     assert memory_settings(config(word), 2) != memory_settings(config(), 2)
+    assert memory_settings(config(), 2) != memory_settings(config(), 4)
 
 
 def test_many_are_forecast_once_each_and_come_back_in_their_order():
@@ -194,18 +240,63 @@ def test_one_that_cannot_be_forecast_leaves_the_others_alone():
     assert second.error is None
 
 
+def forecasters() -> list[psutil.Process]:
+    """The processes of a pool that this one started."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+def test_a_forecast_process_that_is_killed_costs_nothing_but_time():
+    trials = [config("model=vit_tiny", f"training.global_batch_size={2 * n}") for n in range(1, 7)]
+    killed: list[int] = []
+
+    def kill_one(done: int, total: int) -> None:
+        if not killed:
+            killed.append(forecasters()[0].pid)
+            psutil.Process(killed[0]).kill()
+
+    found = forecast_all([Request.of(trial, 2) for trial in trials], kill_one)
+    assert killed
+    assert [forecast.error for forecast in found] == [None] * 6
+    assert forecasters() == []
+
+
+def test_forecasters_end_with_a_parent_that_is_killed():
+    code = (
+        "from tests.ranks import config; from fsdp_lab.forecast.run import Request, forecast_all\n"
+        "if __name__ == '__main__':\n"
+        "    forecast_all([Request.of(config('model=vit_l_16', f'training.global_batch_size={2*n}'), 2) "
+        "for n in range(1, 9)])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        end = time.monotonic() + 30
+        while not (children := forecasters()):
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        time.sleep(2)
+        parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+
+
+def test_a_thread_that_fails_is_told_for_each(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(run, "_in_pool", fail)
+    with Background([Request.of(config(), 2)] * 2) as forecasts:
+        found = forecasts.result()
+    assert [forecast.error for forecast in found] == ["OSError: no more processes"] * 2
+
+
 def test_forecasts_that_are_no_longer_wanted_end_at_once():
-    import time
-
-    import psutil
-
     heavy = [config("model=vit_l_16", f"training.global_batch_size={2 * n}") for n in range(1, 9)]
     with Background([Request.of(trial, 2) for trial in heavy]):
         time.sleep(2)
         begun = time.monotonic()
     assert time.monotonic() - begun < 5
     time.sleep(1)
-    assert not [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+    assert forecasters() == []
 
 
 def test_auto_is_for_cpus_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):

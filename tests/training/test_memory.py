@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.training.profile import CATEGORIES, Event, Holder, Profile
+from fsdp_lab.profile import CATEGORIES, Event, Holder, Profile
 from tests.ranks import Memo, config, run_ranks, train_all
 
 
@@ -115,10 +115,15 @@ def test_off_leaves_nothing():
     assert not [key for key in told[-1] if key.startswith("memory/")]
 
 
+def test_a_run_of_one_step_has_figures_too():
+    ((told, _),) = run_ranks(1, leftover, ["memory_profile=peaks", "training.max_steps=1"])
+    assert told[-1]["memory/peak_bytes"] > told[-1]["memory/param_bytes"] > 0
+
+
 def run_out(words: list[str]) -> dict[str, Any]:
     """Train with little more memory than this process has now."""
+    from fsdp_lab.engine.worker import is_out_of_memory
     from fsdp_lab.training import train
-    from fsdp_lab.training.memory import is_out_of_memory
 
     with tempfile.TemporaryDirectory() as folder:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

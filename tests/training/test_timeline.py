@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.profile import CATEGORIES, Event, Profile
 from fsdp_lab.training import timeline
-from fsdp_lab.training.profile import CATEGORIES, Event, Profile
 from fsdp_lab.training.timeline import write_timeline
 
 # Two storages from before the step; then one changes its category, one its size and place.

@@ -1,0 +1,54 @@
+"""How a trial's end is told from what its workers left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_lab.engine import job
+from fsdp_lab.engine.files import clear_left_over, read_outcome
+from fsdp_lab.engine.worker import kind_of, record_failure
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "oom"),
+        (MemoryError(), "oom"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+            "oom",
+        ),
+        (RuntimeError("CUDA error: out of memory"), "oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:9"), "peer"),
+        (ValueError("out of memory of what I said"), "error"),
+    ],
+)
+def test_kinds_of_failure(error: BaseException, kind: str):
+    assert kind_of(error) == kind
+
+
+def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ray's part stands in: what is looked at is what is made of the failures that it leaves."""
+
+    def fit(_: job.Job) -> None:
+        record_failure(tmp_path, 1, RuntimeError("Connection reset by peer"), "peer")
+        record_failure(tmp_path, 0, torch.OutOfMemoryError("CUDA out of memory"), "oom")
+        raise RuntimeError("a worker failed")
+
+    monkeypatch.setattr(job, "fit", fit)
+    job.run_job(job.Job({}, str(tmp_path), 2, False, "."))
+    outcome = read_outcome(tmp_path)
+    assert outcome is not None
+    assert outcome.status == "oom" and outcome.error == "rank 0: OutOfMemoryError: CUDA out of memory"
+
+
+def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
+    for name in ("memory_peaks_rank0.json", "memory_timeline_rank1.html", "model.pt"):
+        (tmp_path / name).write_text(json.dumps({}))
+    clear_left_over(tmp_path)
+    assert list(tmp_path.iterdir()) == []
