@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -188,9 +187,6 @@ def _end_with(parent: int) -> None:
 
 
 def _answer(request: Request) -> Forecast:
-    # What is there by now stays: PyTorch's modules, and what FSDP2's hooks of earlier forecasts hold on to. The
-    # collector need not look at it again and again.
-    gc.freeze()
     try:
         return forecast_one(request)
     except UserError as error:

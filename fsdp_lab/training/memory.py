@@ -12,12 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._guards import active_fake_mode
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.fsdp import FSDPModule
@@ -209,9 +212,27 @@ def record_step(
         recorder = _Recorder(device=device, block_bytes=block_bytes)
         recorder.track_external(model, optimizer)
     recorder.follow(batch)
-    with _GlooOnCopies(), recorder:
+    with _hooks_taken_away(), _GlooOnCopies(), recorder:
         recorder.profile.begun = len(recorder.profile.events)
         yield recorder
+
+
+@contextmanager
+def _hooks_taken_away() -> Iterator[None]:
+    """PyTorch's tracker of modules leaves its hooks on the graph, where they keep the whole model alive for good:
+    Python's collector does not see cycles that go through C++."""
+    handles = []
+
+    def register(*args: Any, **kwargs: Any) -> Any:
+        handles.append(register_multi_grad_hook(*args, **kwargs))
+        return handles[-1]
+
+    with mock.patch.object(mod_tracker, "register_multi_grad_hook", register):
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class MemoryProfile:

@@ -73,7 +73,7 @@ def test_a_model_of_real_size_is_forecast_to_the_byte(words: list[str]):
 
 @pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="half an hour: set FSDP_LAB_EVERY=1")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("model", "step"), [("mlp", 1), ("vit_tiny", 1), ("vit_b_16", 9)])
+@pytest.mark.parametrize(("model", "step"), [("mlp", 1), ("vit_tiny", 1), ("vit_b_16", 25)])
 def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int):
     batch = 4 if model == "vit_b_16" else 32
     cases = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -297,6 +298,17 @@ def test_forecasts_that_are_no_longer_wanted_end_at_once():
     assert time.monotonic() - begun < 5
     time.sleep(1)
     assert forecasters() == []
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "per_block"])
+def test_a_followed_step_leaves_no_model_behind(sharding: str):
+    def blocks() -> int:
+        gc.collect()
+        return sum(type(thing).__name__.endswith("EncoderBlock") for thing in gc.get_objects())
+
+    before = blocks()
+    forecast_profile(config(f"sharding={sharding}", "training.grad_accum_steps=2"), 2, cuda=False)
+    assert blocks() == before
 
 
 def test_auto_is_for_cpus_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
