@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from typing import Any, NoReturn
@@ -21,9 +22,22 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:
-        sys.exit(130)
+        end_interrupted()
+    except SystemExit as end:
+        if end.code == 130:
+            end_interrupted()
+        raise
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)
+
+
+def end_interrupted() -> NoReturn:
+    """Leave with 130 after everything that is registered for the end: Ray's native threads, interrupted in the
+    middle of their start, would crash the interpreter as it takes itself down."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def run_single(cfg: Any) -> None:

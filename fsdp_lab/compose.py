@@ -161,6 +161,8 @@ def _composition(error: BaseException) -> str:
             return f"{key} is not a key. {_valid(key)}"
     if found := re.search(r"Error merging override ([^=]+)=(\S*)", text):
         remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "")
+        if not found[2]:
+            remedy += "; it is empty: put what holds a $ into single quotes, for the shell takes it"
         return f"{found[1]}={found[2]}: {_cut(cause).rstrip('.')}{remedy}."
     if "Ambiguous value for argument" in text or "requires --multirun" in text:
         given = re.search(r"(?:argument|parameters) '([^']+)'", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +102,9 @@ def no_ray(address: str, error: Exception) -> UserError:
 
 def stop_ray() -> None:
     """Leave Ray; a Ray that was started here ends with all its processes."""
-    import ray
-
-    ray.shutdown()
+    shutdown = getattr(sys.modules.get("ray"), "shutdown", None)
+    if shutdown is not None:  # else Ctrl-C came while Ray was being imported
+        shutdown()
 
 
 def num_gpus() -> int:

@@ -4,11 +4,23 @@ python -m fsdp_lab.forecast                                     one configuratio
 python -m fsdp_lab.forecast model=vit_l_16 cluster.num_workers=8 forecast.device=cuda forecast.capacity_gib=80 -m
 
 Needs no GPU, no Ray and no weights. -m forecasts every cell of a grid, the same one that a sweep would run.
-Its own keys:
+Not named, a configuration is vit_tiny on digits, 64 images in all; training.global_batch_size='${per_worker:16}'
+gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` every key. Its own keys:
   forecast.device              auto (GPUs where this machine has any), cpu, cuda
   forecast.capacity_gib        memory of one device: adds whether it fits
   forecast.largest_microbatch  true: the most images that one worker could take at once
   forecast.folder              where the CSV and the timelines go; null: outputs/forecast/<date>/<time>
+  forecast.prune, forecast.enabled   for sweeps: leave out what cannot fit; forecast at all
+
+The table, for the worker that holds most, when it holds most:
+  peak         all tensors at once: the sum of the columns that follow
+  params       its shard of the parameters           optimizer    its shard of the optimizer's state
+  grads        gradients, sharded or whole           gathered     parameters put together for use, and what they come in
+  activations  what the forward pass keeps, the batch on a GPU, and under DDP the buckets of gradients
+  rest         temporaries, reduce buffers, the batch
+  needs        the peak with what no tensor shows (GPUs): context, NCCL, workspaces, fragmentation
+  host         what lies in host memory while a GPU computes
+  fits         whether `needs` is within the capacity
 """
 
 from __future__ import annotations
@@ -57,6 +69,7 @@ def main() -> int:
         plan, swept = plan_forecasts(overrides, multirun)
         return run(plan, swept)
     except KeyboardInterrupt:
+        print("fsdp_lab.forecast: interrupted; no table was written, only the pages of what was done", file=sys.stderr)
         return 130
     except Exception as error:
         message = explain(error)
@@ -118,7 +131,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     except OSError as error:
         raise UserError(f"forecast.folder={folder}: {error.strerror}; name a folder that can be written.") from error
     requests = [Request.of(t.config, workers(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
-    tell_what(console, requests)
+    tell_what(console, plan.trials, requests, swept)
     found = [forecast_one(requests[0])] if len(requests) == 1 else with_progress(console, requests)
 
     pages: dict[str, Path | None] = {}
@@ -149,8 +162,17 @@ def with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
         return forecast_all(requests, lambda done, total: progress.update(task, completed=done))
 
 
-def tell_what(console: Console, requests: list[Request]) -> None:
+def tell_what(console: Console, trials: list[Trial], requests: list[Request], swept: list[str]) -> None:
     """What the figures are about, and what in the configuration they do not see."""
+    groups = ("model", "sharding", "precision", "offload", "reshard_after_forward", "optimizer")
+    fixed = [f"{group}={trials[0].choices[group]}" for group in groups if group not in swept]
+    sizes = sorted(
+        {t.config.training.global_batch_size // r.num_workers for t, r in zip(trials, requests, strict=True)}
+    )
+    images = sorted({(t.config.model.image_size, t.config.model.num_channels) for t in trials})
+    fixed.append(f"{' or '.join(map(str, sizes))} images a worker and step")
+    fixed.append(f"of {' or '.join(f'{size}x{size}x{channels}' for size, channels in images)}")
+    console.print(f"{len(trials)} setting(s): {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)
     kind = "GPUs" if cuda else "CPUs; forecast.device=cuda forecasts for GPUs"
     console.print(f"for {kind}; the second optimizer step of the fullest worker", highlight=False)
@@ -159,6 +181,8 @@ def tell_what(console: Console, requests: list[Request]) -> None:
         notes.append(
             "compile=true is forecast as eager: what the compiler fuses is not held, so this is an upper bound."
         )
+    if not cuda and any(request.capacity_bytes for request in requests):
+        notes.append("the capacity is compared with a CPU worker's tensors; for GPUs add forecast.device=cuda.")
     for note in dict.fromkeys(notes):
         console.print(f"note: {note}", highlight=False, markup=False)
 

@@ -6,6 +6,7 @@ forecast is the training code itself, not a model of it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -148,7 +149,8 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
     """
     check_trial(config, num_workers)
     device = ACCELERATOR if cuda else HOST
-    with fake_world(num_workers, device, rank) as ranks:
+    with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run
         spec = model_spec(config.model)
         with torch.device("meta"):
             model: nn.Module = spec.build()

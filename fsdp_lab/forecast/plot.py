@@ -64,13 +64,12 @@ def _over_workers(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any
         if capacity:
             axis.axhline(capacity / GIB, color="black", linewidth=0.8)
             axis.annotate(f"capacity {capacity / GIB:g} GiB", (1, capacity / GIB), va="bottom", fontsize=8)
-        axis.set(
-            xscale="log", ylim=(0, None), title=" ".join(f"{k}={v}" for k, v in zip(panel_keys, panel, strict=True))
-        )
+        axis.set(xscale="log", title=" ".join(f"{k}={v}" for k, v in zip(panel_keys, panel, strict=True)))
         ticks = sorted({row.forecast.num_workers for row in rows})
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
+    axes.flat[0].set_ylim(bottom=0)  # of all, once everything is drawn
     for axis in list(axes.flat)[len(panels) :]:
         axis.axis("off")
     for axis in axes[-1]:

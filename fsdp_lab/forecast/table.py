@@ -43,7 +43,8 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> Table:
     """One line a configuration: the peak of a device, what it is made of, and whether it fits."""
     having = [row.forecast for row in rows if not row.forecast.error]
     highest = max((f.peak_bytes for f in having), default=0)
-    unit, divisor = next((name, size) for name, size, at_least in _UNITS if highest >= at_least)
+    asked_in_gib = any((f.capacity_bytes or 0) >= 2**30 for f in having)
+    unit, divisor = next((name, size) for name, size, at_least in _UNITS if highest >= at_least or asked_in_gib)
     host = any(f.host_bytes for f in having)
     capacity = any(f.capacity_bytes is not None for f in having)
     asked = any(f.largest_microbatch is not None for f in having)

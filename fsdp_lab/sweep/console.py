@@ -9,6 +9,7 @@ from types import TracebackType
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from fsdp_lab.sweep.results import TrialState, setting
 
@@ -89,10 +90,10 @@ class Console:
             table.add_row(
                 str(number),
                 *(str(setting(state.trial, key)) for key in self.swept),
-                f"[{_STYLE[state.status]}]{state.status}[/]",
+                Text(state.status, style=_STYLE[state.status]),  # no markup: a line said above the table turns it off
                 _number(state, "epoch", "{:.0f}"),
                 *(
-                    f"[bold green]{text}[/]" if best.get(key) == number else text
+                    Text(text, style="bold green" if best.get(key) == number else "")
                     for key, text in (
                         ("train/loss", _number(state, "train/loss", "{:.4f}")),
                         ("val/loss", _number(state, "val/loss", "{:.4f}")),
