@@ -124,9 +124,9 @@ def test_fits_compares_all_that_is_needed_with_the_capacity():
     assert Forecast(True, 1, peaks, {"context": 301}).fits is None
 
 
-@pytest.mark.parametrize(("cuda", "capacity"), [(False, 20 * 2**20), (True, 2 * GIB), (False, 123_456_789)])
+@pytest.mark.parametrize(("cuda", "capacity"), [(False, 40 * 2**20), (True, 2 * GIB), (False, 123_456_789)])
 def test_the_largest_microbatch_fits_and_the_next_does_not(cuda: bool, capacity: int):
-    trial = config("training.grad_accum_steps=2")
+    trial = config("model=mlp", "training.grad_accum_steps=2")
     most = forecast(trial, 2, cuda, capacity, largest=True).largest_microbatch
     assert most
 

@@ -100,6 +100,21 @@ def test_an_interrupt_ends_it_in_time_and_leaves_nothing_running(tmp_path: Path,
     assert run.info.status == "KILLED" and run.data.tags["status"] == "interrupted"
 
 
+@pytest.mark.parametrize("after_s", [1.0, 3.0])
+def test_an_interrupt_while_ray_starts_and_trials_are_forecast_ends_it_in_order(tmp_path: Path, after_s: float):
+    """Seconds after `Ray starts`: while Ray is imported, while it starts, while forecasts run."""
+    with started(tmp_path, *LONG, "sharding=root,per_block", "-m") as process:
+        assert process.stdout
+        said = ""
+        while "Ray starts" not in said:
+            said += process.stdout.readline()
+        time.sleep(after_s)
+        press_ctrl_c(process)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, said + stdout + stderr
+    assert "Traceback" not in stdout + stderr
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A file system of 6 MB: room for MLflow's store and a checkpoint or two."""

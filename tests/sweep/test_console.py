@@ -1,0 +1,25 @@
+"""The live table, as a terminal shows it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+
+from fsdp_lab.sweep.console import Console
+from fsdp_lab.sweep.results import TrialState
+
+
+def test_a_line_said_above_the_table_leaves_its_styles_alone(compose_trial: Callable[..., object]):
+    shown = io.StringIO()
+    console = Console([TrialState(compose_trial([], 0))], [])  # type: ignore[arg-type]
+    console.rich = RichConsole(file=shown, force_terminal=True, width=160)
+    console.live = Live(console=console.rich, auto_refresh=False)
+    with console:
+        console.update()
+        console.say("a [bold]line[/] of somebody's")
+        console.update()
+    assert "waiting" in shown.getvalue() and "[dim]" not in shown.getvalue()
+    assert "a [bold]line[/] of somebody's" in shown.getvalue()
