@@ -71,7 +71,7 @@ STEPS = ("training.max_steps=3",)
     ids=lambda words: " ".join(words[:2]),
 )
 def test_following_a_step_changes_nothing_that_is_learned(words: list[str]):
-    off, peaks = (run_ranks(2, train_all, [[*words, *STEPS, f"memory_profile={p}"]])[0][0] for p in ("off", "peaks"))
+    off, peaks = run_ranks(2, train_all, [[*words, *STEPS, f"memory_profile={p}"] for p in ("off", "peaks")])[0]
     assert off[0] == peaks[0], "the losses, to the bit"
     assert off[1][-1]["val/loss"] == peaks[1][-1]["val/loss"]
 
