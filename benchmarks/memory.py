@@ -21,24 +21,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.keep import Keep
+
 MOST_STEP_TIME = 1.01
 MOST_SECONDS = {"vit_tiny": 1.5, "vit_l_16": 8.0}
 _STEPS = 60
 _LIMIT_S = 900
 _FORECASTS = {"vit_tiny": 7, "vit_l_16": 3}
-
-
-class Keep:
-    """A reporter that keeps the last metrics."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-
-    def facts(self, facts: dict[str, Any]) -> None:
-        pass
-
-    def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
-        self.metrics = metrics
 
 
 def step_times(rounds: int) -> list[tuple[float, float]]:

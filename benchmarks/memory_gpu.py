@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.keep import Keep
 from fsdp_lab.config import TrialConfig, check_trial
 from fsdp_lab.config.schema import Dtype
 from fsdp_lab.forecast.fits import gpu_memory
@@ -70,19 +71,6 @@ def config_of(case: dict[str, str], batch: int, steps: int, workers: int) -> Tri
     config = read_config(None, words)
     check_trial(config, workers)
     return config
-
-
-class Keep:
-    """A reporter that keeps the last metrics."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-
-    def facts(self, facts: dict[str, Any]) -> None:
-        pass
-
-    def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
-        self.metrics = metrics
 
 
 def measure_all(configs: list[TrialConfig], out: Path) -> None:

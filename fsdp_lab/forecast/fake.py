@@ -31,10 +31,10 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 @contextmanager
 def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator[Ranks]:
-    """Rank 0 of a process group whose other ranks do not exist.
+    """One rank of a process group whose other ranks do not exist.
 
-    No message is sent: a collective leaves its output as it is. Rank 0 holds the largest shard of every
-    parameter, so its peak is the highest.
+    No message is sent: a collective leaves its output as it is. By default the rank is the first, which holds
+    the largest shard of every parameter.
     """
     assert not dist.is_initialized(), "a forecast needs a process without a process group of its own"
     hook = sys.excepthook

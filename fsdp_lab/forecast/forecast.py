@@ -138,7 +138,7 @@ def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capaci
 
 
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
-    """What rank 0 of `num_workers` would hold through its second optimizer step.
+    """What one rank of `num_workers` would hold through its second optimizer step.
 
     Args:
         cuda: on GPUs: the device and the host apart, the device in the allocator's blocks. Otherwise on CPUs.
