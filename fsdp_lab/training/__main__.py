@@ -100,4 +100,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Gloo's threads may outlive the interpreter, and then abort a process that has done its work.
+    os._exit(status)

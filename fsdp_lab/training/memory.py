@@ -162,6 +162,11 @@ class _GlooOnCopies(TorchDispatchMode):
 
     _ONE_TENSOR = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
     _ALL_REDUCE = torch.ops.c10d.allreduce_.default
+    _FUNCTIONAL = (
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -171,6 +176,8 @@ class _GlooOnCopies(TorchDispatchMode):
             _wait(func(reached, given.clone(), *rest, **kwargs))
             output.copy_(reached)
             return output, FakeWork().boxed()  # waited for: a second wait would show gloo's own buffers
+        if func in self._FUNCTIONAL and args[0].device.type == "cpu":  # DTensor's: the norm of clipped gradients
+            return torch.ops._c10d_functional.wait_tensor(func(*args, **kwargs)).clone()
         if func is self._ALL_REDUCE and args[0][0].device.type == "cpu":
             tensors, *rest = args
             if tensors[0].dtype is torch.float32:

@@ -17,6 +17,7 @@ PLATFORM = ("ray", "hydra", "omegaconf", "mlflow")
 # What `-m fsdp_lab.training` runs, and then a look at what that brought in.
 SCRIPT = f"""
 import os, runpy, sys
+os._exit = sys.exit
 try:
     runpy.run_module("fsdp_lab.training", run_name="__main__", alter_sys=True)
 except SystemExit as ended:
