@@ -15,5 +15,8 @@ class Keep:
     def facts(self, facts: dict[str, Any]) -> None:
         pass
 
+    def step(self, step: int) -> None:
+        pass
+
     def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
         self.metrics = metrics

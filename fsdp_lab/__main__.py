@@ -9,14 +9,17 @@ from typing import Any, NoReturn
 
 import hydra
 
-from fsdp_lab.compose import check, explain, register_schema, single_trial
-from fsdp_lab.config import conf_dir
+from fsdp_lab.compose import Trial, check, explain, register_schema, single_trial
+from fsdp_lab.config import UserError, conf_dir
 
 
 def main() -> None:
     """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input) or 130 (interrupted)."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
-    sys.argv[1:] = multirun_first(sys.argv[1:])
+    try:
+        sys.argv[1:] = multirun_first(resume_first(sys.argv[1:]))
+    except UserError as error:
+        leave(error)
     register_schema()
     app = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_single)
     try:
@@ -45,13 +48,31 @@ def run_single(cfg: Any) -> None:
     try:
         trial = single_trial(cfg)
         check(trial.config)
-        from fsdp_lab.sweep.run import run_trials
-
-        status = run_trials([trial], trial.folder, [], sweep=False)
+        status = run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
     if status:
         sys.exit(status)
+
+
+def run_alone(trial: Trial) -> int:
+    """A trial with no sweep around it; its exit status."""
+    from fsdp_lab.sweep.record import Record, locked, read_record
+    from fsdp_lab.sweep.results import TrialState
+    from fsdp_lab.sweep.resume import check_unchanged, resumed_states
+    from fsdp_lab.sweep.run import run_trials
+
+    folder, resumed = trial.folder, trial.config.resume is not None
+    with locked(folder, "hydra.run.dir"):
+        if resumed:
+            record = read_record(folder)
+            states = resumed_states([trial], folder, trial.config)
+            check_unchanged(record, states, folder, trial.config)
+        else:
+            record = Record.of(sys.argv[1:], multirun=False)
+            record.write(folder)
+            states = [TrialState(trial)]
+        return run_trials(None, states, trial, folder, [], record, resumed)
 
 
 def leave(error: Exception) -> NoReturn:
@@ -61,6 +82,18 @@ def leave(error: Exception) -> NoReturn:
         raise error
     print(f"fsdp_lab: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def resume_first(arguments: list[str]) -> list[str]:
+    """With `resume=...` the command line that it stands for, typed where that was typed; else the same."""
+    if not any(a.startswith("resume=") for a in arguments):
+        return arguments
+    from fsdp_lab.sweep.resume import resume_arguments
+
+    meant, launched_in = resume_arguments(arguments)
+    if os.path.isdir(launched_in):
+        os.chdir(launched_in)
+    return meant
 
 
 def multirun_first(arguments: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ from fsdp_lab.config import (
     check_trial,
     conf_dir,
     default_num_workers,
+    workers_of,
 )
 from fsdp_lab.config.checks import check_local_capacity, missing_data_message
 
@@ -62,7 +63,9 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
     """`training.global_batch_size='${per_worker:8}'`: a batch that grows with the workers."""
     if not str(count).isdecimal():
         raise ConfigError(f"${{per_worker:{count}}} needs a whole number, for example ${{per_worker:8}}.")
-    return int(count) * (OmegaConf.select(_root_, "cluster.num_workers") or default_num_workers())
+    alone = str(OmegaConf.select(_root_, "engine")) in ("inline", "Engine.inline")
+    default = 1 if alone else default_num_workers()
+    return int(count) * (OmegaConf.select(_root_, "cluster.num_workers") or default)
 
 
 def typed_config(cfg: DictConfig) -> TrialConfig:
@@ -88,7 +91,7 @@ def check(config: TrialConfig) -> None:
         ConfigError: see `fsdp_lab.config.check_trial`.
         UserError: images that are not there and may not be downloaded.
     """
-    num_workers = config.cluster.num_workers or default_num_workers()
+    num_workers = workers_of(config)
     check_local_capacity(config.cluster, num_workers)
     check_trial(config, num_workers)
     check_forecast(config)

@@ -54,6 +54,9 @@ class Memo:
     def facts(self, facts: dict[str, Any]) -> None:
         self.known = facts
 
+    def step(self, step: int) -> None:
+        pass
+
     def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
         self.told.append(dict(metrics))
 

@@ -7,7 +7,10 @@ from fsdp_lab.config.checks import (
     default_num_workers,
     effective_settings,
     memory_settings,
+    objectives,
     sharding_notes,
+    stops_on,
+    workers_of,
 )
 from fsdp_lab.config.convert import all_keys, conf_dir, flatten, from_dict, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
@@ -17,5 +20,5 @@ __all__ = [
     "CombinationError", "ConfigError", "TrialConfig", "UserError", "all_keys", "check_forecast", "check_trial",
     "conf_dir",
     "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict", "memory_settings",
-    "sharding_notes", "to_dict",
+    "objectives", "sharding_notes", "stops_on", "to_dict", "workers_of",
 ]  # fmt: skip

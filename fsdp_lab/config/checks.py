@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 from fsdp_lab.config.convert import flatten, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.schema import (
+    RESUME_KEYS,
     ClusterConfig,
     DataConfig,
     DataName,
     Dtype,
+    Engine,
     Family,
     Granularity,
     MemoryProfile,
@@ -23,6 +27,7 @@ from fsdp_lab.config.schema import (
     OptimizerImplementation,
     OptimizerName,
     ReshardPolicy,
+    SchedulerName,
     TrialConfig,
 )
 
@@ -32,15 +37,16 @@ _AT_LEAST_ONE = (
     "training.epochs", "training.max_steps", "training.global_batch_size", "training.grad_accum_steps",
     "sharding.dp_replicate", "sharding.min_num_params", "reshard_after_forward.size", "checkpoint.every_epochs",
     "checkpoint.keep_last", "cluster.num_workers", "precision.growth_interval", "lr_schedule.step_epochs",
+    "search.num_trials", "scheduler.grace_epochs",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "data.loader_workers", "training.timing_warmup_steps", "training.seed", "optimizer.weight_decay",
     "optimizer.momentum", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "cluster.max_failures",
-    "sharding.forward_prefetch", "sharding.backward_prefetch",
+    "sharding.forward_prefetch", "sharding.backward_prefetch", "search.seed", "tracking.patience_s",
 )  # fmt: skip
 _POSITIVE = (
     "optimizer.lr", "training.max_grad_norm", "precision.init_scale", "cluster.cpus_per_worker",
-    "cluster.wait_timeout_s", "lr_schedule.gamma", "forecast.capacity_gib",
+    "cluster.wait_timeout_s", "lr_schedule.gamma", "forecast.capacity_gib", "trial_timeout_s",
 )  # fmt: skip
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
@@ -48,6 +54,13 @@ _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 def default_num_workers() -> int:
     """The GPUs that this process may use, or 2 where there are none."""
     return gpus_here() or 2
+
+
+def workers_of(config: TrialConfig) -> int:
+    """What `cluster.num_workers` stands for on this machine: null is one worker inline, else the default."""
+    if config.cluster.num_workers is not None:
+        return config.cluster.num_workers
+    return 1 if config.engine is Engine.inline else default_num_workers()
 
 
 def gpus_here() -> int:
@@ -98,6 +111,7 @@ def check_trial(config: TrialConfig, num_workers: int) -> None:
     _check_batch(config, num_workers)
     _check_reshard(config, num_workers)
     _check_precision(config)
+    _check_search(config, num_workers)
     storage = config.cluster.storage_path
     if storage is not None and "://" in storage:
         raise ConfigError(
@@ -239,6 +253,64 @@ def _check_precision(config: TrialConfig) -> None:
         )
 
 
+_METRICS = (
+    "train/loss", "train/lr", "train/loss_scale", "train/skipped_steps", "val/loss", "val/accuracy",
+    "perf/samples_per_s", "perf/step_time_p50_s", "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes",
+    "memory/reserved_bytes", "memory/host_peak_bytes", "checkpoint/save_s", "checkpoint/blocked_s", "checkpoint/bytes",
+)  # fmt: skip
+_MEMORY_METRIC = re.compile(r"memory/(rank\d+/)?[a-z_]+_bytes")  # of a category, or of a rank
+
+
+def objectives(config: TrialConfig) -> list[tuple[str, str]]:
+    """`(metric, "min" or "max")` of each objective.
+
+    Raises:
+        ConfigError: one that is no metric of a trial, or says no direction.
+    """
+    if not config.objective:
+        raise ConfigError("objective=[] names nothing; use for example objective=[val/loss:min].")
+    return [_objective(word, "objective") for word in config.objective]
+
+
+def stops_on(config: TrialConfig) -> tuple[str, str]:
+    """`(metric, "min" or "max")` that the scheduler looks at."""
+    return _objective(config.scheduler.metric, "scheduler.metric") if config.scheduler.metric else objectives(config)[0]
+
+
+def _objective(word: str, key: str) -> tuple[str, str]:
+    metric, _, direction = word.rpartition(":")
+    if direction not in ("min", "max"):
+        raise ConfigError(f"{key}={word} says no direction; use {word}:min or {word}:max.")
+    if metric not in _METRICS and not _MEMORY_METRIC.fullmatch(metric):
+        close = difflib.get_close_matches(metric, _METRICS, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{key}={word} is not a metric of a trial; {meant}The metrics are: {', '.join(_METRICS)}.")
+    return metric, direction
+
+
+def _check_search(config: TrialConfig, num_workers: int) -> None:
+    objectives(config)
+    stops_on(config)
+    if config.scheduler.reduction_factor < 2:
+        raise ConfigError(
+            f"scheduler.reduction_factor={config.scheduler.reduction_factor} is below 2: asha keeps one trial in so "
+            "many; use 2 or more."
+        )
+    if config.engine is Engine.inline:
+        if num_workers != 1:
+            raise CombinationError(
+                f"engine=inline with cluster.num_workers={num_workers}: a trial in this very process has one worker; "
+                "use cluster.num_workers=1, or engine=ray.",
+                keys=("engine", "cluster.num_workers"),
+            )
+        if config.scheduler.name is not SchedulerName.fifo:
+            raise CombinationError(
+                f"engine=inline with scheduler={config.scheduler.name.name}: one trial runs after the other in this "
+                "process, and nobody stops it; use scheduler=fifo, or engine=ray.",
+                keys=("engine", "scheduler"),
+            )
+
+
 def check_forecast(config: TrialConfig) -> None:
     """Refuse what is asked of a forecast and cannot be answered here.
 
@@ -282,7 +354,9 @@ def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     values = to_dict(dataclasses.replace(config))
     values["reshard_after_forward"] = reshard
     values["cluster"]["num_workers"] = num_workers
-    del values["forecast"]  # a trial trains the same whatever is foretold of it
+    # a trial trains the same whatever is foretold of it, and however it was come by
+    for key in ("forecast", "engine", "search", "scheduler", "objective", "trial_timeout_s", *RESUME_KEYS):
+        del values[key]
     return values
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Optional  # OmegaConf reads Optional[...] on every Python this project supports
+from typing import List, Optional  # OmegaConf reads these on every Python this project supports
 
 
 class Family(Enum):
@@ -222,6 +222,44 @@ class CheckpointConfig:
     any_torch_version: bool = False
 
 
+class Engine(Enum):
+    ray = "ray"
+    inline = "inline"
+
+
+class SearchName(Enum):
+    grid = "grid"
+    random = "random"
+    optuna = "optuna"
+
+
+class SchedulerName(Enum):
+    fifo = "fifo"
+    asha = "asha"
+    median = "median"
+
+
+@dataclass
+class SearchConfig:
+    """How a sweep finds its trials. `num_trials` and `seed` are for `random` and `optuna`; a grid has all its cells."""
+
+    name: SearchName = SearchName.grid
+    num_trials: int = 20
+    seed: int = 0
+
+
+@dataclass
+class SchedulerConfig:
+    """When a trial is stopped early: `asha` keeps one in `reduction_factor` at each rung, `median` those better than
+    the median of the others; neither before `grace_epochs`. `metric`: as in `objective`; null: its first.
+    """
+
+    name: SchedulerName = SchedulerName.fifo
+    metric: Optional[str] = None
+    grace_epochs: int = 1
+    reduction_factor: int = 3
+
+
 @dataclass
 class ClusterConfig:
     """`num_workers` null: the node's GPUs, or 2 on a CPU. `address` null: Ray is started here."""
@@ -236,13 +274,22 @@ class ClusterConfig:
 
 @dataclass
 class TrackingConfig:
+    """`patience_s`: how long the end of a sweep waits for a store that went away."""
+
     uri: str = "sqlite:///outputs/mlflow.db"
     experiment: str = "fsdp_lab"
+    patience_s: float = 60.0
 
 
 @dataclass
 class TrialConfig:
-    """One trial: everything that is needed to train it once."""
+    """One trial: everything that is needed to train it once, and how the sweep around it goes.
+
+    `engine`: `ray`, or `inline`: in this very process, for a debugger. `objective`: what a search is after, each
+    `<metric>:min` or `:max`. `trial_timeout_s`: a trial that does not get on for so long is ended; null: never.
+    `resume`: a sweep's folder, the id of its parent run, or `last`; `resume_failed` tries its failed trials again,
+    `resume_anyway` goes on though configuration, code or data are others now.
+    """
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -260,5 +307,17 @@ class TrialConfig:
     export: bool = True
     memory_profile: MemoryProfile = MemoryProfile.peaks
     forecast: ForecastConfig = field(default_factory=ForecastConfig)
+    engine: Engine = Engine.ray
+    search: SearchConfig = field(default_factory=SearchConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    objective: List[str] = field(default_factory=lambda: ["val/loss:min"])
+    trial_timeout_s: Optional[float] = 1800.0
+    resume: Optional[str] = None
+    resume_failed: bool = False
+    resume_anyway: bool = False
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+# They say how a start goes on, not what a trial is.
+RESUME_KEYS = ("resume", "resume_failed", "resume_anyway")

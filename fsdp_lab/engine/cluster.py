@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
@@ -28,6 +30,9 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which writes every printed line into a worker's log twice
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "30",  # for a stopped trial to let go of its workers, before the next
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the driver has its own
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a metric that a trial cannot have stops no sweep
 }
 
 _PROBE_TIMEOUT_S = 8.0
@@ -158,6 +163,19 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
 def worker_resources(cluster: ClusterConfig, use_gpu: bool) -> dict[str, float]:
     """Of one worker."""
     return {"CPU": cluster.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
+
+
+def remove_places(folder: Path) -> None:
+    """Free what the trial in a folder holds: its workers are killed, and their resources are there for others.
+
+    Ray does not do it by itself where the trial's process was killed, or stopped by a scheduler.
+    """
+    from ray.util import get_placement_group, placement_group_table, remove_placement_group
+
+    for group in placement_group_table().values():
+        if group["name"].partition("#")[0] == str(folder) and group["state"] != "REMOVED":
+            with suppress(ValueError):  # gone in the meantime
+                remove_placement_group(get_placement_group(group["name"]))
 
 
 def unmet_request() -> bool:

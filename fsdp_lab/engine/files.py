@@ -3,31 +3,37 @@
 | file | who writes it | what |
 | --- | --- | --- |
 | `facts.json` | rank 0 | device, data digest, notes; there when training starts |
+| `progress.json` | rank 0 | the step that is being taken, and when: at most once a second |
 | `metrics.jsonl` | rank 0 | a line of metrics an epoch |
-| `failures/rank<r>.json` | a rank that fails | message, traceback; taken away when a restart gets further |
-| `outcome.json` | the trial's own process | how it ended |
+| `failures/rank<r>.json` | a rank that fails | message, traceback; `failures.<n>/`: those of an earlier attempt |
+| `outcome.json` | the trial's own process, or the driver | how it ended: with it, a trial has a result |
+| `forecast.json` | the driver | what was forecast of it |
 | `logs/rank<r>.log` | every rank | what it printed |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
+| `.alive` | every rank | nothing: locked while a process of the trial lives |
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: finished, failed, oom or interrupted; `error` is one line for people."""
+    """`status`: finished, failed, oom, diverged, stopped or skipped; `error` is one line for people."""
 
     status: str
     error: str | None = None
+    seconds: float | None = None
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -66,21 +72,91 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
     return sorted((f for f in found if f), key=lambda f: (f["kind"] == "peer", f["time"]))
 
 
+def set_aside_failures(folder: Path) -> None:
+    """Keep an attempt's failures under a number of their own, so that the next attempt's are told from them."""
+    number = 1 + sum(1 for _ in folder.glob("failures.*"))
+    with suppress(FileNotFoundError):
+        (folder / "failures").rename(folder / f"failures.{number}")
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    write_json(folder / "outcome.json", asdict(outcome))
+
+
 def read_outcome(folder: Path) -> Outcome | None:
     content = read_json(folder / "outcome.json")
     return Outcome(**content) if content else None
 
 
+class Progress:
+    """How far a trial is: kept by rank 0, read by who waits for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "progress.json"
+        self._content: dict[str, float] = {}
+        self._written = 0.0
+
+    def step(self, step: int) -> None:
+        """Optimizer step `step`, counted from 1, begins."""
+        now = time.time()
+        self._content = {"first_step": now, **self._content, "step": step, "time": now}
+        self._write(at_most_every=1.0)
+
+    def reported(self) -> None:
+        self._content["reported"] = self._content["time"] = time.time()
+        self._write()
+
+    def _write(self, at_most_every: float = 0.0) -> None:
+        if time.monotonic() - self._written < at_most_every:
+            return
+        self._written = time.monotonic()
+        with suppress(OSError):  # a full disk ends a trial where it loses results, not here
+            write_json(self._file, self._content)
+
+
+def read_progress(folder: Path) -> dict[str, float]:
+    """`step`, and in seconds since 1970 `first_step`, `time` and `reported`; what is not known yet is not there."""
+    return read_json(folder / "progress.json") or {}
+
+
+def hold_alive(folder: Path) -> None:
+    """Let others see that this process works in the folder, until it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / ".alive", os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(handle, fcntl.LOCK_SH)  # never closed: it ends with the process, however that ends
+
+
+def wait_until_alone(folder: Path, limit_s: float) -> bool:
+    """Whether nobody works in the folder any more: the processes of a run before may take a while to end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / ".alive", os.O_RDWR | os.O_CREAT, 0o644)
+    until = time.monotonic() + limit_s
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.1)
+    finally:
+        os.close(handle)
+
+
 # What another command may have left in a folder that is used again. Checkpoints stay: a trial looks at them
 # itself, and goes on or refuses.
-_LEFT_OVER = ("outcome.json", "facts.json", "metrics.jsonl", "error.txt", "model.pt")
+_LEFT_OVER = (
+    "outcome.json", "facts.json", "progress.json", "metrics.jsonl", "forecast.json", "error.txt", "model.pt",
+)  # fmt: skip
 
 
 def clear_left_over(folder: Path) -> None:
     """Take away what a trial before left in its folder, so that nobody takes it for this one's."""
     for path in (*(folder / name for name in _LEFT_OVER), *folder.glob("memory_*_rank*.*")):
         path.unlink(missing_ok=True)
-    shutil.rmtree(folder / "failures", ignore_errors=True)
+    for failures in folder.glob("failures*"):
+        shutil.rmtree(failures, ignore_errors=True)
 
 
 def no_space(folder: Path, reason: str = "No space left on device") -> str:

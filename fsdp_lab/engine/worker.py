@@ -1,10 +1,9 @@
-"""What each Ray Train worker runs: the training core, with its output in the trial's folder."""
+"""What each worker runs: the training core, with what it tells in the trial's folder."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -13,31 +12,43 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, UserError, from_dict
-from fsdp_lab.engine.files import no_space, write_json
+from fsdp_lab.engine.files import Progress, hold_alive, no_space, write_json
 
 
-class RayReporter:
-    """Reports to Ray and writes to the trial's folder. Rank 0 writes; every rank takes part."""
+class FolderReporter:
+    """Writes to the trial's folder. Rank 0 writes; every rank takes part."""
 
     def __init__(self, folder: Path, rank: int, data_name: str) -> None:
         self.folder, self.first, self.data_name = folder, rank == 0, data_name
+        self.progress = Progress(folder)
 
     def facts(self, facts: dict[str, Any]) -> None:
         if self.first:
-            shutil.rmtree(self.folder / "failures", ignore_errors=True)  # this attempt has come further
             write_json(self.folder / "facts.json", {**facts, "data": self.data_name})
 
+    def step(self, step: int) -> None:
+        if self.first:
+            self.progress.step(step)
+
     def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
-        """On disk first, then told: what the driver knows, the folder knows too.
-
-        Ray gets no checkpoint: its manager would refuse a run whose older ones our retention removed.
-        """
-        import ray.train
-
+        """On disk first, then told: what the driver knows, the folder knows too."""
         if self.first:
             with (self.folder / "metrics.jsonl").open("a") as lines:
                 lines.write(json.dumps(metrics) + "\n")
-        ray.train.report({**metrics, "checkpoint": str(checkpoint) if checkpoint else ""})
+            self.progress.reported()
+        self.tell(metrics)
+
+    def tell(self, metrics: dict[str, float]) -> None:
+        """The driver reads the folder; this wakes it."""
+
+
+class RayReporter(FolderReporter):
+    """Ray gets no checkpoint: its manager would refuse a run whose older ones our retention removed."""
+
+    def tell(self, metrics: dict[str, float]) -> None:
+        import ray.train
+
+        ray.train.report(metrics)
 
 
 def train_worker(job: dict[str, Any]) -> None:
@@ -49,12 +60,18 @@ def train_worker(job: dict[str, Any]) -> None:
     folder = Path(job["folder"])
     if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
         os.chdir(job["launched_in"])
+    hold_alive(folder)
     redirect_output(folder / "logs" / f"rank{rank}.log")
+    config = from_dict(TrialConfig, job["config"])
+    train_and_record(config, folder, rank, RayReporter(folder, rank, config.data.name.name))
+
+
+def train_and_record(config: TrialConfig, folder: Path, rank: int, reporter: FolderReporter) -> None:
+    """Train; what goes wrong is left in `failures/`, and raised where another attempt may go better."""
     try:
         from fsdp_lab.training import DivergedError, train
 
-        config = from_dict(TrialConfig, job["config"])
-        train(config, folder, RayReporter(folder, rank, config.data.name.name))
+        train(config, folder, reporter)
     except UserError as error:
         record_failure(folder, rank, error, "user")
     except DivergedError as error:  # it would diverge again
@@ -81,16 +98,15 @@ def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> 
     """Leave `failures/rank<r>.json` and the traceback in the rank's log."""
     traceback.print_exception(error)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-    message = str(error) if kind == "user" else f"rank {rank}: {type(error).__name__}: {text.strip()[:300]}"
+    where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the step
+    message = str(error) if kind == "user" else f"rank {rank}{where}: {type(error).__name__}: {text.strip()[:300]}"
     if "No space left on device" in str(error):
         message = f"rank {rank}: {no_space(folder)}"
-    failure = {
-        "rank": rank,
-        "kind": kind,
-        "message": message,
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-    }
+    write_failure(folder, rank, kind, message, "".join(traceback.format_exception(error)))
+
+
+def write_failure(folder: Path, rank: int, kind: str, message: str, text: str) -> None:
+    failure = {"rank": rank, "kind": kind, "message": message, "traceback": text, "time": time.time()}
     with suppress(OSError):  # the disk is full: the driver looks at it when it finds nothing
         write_json(folder / "failures" / f"rank{rank}.json", failure)
 

@@ -21,6 +21,7 @@ from fsdp_lab.config.checks import local_cpus
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
 
 LIMIT_S = 300.0  # for one forecast; the largest model here takes some ten seconds
+_A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones
 _SPEAK_S = 15.0  # how often one who waits hears how far it is
 _LOOK_S = 0.5  # how often a wish to stop is looked at
 _UNDONE = (
@@ -76,7 +77,7 @@ def forecast_all(
     on_done: Callable[[int, int], None] = lambda done, total: None,
     stop: threading.Event | None = None,
 ) -> list[Forecast]:
-    """The forecast of each request, in their order, by one process for each core; what could not be forecast
+    """The forecast of each request, in their order, by processes of their own; what could not be forecast
     has `error`.
 
     Args:
@@ -92,7 +93,7 @@ def forecast_all(
         found[key] = forecast
         on_done(len(found), len(distinct))
 
-    _in_pool(distinct, min(local_cpus(), len(distinct)), note, stop)
+    _in_pool(distinct, min(local_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
     # A process that dies takes its pool along, most likely for want of memory: the rest goes one at a time.
     for key in distinct.keys() - found.keys():
         _in_pool({key: distinct[key]}, 1, note, stop)

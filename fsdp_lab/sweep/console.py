@@ -20,7 +20,10 @@ _STYLE = {
     "running": "cyan",
     "waiting": "dim",
     "oom": "bold red",
+    "diverged": "bold red",
+    "stopped": "yellow",
     "skipped": "yellow",
+    "starting": "dim",
 }
 _FILE_WIDTH = 160  # of a table that goes to a file or a pipe, which says no width
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
@@ -70,8 +73,8 @@ class Console:
         return rows[start : start + _LIVE_ROWS]
 
     def _table(self, rows: list[tuple[int, TrialState]]) -> Table:
-        ended = sum(state.ended for state in self.states)
-        table = Table(title=f"{ended} of {len(self.states)} trials ended, {time.time() - self.begun:.0f} s")
+        ended = sum(state.ended and state.status != "interrupted" for state in self.states)
+        table = Table(title=f"{ended} of {len(self.states)} trials have a result, {time.time() - self.begun:.0f} s")
         for name in (
             "trial",
             *self.swept,
@@ -83,6 +86,7 @@ class Console:
             "samples/s",
             "peak MiB",
             "forecast MiB",
+            "turnaround s",
         ):
             table.add_column(name, justify="left" if name in self.swept or name == "status" else "right")
         best = self._best()
@@ -103,6 +107,7 @@ class Console:
                         ("forecast/peak_bytes", mib(state.figures().get("forecast/peak_bytes"))),
                     )
                 ),
+                "" if state.turnaround_s is None else f"{state.turnaround_s:.1f}",
             )
         return table
 

@@ -25,16 +25,24 @@ def enumerate_grid(
         ConfigError: an `interval`, which has no end of values.
         OverrideParseException: an override that cannot be read.
     """
+    values = (discrete_values(override) for override in all_overrides(parser, defaults, arguments).values())
+    return [list(cell) for cell in itertools.product(*values)]
+
+
+def all_overrides(
+    parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]
+) -> dict[str, Override]:
+    """The default axes and what was typed, by key, in the order of a trial's overrides."""
     given = parser.parse_overrides(list(arguments))
     # A default that is named anew gives its place in the order, as in Hydra; `+key` and `~key` are keys of their own.
     replaced = {override.get_key_element() for override in given}
     named = {override.key_or_group for override in given} - replaced
     axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]
-    values = {override.get_key_element(): _values(override) for override in (*parser.parse_overrides(axes), *given)}
-    return [list(cell) for cell in itertools.product(*values.values())]
+    return {override.get_key_element(): override for override in (*parser.parse_overrides(axes), *given)}
 
 
-def _values(override: Override) -> list[str]:
+def discrete_values(override: Override) -> list[str]:
+    """Each value, as an override of its own."""
     key = override.get_key_element()
     if override.is_delete():
         return [override.input_line or key]
@@ -43,7 +51,7 @@ def _values(override: Override) -> list[str]:
     if not override.is_discrete_sweep():
         raise ConfigError(
             f"{override.input_line}: an interval has no end of values and cannot be enumerated by a grid; use a "
-            f"list or range, for example {key}=range(1,4)."
+            f"list or range, for example {key}=range(1,4), or search=random or search=optuna."
         )
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 

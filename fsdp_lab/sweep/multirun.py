@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import _save_config
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fsdp_lab.compose import Trial, group_choices, typed_config
-from fsdp_lab.config import UserError
-from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
+from fsdp_lab.config import ConfigError, objectives
+from fsdp_lab.config.schema import SearchName
+from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
 from fsdp_lab.sweep.plan import plan_sweep
+from fsdp_lab.sweep.record import (
+    Record,
+    add_trial,
+    locked,
+    read_record,
+    read_trials,
+    with_overrides,
+    write_hydra_folder,
+)
+from fsdp_lab.sweep.results import TrialState
+from fsdp_lab.sweep.resume import check_unchanged, resumed_states
+from fsdp_lab.sweep.search import OptunaSearch, read_space
 
 
 def run_multirun(
@@ -27,7 +40,6 @@ def run_multirun(
         ConfigError: before anything starts, for a value that is wrong.
     """
     parser = OverridesParser.create(config_loader=context.config_loader)
-    grid = enumerate_grid(parser, defaults, arguments)
     folder = Path(config.hydra.sweep.dir).absolute()
 
     def compose(overrides: Sequence[str], number: int) -> Trial:
@@ -38,38 +50,62 @@ def run_multirun(
         trial_folder = folder / str(cfg.hydra.sweep.subdir)
         return Trial(number, typed_config(cfg), group_choices(cfg), list(overrides), trial_folder, cfg)
 
-    plan = plan_sweep(grid, compose)
-    write_multirun(folder, config, plan.trials)
-    swept = swept_keys(grid)
-    print(f"{len(plan.trials)} trials: {' × '.join(swept) or 'nothing is swept'}", flush=True)
-    for line in plan.notes():
-        print(line, flush=True)
+    given = all_overrides(parser, defaults, arguments).values()
+    common = compose([word for o in given if not o.is_sweep_override() for word in discrete_values(o)], 0)
+    resumed = common.config.resume is not None
+    record = read_record(folder) if resumed else Record.of(sys.argv[1:], multirun=True)
+    on_top = [argument for argument in arguments if argument not in record.arguments] if resumed else []
+    search = None
+    if common.config.search.name is SearchName.grid:
+        if resumed:
+            cells = read_trials(folder)
+            swept = swept_keys(cells)
+            trials = [replace(compose(with_overrides(c, on_top), i), overrides=c) for i, c in enumerate(cells)]
+            if not trials:
+                raise ConfigError(f"resume={folder}: no trial was written down there yet; start the sweep anew.")
+            notes = []
+        else:
+            grid = enumerate_grid(parser, defaults, arguments)
+            plan = plan_sweep(grid, compose)
+            swept, trials, notes = swept_keys(grid), plan.trials, plan.notes()
+    else:
+        space = read_space(parser, defaults, [a for a in arguments if a not in on_top])
+        swept, notes = list(space.dimensions), []
 
-    from fsdp_lab.sweep.run import run_trials
+        def compose_suggested(overrides: Sequence[str], number: int) -> Trial:
+            return replace(compose(with_overrides(overrides, on_top), number), overrides=list(overrides))
 
-    status = run_trials(plan.trials, folder, swept, sweep=True)
+        search = OptunaSearch(common.config.search, space, objectives(common.config), compose_suggested)
+        trials = [compose_suggested(o, i) for i, o in enumerate(read_trials(folder))] if resumed else []
+
+    first = trials[0] if trials else common
+    with locked(folder, "hydra.sweep.dir"):
+        if resumed:
+            states = resumed_states(trials, folder, first.config)
+            check_unchanged(record, states, folder, first.config)
+            if search is not None:
+                search.go_on([(state.trial, state.status, state.metrics) for state in states])
+        else:
+            states = [TrialState(trial) for trial in trials]
+            write_multirun(folder, config, record, trials)
+        count = f"{len(trials)} trials" if search is None else f"up to {common.config.search.num_trials} trials"
+        print(f"{count}: {' × '.join(swept) or 'nothing is swept'}", flush=True)
+        for line in notes:
+            print(line, flush=True)
+
+        from fsdp_lab.sweep.run import run_trials
+
+        status = run_trials(search, states, first, folder, swept, record, resumed)
     if status:
         sys.exit(status)
 
 
-def write_multirun(folder: Path, config: DictConfig, trials: Sequence[Trial]) -> None:
-    """`multirun.yaml` of the sweep and `.hydra/` of each trial, as Hydra's own launcher leaves them.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(config, folder / "multirun.yaml")
-        for trial in trials:
-            hydra_folder = trial.folder / ".hydra"
-            hydra_folder.mkdir(parents=True, exist_ok=True)
-            own = OmegaConf.masked_copy(trial.hydra_config, [str(k) for k in trial.hydra_config if k != "hydra"])
-            _save_config(own, "config.yaml", hydra_folder)
-            _save_config(OmegaConf.masked_copy(trial.hydra_config, "hydra"), "hydra.yaml", hydra_folder)
-            OmegaConf.save(OmegaConf.create(trial.overrides), hydra_folder / "overrides.yaml")
-    except OSError as error:
-        raise UserError(
-            f"hydra.sweep.dir={folder} cannot be written ({error.strerror}); free the disk or set hydra.sweep.dir "
-            "to a folder that can be."
-        ) from error
+def write_multirun(folder: Path, config: DictConfig, record: Record, trials: Sequence[Trial]) -> None:
+    """`multirun.yaml` and the record of the sweep, and `.hydra/` of each trial that is known, as Hydra's own launcher
+    leaves it."""
+    OmegaConf.save(config, folder / "multirun.yaml")
+    (folder / "trials.jsonl").unlink(missing_ok=True)  # of another sweep that had this folder before
+    for trial in trials:
+        write_hydra_folder(trial)
+        add_trial(folder, trial.overrides)
+    record.write(folder)

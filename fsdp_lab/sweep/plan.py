@@ -13,8 +13,8 @@ from fsdp_lab.config import (
     ConfigError,
     TrialConfig,
     conf_dir,
-    default_num_workers,
     effective_settings,
+    workers_of,
 )
 from fsdp_lab.sweep.grid import swept_keys
 
@@ -70,8 +70,7 @@ def plan_sweep(
                 raise
             plan.left_out.setdefault(str(reason), []).append(cell)
             continue
-        workers = trial.config.cluster.num_workers or default_num_workers()
-        key = json.dumps(effective_settings(trial.config, workers), sort_keys=True)
+        key = json.dumps(effective_settings(trial.config, workers_of(trial.config)), sort_keys=True)
         if fold and key in seen:
             plan.folded.append((cell, seen[key]))
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,33 +21,42 @@ COLUMNS = (
     "train/skipped_steps", "checkpoint/save_s",
 )  # fmt: skip
 
-# `oom` and `skipped` are results: a setting that does not fit is what the sweep was to find out.
-ENDED = ("finished", "failed", "interrupted", "oom", "skipped")
+# All but `interrupted` are results, and final: a setting that does not fit is what the sweep was to find out.
+ENDED = ("finished", "failed", "interrupted", "oom", "diverged", "stopped", "skipped")
 
 
 @dataclass
 class TrialState:
-    """A trial and how it stands. `status`: waiting, running, or one of `ENDED`."""
+    """A trial and how it stands.
+
+    `status`: waiting, starting, running, or one of `ENDED`. `run`: the tracker's handle. `goes_on`: an earlier start
+    has left something of it. `place_free_since`: when the trial before it on its place reported for the last time.
+    """
 
     trial: Trial
     status: str = "waiting"
-    run_id: str | None = None
+    run: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     begun: float | None = None
     seconds: float | None = None
     facts_told: bool = False
+    goes_on: bool = False
     forecast: Forecast | None = None
+    forecast_before: dict[str, float] = field(default_factory=dict)
+    place_free_since: float | None = None
+    turnaround_s: float | None = None
 
     @property
     def ended(self) -> bool:
         return self.status in ENDED
 
+    @property
     def forecast_figures(self) -> dict[str, float]:
         """What was forecast, in bytes; empty without a forecast."""
         found = self.forecast
         if found is None or found.error:
-            return {}
+            return self.forecast_before
         figures = {"forecast/peak_bytes": found.peak_bytes, "forecast/needed_bytes": found.needed_bytes}
         figures |= {"forecast/host_bytes": found.host_bytes} if found.host_bytes else {}
         figures |= {"forecast/capacity_bytes": found.capacity_bytes} if found.capacity_bytes is not None else {}
@@ -55,20 +64,30 @@ class TrialState:
             figures["forecast/largest_microbatch"] = found.largest_microbatch
         return {key: float(value) for key, value in figures.items()}
 
-    def figures(self) -> dict[str, float]:
-        """The metrics of the last epoch, with what was forecast beside what was measured."""
-        figures = {**self.metrics, **self.forecast_figures()}
-        measured = self.metrics.get("memory/peak_bytes")
+    def figures(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
+        """The metrics of an epoch, the last by default, with what was forecast beside what was measured."""
+        metrics = self.metrics if metrics is None else metrics
+        figures = {**metrics, **self.forecast_figures}
+        measured = metrics.get("memory/peak_bytes")
         if measured and "forecast/peak_bytes" in figures:
             figures["forecast/error"] = figures["forecast/peak_bytes"] / measured - 1
         return figures
 
     def begin(self) -> None:
-        self.status, self.begun = "running", time.time()
+        self.status, self.begun = "running", self.begun or time.time()
 
     def end(self, status: str, error: str | None) -> None:
         self.status, self.error = status, error
-        self.seconds = time.time() - self.begun if self.begun else None
+        self.seconds = time.time() - self.begun if self.begun else self.seconds
+
+
+def storage(trial: Trial, sweep_folder: Path) -> Path:
+    """Where the trial's processes write: its own folder, or the shared one of `cluster.storage_path`."""
+    shared = trial.config.cluster.storage_path
+    if shared is None:
+        return trial.folder.absolute()
+    within = trial.folder.name if trial.index is not None else ""
+    return Path(shared).absolute() / "-".join(sweep_folder.parts[-2:]) / within
 
 
 def setting(trial: Trial, key: str) -> Any:
@@ -76,23 +95,37 @@ def setting(trial: Trial, key: str) -> Any:
     return trial.choices.get(key, flatten(trial.config).get(key))
 
 
-def write_results(path: Path, states: Sequence[TrialState], swept: Sequence[str]) -> None:
-    """A row a trial; written anew after each change, under a temporary name first."""
+def write_results(
+    path: Path,
+    states: Sequence[TrialState],
+    swept: Sequence[str],
+    front: Collection[int] = (),
+    run_id: Callable[[str | None], str] = lambda handle: handle or "",
+) -> None:
+    """A row a trial; written anew after each change, under a temporary name first.
+
+    Args:
+        front: the trials of the Pareto set, where there are several objectives.
+    """
     making = path.with_name(f".{path.name}.making")
     with making.open("w", newline="") as out:
         rows = csv.writer(out)
-        rows.writerow(["trial", "status", *swept, *COLUMNS, "seconds", "error", "run_id", "folder"])
+        rows.writerow(
+            ["trial", "status", *swept, *COLUMNS, "pareto", "turnaround_s", "seconds", "error", "run_id", "folder"]
+        )
         for number, state in enumerate(states):
             figures = state.figures()
             rows.writerow(
                 [
                     number,
-                    state.status,
+                    "waiting" if state.status == "starting" else state.status,
                     *(setting(state.trial, key) for key in swept),
                     *(figures.get(key, "") for key in COLUMNS),
+                    "yes" if number in front else "",
+                    "" if state.turnaround_s is None else round(state.turnaround_s, 2),
                     "" if state.seconds is None else round(state.seconds, 2),
                     state.error or "",
-                    state.run_id or "",
+                    run_id(state.run),
                     state.trial.folder,
                 ]
             )

@@ -1,76 +1,182 @@
-"""Trials through Ray Tune, each a Ray Train job; what comes back goes to MLflow, the table and the terminal."""
+"""A sweep from its first trial to its last: what the driver keeps of it, in MLflow, the table and on the terminal."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import TrialConfig, check_trial, default_num_workers, to_dict
+from fsdp_lab.config import objectives, workers_of
 from fsdp_lab.config.checks import gpus_here
+from fsdp_lab.config.schema import Engine
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.engine.files import clear_left_over, read_json, read_metrics
-from fsdp_lab.engine.job import Job, trial_function
+from fsdp_lab.engine.files import (
+    Outcome,
+    clear_left_over,
+    read_json,
+    read_metrics,
+    read_outcome,
+    read_progress,
+    write_json,
+    write_outcome,
+)
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes
 from fsdp_lab.forecast.run import Background, Request
 from fsdp_lab.sweep.console import Console, epoch_line, mib
-from fsdp_lab.sweep.results import TrialState, setting, write_results
+from fsdp_lab.sweep.record import Record, add_trial, write_hydra_folder
+from fsdp_lab.sweep.results import TrialState, setting, storage, write_results
+from fsdp_lab.sweep.search import Search, pareto_front
 from fsdp_lab.tracking import Tracker
 
 INTERRUPTED = 130
+_INTERRUPT_LIMIT_S = 8.0  # then what hangs is left behind
 
 
 class Sweep:
-    """The driver's view of a sweep: the only place that writes MLflow runs and `results.csv`."""
+    """The driver's view of a sweep: the only place that writes MLflow runs and `results.csv`.
 
-    def __init__(self, states: list[TrialState], folder: Path, swept: Sequence[str], console: Console) -> None:
-        self.states, self.folder, self.swept, self.console = states, folder, swept, console
-        self.tracker = Tracker(states[0].trial.config.tracking, on_problem=console.say)
+    Args:
+        states: the trials that are known at first; a search adds its own.
+        resumed: whether an earlier start has left something of them in the folder.
+    """
+
+    def __init__(
+        self,
+        search: Search | None,
+        states: list[TrialState],
+        first: Trial,
+        folder: Path,
+        swept: Sequence[str],
+        record: Record,
+        console: Console,
+        resumed: bool,
+    ) -> None:
+        if search is not None:
+            search.say = console.say
+        self.search, self.states, self.config, self.folder, self.swept = search, states, first.config, folder, swept
+        self.record, self.console, self.resumed = record, console, resumed
+        self.tracker = Tracker(self.config.tracking, on_problem=console.say)
         self.parent: str | None = None
         self.unwritable = False
+        self.closed = False
         self.notes_told: set[str] = set()
+        self._places_free_since: list[float] = []
 
-    def open(self, sweep: bool) -> None:
-        """Make the store's schema and the parent run: once, before any trial.
+    def open(self) -> None:
+        """Make the store's schema and the parent run: once, before any trial. Of a resumed sweep, send what the
+        store has not got.
 
         Raises:
             TrackingError: the store cannot be reached.
         """
         self.tracker.open()
-        if sweep:
-            name = "/".join(self.folder.parts[-2:])
-            self.parent = self.tracker.start_sweep(name, self.folder, command_line(), len(self.states))
+        found = self.tracker.find_runs(self.record.id) if self.resumed else {}
+        if self.record.multirun:
+            if "" in found:
+                self.parent = found[""].handle
+                self.tracker.reopen(self.parent)
+            else:
+                name = "/".join(self.folder.parts[-2:])
+                count = len(self.states) or None
+                self.parent = self.tracker.start_sweep(name, self.folder, command_line(), count, self.record.id)
+        for number, state in enumerate(self.states):
+            run = found.get(str(number))
+            if run is None:
+                if state.ended:
+                    self._send_again(number)
+            else:
+                state.run = run.handle
+                if not state.ended:
+                    self.tracker.reopen(run.handle)
+                elif not run.recorded:
+                    self._send_again(number)
         self.write()
 
+    def _send_again(self, number: int) -> None:
+        """Let the store have all that the folder of an ended trial has."""
+        state = self.states[number]
+        if state.run is None:
+            self._start_run(number)
+        else:
+            self.tracker.check_epochs(state.run)
+        assert state.run is not None
+        if facts := read_json(self.folder_of(number) / "facts.json"):
+            self.tracker.log_facts(state.run, facts)
+        if state.forecast_figures:
+            self.tracker.log_epoch(state.run, {"epoch": 0.0, **state.forecast_figures})
+        for metrics in read_metrics(self.folder_of(number)):
+            self.tracker.log_epoch(state.run, state.figures(metrics))
+        self._finish_run(number)
+
+    def has_more(self) -> bool:
+        """Whether a trial is still to be begun."""
+        return any(not state.ended for state in self.states) or (self.search is not None and self.search.has_more())
+
+    def next(self) -> int | None:
+        """The number of the trial to begin next; None when there is none."""
+        while True:
+            waiting = next((i for i, state in enumerate(self.states) if state.status == "waiting"), None)
+            if waiting is None:
+                trial = self.search.next() if self.search is not None else None
+                if trial is None:
+                    return None
+                write_hydra_folder(trial)
+                add_trial(self.folder, trial.overrides)
+                self.states.append(TrialState(trial))
+                waiting = len(self.states) - 1
+                self.forecast_now(waiting)
+            if not self.states[waiting].ended:
+                self.states[waiting].status = "starting"
+                return waiting
+
+    def forecast_now(self, number: int) -> None:
+        """Forecast a trial that a search has just suggested; with `forecast.prune` it may end here."""
+        state = self.states[number]
+        if state.trial.config.forecast.enabled and self.config.engine is Engine.ray:
+            gpus = engine.num_gpus() > 0
+            workers = engine.resolve_num_workers(state.trial.config.cluster)
+            with Background(forecast_requests([state], gpus, workers)) as forecasts:
+                self.take_forecast(number, forecasts.result()[0])
+
     def begin(self, number: int) -> None:
-        """A trial gets its run, and its turn."""
+        """A trial gets its run, and its turn. A second time when its process was killed and it is tried again."""
+        state = self.states[number]
+        if self._places_free_since and state.begun is None:
+            state.place_free_since = self._places_free_since.pop(0)
         self._record(number)
         self.console.say(f"{label(number, self.states)} starts: {run_name(self.states[number].trial, self.swept)}")
 
     def _record(self, number: int) -> None:
         state = self.states[number]
-        trial = state.trial
         state.begin()
-        state.run_id = self.tracker.start_trial(
+        if state.run is None:
+            self._start_run(number)
+        if figures := state.forecast_figures:
+            write_json(self.folder_of(number) / "forecast.json", figures)
+            self.tracker.log_epoch(state.run or "", {"epoch": 0.0, **figures})
+        self.write()
+
+    def _start_run(self, number: int) -> None:
+        state = self.states[number]
+        trial = state.trial
+        state.run = self.tracker.start_trial(
             run_name(trial, self.swept),
             trial.config,
             trial.choices,
             trial.overrides,
             trial.folder,
             self.parent,
+            self.record.id,
+            str(number),
         )
-        if state.run_id and (forecast := state.forecast_figures()):
-            self.tracker.log_epoch(state.run_id, {"epoch": 0.0, **forecast})
-        self.write()
 
     def folder_of(self, number: int) -> Path:
         """Where the processes of a trial write."""
@@ -78,6 +184,9 @@ class Sweep:
 
     def is_training(self, number: int) -> bool:
         return self.states[number].ended or (self.folder_of(number) / "facts.json").exists()
+
+    def recovers(self, number: int) -> None:
+        self.console.say(f"{label(number, self.states)}: its own process was killed; it goes on in a new one")
 
     def waits(self, number: int, needed: dict[str, float], free: dict[str, float], total: dict[str, float]) -> None:
         """Say what a trial that does not get going is short of."""
@@ -100,33 +209,62 @@ class Sweep:
         folder = self.folder_of(number)
         if not state.facts_told and (facts := read_json(folder / "facts.json")):
             state.facts_told = True
-            if state.run_id:
-                self.tracker.log_facts(state.run_id, facts)
+            self.tracker.log_facts(state.run or "", facts)
             for note in facts["notes"]:
                 self.say_once(f"note: {note}")  # each trial's run is tagged with its own
         for metrics in read_metrics(folder):
             if metrics["epoch"] <= state.metrics.get("epoch", 0):
                 continue
             state.metrics = metrics
-            if state.run_id:
-                self.tracker.log_epoch(state.run_id, state.figures())
+            if state.turnaround_s is None and state.place_free_since is not None:
+                state.turnaround_s = read_progress(folder).get("first_step", time.time()) - state.place_free_since
+            self.tracker.log_epoch(state.run or "", state.figures())
             shown = None if len(self.states) == 1 else number
             self.console.say(epoch_line(shown, state, state.trial.config.training.epochs))
             self.write()
 
     def end(self, number: int, status: str, error: str | None) -> None:
+        """A trial has its result; or, interrupted, none yet."""
         state = self.states[number]
         if state.ended:
             return
         self.take_reports(number)
         state.end(status, error)
-        if state.run_id:
-            # the end first: a file that the store does not take must not leave the run open
-            self.tracker.finish(state.run_id, status, error)
-            self._log_files(number, state.run_id)
+        folder = self.folder_of(number)
+        if status != "interrupted" and read_outcome(folder) is None:
+            try:
+                write_outcome(folder, Outcome(status, error, state.seconds))
+            except OSError:
+                self.say_once(f"{folder} cannot be written: a resume would try this trial again")
+        self._places_free_since.append(read_progress(folder).get("reported", time.time()))
+        if state.run is not None:
+            self._finish_run(number)
         took = f" after {state.seconds:.1f} s" if state.seconds is not None else ""
         self.console.say(f"{label(number, self.states)} {status}{took}" + (f": {error}" if error else ""))
         self.write()
+        if self.search is not None:
+            self.search.tell(state.trial, status, state.metrics)
+
+    def _finish_run(self, number: int) -> None:
+        state = self.states[number]
+        assert state.run is not None
+        # the end first: a file that the store does not take must not leave the run open
+        self.tracker.finish(state.run, state.status, state.error)
+        files = (
+            ("model.pt", "model"),
+            ("metrics.jsonl", ""),
+            ("error.txt", ""),
+            ("failures*/*.json", "failures"),
+            ("memory_*_rank*.*", "memory"),
+        )
+        for pattern, where in files:
+            for path in sorted(self.folder_of(number).glob(pattern)):
+                inside = "/".join(
+                    part for part in (where, *path.relative_to(self.folder_of(number)).parts[1:-1]) if part
+                )
+                self.tracker.log_artifact(state.run, path, inside)
+        if state.status != "interrupted":
+            self.tracker.recorded(state.run)
 
     def say_once(self, text: str) -> None:
         if text not in self.notes_told:
@@ -136,30 +274,32 @@ class Sweep:
     def waits_for_forecasts(self, done: int, total: int) -> None:
         self.console.say(f"waits for the forecasts: {done} of {total} done; forecast.enabled=false does without them")
 
-    def take_forecasts(self, found: Sequence[Forecast | None]) -> None:
+    def take_forecasts(self, found: dict[int, Forecast]) -> None:
         """Keep what was forecast, and end the trials that are not to be tried: `forecast.prune`."""
-        for number, (state, forecast) in enumerate(zip(self.states, found, strict=True)):
-            state.forecast = forecast
-            if forecast is None:
-                continue
-            if forecast.error:
-                self.console.say(f"{label(number, self.states)} has no forecast: {forecast.error}")
-            elif forecast.capacity_bytes is None and state.trial.config.forecast.prune:
-                self.say_once(
-                    "forecast.prune=true: how much fits is not known (nvidia-smi does not say), so nothing is left "
-                    "out; set forecast.capacity_gib"
-                )
-        known = [f.peak_bytes for f in found if f and not f.error]
+        known = [f.peak_bytes for f in found.values() if not f.error]
         if known:
             low, high = mib(min(known)), mib(max(known))
             self.console.say(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
-        for number, state in enumerate(self.states):
-            if state.forecast is not None and state.forecast.largest_microbatch is not None:
-                most = state.forecast.largest_microbatch
-                self.console.say(f"{label(number, self.states)}: the largest microbatch that fits is {most}")
-            if state.trial.config.forecast.prune and state.forecast is not None and state.forecast.fits is False:
-                self.skip(number, state.forecast)
+        for number, forecast in found.items():
+            self.take_forecast(number, forecast)
         self.console.update()
+
+    def take_forecast(self, number: int, forecast: Forecast) -> None:
+        state = self.states[number]
+        state.forecast = forecast
+        prune = state.trial.config.forecast.prune
+        if forecast.error:
+            self.console.say(f"{label(number, self.states)} has no forecast: {forecast.error}")
+        elif forecast.capacity_bytes is None and prune:
+            self.say_once(
+                "forecast.prune=true: how much fits is not known (nvidia-smi does not say), so nothing is left "
+                "out; set forecast.capacity_gib"
+            )
+        if forecast.largest_microbatch is not None:
+            most = forecast.largest_microbatch
+            self.console.say(f"{label(number, self.states)}: the largest microbatch that fits is {most}")
+        if prune and forecast.fits is False:
+            self.skip(number, forecast)
 
     def skip(self, number: int, forecast: Forecast) -> None:
         """Record a trial that cannot fit, without starting it."""
@@ -174,7 +314,7 @@ class Sweep:
         )
 
     def close(self, error: BaseException | None) -> int:
-        """End what is still open, and the parent run.
+        """End what is still open, and the parent run; once, whoever comes first.
 
         Args:
             error: what ended the sweep before its time, other than an interrupt.
@@ -183,37 +323,62 @@ class Sweep:
             the exit status: 0 when every trial has a result, 1 when one failed, 130 when interrupted.
         """
         early = "failed" if error else "interrupted"
+        statuses = {s.status if s.ended else early for s in self.states}
+        worst = next((s for s in ("interrupted", "failed") if s in statuses), "finished")
+        status = {"finished": 0, "failed": 1, "interrupted": INTERRUPTED}[worst]
+        if self.closed:
+            return status
+        self.closed = True
         for number, state in enumerate(self.states):
             if state.status == "running":
-                self.end(number, early, str(error) if error else None)
-        statuses = {early if state.status == "waiting" else state.status for state in self.states}
-        worst = next((s for s in ("interrupted", "failed") if s in statuses), "finished")
+                self.end(number, "interrupted", str(error) if error else None)
         if self.parent:
             self.tracker.finish(self.parent, worst, str(error) if error else None)
             for name in ("results.csv", "multirun.yaml"):
                 if (self.folder / name).exists():
                     self.tracker.log_artifact(self.parent, self.folder / name)
-        return {"finished": 0, "failed": 1, "interrupted": INTERRUPTED}[worst]
+        unsent = self.tracker.settle(0.0 if worst == "interrupted" or error else self.config.tracking.patience_s)
+        if unsent:
+            self.console.say(
+                f"the MLflow store has not got {unsent} writes; what was reported is in the trials' folders, and is "
+                f"sent by: {resume_command(self.folder)}"
+            )
+        elif any(not state.ended or state.status == "interrupted" for state in self.states):
+            self.console.say(f"to go on: {resume_command(self.folder)}")
+        return status
 
     def write(self) -> None:
         """`results.csv` and the table. A full disk is told once: MLflow may lie on another one and goes on."""
         try:
-            write_results(self.folder / "results.csv", self.states, self.swept)
+            write_results(self.folder / "results.csv", self.states, self.swept, self.front(), self.tracker.run_id)
         except OSError as error:
             if not self.unwritable:
                 self.console.say(f"{self.folder}/results.csv is not up to date: {error.strerror}; free the disk")
             self.unwritable = True
         self.console.update()
 
-    def _log_files(self, number: int, run_id: str) -> None:
-        files = (("model.pt", "model"), ("metrics.jsonl", ""), ("error.txt", ""), ("memory_*_rank*.*", "memory"))
-        for pattern, where in files:
-            for path in sorted(self.folder_of(number).glob(pattern)):
-                self.tracker.log_artifact(run_id, path, where)
+    def front(self) -> set[int]:
+        """The trials that no other beats in every objective; empty with a single objective."""
+        wanted = objectives(self.config)
+        if len(wanted) < 2:
+            return set()
+        finished = [i for i, state in enumerate(self.states) if state.status == "finished"]
+        return {finished[place] for place in pareto_front([self.states[i].metrics for i in finished], wanted)}
 
 
-def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], sweep: bool) -> int:
-    """Run trials, as many side by side as the cluster holds.
+def run_trials(
+    search: Search | None,
+    states: list[TrialState],
+    first: Trial,
+    folder: Path,
+    swept: Sequence[str],
+    record: Record,
+    resumed: bool = False,
+) -> int:
+    """Run trials, as many side by side as the cluster holds. The folder is locked by the caller.
+
+    Args:
+        first: a trial of the sweep, for the keys that all share.
 
     Returns:
         the exit status, see `Sweep.close`.
@@ -221,15 +386,27 @@ def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], swee
     Raises:
         UserError: MLflow or Ray cannot be reached, or a trial needs more than the cluster has.
     """
-    states = [TrialState(trial) for trial in trials]
-    with Console(states, swept) as console, interruptible():
-        run = Sweep(states, folder, swept, console)
-        run.open(sweep)
+    config = first.config
+    early = None
+    if config.engine is Engine.ray and config.cluster.address is None:  # it is this machine that will train
+        states_to_forecast = list(to_forecast(states).values())
+        early = Background(forecast_requests(states_to_forecast, gpus_here() > 0, workers_of(config)))
+    with Console(states, swept) as console, interruptible() as deadline, early or nullcontext():
+        run = Sweep(search, states, first, folder, swept, record, console, resumed)
+        run.open()
+        deadline.close = lambda: run.close(None)
         error: BaseException | None = None
         try:
-            start_and_forecast(run)
-            if not all(state.ended for state in states):
-                tune_all(run)
+            if not run.has_more():
+                console.say(f"nothing is left to do: all {len(states)} trials have a result")
+            elif config.engine is Engine.inline:
+                run_inline_all(run)
+            else:
+                start_and_take_forecasts(run, early)
+                if run.has_more():
+                    from fsdp_lab.sweep.tune import tune_all
+
+                    tune_all(run)
         except KeyboardInterrupt:
             console.say("interrupted")
         except BaseException as caught:
@@ -243,117 +420,113 @@ def run_trials(trials: Sequence[Trial], folder: Path, swept: Sequence[str], swee
     return status
 
 
-def start_and_forecast(run: Sweep) -> None:
-    """Start or reach Ray, and forecast every trial: meanwhile, where it is this machine that will train."""
-    cluster = run.states[0].trial.config.cluster
-    here = cluster.address is None
-    run.console.say("Ray starts" if here else "Ray is being reached")
-    with ExitStack() as stack:
-        if here:
-            requests = forecast_requests(run.states, gpus_here() > 0, default_num_workers())
-            forecasts = stack.enter_context(Background(requests))
-        engine.start_ray(cluster)
-        sigterm_interrupts()  # Ray has put a handler of its own
-        if not here:
-            requests = forecast_requests(run.states, engine.num_gpus() > 0, engine.resolve_num_workers(cluster))
-            forecasts = stack.enter_context(Background(requests))
-        found = iter(forecasts.result(run.waits_for_forecasts))
-        run.take_forecasts([next(found) if s.trial.config.forecast.enabled else None for s in run.states])
+def run_inline_all(run: Sweep) -> None:
+    """One trial after the other, in this process."""
+    from fsdp_lab.engine.inline import run_inline
+
+    while (number := run.next()) is not None:
+        folder = run.folder_of(number)
+        prepare(run, number)
+        run.begin(number)
+        run_inline(run.states[number].trial.config, folder, lambda number=number: run.take_reports(number))  # type: ignore[misc]
+        outcome = read_outcome(folder)
+        run.end(number, outcome.status if outcome else "failed", outcome.error if outcome else "its folder is full")
+
+
+def prepare(run: Sweep, number: int) -> None:
+    """A folder without what another command left there; a trial that goes on keeps what it has."""
+    folder = run.folder_of(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not run.states[number].goes_on:
+        clear_left_over(folder)
+
+
+def start_and_take_forecasts(run: Sweep, early: Background | None) -> None:
+    """Start or reach Ray, and forecast the trials that are known.
+
+    Args:
+        early: the forecasts of all states, begun already; None where it takes a cluster to know what to ask.
+    """
+    cluster = run.config.cluster
+    run.console.say("Ray starts" if cluster.address is None else "Ray is being reached")
+    engine.start_ray(cluster)
+    sigterm_interrupts()  # Ray has put a handler of its own
+    wanted = to_forecast(run.states)
+    if early is not None:
+        found = early.result(run.waits_for_forecasts)
+    else:
+        workers = engine.resolve_num_workers(cluster)
+        with Background(forecast_requests(list(wanted.values()), engine.num_gpus() > 0, workers)) as forecasts:
+            found = forecasts.result(run.waits_for_forecasts)
+    run.take_forecasts(dict(zip(wanted, found, strict=True)))
+
+
+def to_forecast(states: Sequence[TrialState]) -> dict[int, TrialState]:
+    """The trials that are still to run, and to be forecast, by their numbers."""
+    return {i: state for i, state in enumerate(states) if not state.ended and state.trial.config.forecast.enabled}
 
 
 def forecast_requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> list[Request]:
-    """One for each trial, but for those with `forecast.enabled=false`.
+    """One for each trial.
 
     Args:
         cuda: whether the trials will run on GPUs, whatever `forecast.device` says.
         num_workers: what `cluster.num_workers=null` stands for.
     """
-    configs = [state.trial.config for state in states if state.trial.config.forecast.enabled]
+    configs = [state.trial.config for state in states]
     return [Request(c, c.cluster.num_workers or num_workers, cuda, capacity_bytes(c, cuda)) for c in configs]
 
 
-def tune_all(run: Sweep) -> None:
-    """Hand the trials to Ray Tune and wait for them."""
-    from ray import tune
-    from ray.tune import RunConfig, TuneConfig
+class Deadline:
+    """From the first interrupt on: whatever hangs, this process has recorded what it knows and is gone in time."""
 
-    from fsdp_lab.sweep.callback import DriverCallback, NoTuneLines
+    def __init__(self) -> None:
+        self.close = lambda: INTERRUPTED
+        self._begun = False
+        self.over = threading.Event()
 
-    # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
-    logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
-    jobs: dict[int, str] = {}
-    places = {}
-    for number, state in enumerate(run.states):
-        if state.ended:
-            continue
-        cluster = state.trial.config.cluster
-        num_workers = engine.resolve_num_workers(cluster)
-        check_trial(state.trial.config, num_workers)
-        places[number] = engine.check_capacity(cluster)
-        folder = storage(state.trial, run.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        clear_left_over(folder)
-        job = Job(job_config(state.trial.config), str(folder), num_workers, engine.num_gpus() > 0, os.getcwd())
-        jobs[number] = json.dumps(job.as_dict())
-    # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
-    tune.Tuner(
-        tune.with_resources(trial_function, {"memory": 1}),
-        param_space=tune_space(jobs),
-        tune_config=TuneConfig(
-            max_concurrent_trials=min(place.side_by_side for place in places.values()),
-            reuse_actors=True,
-            trial_name_creator=lambda trial: f"trial_{trial.config['number']}",
-            trial_dirname_creator=lambda trial: f"trial_{trial.config['number']}",
-        ),
-        run_config=RunConfig(
-            name=".ray_tune",
-            storage_path=str(run.folder),
-            verbose=0,
-            callbacks=[DriverCallback(run, places), NoTuneLines()],
-        ),
-    ).fit()
+    def begin(self) -> bool:
+        """Whether this is the first time."""
+        if self._begun:
+            return False
+        self._begun = True
+        threading.Thread(target=self._wait, name="deadline", daemon=True).start()
+        return True
 
-
-def job_config(config: TrialConfig) -> dict[str, Any]:
-    """What a trial's processes are told: all but where MLflow is, whose address may hold a password."""
-    return {key: value for key, value in to_dict(config).items() if key != "tracking"}
-
-
-def tune_space(jobs: dict[int, str]) -> dict[str, Any]:
-    """Tune's space of exactly these jobs, in their order."""
-    from ray import tune
-
-    return {
-        "number": tune.grid_search(list(jobs)),
-        "job": tune.sample_from(lambda config: jobs[config["number"]]),
-    }
-
-
-def storage(trial: Trial, sweep_folder: Path) -> Path:
-    """Where the trial's processes write: its own folder, or the shared one of `cluster.storage_path`."""
-    shared = trial.config.cluster.storage_path
-    if shared is None:
-        return trial.folder.absolute()
-    within = trial.folder.name if trial.index is not None else ""
-    return Path(shared).absolute() / "-".join(sweep_folder.parts[-2:]) / within
+    def _wait(self) -> None:
+        if not self.over.wait(_INTERRUPT_LIMIT_S):
+            try:
+                self.close()
+            finally:
+                os._exit(INTERRUPTED)
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[Deadline]:
     """SIGTERM interrupts as Ctrl-C does: what was reported stays, and the runs are ended."""
+    deadline = Deadline()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield deadline
         return
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def interrupt(number: int, frame: Any) -> None:
+        """People press Ctrl-C twice: the second time changes nothing, the end is near already."""
+        if deadline.begin():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     sigterm_interrupts()
     try:
-        yield
+        yield deadline
     finally:
-        signal.signal(signal.SIGTERM, before)
+        deadline.over.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def sigterm_interrupts() -> None:
-    """Let SIGTERM do what Ctrl-C does, which Tune takes for a wish to stop in good order."""
+    """Let SIGTERM do what Ctrl-C does."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
 
@@ -371,6 +544,10 @@ def label(number: int, states: Sequence[TrialState]) -> str:
 def command_line() -> str:
     """As it was typed, for the record."""
     return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in sys.argv[1:])
+
+
+def resume_command(folder: Path) -> str:
+    return f"python -m fsdp_lab resume={shlex.quote(str(relative(folder)))}"
 
 
 def relative(path: Path) -> Path:

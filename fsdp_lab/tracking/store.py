@@ -23,6 +23,7 @@ from fsdp_lab.tracking.tags import HOW_TO_READ, one_line, redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 _LOCAL = TrackingConfig().uri
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
@@ -73,7 +74,7 @@ def open_store(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
     except TrackingError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever MLflow, SQLAlchemy or a driver of theirs raises)
-        raise _refusal(tracking.uri, error) from None
+        raise refusal(tracking.uri, error) from None
 
 
 def _check_uri(uri: str) -> tuple[str, Path | None]:
@@ -175,6 +176,17 @@ def _only_one(artifacts: Path | None) -> Iterator[None]:
         os.close(handle)
 
 
+def search_runs(client: MlflowClient, experiment_id: str, filter_string: str) -> list[Run]:
+    """All of them, page by page."""
+    found: list[Run] = []
+    token = None
+    while token != "":
+        page = client.search_runs([experiment_id], filter_string, max_results=500, page_token=token)
+        found += page
+        token = page.token or ""
+    return found
+
+
 def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:
     from mlflow.exceptions import MlflowException
 
@@ -219,7 +231,7 @@ def _not_there(uri: str, cause: object, parts: SplitResult) -> TrackingError:
     )
 
 
-def _refusal(uri: str, error: Exception) -> TrackingError:
+def refusal(uri: str, error: Exception) -> TrackingError:
     text = str(error)
     if "out-of-date database schema" in text:
         import mlflow

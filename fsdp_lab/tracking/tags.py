@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.convert import flatten
-from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.config.schema import RESUME_KEYS, TrialConfig
 
 HOW_TO_READ = """\
 **How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
@@ -35,6 +35,8 @@ The tag `status` says how a trial ended, `error` why it failed. The data set of 
 digest under *Datasets*: two trials with equal digests saw the same images.
 """
 
+# By these a start finds the runs of the start before it.
+SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 _TAG_LENGTH = 5000  # what every MLflow server since 2.0 takes
 _GIT_TIMEOUT_S = 5
@@ -58,25 +60,34 @@ def one_line(text: str, length: int) -> str:
 def trial_params(config: TrialConfig, choices: Mapping[str, str]) -> dict[str, str]:
     """The parameters of a trial: the group choices, then every key by its dotted name, as they are typed."""
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
-    values = {**chosen, **{k: v for k, v in flatten(config).items() if k not in chosen}}
+    values = {**chosen, **{k: v for k, v in flatten(config).items() if k not in chosen and k not in RESUME_KEYS}}
     return {key: redact(_typed(value)) for key, value in values.items()}
 
 
 def _typed(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def sweep_tags(folder: Path, command: str, num_trials: int) -> dict[str, str]:
+def sweep_tags(folder: Path, command: str, num_trials: int | None, sweep_id: str = "") -> dict[str, str]:
     """The tags of a parent run."""
-    return _cut({**_origin(folder, command), "num_trials": num_trials})
+    count = {} if num_trials is None else {"num_trials": num_trials}
+    return _cut({**_origin(folder, command), **count, **_found_by(sweep_id)})
 
 
-def trial_tags(folder: Path, overrides: Sequence[str], parent: str | None) -> dict[str, str]:
+def trial_tags(
+    folder: Path, overrides: Sequence[str], parent: str | None, sweep_id: str = "", number: str = ""
+) -> dict[str, str]:
     """The tags of a trial; its source is the command that trains it again, alone."""
-    tags = _origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides]))
+    tags = _origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides])) | _found_by(sweep_id, number)
     return _cut({**tags, "mlflow.parentRunId": parent} if parent else tags)
+
+
+def _found_by(sweep_id: str, number: str = "") -> dict[str, str]:
+    return ({SWEEP_TAG: sweep_id} if sweep_id else {}) | ({TRIAL_TAG: number} if number else {})
 
 
 def fact_tags(facts: Mapping[str, Any]) -> dict[str, str]:

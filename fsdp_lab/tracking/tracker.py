@@ -5,18 +5,29 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.schema import TrackingConfig, TrialConfig
-from fsdp_lab.tracking.store import open_store
-from fsdp_lab.tracking.tags import fact_tags, one_line, redact, sweep_tags, trial_params, trial_tags
+from fsdp_lab.tracking.store import open_store, refusal, search_runs
+from fsdp_lab.tracking.tags import (
+    RECORDED_TAG,
+    SWEEP_TAG,
+    TRIAL_TAG,
+    fact_tags,
+    one_line,
+    redact,
+    sweep_tags,
+    trial_params,
+    trial_tags,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-T = TypeVar("T")
 
 # How a trial ended -> what MLflow calls it. Out of memory is a result for us and a failure there.
 _RUN_STATUS = {
@@ -28,7 +39,7 @@ _RUN_STATUS = {
     "stopped": "KILLED",
     "skipped": "KILLED",
 }
-_RETRY_AFTER_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts while the store is away
 _PARAMS_PER_BATCH = 100  # MLflow's limit
 _ERROR_LENGTH = 500
 _TEXTS = (".yaml", ".csv", ".txt", ".jsonl")
@@ -38,14 +49,35 @@ def _to_stderr(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-class Tracker:
-    """Writes a sweep and its trials into MLflow.
+@dataclass(frozen=True)
+class FoundRun:
+    """A run of a sweep that is in the store. `recorded`: with everything that belongs to it."""
 
-    Only `open` raises. After it the sweep is worth more than its record: a write that fails is told to
-    `on_problem`, once for each kind of problem, and skipped. While the store does not answer, a write is
-    tried at most every 30 s and the others are left out; what was left out is missing in MLflow for good,
-    and stands in the trial's own folder. A run that could not be started has the id "", and every write to
-    it does nothing. Belongs to one thread: the driver's.
+    handle: str
+    status: str | None
+    recorded: bool
+
+
+@dataclass
+class _Write:
+    """One write that waits its turn. `do` gets the client, the run's id, and whether it was tried before."""
+
+    what: str
+    run: str
+    do: Callable[[MlflowClient, str, bool], Any]
+    tried: bool = False
+
+
+class Tracker:
+    """Writes a sweep and its trials into MLflow, in order, each thing once.
+
+    Only `open` raises. After it the sweep is worth more than its record. A write that the store refuses is told to
+    `on_problem`, once for each kind of problem, and left out. While the store does not answer, writes wait in
+    memory, and are sent when it answers again; `settle` says how many still wait in the end. The next `resume`
+    sends those: `find_runs` says what is there, and what is told again is not written twice.
+
+    A run is named by a handle, which is its id as soon as it has one: see `run_id`. Belongs to one thread: the
+    driver's.
     """
 
     def __init__(self, tracking: TrackingConfig, on_problem: Callable[[str], None] = _to_stderr) -> None:
@@ -53,9 +85,12 @@ class Tracker:
         self._on_problem = on_problem
         self._client: MlflowClient | None = None
         self._experiment_id = ""
+        self._waiting: deque[_Write] = deque()
         self._silent_until = 0.0  # time.monotonic(): no attempt before it
+        self._pause_s = _FIRST_PAUSE_S
         self._told: set[str] = set()
-        self._epochs: set[tuple[str, int]] = set()
+        self._ids: dict[str, str] = {}  # handle -> run id
+        self._epochs: set[tuple[str, int]] = set()  # by handle
         self._finished: set[str] = set()
 
     def open(self) -> None:
@@ -67,14 +102,64 @@ class Tracker:
         """
         self._client, self._experiment_id = open_store(self._tracking)
 
-    def start_sweep(self, name: str, folder: Path, command: str, num_trials: int) -> str:
-        """Start the parent run of a sweep and return its id.
+    def find_runs(self, sweep_id: str) -> dict[str, FoundRun]:
+        """What a sweep has in the store already: `""` -> its own run, `"<number>"` -> the run of that trial.
+
+        Raises:
+            TrackingError: the store does not answer.
+        """
+        assert self._client is not None, "open() comes first"
+        try:
+            runs = search_runs(self._client, self._experiment_id, f"tags.`{SWEEP_TAG}` = '{sweep_id}'")
+        except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
+            raise refusal(self._tracking.uri, error) from None
+        found = {}
+        for run in runs:
+            handle = str(run.info.run_id)
+            self._ids[handle] = handle
+            found[run.data.tags.get(TRIAL_TAG, "")] = FoundRun(
+                handle, run.data.tags.get("status"), RECORDED_TAG in run.data.tags
+            )
+        return found
+
+    def reopen(self, handle: str) -> None:
+        """Let a run that was ended go on: its epochs of before are not written again."""
+        self._finished.discard(handle)
+
+        def write(client: MlflowClient, run_id: str, again: bool) -> None:
+            client.update_run(run_id, "RUNNING")
+            for tag in ("status", "error", RECORDED_TAG):
+                with suppress(Exception):  # there was none
+                    client.delete_tag(run_id, tag)
+
+        self._write("a run", handle, write)
+        self.check_epochs(handle)
+
+    def check_epochs(self, handle: str) -> None:
+        """Ask the store which epochs of a run it has, before any is written again."""
+
+        def write(client: MlflowClient, run_id: str, again: bool) -> None:
+            steps = {m.step for m in client.get_metric_history(run_id, "train/step")}
+            if "forecast/peak_bytes" in client.get_run(run_id).data.metrics:
+                steps.add(0)
+            self._epochs |= {(handle, step) for step in steps}
+
+        self._write("metrics", handle, write)
+
+    def run_id(self, handle: str | None) -> str:
+        """The id of a run; "" while it has none."""
+        return self._ids.get(handle or "", "")
+
+    def start_sweep(self, name: str, folder: Path, command: str, num_trials: int | None, sweep_id: str = "") -> str:
+        """Start the parent run of a sweep and return its handle.
 
         Args:
             folder: the sweep's own, kept as the tag `fsdp_lab.folder`.
             command: as it was typed; credentials in it are not shown.
+            num_trials: None where a search may end early.
+            sweep_id: what `find_runs` finds it by.
         """
-        return self._create_run(name, lambda: sweep_tags(folder, command, num_trials))
+        return self._create_run(name, lambda: sweep_tags(folder, command, num_trials, sweep_id), sweep_id, "")
 
     def start_trial(
         self,
@@ -84,19 +169,29 @@ class Tracker:
         overrides: Sequence[str],
         folder: Path,
         parent: str | None,
+        sweep_id: str = "",
+        number: str = "",
     ) -> str:
-        """Start the run of a trial, with its parameters, and return its id.
+        """Start the run of a trial, with its parameters, and return its handle.
 
         Args:
             choices: group -> option, as Hydra chose them; they become the first parameters.
             overrides: what was typed for this trial.
             folder: the trial's own; what is in its `.hydra` is kept under `config/`, without credentials.
-            parent: the id of the sweep's run, None for a trial alone.
+            parent: the handle of the sweep's run, None for a trial alone.
+            sweep_id, number: what `find_runs` finds it by.
         """
-        run_id = self._create_run(name, lambda: trial_tags(folder, overrides, parent))
-        self._write("parameters", run_id, lambda client: _log_params(client, run_id, config, choices))
-        self._write("the config's files", run_id, lambda client: _log_config_files(client, run_id, folder))
-        return run_id
+        handle = self._create_run(
+            name,
+            lambda: trial_tags(folder, overrides, self.run_id(parent) or None, sweep_id, number),
+            sweep_id,
+            number,
+        )
+        self._write("parameters", handle, lambda client, run_id, again: _log_params(client, run_id, config, choices))
+        self._write(
+            "the config's files", handle, lambda client, run_id, again: _log_config_files(client, run_id, folder)
+        )
+        return handle
 
     def log_facts(self, run_id: str, facts: Mapping[str, Any]) -> None:
         """What a trial told before its first step, as tags and as the data set with its digest.
@@ -105,7 +200,7 @@ class Tracker:
             facts: as `training.train` reports them, with `data`, the name of the data set.
         """
 
-        def write(client: MlflowClient) -> None:
+        def write(client: MlflowClient, run_id: str, again: bool) -> None:
             from mlflow.entities import RunTag
 
             client.log_batch(run_id, tags=[RunTag(k, v) for k, v in fact_tags(facts).items()])
@@ -121,18 +216,24 @@ class Tracker:
         alone, one that was lost with the store away is filled in.
         """
         epoch = int(metrics["epoch"])
-        if (run_id, epoch) in self._epochs:
-            return
         names = {"train/step" if k == "step" else k: float(v) for k, v in metrics.items() if k != "epoch"}
+        now = int(time.time() * 1000)
 
-        def write(client: MlflowClient) -> None:
+        def write(client: MlflowClient, id_: str, again: bool) -> None:
             from mlflow.entities import Metric
 
-            now = int(time.time() * 1000)
-            client.log_batch(run_id, metrics=[Metric(k, v, now, epoch) for k, v in names.items()])
+            if (run_id, epoch) in self._epochs:
+                return
+            if not (again and self._has_epoch(client, id_, next(iter(names)), epoch)):
+                client.log_batch(id_, metrics=[Metric(k, v, now, epoch) for k, v in names.items()])
             self._epochs.add((run_id, epoch))
 
         self._write("metrics", run_id, write)
+
+    @staticmethod
+    def _has_epoch(client: MlflowClient, run_id: str, key: str, epoch: int) -> bool:
+        """An attempt that seemed to fail may have got through."""
+        return any(point.step == epoch for point in client.get_metric_history(run_id, key))
 
     def log_artifact(self, run_id: str, path: Path, folder: str = "") -> None:
         """Copy a file, or a folder with all in it, into the run's artifacts, below `folder`."""
@@ -141,11 +242,12 @@ class Tracker:
             return
         if path.suffix in _TEXTS:  # a config or a command in it may name a server with its password
             inside = "/".join(part for part in (folder, path.name) if part)
-            self._write("files", run_id, lambda client: client.log_text(run_id, redact(path.read_text()), inside))
+            text = redact(path.read_text())
+            self._write("files", run_id, lambda client, id_, again: client.log_text(id_, text, inside))
             return
         log = "log_artifacts" if path.is_dir() else "log_artifact"
         inside = "/".join(part for part in (folder, path.name if path.is_dir() else "") if part)
-        self._write("files", run_id, lambda client: getattr(client, log)(run_id, str(path), inside or None))
+        self._write("files", run_id, lambda client, id_, again: getattr(client, log)(id_, str(path), inside or None))
 
     def finish(self, run_id: str, status: str, error: str | None = None, artifacts: Sequence[Path] = ()) -> None:
         """End a run; the first ending that reached the store stands, later calls do nothing.
@@ -158,51 +260,89 @@ class Tracker:
         assert status in _RUN_STATUS, f"{status} is none of {', '.join(_RUN_STATUS)}"
         if run_id in self._finished:
             return
+        self._finished.add(run_id)
+        ended = int(time.time() * 1000)
         for path in artifacts:
             self.log_artifact(run_id, path)
 
-        def write(client: MlflowClient) -> None:
-            client.set_tag(run_id, "status", status)
+        def write(client: MlflowClient, id_: str, again: bool) -> None:
+            client.set_tag(id_, "status", status)
             if error:
-                client.set_tag(run_id, "error", one_line(error, _ERROR_LENGTH))
-            client.set_terminated(run_id, _RUN_STATUS[status])
-            self._finished.add(run_id)
+                client.set_tag(id_, "error", one_line(error, _ERROR_LENGTH))
+            client.set_terminated(id_, _RUN_STATUS[status], ended)
 
         self._write("the end of a run", run_id, write)
 
-    def _create_run(self, name: str, tags: Callable[[], dict[str, str]]) -> str:
-        def write(client: MlflowClient) -> str:
-            run = client.create_run(self._experiment_id, run_name=name, tags=tags())
-            return str(run.info.run_id)
+    def recorded(self, run_id: str) -> None:
+        """Nothing more comes: with this mark in the store, a resume has nothing to send."""
+        self._write("the end of a run", run_id, lambda client, id_, again: client.set_tag(id_, RECORDED_TAG, "true"))
 
-        return self._guard("a run", write) or ""
+    def settle(self, limit_s: float) -> int:
+        """Send what waits, for at most so long; how many writes still wait."""
+        until = time.monotonic() + limit_s
+        if self._waiting and limit_s > 0:
+            self._on_problem(f"waits up to tracking.patience_s={limit_s:g} s for the MLflow store to answer")
+        while self._waiting:
+            self._silent_until = 0.0
+            self._send()
+            if not self._waiting or time.monotonic() > until:
+                break
+            time.sleep(min(1.0, limit_s))
+        return len(self._waiting)
 
-    def _write(self, what: str, run_id: str, write: Callable[[MlflowClient], None]) -> None:
-        if run_id:
-            self._guard(what, write)
+    def _create_run(self, name: str, tags: Callable[[], dict[str, str]], sweep_id: str, number: str) -> str:
+        handle = f"new-{len(self._ids)}-{len(self._waiting)}-{time.monotonic_ns()}"
+        begun = int(time.time() * 1000)
 
-    def _guard(self, what: str, write: Callable[[MlflowClient], T]) -> T | None:
-        """Do a write, or tell why not. A store that is away is left alone for a while, a refusal is not."""
+        def write(client: MlflowClient, id_: str, again: bool) -> None:
+            if again and sweep_id:  # an attempt that seemed to fail may have got through
+                for run in search_runs(client, self._experiment_id, f"tags.`{SWEEP_TAG}` = '{sweep_id}'"):
+                    if run.data.tags.get(TRIAL_TAG, "") == number:
+                        self._ids[handle] = str(run.info.run_id)
+                        return
+            run = client.create_run(self._experiment_id, begun, tags=tags(), run_name=name)
+            self._ids[handle] = str(run.info.run_id)
+
+        self._write("a run", handle, write)
+        run_id = self._ids.get(handle)
+        if run_id is None:
+            return handle
+        self._ids[run_id] = run_id
+        return run_id
+
+    def _write(self, what: str, run: str, do: Callable[[MlflowClient, str, bool], Any]) -> None:
         assert self._client is not None, "open() comes before every write"
-        if time.monotonic() < self._silent_until:
-            return None
-        try:
-            return write(self._client)
-        except Exception as error:  # noqa: BLE001 (no failure of the record may end the sweep)
-            uri = redact(self._tracking.uri)
-            # Of urllib3's chain of wrappers, only what stands last says something.
-            reason = one_line(str(error).rpartition("Caused by ")[2], 300) or type(error).__name__
-            if _is_away(error):
-                self._silent_until = time.monotonic() + _RETRY_AFTER_S
-                self._tell(
-                    "away",
-                    f"tracking.uri={uri}: the MLflow store does not answer any more ({reason}). The trials "
-                    "go on and keep their results in their folders; what they report before it answers again "
-                    "will be missing in MLflow.",
-                )
-            else:
-                self._tell(what, f"tracking.uri={uri}: MLflow did not take {what} ({reason}).")
-            return None
+        self._waiting.append(_Write(what, run, do))
+        self._send()
+
+    def _send(self) -> None:
+        """Do what waits, in order. A store that is away is left alone for a while, a refusal is told and left out."""
+        assert self._client is not None
+        while self._waiting and time.monotonic() >= self._silent_until:
+            write = self._waiting[0]
+            try:
+                if write.run in self._ids or write.what == "a run":  # else its run was refused
+                    write.do(self._client, self._ids.get(write.run, ""), write.tried)
+            except Exception as error:  # noqa: BLE001 (no failure of the record may end the sweep)
+                uri = redact(self._tracking.uri)
+                # Of urllib3's chain of wrappers, only what stands last says something.
+                reason = one_line(str(error).rpartition("Caused by ")[2], 300) or type(error).__name__
+                if _is_away(error):
+                    write.tried = True
+                    self._silent_until = time.monotonic() + self._pause_s
+                    self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+                    self._tell(
+                        "away",
+                        f"tracking.uri={uri}: the MLflow store does not answer ({reason}). The trials go on and keep "
+                        "their results in their folders; they are sent when it answers again.",
+                    )
+                    return
+                self._tell(write.what, f"tracking.uri={uri}: MLflow did not take {write.what} ({reason}).")
+            self._waiting.popleft()
+            self._pause_s = _FIRST_PAUSE_S
+            if not self._waiting and "away" in self._told:
+                self._told.discard("away")
+                self._on_problem("the MLflow store answers again; what waited was sent")
 
     def _tell(self, kind: str, message: str) -> None:
         if kind not in self._told:

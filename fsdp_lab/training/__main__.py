@@ -33,6 +33,9 @@ class ConsoleReporter:
         if self.speaks:
             print(json.dumps(facts), flush=True)
 
+    def step(self, step: int) -> None:
+        pass
+
     def epoch(self, metrics: Metrics, checkpoint: Path | None) -> None:
         if self.speaks:
             print(json.dumps({key: round(value, 6) for key, value in metrics.items()}), flush=True)

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_lab.config.convert import flatten, to_dict
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.schema import CheckpointConfig, CheckpointMode, TrialConfig
+from fsdp_lab.config.schema import RESUME_KEYS, CheckpointConfig, CheckpointMode, TrialConfig
 from fsdp_lab.training.distributed import Ranks, sum_over_ranks
 
 Metrics = dict[str, float]
@@ -278,8 +278,11 @@ def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
 
 
 # What may differ between the starts of one trial: how long, where, and what is kept of it.
-_MAY_DIFFER = ("training.epochs", "training.max_steps", "training.timing_warmup_steps", "memory_profile", "export")
-_ROOMS_THAT_MAY_DIFFER = ("checkpoint.", "cluster.", "forecast.", "tracking.")
+_MAY_DIFFER = (
+    "training.epochs", "training.max_steps", "training.timing_warmup_steps", "memory_profile", "export", "engine",
+    "objective", "trial_timeout_s", *RESUME_KEYS,
+)  # fmt: skip
+_ROOMS_THAT_MAY_DIFFER = ("checkpoint.", "cluster.", "forecast.", "search.", "scheduler.", "tracking.")
 
 
 def trial_identity(config: TrialConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import torch
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class DivergedError(RuntimeError):
-    """The loss of a step is NaN or infinite."""
+    """The loss of a step, or of a validation, is NaN or infinite."""
 
 
 def train_step(state: TrainState, microbatches: list[Batch], config: TrialConfig, ranks: Ranks) -> Tensor:
@@ -61,6 +61,7 @@ def train_epoch(
     ranks: Ranks,
     timer: StepTimer,
     memory: MemoryProfile,
+    on_step: Callable[[int], None],
 ) -> tuple[Metrics, list[float]]:
     """Train through one epoch, or up to `training.max_steps`.
 
@@ -69,6 +70,7 @@ def train_epoch(
 
     Raises:
         DivergedError: a step's loss is not finite. Told after the epoch, to keep sync points out of it.
+        Exception: whatever a step raises, with the step as a note.
     """
     state.model.train()
     scheduled = state.lr_schedule.last_epoch
@@ -76,14 +78,19 @@ def train_epoch(
     losses = []
     timer.start()
     for microbatches in _by_step(loader, config.training.grad_accum_steps):
-        if memory.tracks():
-            batch = [tensor for pair in microbatches for tensor in pair]
-            with memory.track(state.model, state.optimizer, batch):
+        on_step(state.step + 1)
+        try:
+            if memory.tracks():
+                batch = [tensor for pair in microbatches for tensor in pair]
+                with memory.track(state.model, state.optimizer, batch):
+                    losses.append(train_step(state, microbatches, config, ranks))
+                timer.start()  # the tracked step is slow: not one of the timed
+            else:
                 losses.append(train_step(state, microbatches, config, ranks))
-            timer.start()  # the tracked step is slow: not one of the timed
-        else:
-            losses.append(train_step(state, microbatches, config, ranks))
-            timer.step_done()
+                timer.step_done()
+        except Exception as error:
+            error.add_note(f"step {state.step + 1}")
+            raise
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
     step_losses = (sum_over_ranks(torch.stack(losses)) / ranks.world_size).tolist()
@@ -101,7 +108,11 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(state: TrainState, loader: DataLoader[Batch], config: TrialConfig, ranks: Ranks) -> Metrics:
-    """Loss and accuracy over the whole validation split, each image counted once."""
+    """Loss and accuracy over the whole validation split, each image counted once.
+
+    Raises:
+        DivergedError: the loss is not finite.
+    """
     state.model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, correct, images
     for images, labels in loader:
@@ -112,6 +123,8 @@ def evaluate(state: TrainState, loader: DataLoader[Batch], config: TrialConfig, 
         sums[1] += (logits.argmax(1) == labels).sum()
         sums[2] += (labels >= 0).sum()
     loss, correct, count = sum_over_ranks(sums).tolist()
+    if not math.isfinite(loss):
+        raise DivergedError(f"the validation loss after step {state.step} is {loss}")
     return {"val/loss": loss / count, "val/accuracy": correct / count}
 
 

@@ -32,6 +32,9 @@ class Reporter(Protocol):
     def facts(self, facts: dict[str, Any]) -> None:
         """What is known before the first step: device, data digest, number of parameters, notes."""
 
+    def step(self, step: int) -> None:
+        """Optimizer step `step`, counted from 1, begins."""
+
     def epoch(self, metrics: Metrics, checkpoint: Path | None) -> None:
         """The metrics of a finished epoch, with `epoch` and `step` among them. After a resume the epochs
         before are told again, so that nothing is lost between a checkpoint and its report."""
@@ -91,7 +94,7 @@ def train(
     max_steps = config.training.max_steps or total_steps
     while state.epoch < config.training.epochs and state.step < max_steps:
         train_order.go_to(state.epoch, state.epoch_step)
-        metrics, step_losses = train_epoch(state, train_loader, config, ranks, timer, memory)
+        metrics, step_losses = train_epoch(state, train_loader, config, ranks, timer, memory, reporter.step)
         on_step_losses(step_losses)
         metrics.update(speed_metrics(timer.take(), config, ranks, flops))
         metrics.update(evaluate(state, val_loader, config, ranks))

@@ -35,13 +35,14 @@ def test_kinds_of_failure(error: BaseException, kind: str):
 def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ray's part stands in: what is looked at is what is made of the failures that it leaves."""
 
-    def fit(_: job.Job) -> None:
+    def fit(_: job.Job, report: object) -> None:
         record_failure(tmp_path, 1, RuntimeError("Connection reset by peer"), "peer")
         record_failure(tmp_path, 0, torch.OutOfMemoryError("CUDA out of memory"), "oom")
         raise RuntimeError("a worker failed")
 
     monkeypatch.setattr(job, "fit", fit)
-    job.run_job(job.Job({}, str(tmp_path), 2, False, "."))
+    config = {"trial_timeout_s": None, "cluster": {"wait_timeout_s": 600.0}}
+    job.run_job(job.Job(config, str(tmp_path), 2, False, "."), lambda metrics: None)
     outcome = read_outcome(tmp_path)
     assert outcome is not None
     assert outcome.status == "oom" and outcome.error == "rank 0: OutOfMemoryError: CUDA out of memory"

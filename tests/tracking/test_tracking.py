@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
@@ -361,16 +362,20 @@ def test_a_store_that_breaks_and_comes_back_is_told_once_and_written_again(
     with closing(sqlite3.connect("outputs/mlflow.db")) as database:
         database.execute("ALTER TABLE runs RENAME TO away")
         opened.log_epoch(run_id, METRICS)
-        assert start(opened, tmp_path, run_id) == ""
+        late = start(opened, tmp_path, run_id)
+        opened.log_epoch(late, METRICS)
+        assert opened.run_id(late) == ""
         database.execute("ALTER TABLE away RENAME TO runs")
-    opened.log_epoch(run_id, METRICS)  # within the pause: left out
+    opened.log_epoch(run_id, METRICS | {"epoch": 2})  # within the pause: it waits
     assert history(run_id, "train/loss") == []
     later = time.monotonic() + 31
     monkeypatch.setattr(tracker.time, "monotonic", lambda: later)
-    opened.log_epoch(run_id, METRICS)
-    assert history(run_id, "train/loss") == [(1, 1.5)]
-    assert len(problems) == 1
-    assert "does not answer any more" in problems[0]
+    opened.log_epoch(run_id, METRICS | {"epoch": 3})
+    assert history(run_id, "train/loss") == [(1, 1.5), (2, 1.5), (3, 1.5)]
+    assert history(opened.run_id(late), "train/loss") == [(1, 1.5)]
+    assert opened.settle(0) == 0
+    assert len(problems) == 2
+    assert "does not answer" in problems[0] and "answers again" in problems[1]
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
@@ -414,6 +419,38 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait(timeout=20)
 
 
+def test_what_seemed_to_fail_and_got_through_is_not_written_twice(opened: Tracker, tmp_path: Path) -> None:
+    """The answer is lost, not the write: the next attempt looks first."""
+    sent = []
+
+    def lose_the_answer(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            sent.append(name)
+            if sent.count(name) == 1:
+                raise OSError("the answer was lost")
+            return result
+
+        return write
+
+    client = opened._client
+    assert client is not None
+    client.create_run = lose_the_answer("run", client.create_run)
+    client.log_batch = lose_the_answer("batch", client.log_batch)
+    handle = opened.start_trial("t", CONFIG, CHOICES, [], tmp_path, None, "night", "3")
+    opened.log_epoch(handle, METRICS)
+    opened.finish(handle, "finished")
+    opened.recorded(handle)
+    assert opened.settle(10) == 0
+    assert sent.count("run") == 1
+    run_id = opened.run_id(handle)
+    assert history(run_id, "train/loss") == [(1, 1.5)]
+    found = opened.find_runs("night")
+    assert {number: (run.handle, run.status, run.recorded) for number, run in found.items()} == {
+        "3": (run_id, "finished", True)
+    }
+
+
 def test_a_server_is_written_to_and_its_death_is_told_once(
     server: tuple[int, subprocess.Popen[bytes]], tmp_path: Path, problems: list[str],
     capfd: pytest.CaptureFixture[str],
@@ -443,10 +480,12 @@ def test_a_server_is_written_to_and_its_death_is_told_once(
     began = time.monotonic()
     for epoch in range(2, 12):
         made.log_epoch(sweep, METRICS | {"epoch": epoch})
-    assert start(made, tmp_path, sweep) == ""
+    assert made.run_id(start(made, tmp_path, sweep)) == ""
     made.finish(sweep, "finished")
     assert time.monotonic() - began < 20
     assert len(problems) == 1
+    assert made.settle(0.5) > 10
+    del problems[1:]
     assert f"tracking.uri=http://***@127.0.0.1:{port}" in problems[0]
     assert "Connection refused" in problems[0]
     assert "pw" not in problems[0]

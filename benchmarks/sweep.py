@@ -1,0 +1,93 @@
+"""A sweep of four trials against four bare scripts, one after another; and what each trial of many tiny ones costs.
+
+python -m benchmarks.sweep [rounds] [tiny trials]
+
+Reference: `sharding=per_block precision=fp16` on digits, two epochs, two workers. The sweep is the whole command, with
+Ray's start, forecasts, checkpoints, exports and MLflow; the bare scripts have none of that. In turn, round after round.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+MOST_RATIO = 1.3
+MOST_TRIAL_S = 0.1
+_LIMIT_S = 900
+_HERE = Path(__file__).parent
+_AXES = ["offload=none,cpu", "reshard_after_forward=always,never"]
+
+
+def bare() -> float:
+    """Seconds of four scripts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    begun = time.perf_counter()
+    for _ in range(4):
+        subprocess.run(
+            [*command, str(_HERE / "bare.py"), "2", "fp16"],
+            check=True,
+            timeout=_LIMIT_S,
+            capture_output=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    return time.perf_counter() - begun
+
+
+def sweep() -> tuple[float, float]:
+    """Seconds of the command, and the median turnaround of its trials."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "fsdp_lab", "-m", "sharding=per_block", "precision=fp16", *_AXES]
+        command += [f"hydra.sweep.dir={folder}/out", f"tracking.uri=sqlite:///{folder}/m.db"]
+        begun = time.perf_counter()
+        subprocess.run(command, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - begun
+        with Path(folder, "out", "results.csv").open() as rows:
+            found = [float(row["turnaround_s"]) for row in csv.DictReader(rows) if row["turnaround_s"]]
+    return seconds, statistics.median(found)
+
+
+def tiny(count: int) -> list[tuple[float, float]]:
+    """What the driver of `count` trials that do almost nothing costs: `(seconds a trial, resident MiB)` of each
+    hundred. What a trial itself takes is left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.tiny", str(count), folder]
+        out = subprocess.run(command, check=True, timeout=_LIMIT_S, capture_output=True, text=True).stdout
+    return [tuple(pair) for pair in json.loads(out.strip().splitlines()[-1])]
+
+
+def main() -> int:
+    rounds, count = (int(a) for a in (*sys.argv[1:], *("3", "500")[len(sys.argv) - 1 :]))
+    pairs = []
+    print(
+        "| round | 4 bare scripts, s | sweep of 4, s | sweep / bare | turnaround, s |\n| --- | --- | --- | --- | --- |"
+    )
+    for number in range(rounds):
+        first = bare() if number % 2 == 0 else None
+        seconds, turnaround = sweep()
+        alone = first or bare()
+        pairs.append((alone, seconds))
+        print(f"| {number + 1} | {alone:.1f} | {seconds:.1f} | {seconds / alone:.2f} | {turnaround:.1f} |", flush=True)
+    ratio = statistics.median(s / b for b, s in pairs)
+    print(f"| median | | | **{ratio:.2f}** | |\n\nat most {MOST_RATIO} is asked for\n")
+    hundreds = tiny(count)
+    print("| trials | driver, ms a trial | resident, MiB |\n| --- | --- | --- |")
+    for number, (seconds, mib) in enumerate(hundreds):
+        print(f"| {number * 100 + 1} to {min(number * 100 + 100, count)} | {seconds * 1000:.0f} | {mib:.0f} |")
+    print(
+        f"\n{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, torch "
+        f"{version('torch')}, ray {version('ray')}, mlflow {version('mlflow')}"
+    )
+    return 0 if ratio <= MOST_RATIO and max(s for s, _ in hundreds) <= MOST_TRIAL_S else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

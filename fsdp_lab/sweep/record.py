@@ -1,0 +1,222 @@
+"""What a sweep leaves in its folder, and how the next start understands it.
+
+| file | what |
+| --- | --- |
+| `sweep.json` | what was typed, and with which code and libraries |
+| `trials.jsonl` | a line a trial: its overrides, in the order of the trials |
+| `.lock` | locked while a driver works in the folder |
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.utils import _save_config
+from omegaconf import OmegaConf
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import ConfigError, TrialConfig, UserError, flatten, from_dict, workers_of
+from fsdp_lab.config.schema import RESUME_KEYS, TrackingConfig
+from fsdp_lab.engine.files import write_json
+
+_LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
+_LIBRARIES = ("torch", "ray")  # what else decides what a trial does
+# What may be another in a resume: where and how long things run and wait, not what is learned or measured.
+_MAY_DIFFER = (
+    "cluster.address", "cluster.max_failures", "cluster.wait_timeout_s", "trial_timeout_s", "tracking.patience_s",
+    "search.num_trials", *RESUME_KEYS,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """`sweep.json`. `arguments`: as typed, without `-m`; `code`: file -> digest."""
+
+    id: str
+    arguments: list[str]
+    multirun: bool
+    launched_in: str
+    code: dict[str, str] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(arguments: Sequence[str], multirun: bool) -> Record:
+        """A new sweep's, with the code as it is now."""
+        return Record(uuid.uuid4().hex, list(arguments), multirun, os.getcwd(), code_digests(), _versions())
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / "sweep.json", asdict(self))
+        with suppress(OSError):  # only `resume=last` needs it
+            _LAST.parent.mkdir(parents=True, exist_ok=True)
+            making = _LAST.with_name(f".{_LAST.name}.{os.getpid()}")
+            making.write_text(str(folder.absolute()))
+            making.rename(_LAST)
+
+
+def code_digests() -> dict[str, str]:
+    """Of every file of the package that does something."""
+    package = Path(__file__).resolve().parent.parent
+    files = sorted(package.rglob("*.py"))
+    return {str(f.relative_to(package)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files}
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
+
+
+def read_record(folder: Path) -> Record:
+    """`sweep.json` of a folder.
+
+    Raises:
+        UserError: there is none, or it is not one.
+    """
+    path = folder / "sweep.json"
+    try:
+        return Record(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise UserError(
+            f"resume={folder}: no sweep was started there (there is no {path.name}); give the folder that holds "
+            "results.csv, the id of a sweep's parent run, or resume=last."
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"resume={folder}: {path} cannot be read ({error}); start the sweep anew.") from None
+
+
+def add_trial(folder: Path, overrides: Sequence[str]) -> None:
+    """Append a trial to `trials.jsonl`, before it starts."""
+    with (folder / "trials.jsonl").open("a") as lines:
+        lines.write(json.dumps(list(overrides)) + "\n")
+
+
+def read_trials(folder: Path) -> list[list[str]]:
+    """The overrides of each trial, in their order; a line that a kill cut short is no trial yet."""
+    path = folder / "trials.jsonl"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return found
+
+
+@contextmanager
+def locked(folder: Path, key: str) -> Iterator[None]:
+    """Have the folder for this process alone; ends with the process, however that ends.
+
+    Args:
+        key: what sets the folder on the command line.
+
+    Raises:
+        UserError: another sweep works in it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"{key}={folder} cannot be written ({error.strerror}); free the disk, or set {key} to a folder that can be."
+        ) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.read(handle, 200).decode(errors="replace").strip()
+            raise UserError(
+                f"{key}={folder} is in use by another sweep ({who}); wait until that has ended, or give this one a "
+                f"folder of its own: {key}=..."
+            ) from None
+        os.truncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def find_folder(resume: str, tracking: TrackingConfig) -> Path:
+    """The folder that `resume=...` stands for: a folder, the id of a parent run, or `last`.
+
+    Raises:
+        UserError: it stands for none.
+    """
+    if resume == "last":
+        if not _LAST.exists():
+            raise UserError(
+                f"resume=last: no sweep was started from this folder (there is no {_LAST}); give the sweep's own "
+                "folder or the id of its parent run."
+            )
+        return Path(_LAST.read_text().strip())
+    folder = Path(resume)
+    if folder.is_dir():
+        return folder.absolute()
+    if not re.fullmatch(r"[0-9a-f]{32}", resume):
+        raise UserError(
+            f"resume={resume} is no folder and no id of a run (32 digits of 0-9a-f); give the sweep's folder, the id "
+            "of its parent run, or resume=last."
+        )
+    from fsdp_lab.tracking import folder_of_run
+
+    return folder_of_run(tracking, resume)
+
+
+def changes_of_code(record: Record) -> list[str]:
+    """What is other now, in words."""
+    code = code_digests()
+    files = sorted(name for name in record.code.keys() | code.keys() if record.code.get(name) != code.get(name))
+    now = _versions()
+    libraries = [
+        f"{name} {there} there, {now[name]} here" for name, there in record.libraries.items() if now[name] != there
+    ]
+    shown = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+    return [*([f"fsdp_lab's code: {shown}"] if files else []), *libraries]
+
+
+def changes_of_config(trial_folder: Path, config: TrialConfig) -> list[str]:
+    """What the trial's saved config has other than `config`, in words. Nothing for a trial that was never set up."""
+    path = trial_folder / ".hydra" / "config.yaml"
+    if not path.exists():
+        return []
+    try:
+        before = from_dict(TrialConfig, yaml.safe_load(path.read_text()))
+    except ConfigError as error:
+        return [f"{path}: {error}"]
+    there, here = _settings(before), _settings(config)
+    return [f"{key}={there[key]} there, {value} here" for key, value in here.items() if there[key] != value]
+
+
+def _settings(config: TrialConfig) -> dict[str, Any]:
+    values = {key: value for key, value in flatten(config).items() if key not in _MAY_DIFFER}
+    return values | {"cluster.num_workers": workers_of(config)}
+
+
+def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:
+    """Overrides with others in the place of those for the same keys."""
+    keys = {_key(override) for override in on_top}
+    return [*(override for override in overrides if _key(override) not in keys), *on_top]
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def write_hydra_folder(trial: Trial) -> None:
+    """`.hydra/` of a trial, as Hydra's own launcher leaves it."""
+    hydra_folder = trial.folder / ".hydra"
+    hydra_folder.mkdir(parents=True, exist_ok=True)
+    own = OmegaConf.masked_copy(trial.hydra_config, [str(k) for k in trial.hydra_config if k != "hydra"])
+    _save_config(own, "config.yaml", hydra_folder)
+    _save_config(OmegaConf.masked_copy(trial.hydra_config, "hydra"), "hydra.yaml", hydra_folder)
+    OmegaConf.save(OmegaConf.create(trial.overrides), hydra_folder / "overrides.yaml")

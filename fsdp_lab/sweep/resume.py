@@ -1,0 +1,117 @@
+"""Taking up a sweep that was interrupted: from its folder alone, whatever ended it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_lab.compose import Trial, check
+from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.config.schema import DataName, TrackingConfig
+from fsdp_lab.engine.files import read_json, read_metrics, read_outcome
+from fsdp_lab.sweep.record import (
+    Record,
+    changes_of_code,
+    changes_of_config,
+    find_folder,
+    read_record,
+    with_overrides,
+)
+from fsdp_lab.sweep.results import TrialState, storage
+
+
+def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """The command line that `resume=...` stands for, and the folder that it is to be typed in.
+
+    Raises:
+        UserError: there is nothing to resume.
+    """
+    resume = next(a.partition("=")[2] for a in arguments if a.startswith("resume="))
+    typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith("resume=")]
+    uri = next((a.partition("=")[2] for a in typed if a.startswith("tracking.uri=")), TrackingConfig().uri)
+    folder = find_folder(resume.strip("'\""), TrackingConfig(uri=uri))
+    record = read_record(folder)
+    place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
+    # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
+    ours = [f"resume='{folder}'", f"{place}='{folder}'", *([] if record.multirun else ["hydra.output_subdir=null"])]
+    return [
+        *(["-m"] if record.multirun else []),
+        *with_overrides(record.arguments, [*typed, *ours]),
+    ], record.launched_in
+
+
+def resumed_states(trials: Sequence[Trial], folder: Path, config: TrialConfig) -> list[TrialState]:
+    """How each trial stands, by what its folder holds. One without a result waits for its turn, and goes on from its
+    last checkpoint."""
+    states = []
+    for trial in trials:
+        state = TrialState(trial, goes_on=True)
+        where = storage(trial, folder)
+        outcome = read_outcome(where)
+        if outcome is not None and outcome.status == "failed" and config.resume_failed:
+            (where / "outcome.json").unlink()
+            outcome = None
+        state.forecast_before = read_json(where / "forecast.json") or {}
+        if outcome is not None:
+            state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
+            state.metrics = list(read_metrics(where))[-1:][0] if any(read_metrics(where)) else {}
+            state.facts_told = True
+        states.append(state)
+    return states
+
+
+def check_unchanged(record: Record, states: Sequence[TrialState], folder: Path, config: TrialConfig) -> None:
+    """Refuse to go on with other settings, other code or other data than the sweep was started with.
+
+    Raises:
+        UserError: with what differs, unless `resume_anyway`; or a trial that cannot run here.
+    """
+    if not config.resume_anyway:
+        changes = {"": changes_of_code(record)}
+        for number, state in enumerate(states):
+            changes[f"trial {number}" if record.multirun else "the trial"] = changes_of_config(
+                state.trial.folder, state.trial.config
+            )
+        changes["data"] = _changes_of_data(states, folder)
+        if told := _in_words(changes):
+            raise UserError(
+                f"resume={folder}: not what the sweep was started with: {told}. Put that back, start a new sweep, or "
+                "go on all the same with resume_anyway=true."
+            )
+    for state in states:
+        if not state.ended:
+            check(state.trial.config)
+
+
+def _in_words(changes: dict[str, list[str]]) -> str:
+    """Each thing once, with the first that it is found at."""
+    first: dict[str, str] = {}
+    for whose, found in changes.items():
+        for change in found:
+            first.setdefault(change, whose)
+    return "; ".join(f"{whose}: {change}" if whose else change for change, whose in first.items())
+
+
+def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
+    """Compare the digests that trials reported with those of the data as it is now."""
+    if all(state.ended for state in states):
+        return []
+    found: dict[str, str] = {}
+    for state in states:
+        facts = read_json(storage(state.trial, folder) / "facts.json")
+        data = state.trial.config.data
+        if facts and data.name is not DataName.synthetic:  # which is made from its settings
+            found.setdefault(f"{data.name.name} {data.root} {data.num_train} {data.num_val}", facts["data_digest"])
+    changed = []
+    for state in states:
+        data = state.trial.config.data
+        before = found.pop(f"{data.name.name} {data.root} {data.num_train} {data.num_val}", None)
+        if before is None:
+            continue
+        from fsdp_lab.training.data import digest, read_splits
+
+        train, val, _ = read_splits(data, state.trial.config.model)
+        now = digest(train.first(data.num_train), val.first(data.num_val))
+        if now != before:
+            changed.append(f"data={data.name.name}: its digest was {before} and is {now}")
+    return changed

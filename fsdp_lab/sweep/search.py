@@ -1,0 +1,251 @@
+"""Where a sweep's trials come from: all cells of a grid, or what Optuna suggests. Knows no Ray.
+
+Every suggestion is composed and checked here, in the driver; one that cannot be costs no trial.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.compose import check as check_here
+from fsdp_lab.config import CombinationError, ConfigError, TrialConfig, effective_settings, workers_of
+from fsdp_lab.config.schema import SearchConfig, SearchName
+from fsdp_lab.sweep.grid import all_overrides, discrete_values
+from fsdp_lab.sweep.results import ENDED
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+_MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that can be
+
+
+class Search(Protocol):
+    """Gives the next trial, and is told how each ended. `say`: where it tells what was refused."""
+
+    say: Callable[[str], None]
+
+    def has_more(self) -> bool: ...
+
+    def next(self) -> Trial | None:
+        """The next trial; None when there are no more."""
+
+    def tell(self, trial: Trial, status: str, metrics: Mapping[str, float]) -> None:
+        """How a trial ended, with the metrics of its last epoch."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """`fixed`: overrides that every trial has. `dimensions`: key -> where its values come from; a categorical
+    one holds whole overrides."""
+
+    fixed: list[str]
+    dimensions: dict[str, BaseDistribution]
+
+    def overrides(self, params: Mapping[str, Any]) -> list[str]:
+        """The overrides of one suggestion, in the order of the command line."""
+        made = [f"{key}={value!r}" if _is_number(value) else str(value) for key, value in params.items()]
+        return [*self.fixed, *made]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def read_space(parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]) -> Space:
+    """Lists, ranges and groups become categories, an `interval` a float or, with `int(...)`, a whole number, on a
+    logarithmic scale with `tag(log, ...)`.
+
+    Args:
+        parser, defaults, arguments: as for `grid.enumerate_grid`.
+
+    Raises:
+        ConfigError: an interval that is empty, or not positive on a logarithmic scale; nothing to search.
+    """
+    from optuna.distributions import CategoricalDistribution
+
+    fixed: list[str] = []
+    dimensions: dict[str, BaseDistribution] = {}
+    for key, override in all_overrides(parser, defaults, arguments).items():
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            dimensions[key] = _interval(override)
+            continue
+        values = discrete_values(override)
+        if len(values) == 1:
+            fixed += values
+        else:
+            dimensions[key] = CategoricalDistribution(values)
+    if not dimensions:
+        raise ConfigError(
+            "the search has nothing to vary; give a key several values or an interval, for example "
+            "optimizer.lr='tag(log,interval(1e-4,1e-2))'."
+        )
+    return Space(fixed, dimensions)
+
+
+def _interval(override: Override) -> BaseDistribution:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    sweep = override.value()
+    assert isinstance(sweep, IntervalSweep) and sweep.start is not None and sweep.end is not None
+    text, log = override.input_line, "log" in sweep.tags
+    if unknown := sweep.tags - {"log"}:
+        raise ConfigError(f"{text}: the tag {min(unknown)} is not known; the only one is log.")
+    if not sweep.start < sweep.end:
+        raise ConfigError(f"{text}: the interval is empty; give the smaller end first.")
+    if log and sweep.start <= 0:
+        raise ConfigError(f"{text}: a logarithmic scale begins above 0; use a positive start.")
+    if isinstance(sweep.start, int) and isinstance(sweep.end, int):
+        return IntDistribution(sweep.start, sweep.end, log=log)
+    return FloatDistribution(sweep.start, sweep.end, log=log)
+
+
+class OptunaSearch:
+    """`search=random` and `search=optuna`, for one objective or several.
+
+    Seeded: a random search gives the same trials in the same order in every run. What Optuna's own samplers
+    suggest hangs on the results too, and on their order where trials run side by side.
+    """
+
+    def __init__(
+        self,
+        settings: SearchConfig,
+        space: Space,
+        objectives: Sequence[tuple[str, str]],
+        compose: Callable[[Sequence[str], int], Trial],
+        check: Callable[[TrialConfig], None] = check_here,
+    ) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._settings, self._space, self._objectives = settings, space, list(objectives)
+        self._compose, self._check = compose, check
+        self.say: Callable[[str], None] = print
+        self._made = 0
+        self._asked: dict[int, optuna.Trial] = {}  # by the trial's number
+        self._seen: dict[str, int] = {}
+        self._refused: set[str] = set()
+        several = len(self._objectives) > 1
+        sampler: optuna.samplers.BaseSampler
+        if settings.name is SearchName.random:
+            sampler = optuna.samplers.RandomSampler(seed=settings.seed)
+        elif several:
+            sampler = optuna.samplers.NSGAIISampler(seed=settings.seed)
+        else:
+            sampler = optuna.samplers.TPESampler(seed=settings.seed)
+        directions: list[Literal["minimize", "maximize"]] = [
+            "minimize" if direction == "min" else "maximize" for _, direction in self._objectives
+        ]
+        self._study = optuna.create_study(sampler=sampler, directions=directions)
+
+    def go_on(self, trials: Sequence[tuple[Trial, str, Mapping[str, float]]]) -> None:
+        """Take over the trials of the start before, in their order: `(trial, status, metrics)` of each.
+
+        The sampler begins anew: what it suggests from here on is not what it would have suggested.
+        """
+        for trial, status, metrics in trials:
+            self._study.enqueue_trial(self._params_of(trial.overrides))
+            self._asked[self._made] = self._study.ask(self._space.dimensions)
+            self._seen[_settings_of(trial)] = self._made
+            self._made += 1
+            if status in ENDED:
+                self.tell(trial, status, metrics)
+
+    def has_more(self) -> bool:
+        return self._made < self._settings.num_trials
+
+    def _params_of(self, overrides: Sequence[str]) -> dict[str, Any]:
+        from optuna.distributions import CategoricalDistribution
+
+        params: dict[str, Any] = {}
+        for override in overrides:
+            key, _, value = override.partition("=")
+            dimension = self._space.dimensions.get(key)
+            if dimension is not None:
+                params[key] = override if isinstance(dimension, CategoricalDistribution) else json.loads(value)
+        return params
+
+    def next(self) -> Trial | None:
+        if self._made >= self._settings.num_trials:
+            return None
+        for _ in range(_MOST_REFUSED):
+            asked = self._study.ask(self._space.dimensions)
+            overrides = self._space.overrides(asked.params)
+            trial = self._compose(overrides, self._made)
+            try:
+                self._check(trial.config)
+            except CombinationError as reason:
+                self._refuse(asked, str(reason), overrides)
+                continue
+            settings = _settings_of(trial)
+            if settings in self._seen:
+                self._fail(asked)
+                continue
+            self._seen[settings] = self._made
+            self._asked[self._made] = asked
+            self._made += 1
+            return trial
+        self.say(
+            f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {_MOST_REFUSED} "
+            "suggestions in a row were tried already or have no meaning"
+        )
+        return None
+
+    def tell(self, trial: Trial, status: str, metrics: Mapping[str, float]) -> None:
+        """Finished trials count with their last epoch. Of one objective also the stopped ones, as Optuna's pruned;
+        any other end has no value."""
+        from optuna.trial import TrialState
+
+        assert trial.index is not None
+        asked = self._asked.pop(trial.index, None)
+        if asked is None:
+            return
+        values = [metrics.get(metric, math.nan) for metric, _ in self._objectives]
+        if not all(math.isfinite(value) for value in values) or status not in ("finished", "stopped"):
+            self._fail(asked)
+        elif status == "finished":
+            self._study.tell(asked, values)
+        elif len(values) == 1:
+            asked.report(values[0], int(metrics.get("epoch", 0)))
+            self._study.tell(asked, state=TrialState.PRUNED)
+        else:
+            self._fail(asked)
+
+    def _refuse(self, asked: Any, reason: str, overrides: Sequence[str]) -> None:
+        self._fail(asked)
+        if reason not in self._refused:
+            self._refused.add(reason)
+            self.say(f"not tried: {' '.join(overrides)}: {reason}")
+
+    def _fail(self, asked: Any) -> None:
+        from optuna.trial import TrialState
+
+        self._study.tell(asked, state=TrialState.FAIL)
+
+
+def _settings_of(trial: Trial) -> str:
+    return json.dumps(effective_settings(trial.config, workers_of(trial.config)), sort_keys=True)
+
+
+def pareto_front(rows: Sequence[Mapping[str, float]], objectives: Sequence[tuple[str, str]]) -> list[int]:
+    """The rows that no other row beats in one objective without being worse in another, by their places.
+
+    Rows without a value for each objective are in nobody's way, and not in the front.
+    """
+    points = {
+        place: tuple(row[metric] * (1 if direction == "min" else -1) for metric, direction in objectives)
+        for place, row in enumerate(rows)
+        if all(math.isfinite(row.get(metric, math.nan)) for metric, _ in objectives)
+    }
+    return [
+        place
+        for place, mine in points.items()
+        if not any(other != mine and all(o <= m for o, m in zip(other, mine, strict=True)) for other in points.values())
+    ]
