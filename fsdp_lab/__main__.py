@@ -11,6 +11,7 @@ import hydra
 
 from fsdp_lab.compose import Trial, check, explain, register_schema, single_trial
 from fsdp_lab.config import UserError, conf_dir
+from fsdp_lab.engine.cluster import stop_ray
 
 
 def main() -> None:
@@ -38,6 +39,7 @@ def end_interrupted() -> NoReturn:
     """Leave with 130 after everything that is registered for the end: Ray's native threads, interrupted in the
     middle of their start, would crash the interpreter as it takes itself down."""
     atexit._run_exitfuncs()
+    stop_ray()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(130)

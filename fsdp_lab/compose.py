@@ -6,6 +6,7 @@ import difflib
 import errno
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fsdp_lab.config import (
     check_trial,
     conf_dir,
     default_num_workers,
+    flatten,
     workers_of,
 )
 from fsdp_lab.config.checks import check_local_capacity, missing_data_message
@@ -46,6 +48,11 @@ class Trial:
     overrides: list[str]
     folder: Path
     hydra_config: DictConfig
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Every key of the config, dotted."""
+        return flatten(self.config)
 
     @property
     def name(self) -> str:

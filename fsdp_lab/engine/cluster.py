@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -9,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.checks import local_cpus
@@ -74,6 +77,7 @@ def start_ray(cluster: ClusterConfig) -> None:
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if cluster.address is None:
+        adopt_orphans()
         # "local" and not None, which would join a Ray that somebody else started on this machine
         ray.init("local", num_cpus=local_cpus(), include_dashboard=False, **quiet)
         return
@@ -110,6 +114,40 @@ def stop_ray() -> None:
     shutdown = getattr(sys.modules.get("ray"), "shutdown", None)
     if shutdown is not None:  # else Ctrl-C came while Ray was being imported
         shutdown()
+    end_descendants()
+
+
+_adopting = False
+
+
+def adopt_orphans() -> None:
+    """Let what Ray's servers leave behind become children of this process, which can then end them: Ray does not know
+    its agents yet when it is interrupted in its start, and forgets them when its servers are killed."""
+    global _adopting
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36  # linux/prctl.h
+        _adopting = ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0) == 0
+
+
+def end_descendants() -> None:
+    """End what is left of a Ray that was started here: with it, everything below this process."""
+    if not _adopting:
+        return
+    for _ in range(3):  # what had a parent a moment ago is ours now
+        below = psutil.Process().children(recursive=True)
+        for process in below:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(below, timeout=2.0)
+
+
+def lost_server() -> str | None:
+    """The server of a Ray that was started here that has ended by itself, by its name; None where all is well."""
+    import ray
+
+    node = ray._private.worker._global_node
+    dead: list[Any] = node.dead_processes() if node is not None else []
+    return next((name for name, _ in dead if name in ("raylet", "gcs_server")), None)
 
 
 def num_gpus() -> int:

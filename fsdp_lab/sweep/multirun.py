@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import HydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_lab.compose import Trial, group_choices, typed_config
-from fsdp_lab.config import ConfigError, objectives
+from fsdp_lab.config import ConfigError, all_keys, objectives
 from fsdp_lab.config.schema import SearchName
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
 from fsdp_lab.sweep.plan import plan_sweep
@@ -29,6 +34,8 @@ from fsdp_lab.sweep.results import TrialState
 from fsdp_lab.sweep.resume import check_unchanged, resumed_states
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 
+_KEYS = frozenset(all_keys())
+
 
 def run_multirun(
     context: HydraContext, config: DictConfig, defaults: Mapping[str, str | None], arguments: Sequence[str]
@@ -41,15 +48,7 @@ def run_multirun(
     """
     parser = OverridesParser.create(config_loader=context.config_loader)
     folder = Path(config.hydra.sweep.dir).absolute()
-
-    def compose(overrides: Sequence[str], number: int) -> Trial:
-        cfg = context.config_loader.load_sweep_config(config, list(overrides))
-        with open_dict(cfg):
-            cfg.hydra.job.id = f"{cfg.hydra.job.name}_{number}"
-            cfg.hydra.job.num = number
-        trial_folder = folder / str(cfg.hydra.sweep.subdir)
-        return Trial(number, typed_config(cfg), group_choices(cfg), list(overrides), trial_folder, cfg)
-
+    compose = Composer(context, config, parser, folder)
     given = all_overrides(parser, defaults, arguments).values()
     common = compose([word for o in given if not o.is_sweep_override() for word in discrete_values(o)], 0)
     resumed = common.config.resume is not None
@@ -98,6 +97,54 @@ def run_multirun(
         status = run_trials(search, states, first, folder, swept, record, resumed)
     if status:
         sys.exit(status)
+
+
+class Composer:
+    """Makes the trial of a cell, as Hydra does. Cells with the same options of all groups share Hydra's work on these,
+    which is nearly all of it: 70 ms, and 10 ms for the rest."""
+
+    def __init__(self, context: HydraContext, config: DictConfig, parser: OverridesParser, folder: Path) -> None:
+        self._loader, self._config, self._parser, self._folder = context.config_loader, config, parser, folder
+        self._by_options: dict[tuple[str, ...], DictConfig] = {}
+
+    def __call__(self, overrides: Sequence[str], number: int) -> Trial:
+        """
+        Raises:
+            HydraException, OmegaConfBaseException: an override that cannot be.
+        """
+        cfg = self._by_parts(overrides)
+        if cfg is None:
+            cfg = self._loader.load_sweep_config(self._config, list(overrides))
+        with open_dict(cfg):
+            cfg.hydra.job.id = f"{cfg.hydra.job.name}_{number}"
+            cfg.hydra.job.num = number
+        trial_folder = self._folder / str(cfg.hydra.sweep.subdir)
+        return Trial(number, typed_config(cfg), group_choices(cfg), list(overrides), trial_folder, cfg)
+
+    def _by_parts(self, overrides: Sequence[str]) -> DictConfig | None:
+        """The values set on what the options give; None where only Hydra itself can tell what is meant, or say what
+        is wrong."""
+        parsed = self._parser.parse_overrides(list(overrides))
+        values = [o for o in parsed if o.key_or_group in _KEYS and o.type is OverrideType.CHANGE]
+        options = tuple(o.input_line or "" for o in parsed if o not in values)
+        try:
+            if options not in self._by_options:
+                self._by_options[options] = self._loader.load_sweep_config(self._config, list(options))
+            cfg = copy.deepcopy(self._by_options[options])
+            OmegaConf.copy_cache(from_config=self._config, to_config=cfg)
+            for override in values:
+                OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+        except (HydraException, OmegaConfBaseException):
+            return None
+        naming = cfg.hydra.job.config.override_dirname
+        cfg.hydra.overrides.task = list(overrides)
+        cfg.hydra.job.override_dirname = get_overrides_dirname(
+            overrides=parsed,
+            exclude_keys=naming.exclude_keys,
+            item_sep=naming.item_sep,
+            kv_sep=naming.kv_sep,
+        )
+        return cfg
 
 
 def write_multirun(folder: Path, config: DictConfig, record: Record, trials: Sequence[Trial]) -> None:

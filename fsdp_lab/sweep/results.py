@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import flatten
 from fsdp_lab.forecast.fits import Forecast
 
 # The figures of a trial's last epoch that a table of trials shows, in this order.
@@ -92,7 +91,7 @@ def storage(trial: Trial, sweep_folder: Path) -> Path:
 
 def setting(trial: Trial, key: str) -> Any:
     """What a trial has for a swept key: a group's option, or a value."""
-    return trial.choices.get(key, flatten(trial.config).get(key))
+    return trial.choices.get(key, trial.values.get(key))
 
 
 def write_results(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
@@ -37,6 +38,7 @@ from fsdp_lab.sweep.search import Search, pareto_front
 from fsdp_lab.tracking import Tracker
 
 INTERRUPTED = 130
+_WRITE_EVERY_S = 1.0  # a table of many trials takes its time, and a resume makes it anew
 _INTERRUPT_LIMIT_S = 8.0  # then what hangs is left behind
 
 
@@ -69,6 +71,7 @@ class Sweep:
         self.closed = False
         self.notes_told: set[str] = set()
         self._places_free_since: list[float] = []
+        self._written, self._to_write = 0.0, False
 
     def open(self) -> None:
         """Make the store's schema and the parent run: once, before any trial. Of a resumed sweep, send what the
@@ -332,6 +335,7 @@ class Sweep:
         for number, state in enumerate(self.states):
             if state.status == "running":
                 self.end(number, "interrupted", str(error) if error else None)
+        self.write(0)
         if self.parent:
             self.tracker.finish(self.parent, worst, str(error) if error else None)
             for name in ("results.csv", "multirun.yaml"):
@@ -347,8 +351,12 @@ class Sweep:
             self.console.say(f"to go on: {resume_command(self.folder)}")
         return status
 
-    def write(self) -> None:
+    def write(self, at_most_every: float = _WRITE_EVERY_S) -> None:
         """`results.csv` and the table. A full disk is told once: MLflow may lie on another one and goes on."""
+        if time.monotonic() - self._written < at_most_every:
+            self._to_write = True
+            return
+        self._to_write, self._written = False, time.monotonic()
         try:
             write_results(self.folder / "results.csv", self.states, self.swept, self.front(), self.tracker.run_id)
         except OSError as error:
@@ -356,6 +364,11 @@ class Sweep:
                 self.console.say(f"{self.folder}/results.csv is not up to date: {error.strerror}; free the disk")
             self.unwritable = True
         self.console.update()
+
+    def look(self) -> None:
+        """Called again and again while trials run: what was put off is done."""
+        if self._to_write:
+            self.write()
 
     def front(self) -> set[int]:
         """The trials that no other beats in every objective; empty with a single objective."""
@@ -394,7 +407,7 @@ def run_trials(
     with Console(states, swept) as console, interruptible() as deadline, early or nullcontext():
         run = Sweep(search, states, first, folder, swept, record, console, resumed)
         run.open()
-        deadline.close = lambda: run.close(None)
+        deadline.sweep = run
         error: BaseException | None = None
         try:
             if not run.has_more():
@@ -403,12 +416,15 @@ def run_trials(
                 run_inline_all(run)
             else:
                 start_and_take_forecasts(run, early)
+                if config.cluster.address is None:
+                    deadline.watch_ray()
                 if run.has_more():
                     from fsdp_lab.sweep.tune import tune_all
 
                     tune_all(run)
         except KeyboardInterrupt:
-            console.say("interrupted")
+            gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
+            console.say(f"Ray's {deadline.lost} has ended: it was killed" if deadline.lost else "interrupted")
         except BaseException as caught:
             error = caught
             raise
@@ -481,23 +497,42 @@ class Deadline:
     """From the first interrupt on: whatever hangs, this process has recorded what it knows and is gone in time."""
 
     def __init__(self) -> None:
-        self.close = lambda: INTERRUPTED
+        self.sweep: Sweep | None = None
+        self.lost: str | None = None  # a server of Ray's that ended by itself
         self._begun = False
         self.over = threading.Event()
 
-    def begin(self) -> bool:
-        """Whether this is the first time."""
-        if self._begun:
-            return False
-        self._begun = True
-        threading.Thread(target=self._wait, name="deadline", daemon=True).start()
-        return True
+    @property
+    def closing(self) -> bool:
+        return self.over.is_set() or (self.sweep is not None and self.sweep.closed)
+
+    def begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=self._wait, name="deadline", daemon=True).start()
+
+    def watch_ray(self) -> None:
+        """Interrupt this process when a server of its Ray ends: nothing that was asked of it is answered then."""
+        threading.Thread(target=self._watch_ray, name="ray", daemon=True).start()
+
+    def _watch_ray(self) -> None:
+        while not self.over.wait(1.0) and not self.closing:
+            self.lost = engine.lost_server()
+            if self.lost:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
 
     def _wait(self) -> None:
-        if not self.over.wait(_INTERRUPT_LIMIT_S):
+        until = time.monotonic() + _INTERRUPT_LIMIT_S
+        while not self.over.wait(2.0) and time.monotonic() < until:
+            if not self.closing:  # what was raised at the first signal was swallowed: by a destructor, say
+                os.kill(os.getpid(), signal.SIGINT)
+        if not self.over.is_set():
             try:
-                self.close()
+                if self.sweep is not None:
+                    self.sweep.close(None)
             finally:
+                engine.end_descendants()
                 os._exit(INTERRUPTED)
 
 
@@ -509,18 +544,26 @@ def interruptible() -> Iterator[Deadline]:
         yield deadline
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    told_of_swallowed = sys.unraisablehook
 
     def interrupt(number: int, frame: Any) -> None:
-        """People press Ctrl-C twice: the second time changes nothing, the end is near already."""
-        if deadline.begin():
+        """People press Ctrl-C twice: when the end has begun, that changes nothing."""
+        deadline.begin()
+        if not deadline.closing:
             raise KeyboardInterrupt
+
+    def tell(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            told_of_swallowed(unraisable)
 
     signal.signal(signal.SIGINT, interrupt)
     sigterm_interrupts()
+    sys.unraisablehook = tell
     try:
         yield deadline
     finally:
         deadline.over.set()
+        sys.unraisablehook = told_of_swallowed
         for number, handler in before.items():
             signal.signal(number, handler)
 

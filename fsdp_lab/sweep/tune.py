@@ -207,6 +207,7 @@ class DriverCallback(tune.Callback):
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Tell what a trial that has not begun to train is waiting for."""
+        self.sweep.look()
         for number, speak_at in list(self._speak_at.items()):
             if self.sweep.is_training(number):
                 del self._speak_at[number]

@@ -9,7 +9,7 @@ from typing import Any, Optional
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
 @dataclass
@@ -30,9 +30,15 @@ class FsdpLabSweeper(Sweeper):
         self.params = dict(params)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context, self.config = hydra_context, config
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def sweep(self, arguments: list[str]) -> Any:
+        from fsdp_lab.config import TrialConfig
+
+        if OmegaConf.get_type(self.config) is not TrialConfig:
+            from fsdp_lab.sweep.foreign import run_foreign
+
+            return run_foreign(self, self.hydra_context, self.task_function, self.config, self.params, arguments)
         from fsdp_lab.sweep.multirun import run_multirun
 
         return run_multirun(self.hydra_context, self.config, self.params, arguments)

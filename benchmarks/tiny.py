@@ -1,0 +1,73 @@
+"""Many trials that do almost nothing, in this process: what is left is what the driver costs.
+
+python -m benchmarks.tiny <trials> <folder>
+
+Prints `[[seconds a trial, resident MiB], ...]` of each hundred trials. A trial trains for one step, and the time that
+it takes itself is left out. What is left is composing and checking it (done for all before the first, and shared out
+evenly here), its folder, MLflow and the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from unittest import mock
+
+import psutil
+
+from fsdp_lab.__main__ import main
+from fsdp_lab.engine import inline
+from fsdp_lab.sweep import multirun
+from fsdp_lab.sweep import run as sweep_run
+
+
+def run(count: int, folder: str) -> list[tuple[float, float]]:
+    marks: list[float] = []
+    before: list[float] = []
+    inside = 0.0
+    resident: list[float] = []
+    train = inline.train_and_record
+
+    def timed(*args: object) -> None:
+        nonlocal inside
+        begun = time.perf_counter()
+        train(*args)  # type: ignore[arg-type]
+        inside += time.perf_counter() - begun
+        marks.append(time.perf_counter() - inside)
+        resident.append(psutil.Process().memory_info().rss / 2**20)
+
+    sys.argv = ["fsdp_lab", "-m", "engine=inline", "model=mlp", "data=synthetic", "data.num_train=8", "data.num_val=8"]
+    sys.argv += ["training.global_batch_size=8", "training.max_steps=1", "checkpoint.mode=off", "export=false"]
+    sys.argv += ["memory_profile=off", "forecast.enabled=false", "sharding=ddp", "precision=fp32", "offload=none"]
+    sys.argv += ["reshard_after_forward=default", f"training.seed=range({count})", f"hydra.sweep.dir={folder}/out"]
+    sys.argv += [f"tracking.uri=sqlite:///{folder}/m.db"]
+    plan = multirun.plan_sweep
+
+    def timed_plan(*args: object, **kwargs: object) -> object:
+        before.append(time.perf_counter())
+        return plan(*args, **kwargs)  # type: ignore[arg-type]
+
+    run_trials = sweep_run.run_trials
+
+    def timed_run(*args: object, **kwargs: object) -> int:
+        before.append(time.perf_counter())
+        return run_trials(*args, **kwargs)  # type: ignore[arg-type]
+
+    with (
+        mock.patch.object(inline, "train_and_record", timed),
+        mock.patch.object(multirun, "plan_sweep", timed_plan),
+        mock.patch.object(sweep_run, "run_trials", timed_run),
+    ):
+        main()
+    planned = (before[1] - before[0]) / count
+    hundreds = [range(start, min(start + 100, count) - 1) for start in range(0, count, 100)]
+    return [(planned + (marks[h[-1] + 1] - marks[h[0]]) / len(h), resident[h[-1]]) for h in hundreds]
+
+
+if __name__ == "__main__":
+    out = run(int(sys.argv[1]), sys.argv[2])
+    print(json.dumps(out))
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,32 @@
+"""Hydra's own tests of sweepers and launchers, run against the plugin.
+
+They bring applications of their own, whose configuration is not ours: what they see is the plugin as anybody's sweeper.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
+
+pytest_plugins = ()
+
+OURS = ["hydra/sweeper=fsdp_lab"]
+
+
+@pytest.mark.parametrize(("launcher_name", "overrides"), [("basic", OURS)])
+class TestSweeper(LauncherTestSuite):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("task_launcher_cfg", "extra_flags"),
+    [({"defaults": [{"override hydra/launcher": "basic"}, {"override hydra/sweeper": "fsdp_lab"}]}, ["-m"])],
+)
+class TestIntegration(IntegrationTestSuite):
+    pass
+
+
+@pytest.mark.skip(reason="the plugin has no batches: a sweep of ours is one queue, and a foreign one is one batch")
+@pytest.mark.parametrize(("launcher_name", "overrides"), [("basic", OURS)])
+class TestBatches(BatchedSweeperTestSuite):
+    pass
