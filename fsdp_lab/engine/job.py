@@ -101,6 +101,7 @@ def fit(job: Job, report: Callable[[dict[str, float]], None]) -> None:
     set_environment()
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.controller import TrainController
     from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
     from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
@@ -134,6 +135,8 @@ def fit(job: Job, report: Callable[[dict[str, float]], None]) -> None:
             failures = read_failures(folder)
             if failures and failures[0]["kind"] in _FINAL:
                 return FailureDecision.RAISE
+            if isinstance(getattr(training_failed_error, "controller_failure", None), WorkerGroupStartupTimeoutError):
+                return FailureDecision.RAISE  # there is no place for them, and there was none for a long time
             decision = super().make_decision(training_failed_error)
             if decision is FailureDecision.RETRY:
                 set_aside_failures(folder)
@@ -191,7 +194,10 @@ def fit(job: Job, report: Callable[[dict[str, float]], None]) -> None:
         run_config=RunConfig(
             name=".ray_train",
             storage_path=job.folder,
-            failure_config=FailureConfig(max_failures=cluster["max_failures"], controller_failure_limit=0),  # type: ignore[call-arg]
+            failure_config=FailureConfig(  # the controller's: workers that were killed while they started
+                max_failures=cluster["max_failures"],
+                controller_failure_limit=cluster["max_failures"],  # type: ignore[call-arg]
+            ),
             callbacks=[Report()],  # type: ignore[list-item]
         ),
     )

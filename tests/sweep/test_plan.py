@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
+from omegaconf import open_dict
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.sweep.grid import enumerate_grid
+from fsdp_lab.sweep.multirun import Composer
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 
 
@@ -117,3 +123,34 @@ def test_what_an_option_of_an_axis_can_mend_is_left_out(plan):
     assert "precision.loss_scaling=true with precision.param_dtype=bfloat16" in made.notes()[0]
     made = plan("training.global_batch_size=63,64")
     assert [trial.config.training.global_batch_size for trial in made.trials] == [64]
+
+
+CELLS = (
+    ["sharding=root", "optimizer.lr=0.5"],
+    ["sharding=root", "optimizer.lr=0.25", "training.seed=3"],
+    ["optimizer=sgd", "optimizer.momentum=0.5", "model=mlp", "objective=[memory/peak_bytes:min]"],
+    ["cluster.num_workers=2", "training.global_batch_size=${per_worker:8}"],
+    ["experiment=fsdp_rules", "training.max_grad_norm=null"],
+)
+
+
+def test_cells_composed_by_parts_are_what_hydra_composes(parser: OverridesParser, tmp_path):
+    loader = GlobalHydra.instance().config_loader()
+    master = loader.load_configuration("config", ["hydra.sweep.subdir=${hydra.job.override_dirname}"], RunMode.MULTIRUN)
+    composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
+    for number, cell in enumerate([*CELLS, *CELLS]):
+        trial = composer(cell, number)
+        whole = loader.load_sweep_config(master, cell)
+        with open_dict(whole):
+            whole.hydra.job.id, whole.hydra.job.num = trial.hydra_config.hydra.job.id, number
+        assert trial.hydra_config == whole
+        assert trial.folder == tmp_path / whole.hydra.job.override_dirname
+
+
+def test_a_key_that_is_none_is_told_by_hydra(parser: OverridesParser, tmp_path):
+    loader = GlobalHydra.instance().config_loader()
+    master = loader.load_configuration("config", [], RunMode.MULTIRUN)
+    composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
+    for cell in (["optimizer.l=1"], ["optimizer.lr=fast"]):
+        with pytest.raises(HydraException):
+            composer(cell, 0)

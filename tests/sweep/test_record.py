@@ -1,0 +1,144 @@
+"""What a sweep leaves in its folder, and what a resume makes of it; without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.engine.files import hold_alive, wait_until_alone
+from fsdp_lab.sweep.record import (
+    Record,
+    add_trial,
+    changes_of_code,
+    changes_of_config,
+    find_folder,
+    locked,
+    read_record,
+    read_trials,
+    with_overrides,
+    write_hydra_folder,
+)
+from fsdp_lab.sweep.resume import resume_arguments
+
+
+def test_a_line_that_a_kill_cut_short_is_no_trial(tmp_path: Path):
+    add_trial(tmp_path, ["sharding=root"])
+    add_trial(tmp_path, ["sharding=ddp", "optimizer.lr=0.1"])
+    with (tmp_path / "trials.jsonl").open("a") as lines:
+        lines.write('["shardi')
+    assert read_trials(tmp_path) == [["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"]]
+
+
+def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path):
+    """The other one is a process of its own; when it is killed, the folder is free."""
+    script = "import sys, time, pathlib; from fsdp_lab.sweep.record import locked\n"
+    script += "with locked(pathlib.Path(sys.argv[1]), 'k'): print('has it', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "has it\n"
+        told = rf"hydra.sweep.dir={tmp_path} is in use .*process {other.pid}"
+        with pytest.raises(UserError, match=told), locked(tmp_path, "hydra.sweep.dir"):
+            pass
+        other.kill()
+    with locked(tmp_path, "hydra.sweep.dir"):
+        pass
+
+
+def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
+    script = "import sys, time, pathlib; from fsdp_lab.engine.files import hold_alive\n"
+    script += "hold_alive(pathlib.Path(sys.argv[1])); print('lives', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "lives\n"
+        begun = time.monotonic()
+        assert not wait_until_alone(tmp_path, 0.5)
+        assert 0.5 <= time.monotonic() - begun < 5
+        other.kill()
+    assert wait_until_alone(tmp_path, 0.5)
+    hold_alive(tmp_path)
+
+
+def test_a_record_comes_back_as_it_was_and_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    record = Record.of(["sharding=root,ddp"], multirun=True)
+    record.write(tmp_path)
+    assert read_record(tmp_path) == record
+    assert record.launched_in == os.getcwd()
+    assert find_folder("last", TrackingConfig()) == tmp_path
+    assert find_folder(str(tmp_path), TrackingConfig()) == tmp_path
+
+
+def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Record.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], multirun=True).write(tmp_path)
+    meant, where = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
+    assert where == str(tmp_path)
+    assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume='{tmp_path}'",
+                     f"hydra.sweep.dir='{tmp_path}'"]  # fmt: skip
+    Record.of(["sharding=root"], multirun=False).write(tmp_path)
+    meant, _ = resume_arguments([f"resume={tmp_path}", "-m"])
+    assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
+
+
+@pytest.mark.parametrize(
+    ("resume", "words"),
+    [
+        ("last", "no sweep was started from this folder"),
+        ("nowhere", "is no folder and no id of a run"),
+        (".", "there is no sweep.json"),
+        ("0" * 32, "there is no store there yet"),
+    ],
+)
+def test_nothing_to_resume_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, words: str):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words):
+        resume_arguments([f"resume={resume}"])
+
+
+def test_a_broken_record_is_told(tmp_path: Path):
+    (tmp_path / "sweep.json").write_text('{"id": ')
+    with pytest.raises(UserError, match=r"sweep.json cannot be read"):
+        read_record(tmp_path)
+
+
+def test_changed_code_is_named():
+    record = Record.of([], multirun=True)
+    assert changes_of_code(record) == []
+    code = {**record.code, "training/loop.py": "0", "gone.py": "1"}
+    other = dataclasses.replace(record, code=code, libraries={**record.libraries, "torch": "2.9.0"})
+    files, torch = changes_of_code(other)
+    assert files == "fsdp_lab's code: gone.py, training/loop.py"
+    assert torch.startswith("torch 2.9.0 there, ")
+
+
+def test_changed_settings_are_named(compose_trial):
+    trial = compose_trial(["optimizer.lr=0.1", "training.epochs=2"], 0)
+    assert changes_of_config(trial.folder, trial.config) == [], "it was never set up"
+    write_hydra_folder(trial)
+    assert changes_of_config(trial.folder, trial.config) == []
+    longer = compose_trial(["optimizer.lr=0.1", "training.epochs=3", "cluster.max_failures=9", "resume=x"], 0).config
+    assert changes_of_config(trial.folder, longer) == ["training.epochs=2 there, 3 here"]
+    path = trial.folder / ".hydra" / "config.yaml"
+    path.write_text(path.read_text() + "\nold_key: 1\n")
+    assert "old_key is not a key" in changes_of_config(trial.folder, TrialConfig())[0]
+
+
+def test_overrides_take_the_place_of_those_for_the_same_key():
+    assert with_overrides(["a=1", "+b=2", "c=3"], ["b=4", "a=5"]) == ["c=3", "b=4", "a=5"]
+
+
+def test_what_write_hydra_folder_leaves_is_what_hydra_composed(compose_trial):
+    import yaml
+
+    trial = compose_trial(["precision=fp16", "objective=[memory/peak_bytes:min]"], 3)
+    write_hydra_folder(trial)
+    config = yaml.safe_load((trial.folder / ".hydra" / "config.yaml").read_text())
+    assert config["precision"]["param_dtype"] == "float16" and config["objective"] == ["memory/peak_bytes:min"]
+    assert json.loads(json.dumps(config)) == config

@@ -1,0 +1,177 @@
+"""What a search suggests, from the command line's words to trials; without Ray."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import ConfigError, TrialConfig
+from fsdp_lab.config.schema import SearchConfig, SearchName
+from fsdp_lab.sweep.grid import enumerate_grid
+from fsdp_lab.sweep.search import OptunaSearch, pareto_front, read_space
+
+LOSS = [("val/loss", "min")]
+Compose = Callable[[Sequence[str], int], Trial]
+
+
+def space_of(parser: OverridesParser, *arguments: str):
+    return read_space(parser, {}, ["cluster.num_workers=2", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("argument", "distribution"),
+    [
+        ("optimizer.lr=interval(0.1,0.5)", FloatDistribution(0.1, 0.5)),
+        ("optimizer.lr=tag(log,interval(1e-4,1e-2))", FloatDistribution(1e-4, 1e-2, log=True)),
+        ("model.hidden_dim=int(interval(16,64))", IntDistribution(16, 64)),
+        ("model.hidden_dim=tag(log,int(interval(16,64)))", IntDistribution(16, 64, log=True)),
+        ("precision=fp32,bf16", CategoricalDistribution(["precision=fp32", "precision=bf16"])),
+        (
+            "training.seed=range(1,4)",
+            CategoricalDistribution(["training.seed=1", "training.seed=2", "training.seed=3"]),
+        ),
+    ],
+)
+def test_words_become_dimensions(parser: OverridesParser, argument: str, distribution: object):
+    space = space_of(parser, argument, "model=mlp")
+    assert space.dimensions == {argument.partition("=")[0]: distribution}
+    assert space.fixed == ["cluster.num_workers=2", "model=mlp"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("optimizer.lr=interval(0.5,0.1)", "the interval is empty"),
+        ("optimizer.lr=tag(log,interval(0,1))", "begins above 0"),
+        ("optimizer.lr=tag(loud,interval(1,2))", "the tag loud is not known"),
+        ("optimizer.lr=0.1", "nothing to vary"),
+    ],
+)
+def test_a_space_that_cannot_be_is_refused(parser: OverridesParser, argument: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        space_of(parser, argument)
+
+
+def test_a_grid_refuses_an_interval_and_names_the_search(parser: OverridesParser):
+    with pytest.raises(ConfigError, match="search=random or search=optuna"):
+        enumerate_grid(parser, {}, ["optimizer.lr=interval(0.1,0.5)"])
+
+
+def searching(
+    parser: OverridesParser, compose: Compose, name: str, *arguments: str, trials: int = 6, seed: int = 0,
+    objectives: Sequence[tuple[str, str]] = LOSS, **options: object,
+) -> OptunaSearch:  # fmt: skip
+    settings = SearchConfig(SearchName[name], trials, seed)
+    search = OptunaSearch(settings, space_of(parser, *arguments), objectives, compose, **options)  # type: ignore[arg-type]
+    search.said = []  # type: ignore[attr-defined]
+    search.say = search.said.append  # type: ignore[attr-defined]
+    return search
+
+
+def all_of(search: OptunaSearch, loss: Callable[[Trial], float] = lambda trial: 1.0) -> list[list[str]]:
+    found = []
+    while (trial := search.next()) is not None:
+        search.tell(trial, "finished", {"val/loss": loss(trial), "epoch": 1})
+        found.append(trial.overrides)
+    return found
+
+
+LR = "optimizer.lr=tag(log,interval(1e-5,1e-1))"
+
+
+@pytest.mark.parametrize("name", ["random", "optuna"])
+def test_the_same_seed_gives_the_same_trials_in_the_same_order(parser, compose_trial, name: str):
+    one, again, other = (all_of(searching(parser, compose_trial, name, LR, seed=seed)) for seed in (7, 7, 8))
+    assert one == again != other
+    assert len(one) == 6 and len({tuple(overrides) for overrides in one}) == 6
+
+
+def test_what_optuna_is_told_draws_it_to_the_best(parser, compose_trial):
+    """Of 30 trials, the last ten lie closer to the best learning rate than those of a random search."""
+
+    def loss(trial: Trial) -> float:
+        return abs(trial.config.optimizer.lr - 0.03)
+
+    def distance(name: str) -> float:
+        rates = [
+            float(o[-1].partition("=")[2]) for o in all_of(searching(parser, compose_trial, name, LR, trials=30), loss)
+        ]
+        return sum(abs(rate - 0.03) for rate in rates[-10:])
+
+    assert distance("optuna") < distance("random") / 1.5
+
+
+def test_what_has_no_meaning_costs_no_trial_and_is_told_once(parser, compose_trial):
+    search = searching(parser, compose_trial, "random", "sharding=ddp,per_block", "offload=none,cpu", LR, trials=12)
+    found = all_of(search)
+    assert len(found) == 12
+    assert not any({"sharding=ddp", "offload=cpu"} <= set(overrides) for overrides in found)
+    assert len(search.said) == 1 and "sharding=ddp with offload=cpu" in search.said[0]
+
+
+def test_a_space_that_is_used_up_ends_the_search_with_each_setting_once(parser, compose_trial):
+    search = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", trials=20)
+    found = all_of(search)
+    assert sorted(overrides[-1] for overrides in found) == ["precision=bf16", "precision=fp16", "precision=fp32"]
+    assert "after 3 of search.num_trials=20" in search.said[-1]
+
+
+def test_a_value_that_is_wrong_in_itself_ends_it(parser, compose_trial):
+    search = searching(parser, compose_trial, "random", "training.global_batch_size=int(interval(-9,-1))")
+    with pytest.raises(ConfigError, match=r"training.global_batch_size=-\d is below 1"):
+        search.next()
+
+
+def test_a_search_that_goes_on_repeats_nothing_and_makes_up_the_number(parser, compose_trial):
+    first = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
+    before = list(itertools.islice(iter(first.next, None), 5))
+    went_on = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
+    went_on.go_on([(trial, "finished" if i < 3 else "waiting", {"val/loss": 1.0}) for i, trial in enumerate(before)])
+    assert went_on.has_more()
+    for trial in before[3:]:
+        went_on.tell(trial, "finished", {"val/loss": 2.0})
+    after = all_of(went_on)
+    assert len(after) == 3 and not went_on.has_more()
+    known = [trial.overrides for trial in before]
+    assert not any(overrides in known for overrides in after)
+    values = sorted(t.value for t in went_on._study.get_trials() if t.value is not None)
+    assert values == [1.0] * 6 + [2.0] * 2
+
+
+@pytest.mark.parametrize("status", ["failed", "oom", "diverged", "skipped", "interrupted"])
+def test_a_trial_without_a_value_is_no_news_for_the_sampler(parser, compose_trial, status: str):
+    search = searching(parser, compose_trial, "optuna", LR, trials=2)
+    trial = search.next()
+    assert trial is not None
+    search.tell(trial, status, {"val/loss": 0.0})
+    assert [t.state.name for t in search._study.get_trials()] == ["FAIL"]
+
+
+def test_several_objectives(parser, compose_trial):
+    wanted = [("memory/peak_bytes", "min"), ("perf/samples_per_s", "max")]
+    search = searching(parser, compose_trial, "optuna", LR, trials=4, objectives=wanted)
+    figures = [(10, 5), (20, 9), (30, 8), (10, 4)]  # the third is beaten by the second, the fourth by the first
+    for memory, speed in figures:
+        trial = search.next()
+        assert trial is not None
+        search.tell(trial, "finished", {"memory/peak_bytes": memory, "perf/samples_per_s": speed})
+    assert sorted(tuple(t.values) for t in search._study.best_trials) == [(10, 5), (20, 9)]
+    rows = [{"memory/peak_bytes": float(m), "perf/samples_per_s": float(s)} for m, s in figures]
+    assert pareto_front([*rows, {"memory/peak_bytes": 1.0}], wanted) == [0, 1]
+
+
+def test_one_of_two_equals_does_not_push_the_other_out():
+    rows = [{"val/loss": 1.0, "train/loss": 2.0}] * 2
+    assert pareto_front(rows, [("val/loss", "min"), ("train/loss", "min")]) == [0, 1]
+
+
+def test_suggestions_are_whole_configurations(parser, compose_trial):
+    trial = searching(parser, compose_trial, "random", LR, "model=mlp", "model.hidden_dim=int(interval(16,64))").next()
+    assert trial is not None and isinstance(trial.config, TrialConfig)
+    assert 1e-5 <= trial.config.optimizer.lr <= 1e-1
+    assert 16 <= trial.config.model.hidden_dim <= 64
