@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.engine.files import Outcome, read_failures, write_outcome
+from fsdp_lab.engine.files import Outcome, read_failures, set_aside_failures, write_outcome
 from fsdp_lab.engine.job import first_line, outcome_of
 from fsdp_lab.engine.worker import FolderReporter, train_and_record
 
@@ -31,6 +31,7 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None]) 
         on_epoch: called when the folder has the metrics of one more epoch.
     """
     begun = time.time()
+    set_aside_failures(folder)  # of a start before this one
     try:
         train_and_record(config, folder, 0, InlineReporter(folder, config.data.name.name, on_epoch))
         outcome = outcome_of(read_failures(folder))

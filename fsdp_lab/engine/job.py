@@ -67,6 +67,7 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
     try:
         if not wait_until_alone(folder, _ALONE_LIMIT_S):
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
+        set_aside_failures(folder)  # of a start before this one
         with watched(folder, job.config["trial_timeout_s"], job.config["cluster"]["wait_timeout_s"]):
             fit(job, report)
         outcome = outcome_of(read_failures(folder))

@@ -76,6 +76,8 @@ def train_and_record(config: TrialConfig, folder: Path, rank: int, reporter: Fol
         record_failure(folder, rank, error, "user")
     except DivergedError as error:  # it would diverge again
         record_failure(folder, rank, error, "diverged")
+    except KeyboardInterrupt:  # of a trial in this process: the user's wish, and no failure
+        raise
     except BaseException as error:
         record_failure(folder, rank, error, kind_of(error))
         raise

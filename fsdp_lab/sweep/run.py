@@ -349,6 +349,8 @@ class Sweep:
             )
         elif any(not state.ended or state.status == "interrupted" for state in self.states):
             self.console.say(f"to go on: {resume_command(self.folder)}")
+        elif any(state.status == "failed" for state in self.states):
+            self.console.say(f"to try what failed again: {resume_command(self.folder)} resume_failed=true")
         return status
 
     def write(self, at_most_every: float = _WRITE_EVERY_S) -> None:

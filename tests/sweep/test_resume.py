@@ -1,0 +1,196 @@
+"""Sweeps that go on: `engine=inline`, so that a start takes seconds; what is killed for real is in test_chaos.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_cli
+from tests.sweep.conftest import (
+    PLAIN,
+    TINY,
+    artifacts,
+    has_trained_an_epoch,
+    history,
+    results,
+    runs,
+    started,
+    wait_for,
+)
+
+SMALL = tuple(word for word in TINY if not word.startswith("cluster.num_workers"))
+INLINE = (*SMALL, *PLAIN, "engine=inline", "model=mlp", "forecast.enabled=false")
+SWEEP = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2,1e-1")
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of three that ended; a test makes of it what it needs, and leaves it ended."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = run_cli(folder, *SWEEP)
+    assert done.returncode == 0, told(done)
+    return folder
+
+
+def forget(folder: Path, number: int) -> None:
+    """As if everything had been killed in the middle of this trial."""
+    (folder / "out" / str(number) / "outcome.json").unlink()
+
+
+def test_the_trials_train_in_this_process(finished: Path):
+    for number in range(3):
+        assert json.loads((finished / "out" / str(number) / "facts.json").read_text())["world_size"] == 1
+        assert not (finished / "out" / str(number) / "logs").exists()
+    (parent,), children = runs(finished)
+    assert [child.info.status for child in children] == ["FINISHED"] * 3
+    assert parent.info.status == "FINISHED"
+    assert [row["turnaround_s"] != "" for row in results(finished)] == [False, True, True]
+
+
+def test_nothing_left_says_so_and_trains_nothing(finished: Path):
+    before = [(finished / "out" / str(number) / "model.pt").stat().st_mtime_ns for number in range(3)]
+    for what in ("last", "out", runs(finished)[0][0].info.run_id):
+        tracking = "tracking.uri=sqlite:///mlflow.db"
+        done = run_cli(finished, f"resume={what}", *([tracking] if len(what) == 32 else []))
+        assert done.returncode == 0, told(done)
+        assert "nothing is left to do: all 3 trials have a result" in done.stdout
+        assert "starts" not in done.stdout
+    assert before == [(finished / "out" / str(number) / "model.pt").stat().st_mtime_ns for number in range(3)]
+
+
+def test_exactly_what_has_no_result_goes_on_into_the_same_runs(finished: Path):
+    before = {row["trial"]: row["run_id"] for row in results(finished)}
+    losses = [history(finished, run, "train/loss") for run in runs(finished)[1]]
+    forget(finished, 1)
+    with (finished / "out" / "1" / "metrics.jsonl").open("a") as lines:
+        lines.write('{"epoch": 3, "train')  # the kill came in the middle of a line
+    done = run_cli(finished, "resume=out")
+    assert done.returncode == 0, told(done)
+    assert "trial 1 starts" in done.stdout
+    assert "trial 0 starts" not in done.stdout and "trial 2 starts" not in done.stdout
+    assert {row["trial"]: row["run_id"] for row in results(finished)} == before
+    (_,), children = runs(finished)
+    assert [child.info.status for child in children] == ["FINISHED"] * 3
+    assert [history(finished, run, "train/loss") for run in children] == losses, "each epoch once, as it was"
+    assert "out/1/checkpoints/step_" in json.loads((finished / "out/1/facts.json").read_text())["resumed_from"]
+
+
+def test_other_settings_are_refused_by_name(finished: Path):
+    forget(finished, 2)
+    done = run_cli(finished, "resume=out", "training.epochs=3")
+    assert done.returncode == 2
+    assert "trial 0: training.epochs=2 there, 3 here" in done.stderr and "resume_anyway=true" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert run_cli(finished, "resume=out", "cluster.max_failures=3").returncode == 0, "this may be another"
+
+
+def test_other_data_and_other_code_are_refused_by_name_unless_told(finished: Path):
+    facts = finished / "out" / "0" / "facts.json"
+    record = finished / "out" / "sweep.json"
+    kept = [(path, path.read_text()) for path in (facts, record)]
+    forget(finished, 2)
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "data_digest": "0123"}))
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "code": {**content["code"], "training/loop.py": "0"}}))
+    done = run_cli(finished, "resume=out")
+    assert done.returncode == 2
+    assert "fsdp_lab's code: training/loop.py" in done.stderr
+    assert "data=digits: its digest was 0123 and is" in done.stderr
+    done = run_cli(finished, "resume=out", "resume_anyway=true")
+    assert done.returncode == 0, told(done)
+    for path, text in kept:
+        path.write_text(text)
+
+
+def test_a_failed_trial_has_a_result_and_is_tried_again_when_told(finished: Path):
+    outcome = finished / "out" / "0" / "outcome.json"
+    outcome.write_text(json.dumps({"status": "failed", "error": "it fell over"}))
+    done = run_cli(finished, "resume=out")
+    assert done.returncode == 1 and "nothing is left to do" in done.stdout
+    assert "resume_failed=true" in done.stdout
+    done = run_cli(finished, "resume=out", "resume_failed=true")
+    assert done.returncode == 0, told(done)
+    assert "trial 0 finished" in done.stdout
+
+
+def test_ctrl_c_prints_the_command_that_goes_on(tmp_path: Path):
+    with started(
+        tmp_path, *SWEEP, "training.epochs=400", "data.num_train=960", "checkpoint.every_epochs=10"
+    ) as process:
+        wait_for(lambda: has_trained_an_epoch(tmp_path / "out" / "0"), process)
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=15)
+    assert process.returncode == 130, stdout + stderr
+    assert "Traceback" not in stdout + stderr
+    assert "to go on: python -m fsdp_lab resume=out" in stdout
+    assert [row["status"] for row in results(tmp_path)] == ["interrupted", "waiting", "waiting"]
+    assert [run.info.status for run in runs(tmp_path)[1]] == ["KILLED"]
+    soon = "training.max_steps=30"  # for the test's sake
+    done = run_cli(tmp_path, "resume=out", soon, "resume_anyway=true")
+    assert done.returncode == 0, told(done)
+    assert [row["status"] for row in results(tmp_path)] == ["finished"] * 3
+    assert [run.info.status for run in runs(tmp_path)[1]] == ["FINISHED"] * 3
+
+
+def test_a_trial_alone_goes_on_too(tmp_path: Path):
+    done = run_cli(tmp_path, *INLINE)
+    assert done.returncode == 0, told(done)
+    (tmp_path / "out" / "outcome.json").unlink()
+    changed = run_cli(tmp_path, "resume=last", "optimizer.lr=0.5")
+    assert changed.returncode == 2 and "optimizer.lr=0.001 there, 0.5 here" in changed.stderr
+    done = run_cli(tmp_path, "resume=last")
+    assert done.returncode == 0, told(done)
+    (run,), children = runs(tmp_path)
+    assert run.info.status == "FINISHED" and children == []
+    assert [epoch for epoch, _ in history(tmp_path, run, "train/loss")] == [1, 2]
+
+
+def test_a_search_goes_on_to_its_number_of_trials(tmp_path: Path):
+    search = ("-m", *INLINE, "search=random", "search.num_trials=4", "optimizer.lr=tag(log,interval(1e-4,1e-2))")
+    done = run_cli(tmp_path, *search)
+    assert done.returncode == 0, told(done)
+    before = [row["optimizer.lr"] for row in results(tmp_path)]
+    assert len(set(before)) == 4
+    lines = (tmp_path / "out" / "trials.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out" / "trials.jsonl").write_text("".join(lines[:3]))
+    forget(tmp_path, 1)
+    forget(tmp_path, 3)
+    done = run_cli(tmp_path, "resume=out", "search.num_trials=5")
+    assert done.returncode == 0, told(done)
+    assert "trial 0 starts" not in done.stdout and "trial 2 starts" not in done.stdout
+    rows = results(tmp_path)
+    assert [row["status"] for row in rows] == ["finished"] * 5
+    assert [row["optimizer.lr"] for row in rows][:3] == before[:3]
+
+
+def test_objectives_mark_the_trials_that_no_other_beats(finished: Path):
+    done = run_cli(finished, "resume=out", "objective=[train/loss:min,val/loss:max]", "resume_anyway=true")
+    assert done.returncode == 0, told(done)
+    rows = results(finished)
+    points = {row["trial"]: (float(row["train/loss"]), -float(row["val/loss"])) for row in rows}
+    best = {
+        trial
+        for trial, mine in points.items()
+        if not any(o != mine and o[0] <= mine[0] and o[1] <= mine[1] for o in points.values())
+    }
+    assert {row["trial"] for row in rows if row["pareto"] == "yes"} == best
+
+
+def test_what_diverges_is_a_result_and_takes_no_other_along(tmp_path: Path):
+    done = run_cli(tmp_path, "-m", *INLINE, "optimizer.lr=1e30,1e-3")
+    assert done.returncode == 0, told(done)
+    diverged, finished = results(tmp_path)
+    assert (diverged["status"], finished["status"]) == ("diverged", "finished")
+    assert "the loss of step 2 is nan" in diverged["error"]
+    (_,), (run, _) = runs(tmp_path)
+    assert run.info.status == "FAILED" and run.data.tags["status"] == "diverged"
+    assert "failures/rank0.json" in artifacts(tmp_path, run)
