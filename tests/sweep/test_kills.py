@@ -30,7 +30,7 @@ from tests.sweep.conftest import (
 Stop = Callable[[subprocess.Popen[str]], None]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-EPOCHS = 12
+EPOCHS = 8
 LONG = (*PLAIN, *TINY, f"training.epochs={EPOCHS}", "data.num_train=960")
 
 
