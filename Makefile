@@ -27,7 +27,8 @@ format: $(VENV)/.installed
 ui: $(VENV)/.installed      ## the MLflow UI on the local store, http://127.0.0.1:5000
 	PYTHONWARNINGS=ignore $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
-bench: $(VENV)/.installed   ## a trial against a bare script; what measuring and forecasting memory cost
+bench: $(VENV)/.installed   ## sweep and trial against bare scripts; what measuring and forecasting memory cost
+	$(PY) -m benchmarks.sweep
 	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.memory
 

@@ -59,8 +59,8 @@ def run_single(cfg: Any) -> None:
 
 def run_alone(trial: Trial) -> int:
     """A trial with no sweep around it; its exit status."""
-    from fsdp_lab.sweep.record import Record, locked, read_record
-    from fsdp_lab.sweep.results import TrialState
+    from fsdp_lab.sweep.record import Record, begin_folder, locked, read_record, remember_last
+    from fsdp_lab.sweep.results import TrialState, storage
     from fsdp_lab.sweep.resume import check_unchanged, resumed_states
     from fsdp_lab.sweep.run import run_trials
 
@@ -70,8 +70,10 @@ def run_alone(trial: Trial) -> int:
             record = read_record(folder)
             states = resumed_states([trial], folder, trial.config)
             check_unchanged(record, states, folder, trial.config)
+            remember_last(folder)
         else:
-            record = Record.of(sys.argv[1:], multirun=False)
+            record = Record.of(sys.argv[1:], False, trial.config)
+            begin_folder(folder, [storage(trial, folder)])
             record.write(folder)
             states = [TrialState(trial)]
         return run_trials(None, states, trial, folder, [], record, resumed)
@@ -90,10 +92,12 @@ def resume_first(arguments: list[str]) -> list[str]:
     """With `resume=...` the command line that it stands for, typed where that was typed; else the same."""
     if not any(a.startswith("resume=") for a in arguments):
         return arguments
+    from fsdp_lab.sweep.record import TYPED_ELSEWHERE
     from fsdp_lab.sweep.resume import resume_arguments
 
     meant, launched_in = resume_arguments(arguments)
-    if os.path.isdir(launched_in):
+    if os.path.isdir(launched_in) and not os.path.samefile(launched_in, "."):
+        os.environ[TYPED_ELSEWHERE] = os.getcwd()
         os.chdir(launched_in)
     return meant
 

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "sweep": {"config", "compose", "training", "forecast", "engine", "tracking"},
     "predict": {"config", "training", "tracking"},
     "__main__": {"config", "compose", "training", "engine", "sweep", "tracking"},
-    "hydra_plugins": {"sweep"},
+    "hydra_plugins": {"config", "sweep"},
 }
 OWNERS = {
     "ray": {"engine", "sweep"},

@@ -303,6 +303,12 @@ def _check_search(config: TrialConfig, num_workers: int) -> None:
                 "use cluster.num_workers=1, or engine=ray.",
                 keys=("engine", "cluster.num_workers"),
             )
+        if config.forecast.prune:
+            raise CombinationError(
+                "engine=inline with forecast.prune=true: nothing is forecast of a trial in this process; use "
+                "forecast.prune=false, or engine=ray.",
+                keys=("engine", "forecast.prune"),
+            )
         if config.scheduler.name is not SchedulerName.fifo:
             raise CombinationError(
                 f"engine=inline with scheduler={config.scheduler.name.name}: one trial runs after the other in this "

@@ -211,9 +211,17 @@ def remove_places(folder: Path) -> None:
     from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
     for group in placement_group_table().values():
-        if group["name"].partition("#")[0] == str(folder) and group["state"] != "REMOVED":
+        if group["name"].rpartition("#")[0] == str(folder) and group["state"] != "REMOVED":
             with suppress(ValueError):  # gone in the meantime
                 remove_placement_group(get_placement_group(group["name"]))
+
+
+def driver_node() -> dict[str, float]:
+    """A resource that only the driver's node has, where there are others: a trial's own process needs its disk."""
+    import ray
+
+    name = f"node:{ray.util.get_node_ip_address()}"
+    return {name: 0.001} if sum(n["Alive"] for n in ray.nodes()) > 1 and name in ray.cluster_resources() else {}
 
 
 def unmet_request() -> bool:

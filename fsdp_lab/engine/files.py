@@ -44,6 +44,15 @@ def write_json(path: Path, content: Any) -> None:
     making.rename(path)
 
 
+def append_line(path: Path, text: str) -> None:
+    """Append a line; what a kill left of one before stays a line of its own, which nobody can read."""
+    with path.open("ab+") as lines:
+        if lines.tell() > 0:
+            lines.seek(-1, os.SEEK_END)
+            text = text if lines.read(1) == b"\n" else f"\n{text}"
+        lines.write(f"{text}\n".encode())
+
+
 def read_json(path: Path) -> Any:
     """The content, or None where there is no such file."""
     try:
@@ -147,8 +156,23 @@ def wait_until_alone(folder: Path, limit_s: float) -> bool:
 # What another command may have left in a folder that is used again. Checkpoints stay: a trial looks at them
 # itself, and goes on or refuses.
 _LEFT_OVER = (
-    "outcome.json", "facts.json", "progress.json", "metrics.jsonl", "forecast.json", "error.txt", "model.pt",
+    "outcome.json", "facts.json", "facts.before.json", "progress.json", "metrics.jsonl", "forecast.json", "error.txt",
+    "model.pt",
 )  # fmt: skip
+
+
+def clear_attempt(folder: Path) -> None:
+    """Let a trial go on where it stands: what it reported stays, and what was true of the processes before goes. Its
+    facts stay under another name: a resume compares the data with them."""
+    with suppress(FileNotFoundError):
+        (folder / "facts.json").rename(folder / "facts.before.json")
+    for name in ("progress.json", "outcome.json", "error.txt"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def read_any_facts(folder: Path) -> dict[str, Any] | None:
+    """Those of the last start that got so far."""
+    return read_json(folder / "facts.json") or read_json(folder / "facts.before.json")
 
 
 def clear_left_over(folder: Path) -> None:

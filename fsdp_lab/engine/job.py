@@ -27,6 +27,8 @@ from fsdp_lab.engine.files import (
 from fsdp_lab.engine.worker import write_failure
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
+_PEER_S = 1.0
+_TAIL_LINES = 50  # of a log, for the report of a failure
 _FINAL = ("oom", "timeout")  # it would be so again
 
 
@@ -68,12 +70,12 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
         if not wait_until_alone(folder, _ALONE_LIMIT_S):
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
         set_aside_failures(folder)  # of a start before this one
-        with watched(folder, job.config["trial_timeout_s"], job.config["cluster"]["wait_timeout_s"]):
-            fit(job, report)
+        with watched(folder, job.config["trial_timeout_s"], job.config["cluster"]["wait_timeout_s"]) as begins:
+            fit(job, report, begins)
         outcome = outcome_of(read_failures(folder))
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
         with suppress(OSError):
-            (folder / "error.txt").write_text(_traceback_of(folder, error))
+            (folder / "error.txt").write_text(report_of(folder, error))
         outcome = outcome_of(read_failures(folder) or [{"kind": "error", "message": first_line(error)}])
     with suppress(OSError):
         write_outcome(folder, Outcome(outcome.status, outcome.error, time.time() - begun))
@@ -87,11 +89,15 @@ def outcome_of(failures: list[dict[str, Any]]) -> Outcome:
     return Outcome(kind if kind in ("oom", "diverged") else "failed", failures[0]["message"])
 
 
-def fit(job: Job, report: Callable[[dict[str, float]], None]) -> None:
+def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[], None] = lambda: None) -> None:
     """Build the `TorchTrainer` and wait for it.
 
     Ray Train's controller runs here, in Tune's own process, and not in one more: it would import all of Ray Train
     anew for each trial. However this is left, the workers and their places are gone afterwards.
+
+    Args:
+        report: told the metrics of every epoch.
+        begins: called when the workers of an attempt are about to start.
 
     Raises:
         ray.train.TrainingFailedError: workers failed more than `cluster.max_failures` times, or could not be
@@ -122,18 +128,26 @@ def fit(job: Job, report: Callable[[dict[str, float]], None]) -> None:
         what it would hand over as their environment they have from the driver's."""
 
         def _create_placement_group(self, scaling_config: Any, context: Any) -> Any:
+            begins()
             bundles = [context.resources_per_worker] * context.num_workers
             name = f"{job.folder}#{os.getpid()}.{next(attempts)}"
             return DefaultPlacementGroupHandle(placement_group(bundles, context.placement_strategy, name=name))
 
         @staticmethod
         def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-            return {}
+            return {} if cluster["address"] is None else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
     class Failures(DefaultFailurePolicy):
+        group: Callable[[], Any]
+
         def make_decision(self, training_failed_error: Any) -> Any:
             note_deaths(folder, getattr(training_failed_error, "worker_failures", {}), kernel_kills_before)
             failures = read_failures(folder)
+            if failures and failures[0]["kind"] == "peer" and self.group() is not None:
+                # Who lost a peer knows it at once; that the peer was killed, and for want of what, takes Ray a moment.
+                time.sleep(_PEER_S)
+                note_deaths(folder, self.group().poll_status(_PEER_S).errors, kernel_kills_before)
+                failures = read_failures(folder)
             if failures and failures[0]["kind"] in _FINAL:
                 return FailureDecision.RAISE
             if isinstance(getattr(training_failed_error, "controller_failure", None), WorkerGroupStartupTimeoutError):
@@ -168,10 +182,11 @@ def fit(job: Job, report: Callable[[dict[str, float]], None]) -> None:
             ]
 
         def _initialize_and_run_controller(self, **settings: Any) -> Any:
-            settings["failure_policy"] = Failures(self.run_config.failure_config)  # type: ignore[arg-type]
+            settings["failure_policy"] = failures = Failures(self.run_config.failure_config)  # type: ignore[arg-type]
             if cluster["address"] is None:
                 settings["scaling_policy"] = NoAutoscaler(self.scaling_config)  # type: ignore[arg-type]
             controller = Controller(**settings)
+            failures.group = controller.get_worker_group
             try:
                 asyncio.run(controller.run())
                 return controller.get_result()
@@ -230,13 +245,17 @@ def _kernel_kills() -> int:
 
 
 @contextmanager
-def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Iterator[None]:
-    """End a trial inside that takes no step for so long, by taking its workers' places away; before its first step
-    it may have waited for them."""
+def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Iterator[Callable[[], None]]:
+    """End a trial inside that takes no step for so long, by taking its workers' places away. Before the first step of
+    an attempt they may have waited for these. Gives what is to be called when an attempt begins."""
     done = threading.Event()
+    begun = time.time()
+
+    def begin() -> None:
+        nonlocal begun
+        begun = time.time()
 
     def look() -> None:
-        begun = time.time()
         while timeout_s is not None and not done.wait(1.0):
             progress = read_progress(folder)
             started = progress.get("time", 0.0) > begun
@@ -246,21 +265,24 @@ def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Ite
                 message = f"no progress for trial_timeout_s={timeout_s:g} s since {since}; it was ended"
                 write_failure(folder, 0, "timeout", message, "")
                 remove_places(folder)
-                return
+                begin()
 
     thread = threading.Thread(target=look, name="watch", daemon=True)
     thread.start()
     try:
-        yield
+        yield begin
     finally:
         done.set()
         thread.join(timeout=10.0)
 
 
-def _traceback_of(folder: Path, error: Exception) -> str:
-    """That of the rank that failed first; the job's own where no rank says more."""
+def report_of(folder: Path, error: Exception) -> str:
+    """The traceback of the rank that failed first, or the job's own where no rank says more, and the end of its log."""
     failures = read_failures(folder)
-    return (failures[0]["traceback"] if failures else "") or "".join(traceback.format_exception(error))
+    text = (failures[0]["traceback"] if failures else "") or "".join(traceback.format_exception(error))
+    log = folder / "logs" / f"rank{failures[0]['rank'] if failures else 0}.log"
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else []
+    return "\n".join([text, f"--- the end of {log.relative_to(folder)} ---", *lines, ""])
 
 
 def first_line(error: BaseException) -> str:

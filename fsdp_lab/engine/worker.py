@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, UserError, from_dict
-from fsdp_lab.engine.files import Progress, hold_alive, no_space, write_json
+from fsdp_lab.engine.files import Progress, append_line, hold_alive, no_space, write_json
 
 
 class FolderReporter:
@@ -33,8 +33,7 @@ class FolderReporter:
     def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
         """On disk first, then told: what the driver knows, the folder knows too."""
         if self.first:
-            with (self.folder / "metrics.jsonl").open("a") as lines:
-                lines.write(json.dumps(metrics) + "\n")
+            append_line(self.folder / "metrics.jsonl", json.dumps(metrics))
             self.progress.reported()
         self.tell(metrics)
 

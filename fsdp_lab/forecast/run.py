@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -172,6 +172,41 @@ class Background:
             if self._thread.is_alive():
                 on_wait(*self._progress)
         return self._found
+
+
+class Forecaster:
+    """One process that forecasts what it is given, one after the other; it starts with the first. Use as a context."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Forecaster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            children = list(self._pool._processes.values())
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.kill()
+
+    def submit(self, request: Request) -> Future[Forecast]:
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start_worker)
+        try:
+            return self._pool.submit(_answer, request)
+        except BrokenProcessPool:  # the process died, most likely for want of memory
+            self._pool = None
+            return self.submit(request)
+
+    @staticmethod
+    def result(future: Future[Forecast], request: Request) -> Forecast:
+        """Wait for it; what does not come in time, or dies, has `error`."""
+        try:
+            found = future.result(timeout=_IMPORTS_S + LIMIT_S)
+            return replace(found, capacity_bytes=request.capacity_bytes)
+        except (TimeoutError, BrokenProcessPool):
+            return Forecast(request.cuda, request.num_workers, error=_UNDONE)
 
 
 def _start_worker() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 
 from rich.console import Console as RichConsole
@@ -39,6 +39,7 @@ class Console:
             self.rich = RichConsole(width=_FILE_WIDTH)
         self.live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
         self.begun = time.time()
+        self.front: Callable[[], Collection[int]] | None = None  # of several objectives
 
     def __enter__(self) -> Console:
         if self.live:
@@ -87,9 +88,11 @@ class Console:
             "peak MiB",
             "forecast MiB",
             "turnaround s",
+            *(["pareto"] if self.front else []),
         ):
             table.add_column(name, justify="left" if name in self.swept or name == "status" else "right")
         best = self._best()
+        front = self.front() if self.front else ()
         for number, state in rows:
             table.add_row(
                 str(number),
@@ -108,6 +111,7 @@ class Console:
                     )
                 ),
                 "" if state.turnaround_s is None else f"{state.turnaround_s:.1f}",
+                *(["yes" if number in front else ""] if self.front else []),
             )
         return table
 

@@ -24,13 +24,15 @@ from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.record import (
     Record,
     add_trial,
+    begin_folder,
     locked,
     read_record,
     read_trials,
+    remember_last,
     with_overrides,
     write_hydra_folder,
 )
-from fsdp_lab.sweep.results import TrialState
+from fsdp_lab.sweep.results import TrialState, storage
 from fsdp_lab.sweep.resume import check_unchanged, resumed_states
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 
@@ -51,43 +53,42 @@ def run_multirun(
     compose = Composer(context, config, parser, folder)
     given = all_overrides(parser, defaults, arguments).values()
     common = compose([word for o in given if not o.is_sweep_override() for word in discrete_values(o)], 0)
-    resumed = common.config.resume is not None
-    record = read_record(folder) if resumed else Record.of(sys.argv[1:], multirun=True)
+    config_of_all = common.config
+    resumed = config_of_all.resume is not None
+    record = read_record(folder) if resumed else Record.of(sys.argv[1:], True, config_of_all)
     on_top = [argument for argument in arguments if argument not in record.arguments] if resumed else []
-    search = None
-    if common.config.search.name is SearchName.grid:
-        if resumed:
-            cells = read_trials(folder)
-            swept = swept_keys(cells)
-            trials = [replace(compose(with_overrides(c, on_top), i), overrides=c) for i, c in enumerate(cells)]
-            if not trials:
-                raise ConfigError(f"resume={folder}: no trial was written down there yet; start the sweep anew.")
-            notes = []
-        else:
-            grid = enumerate_grid(parser, defaults, arguments)
-            plan = plan_sweep(grid, compose)
-            swept, trials, notes = swept_keys(grid), plan.trials, plan.notes()
-    else:
+
+    def compose_again(overrides: Sequence[str], number: int) -> Trial:
+        """As it was suggested or written down, with what was typed for the resume."""
+        return replace(compose(with_overrides(overrides, on_top), number), overrides=list(overrides))
+
+    search, notes = None, []
+    trials = [replace(compose_again(o, i), folder=f) for i, (o, f) in enumerate(read_trials(folder))] if resumed else []
+    if config_of_all.search.name is not SearchName.grid:
         space = read_space(parser, defaults, [a for a in arguments if a not in on_top])
-        swept, notes = list(space.dimensions), []
-
-        def compose_suggested(overrides: Sequence[str], number: int) -> Trial:
-            return replace(compose(with_overrides(overrides, on_top), number), overrides=list(overrides))
-
-        search = OptunaSearch(common.config.search, space, objectives(common.config), compose_suggested)
-        trials = [compose_suggested(o, i) for i, o in enumerate(read_trials(folder))] if resumed else []
+        swept = list(space.dimensions)
+        search = OptunaSearch(config_of_all.search, space, objectives(config_of_all), compose_again)
+    elif resumed:
+        swept = swept_keys([trial.overrides for trial in trials])
+        if not trials:
+            raise ConfigError(f"resume={folder}: no trial was written down there yet; start the sweep anew.")
+    else:
+        grid = enumerate_grid(parser, defaults, arguments)
+        plan = plan_sweep(grid, compose)
+        swept, trials, notes = swept_keys(grid), plan.trials, plan.notes()
 
     first = trials[0] if trials else common
     with locked(folder, "hydra.sweep.dir"):
         if resumed:
             states = resumed_states(trials, folder, first.config)
             check_unchanged(record, states, folder, first.config)
+            remember_last(folder)
             if search is not None:
                 search.go_on([(state.trial, state.status, state.metrics) for state in states])
         else:
             states = [TrialState(trial) for trial in trials]
             write_multirun(folder, config, record, trials)
-        count = f"{len(trials)} trials" if search is None else f"up to {common.config.search.num_trials} trials"
+        count = f"{len(trials)} trials" if search is None else f"up to {config_of_all.search.num_trials} trials"
         print(f"{count}: {' × '.join(swept) or 'nothing is swept'}", flush=True)
         for line in notes:
             print(line, flush=True)
@@ -150,9 +151,9 @@ class Composer:
 def write_multirun(folder: Path, config: DictConfig, record: Record, trials: Sequence[Trial]) -> None:
     """`multirun.yaml` and the record of the sweep, and `.hydra/` of each trial that is known, as Hydra's own launcher
     leaves it."""
+    begin_folder(folder, [storage(trial, folder) for trial in trials])
     OmegaConf.save(config, folder / "multirun.yaml")
-    (folder / "trials.jsonl").unlink(missing_ok=True)  # of another sweep that had this folder before
     for trial in trials:
         write_hydra_folder(trial)
-        add_trial(folder, trial.overrides)
+        add_trial(folder, trial)
     record.write(folder)

@@ -29,9 +29,12 @@ from omegaconf import OmegaConf
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, TrialConfig, UserError, flatten, from_dict, to_dict, workers_of
 from fsdp_lab.config.schema import RESUME_KEYS, TrackingConfig
-from fsdp_lab.engine.files import write_json
+from fsdp_lab.engine.files import append_line, clear_left_over, write_json
+from fsdp_lab.tracking.tags import redact
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
+# Set while a resume works in another folder than the one it was typed in.
+TYPED_ELSEWHERE = "FSDP_LAB_TYPED_ELSEWHERE"
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 # What may be another in a resume: where and how long things run and wait, not what is learned or measured.
 _MAY_DIFFER = (
@@ -42,27 +45,45 @@ _MAY_DIFFER = (
 
 @dataclass(frozen=True)
 class Record:
-    """`sweep.json`. `arguments`: as typed, without `-m`; `code`: file -> digest."""
+    """`sweep.json`. `arguments`: as typed, without `-m`; `num_workers`: what null stood for; `code`: file -> digest."""
 
     id: str
     arguments: list[str]
     multirun: bool
     launched_in: str
+    num_workers: int
     code: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(arguments: Sequence[str], multirun: bool) -> Record:
+    def of(arguments: Sequence[str], multirun: bool, config: TrialConfig) -> Record:
         """A new sweep's, with the code as it is now."""
-        return Record(uuid.uuid4().hex, list(arguments), multirun, os.getcwd(), code_digests(), _versions())
+        typed = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+        workers = workers_of(config)
+        return Record(uuid.uuid4().hex, typed, multirun, os.getcwd(), workers, code_digests(), _versions())
 
     def write(self, folder: Path) -> None:
+        """The last thing that is written of a new sweep: with it there is something to resume."""
         write_json(folder / "sweep.json", asdict(self))
-        with suppress(OSError):  # only `resume=last` needs it
-            _LAST.parent.mkdir(parents=True, exist_ok=True)
-            making = _LAST.with_name(f".{_LAST.name}.{os.getpid()}")
-            making.write_text(str(folder.absolute()))
-            making.rename(_LAST)
+        (folder / "sweep.json").chmod(0o600)  # an address that was typed may hold a password
+        remember_last(folder)
+
+
+def remember_last(folder: Path) -> None:
+    """What `resume=last` is, from here on."""
+    with suppress(OSError):
+        _LAST.parent.mkdir(parents=True, exist_ok=True)
+        making = _LAST.with_name(f".{_LAST.name}.{os.getpid()}")
+        making.write_text(str(folder.absolute()))
+        making.rename(_LAST)
+
+
+def begin_folder(folder: Path, trial_folders: Sequence[Path]) -> None:
+    """Take away what makes an earlier sweep in this folder one: its record first, then its trials' results."""
+    (folder / "sweep.json").unlink(missing_ok=True)
+    (folder / "trials.jsonl").unlink(missing_ok=True)
+    for trial_folder in trial_folders:
+        clear_left_over(trial_folder)
 
 
 def code_digests() -> dict[str, str]:
@@ -94,21 +115,20 @@ def read_record(folder: Path) -> Record:
         raise UserError(f"resume={folder}: {path} cannot be read ({error}); start the sweep anew.") from None
 
 
-def add_trial(folder: Path, overrides: Sequence[str]) -> None:
+def add_trial(folder: Path, trial: Trial) -> None:
     """Append a trial to `trials.jsonl`, before it starts."""
-    with (folder / "trials.jsonl").open("a") as lines:
-        lines.write(json.dumps(list(overrides)) + "\n")
+    where = os.path.relpath(trial.folder, folder)
+    append_line(folder / "trials.jsonl", json.dumps({"overrides": trial.overrides, "folder": where}))
 
 
-def read_trials(folder: Path) -> list[list[str]]:
-    """The overrides of each trial, in their order; a line that a kill cut short is no trial yet."""
+def read_trials(folder: Path) -> list[tuple[list[str], Path]]:
+    """The overrides and the folder of each trial, in their order; a line that a kill cut short is no trial."""
     path = folder / "trials.jsonl"
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+        with suppress(json.JSONDecodeError):
+            content = json.loads(line)
+            found.append((content["overrides"], folder / content["folder"]))
     return found
 
 
@@ -183,6 +203,14 @@ def changes_of_code(record: Record) -> list[str]:
     return [*([f"fsdp_lab's code: {shown}"] if files else []), *libraries]
 
 
+def changes_of_workers(record: Record, config: TrialConfig) -> list[str]:
+    """Whether `cluster.num_workers=null` stands for another number now."""
+    workers = workers_of(config)
+    if config.cluster.num_workers is not None or workers == record.num_workers:
+        return []
+    return [f"cluster.num_workers=null was {record.num_workers} there and is {workers} here"]
+
+
 def changes_of_config(trial_folder: Path, config: TrialConfig) -> list[str]:
     """What the trial's saved config has other than `config`, in words. Nothing for a trial that was never set up."""
     path = trial_folder / ".hydra" / "config.yaml"
@@ -198,7 +226,7 @@ def changes_of_config(trial_folder: Path, config: TrialConfig) -> list[str]:
 
 def _settings(config: TrialConfig) -> dict[str, Any]:
     values = {key: value for key, value in flatten(config).items() if key not in _MAY_DIFFER}
-    return values | {"cluster.num_workers": workers_of(config)}
+    return values | {"tracking.uri": redact(config.tracking.uri)}  # a password may be another, and is not told
 
 
 def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:

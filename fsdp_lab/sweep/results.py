@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import os
+import platform
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +44,7 @@ class TrialState:
     seconds: float | None = None
     facts_told: bool = False
     goes_on: bool = False
+    reopened: bool = False
     forecast: Forecast | None = None
     forecast_before: dict[str, float] = field(default_factory=dict)
     place_free_since: float | None = None
@@ -85,8 +89,10 @@ def storage(trial: Trial, sweep_folder: Path) -> Path:
     shared = trial.config.cluster.storage_path
     if shared is None:
         return trial.folder.absolute()
-    within = trial.folder.name if trial.index is not None else ""
-    return Path(shared).absolute() / "-".join(sweep_folder.parts[-2:]) / within
+    within = os.path.relpath(trial.folder, sweep_folder)  # "." for a trial alone
+    sweep = sweep_folder.absolute()
+    own = hashlib.sha256(f"{platform.node()}:{sweep}".encode()).hexdigest()[:8]  # others may have a folder of that name
+    return (Path(shared).absolute() / f"{'-'.join(sweep.parts[-2:])}-{own}" / within).resolve()
 
 
 def setting(trial: Trial, key: str) -> Any:

@@ -8,11 +8,12 @@ from pathlib import Path
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.config.schema import DataName, TrackingConfig
-from fsdp_lab.engine.files import read_json, read_metrics, read_outcome
+from fsdp_lab.engine.files import read_any_facts, read_json, read_metrics, read_outcome
 from fsdp_lab.sweep.record import (
     Record,
     changes_of_code,
     changes_of_config,
+    changes_of_workers,
     find_folder,
     read_record,
     with_overrides,
@@ -33,7 +34,8 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:
     record = read_record(folder)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
-    ours = [f"resume='{folder}'", f"{place}='{folder}'", *([] if record.multirun else ["hydra.output_subdir=null"])]
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    ours = [f"resume='{quoted}'", f"{place}='{quoted}'", *([] if record.multirun else ["hydra.output_subdir=null"])]
     return [
         *(["-m"] if record.multirun else []),
         *with_overrides(record.arguments, [*typed, *ours]),
@@ -49,12 +51,11 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: TrialConfig) -
         where = storage(trial, folder)
         outcome = read_outcome(where)
         if outcome is not None and outcome.status == "failed" and config.resume_failed:
-            (where / "outcome.json").unlink()
-            outcome = None
+            outcome = None  # it is taken away when the trial begins
         state.forecast_before = read_json(where / "forecast.json") or {}
         if outcome is not None:
             state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
-            state.metrics = list(read_metrics(where))[-1:][0] if any(read_metrics(where)) else {}
+            state.metrics = next(reversed(list(read_metrics(where))), {})
             state.facts_told = True
         states.append(state)
     return states
@@ -72,6 +73,7 @@ def check_unchanged(record: Record, states: Sequence[TrialState], folder: Path, 
             changes[f"trial {number}" if record.multirun else "the trial"] = changes_of_config(
                 state.trial.folder, state.trial.config
             )
+        changes["workers"] = changes_of_workers(record, config)
         changes["data"] = _changes_of_data(states, folder)
         if told := _in_words(changes):
             raise UserError(
@@ -98,7 +100,7 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
         return []
     found: dict[str, str] = {}
     for state in states:
-        facts = read_json(storage(state.trial, folder) / "facts.json")
+        facts = read_any_facts(storage(state.trial, folder))
         data = state.trial.config.data
         if facts and data.name is not DataName.synthetic:  # which is made from its settings
             found.setdefault(f"{data.name.name} {data.root} {data.num_train} {data.num_val}", facts["data_digest"])

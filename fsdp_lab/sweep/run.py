@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from fsdp_lab.config.schema import Engine
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine.files import (
     Outcome,
+    clear_attempt,
     clear_left_over,
+    read_any_facts,
     read_json,
     read_metrics,
     read_outcome,
@@ -30,9 +33,9 @@ from fsdp_lab.engine.files import (
     write_outcome,
 )
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes
-from fsdp_lab.forecast.run import Background, Request
+from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.sweep.console import Console, epoch_line, mib
-from fsdp_lab.sweep.record import Record, add_trial, write_hydra_folder
+from fsdp_lab.sweep.record import TYPED_ELSEWHERE, Record, add_trial, write_hydra_folder
 from fsdp_lab.sweep.results import TrialState, setting, storage, write_results
 from fsdp_lab.sweep.search import Search, pareto_front
 from fsdp_lab.tracking import Tracker
@@ -65,13 +68,17 @@ class Sweep:
             search.say = console.say
         self.search, self.states, self.config, self.folder, self.swept = search, states, first.config, folder, swept
         self.record, self.console, self.resumed = record, console, resumed
+        if len(objectives(self.config)) > 1:
+            console.front = self.front
         self.tracker = Tracker(self.config.tracking, on_problem=console.say)
         self.parent: str | None = None
         self.unwritable = False
-        self.closed = False
+        self.opened = self.closed = False
         self.notes_told: set[str] = set()
         self._places_free_since: list[float] = []
         self._written, self._to_write = 0.0, False
+        self.forecaster = Forecaster()
+        self._forecasts: dict[int, tuple[Future[Forecast], Request]] = {}
 
     def open(self) -> None:
         """Make the store's schema and the parent run: once, before any trial. Of a resumed sweep, send what the
@@ -81,6 +88,7 @@ class Sweep:
             TrackingError: the store cannot be reached.
         """
         self.tracker.open()
+        self.opened = True
         found = self.tracker.find_runs(self.record.id) if self.resumed else {}
         if self.record.multirun:
             if "" in found:
@@ -92,15 +100,12 @@ class Sweep:
                 self.parent = self.tracker.start_sweep(name, self.folder, command_line(), count, self.record.id)
         for number, state in enumerate(self.states):
             run = found.get(str(number))
-            if run is None:
-                if state.ended:
-                    self._send_again(number)
-            else:
+            if run is not None:
                 state.run = run.handle
-                if not state.ended:
-                    self.tracker.reopen(run.handle)
-                elif not run.recorded:
-                    self._send_again(number)
+                if not run.recorded:
+                    self._log_config(number)
+            if state.ended and (run is None or not run.recorded):
+                self._send_again(number)
         self.write()
 
     def _send_again(self, number: int) -> None:
@@ -111,7 +116,7 @@ class Sweep:
         else:
             self.tracker.check_epochs(state.run)
         assert state.run is not None
-        if facts := read_json(self.folder_of(number) / "facts.json"):
+        if facts := read_any_facts(self.folder_of(number)):
             self.tracker.log_facts(state.run, facts)
         if state.forecast_figures:
             self.tracker.log_epoch(state.run, {"epoch": 0.0, **state.forecast_figures})
@@ -131,23 +136,28 @@ class Sweep:
                 trial = self.search.next() if self.search is not None else None
                 if trial is None:
                     return None
+                clear_left_over(storage(trial, self.folder))
                 write_hydra_folder(trial)
-                add_trial(self.folder, trial.overrides)
+                add_trial(self.folder, trial)
                 self.states.append(TrialState(trial))
                 waiting = len(self.states) - 1
-                self.forecast_now(waiting)
+                self.forecast_suggested(waiting)
             if not self.states[waiting].ended:
                 self.states[waiting].status = "starting"
                 return waiting
 
-    def forecast_now(self, number: int) -> None:
-        """Forecast a trial that a search has just suggested; with `forecast.prune` it may end here."""
+    def forecast_suggested(self, number: int) -> None:
+        """Forecast a trial that a search has just suggested: first with `forecast.prune`, which may end it here, else
+        while it starts."""
         state = self.states[number]
         if state.trial.config.forecast.enabled and self.config.engine is Engine.ray:
-            gpus = engine.num_gpus() > 0
             workers = engine.resolve_num_workers(state.trial.config.cluster)
-            with Background(forecast_requests([state], gpus, workers)) as forecasts:
-                self.take_forecast(number, forecasts.result()[0])
+            (request,) = forecast_requests([state], engine.num_gpus() > 0, workers)
+            future = self.forecaster.submit(request)
+            if state.trial.config.forecast.prune:
+                self.take_forecast(number, self.forecaster.result(future, request))
+            else:
+                self._forecasts[number] = (future, request)
 
     def begin(self, number: int) -> None:
         """A trial gets its run, and its turn. A second time when its process was killed and it is tried again."""
@@ -162,24 +172,35 @@ class Sweep:
         state.begin()
         if state.run is None:
             self._start_run(number)
-        if figures := state.forecast_figures:
-            write_json(self.folder_of(number) / "forecast.json", figures)
-            self.tracker.log_epoch(state.run or "", {"epoch": 0.0, **figures})
+        elif state.goes_on and not state.reopened:
+            state.reopened = True
+            self.tracker.reopen(state.run)
+        self._tell_forecast(number)
         self.write()
+
+    def _tell_forecast(self, number: int) -> None:
+        state = self.states[number]
+        if state.run is not None and (figures := state.forecast_figures):
+            with suppress(OSError):  # a full disk ends a trial where it loses results, not here
+                write_json(self.folder_of(number) / "forecast.json", figures)
+            self.tracker.log_epoch(state.run, {"epoch": 0.0, **figures})
 
     def _start_run(self, number: int) -> None:
         state = self.states[number]
         trial = state.trial
         state.run = self.tracker.start_trial(
             run_name(trial, self.swept),
-            trial.config,
-            trial.choices,
             trial.overrides,
             trial.folder,
             self.parent,
             self.record.id,
             str(number),
         )
+        self._log_config(number)
+
+    def _log_config(self, number: int) -> None:
+        trial, run = self.states[number].trial, self.states[number].run
+        self.tracker.log_config(run or "", trial.config, trial.choices, trial.folder)
 
     def folder_of(self, number: int) -> Path:
         """Where the processes of a trial write."""
@@ -219,8 +240,9 @@ class Sweep:
             if metrics["epoch"] <= state.metrics.get("epoch", 0):
                 continue
             state.metrics = metrics
-            if state.turnaround_s is None and state.place_free_since is not None:
-                state.turnaround_s = read_progress(folder).get("first_step", time.time()) - state.place_free_since
+            first_step = read_progress(folder).get("first_step")
+            if state.turnaround_s is None and state.place_free_since is not None and first_step is not None:
+                state.turnaround_s = first_step - state.place_free_since
             self.tracker.log_epoch(state.run or "", state.figures())
             shown = None if len(self.states) == 1 else number
             self.console.say(epoch_line(shown, state, state.trial.config.training.epochs))
@@ -239,7 +261,8 @@ class Sweep:
                 write_outcome(folder, Outcome(status, error, state.seconds))
             except OSError:
                 self.say_once(f"{folder} cannot be written: a resume would try this trial again")
-        self._places_free_since.append(read_progress(folder).get("reported", time.time()))
+        if status != "skipped":
+            self._places_free_since.append(read_progress(folder).get("reported", time.time()))
         if state.run is not None:
             self._finish_run(number)
         took = f" after {state.seconds:.1f} s" if state.seconds is not None else ""
@@ -303,6 +326,8 @@ class Sweep:
             self.console.say(f"{label(number, self.states)}: the largest microbatch that fits is {most}")
         if prune and forecast.fits is False:
             self.skip(number, forecast)
+        else:
+            self._tell_forecast(number)
 
     def skip(self, number: int, forecast: Forecast) -> None:
         """Record a trial that cannot fit, without starting it."""
@@ -316,7 +341,7 @@ class Sweep:
             f"(peak {mib(forecast.peak_bytes)}, the rest allowed for); forecast.prune=true does not start it",
         )
 
-    def close(self, error: BaseException | None) -> int:
+    def close(self, interrupted: bool, error: BaseException | None = None) -> int:
         """End what is still open, and the parent run; once, whoever comes first.
 
         Args:
@@ -325,15 +350,24 @@ class Sweep:
         Returns:
             the exit status: 0 when every trial has a result, 1 when one failed, 130 when interrupted.
         """
-        early = "failed" if error else "interrupted"
-        statuses = {s.status if s.ended else early for s in self.states}
-        worst = next((s for s in ("interrupted", "failed") if s in statuses), "finished")
-        status = {"finished": 0, "failed": 1, "interrupted": INTERRUPTED}[worst]
-        if self.closed:
+        statuses = {state.status for state in self.states}
+        if interrupted or (not error and any(not state.ended for state in self.states)):
+            worst, status = "interrupted", INTERRUPTED
+        else:
+            worst, status = ("failed", 1) if error or "failed" in statuses else ("finished", 0)
+        if self.closed or not self.opened:
             return status
         self.closed = True
+        if worst == "interrupted" or error:
+            # at once: a store that hangs may be all that follows
+            self.console.say(f"to go on: {resume_command(self.folder)}")
+        self.write(0)
         for number, state in enumerate(self.states):
-            if state.status == "running":
+            if state.run is None or state.ended:
+                continue
+            if state.begun is None:  # of a start before this one, whose end may not have been recorded
+                self.tracker.finish(state.run, "interrupted")
+            else:
                 self.end(number, "interrupted", str(error) if error else None)
         self.write(0)
         if self.parent:
@@ -341,16 +375,14 @@ class Sweep:
             for name in ("results.csv", "multirun.yaml"):
                 if (self.folder / name).exists():
                     self.tracker.log_artifact(self.parent, self.folder / name)
-        unsent = self.tracker.settle(0.0 if worst == "interrupted" or error else self.config.tracking.patience_s)
+        if worst == "failed" and not error:
+            self.console.say(f"to try what failed again: {resume_command(self.folder)} resume_failed=true")
+        unsent = self.tracker.settle(0.0 if status == INTERRUPTED or error else self.config.tracking.patience_s)
         if unsent:
             self.console.say(
                 f"the MLflow store has not got {unsent} writes; what was reported is in the trials' folders, and is "
                 f"sent by: {resume_command(self.folder)}"
             )
-        elif any(not state.ended or state.status == "interrupted" for state in self.states):
-            self.console.say(f"to go on: {resume_command(self.folder)}")
-        elif any(state.status == "failed" for state in self.states):
-            self.console.say(f"to try what failed again: {resume_command(self.folder)} resume_failed=true")
         return status
 
     def write(self, at_most_every: float = _WRITE_EVERY_S) -> None:
@@ -369,6 +401,10 @@ class Sweep:
 
     def look(self) -> None:
         """Called again and again while trials run: what was put off is done."""
+        for number, (future, request) in list(self._forecasts.items()):
+            if future.done():
+                del self._forecasts[number]
+                self.take_forecast(number, self.forecaster.result(future, request))
         if self._to_write:
             self.write()
 
@@ -408,10 +444,11 @@ def run_trials(
         early = Background(forecast_requests(states_to_forecast, gpus_here() > 0, workers_of(config)))
     with Console(states, swept) as console, interruptible() as deadline, early or nullcontext():
         run = Sweep(search, states, first, folder, swept, record, console, resumed)
-        run.open()
         deadline.sweep = run
         error: BaseException | None = None
+        interrupted = False
         try:
+            run.open()
             if not run.has_more():
                 console.say(f"nothing is left to do: all {len(states)} trials have a result")
             elif config.engine is Engine.inline:
@@ -423,15 +460,19 @@ def run_trials(
                 if run.has_more():
                     from fsdp_lab.sweep.tune import tune_all
 
-                    tune_all(run)
+                    with run.forecaster:
+                        tune_all(run)
         except KeyboardInterrupt:
+            interrupted = True
             gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
             console.say(f"Ray's {deadline.lost} has ended: it was killed" if deadline.lost else "interrupted")
         except BaseException as caught:
             error = caught
             raise
         finally:
-            status = run.close(error)  # before Ray stops: that takes seconds, and people press Ctrl-C twice
+            status = run.close(
+                interrupted, error
+            )  # before Ray stops: that takes seconds, and people press Ctrl-C twice
             engine.stop_ray()
     console.final()
     console.rich.print(f"results: {relative(folder)}/results.csv   compare: make ui", highlight=False)
@@ -455,7 +496,9 @@ def prepare(run: Sweep, number: int) -> None:
     """A folder without what another command left there; a trial that goes on keeps what it has."""
     folder = run.folder_of(number)
     folder.mkdir(parents=True, exist_ok=True)
-    if not run.states[number].goes_on:
+    if run.states[number].goes_on:
+        clear_attempt(folder)
+    else:
         clear_left_over(folder)
 
 
@@ -532,7 +575,7 @@ class Deadline:
         if not self.over.is_set():
             try:
                 if self.sweep is not None:
-                    self.sweep.close(None)
+                    self.sweep.close(interrupted=True)
             finally:
                 engine.end_descendants()
                 os._exit(INTERRUPTED)
@@ -596,6 +639,6 @@ def resume_command(folder: Path) -> str:
 
 
 def relative(path: Path) -> Path:
-    """As seen from here, where it lies below."""
-    path = path.absolute()
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    """As seen from where the command was typed, where it lies below: a resume may have gone to another folder."""
+    path, here = path.absolute(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) and TYPED_ELSEWHERE not in os.environ else path

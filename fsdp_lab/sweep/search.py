@@ -23,6 +23,7 @@ from fsdp_lab.sweep.results import ENDED
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
 
 _MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that can be
 
@@ -132,28 +133,34 @@ class OptunaSearch:
         self._asked: dict[int, optuna.Trial] = {}  # by the trial's number
         self._seen: dict[str, int] = {}
         self._refused: set[str] = set()
-        several = len(self._objectives) > 1
-        sampler: optuna.samplers.BaseSampler
-        if settings.name is SearchName.random:
-            sampler = optuna.samplers.RandomSampler(seed=settings.seed)
-        elif several:
-            sampler = optuna.samplers.NSGAIISampler(seed=settings.seed)
-        else:
-            sampler = optuna.samplers.TPESampler(seed=settings.seed)
+        self._tried: set[tuple[str, ...]] = set()
         directions: list[Literal["minimize", "maximize"]] = [
             "minimize" if direction == "min" else "maximize" for _, direction in self._objectives
         ]
-        self._study = optuna.create_study(sampler=sampler, directions=directions)
+        self._study = optuna.create_study(sampler=self._sampler(0), directions=directions)
+
+    def _sampler(self, known: int) -> BaseSampler:
+        """Optuna's tree of Parzen estimators is for several objectives too.
+
+        Args:
+            known: trials of a start before; what was suggested then is not to be suggested again.
+        """
+        from optuna.samplers import RandomSampler, TPESampler
+
+        seed = self._settings.seed + 1_000_003 * known
+        return RandomSampler(seed) if self._settings.name is SearchName.random else TPESampler(seed=seed)
 
     def go_on(self, trials: Sequence[tuple[Trial, str, Mapping[str, float]]]) -> None:
         """Take over the trials of the start before, in their order: `(trial, status, metrics)` of each.
 
         The sampler begins anew: what it suggests from here on is not what it would have suggested.
         """
+        self._study.sampler = self._sampler(len(trials))
         for trial, status, metrics in trials:
             self._study.enqueue_trial(self._params_of(trial.overrides))
             self._asked[self._made] = self._study.ask(self._space.dimensions)
             self._seen[_settings_of(trial)] = self._made
+            self._tried.add(tuple(trial.overrides))
             self._made += 1
             if status in ENDED:
                 self.tell(trial, status, metrics)
@@ -173,16 +180,29 @@ class OptunaSearch:
         return params
 
     def next(self) -> Trial | None:
+        """
+        Raises:
+            ConfigError: a value that no dimension sets is wrong; or nothing of the space can be.
+        """
+        reason = ""
         if self._made >= self._settings.num_trials:
             return None
         for _ in range(_MOST_REFUSED):
             asked = self._study.ask(self._space.dimensions)
             overrides = self._space.overrides(asked.params)
+            if tuple(overrides) in self._tried:
+                self._fail(asked)
+                continue
+            self._tried.add(tuple(overrides))
             trial = self._compose(overrides, self._made)
             try:
                 self._check(trial.config)
-            except CombinationError as reason:
-                self._refuse(asked, str(reason), overrides)
+            except ConfigError as error:
+                reason = str(error)
+                searched = any(f"{key}=" in reason for key in self._space.dimensions)
+                if not searched and not isinstance(error, CombinationError):
+                    raise
+                self._refuse(asked, reason, overrides)
                 continue
             settings = _settings_of(trial)
             if settings in self._seen:
@@ -192,6 +212,8 @@ class OptunaSearch:
             self._asked[self._made] = asked
             self._made += 1
             return trial
+        if reason and not self._made:
+            raise ConfigError(reason)
         self.say(
             f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {_MOST_REFUSED} "
             "suggestions in a row were tried already or have no meaning"

@@ -14,7 +14,7 @@ from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 from ray.tune.search import Searcher
 
-from fsdp_lab.config import check_trial, stops_on, to_dict
+from fsdp_lab.config import ConfigError, check_trial, stops_on, to_dict
 from fsdp_lab.config.schema import SchedulerName, TrialConfig
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine.files import read_outcome, why_unwritten
@@ -41,7 +41,7 @@ def tune_all(run: Sweep) -> None:
     side_by_side = min((places.of(state.trial.config).side_by_side for state in first), default=0)
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     tune.Tuner(
-        tune.with_resources(trial_function, {"memory": 1}),
+        tune.with_resources(trial_function, {"memory": 1, **engine.driver_node()}),
         tune_config=tune.TuneConfig(
             search_alg=NextTrial(run, places),
             scheduler=scheduler(run),
@@ -95,12 +95,19 @@ class NextTrial(Searcher):
     def suggest(self, trial_id: str) -> Any:
         from fsdp_lab.sweep.run import prepare
 
-        number = self.run.next()
-        if number is None:
-            return Searcher.FINISHED
+        while True:
+            number = self.run.next()
+            if number is None:
+                return Searcher.FINISHED
+            config = self.run.states[number].trial.config
+            try:
+                self.places.of(config)
+                break
+            except ConfigError as error:
+                if self.run.search is None:
+                    raise
+                self.run.end(number, "failed", str(error))  # the cluster cannot hold what was suggested
         prepare(self.run, number)
-        config = self.run.states[number].trial.config
-        self.places.of(config)
         job = Job(
             job_config(config),
             str(self.run.folder_of(number)),
@@ -108,7 +115,9 @@ class NextTrial(Searcher):
             engine.num_gpus() > 0,
             os.getcwd(),
         )
-        return {"number": number, "epochs": config.training.epochs, "job": json.dumps(job.as_dict())}
+        training = config.training
+        ends = {"epochs": training.epochs, "max_steps": training.max_steps}
+        return {"number": number, **ends, "job": json.dumps(job.as_dict())}
 
     def set_search_properties(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -151,13 +160,20 @@ def scheduler(run: Sweep) -> TrialScheduler:
             )
         case SchedulerName.median:
             base = MedianStoppingRule(grace_period=settings.grace_epochs, min_samples_required=2, **common)
-    decide = base.on_trial_result
+    decide, complete = base.on_trial_result, base.on_trial_complete
 
     def not_at_the_end(controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        decision = decide(controller, trial, result)
-        return TrialScheduler.CONTINUE if result.get("epoch", 0) >= trial.config["epochs"] else decision
+        steps = trial.config["max_steps"]
+        through = result["epoch"] >= trial.config["epochs"] or (steps is not None and result["step"] >= steps)
+        return TrialScheduler.CONTINUE if through else decide(controller, trial, result)
+
+    def only_with_a_result(controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        """What ended before its first report has none: the median rule would fail every other trial over it."""
+        if "epoch" in result and metric in result:
+            complete(controller, trial, result)
 
     base.on_trial_result = not_at_the_end  # type: ignore[method-assign, assignment]
+    base.on_trial_complete = only_with_a_result  # type: ignore[method-assign, assignment]
     return base
 
 

@@ -40,6 +40,7 @@ _RUN_STATUS = {
     "skipped": "KILLED",
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts while the store is away
+_AWAY = (401, 403, 408, 429)
 _PARAMS_PER_BATCH = 100  # MLflow's limit
 _ERROR_LENGTH = 500
 _TEXTS = (".yaml", ".csv", ".txt", ".jsonl")
@@ -92,6 +93,7 @@ class Tracker:
         self._ids: dict[str, str] = {}  # handle -> run id
         self._epochs: set[tuple[str, int]] = set()  # by handle
         self._finished: set[str] = set()
+        self._refused: set[str] = set()  # handles of runs that the store has not got all of
 
     def open(self) -> None:
         """Make the store's schema and the experiment, once, before any trial.
@@ -164,34 +166,36 @@ class Tracker:
     def start_trial(
         self,
         name: str,
-        config: TrialConfig,
-        choices: Mapping[str, str],
         overrides: Sequence[str],
         folder: Path,
         parent: str | None,
         sweep_id: str = "",
         number: str = "",
     ) -> str:
-        """Start the run of a trial, with its parameters, and return its handle.
+        """Start the run of a trial and return its handle.
 
         Args:
-            choices: group -> option, as Hydra chose them; they become the first parameters.
             overrides: what was typed for this trial.
-            folder: the trial's own; what is in its `.hydra` is kept under `config/`, without credentials.
+            folder: the trial's own, kept as the tag `fsdp_lab.folder`.
             parent: the handle of the sweep's run, None for a trial alone.
             sweep_id, number: what `find_runs` finds it by.
         """
-        handle = self._create_run(
+        return self._create_run(
             name,
             lambda: trial_tags(folder, overrides, self.run_id(parent) or None, sweep_id, number),
             sweep_id,
             number,
         )
-        self._write("parameters", handle, lambda client, run_id, again: _log_params(client, run_id, config, choices))
-        self._write(
-            "the config's files", handle, lambda client, run_id, again: _log_config_files(client, run_id, folder)
-        )
-        return handle
+
+    def log_config(self, run_id: str, config: TrialConfig, choices: Mapping[str, str], folder: Path) -> None:
+        """The parameters of a trial and its config's files; a second time changes nothing.
+
+        Args:
+            choices: group -> option, as Hydra chose them; they become the first parameters.
+            folder: the trial's own; what is in its `.hydra` is kept under `config/`, without credentials.
+        """
+        self._write("parameters", run_id, lambda client, id_, again: _log_params(client, id_, config, choices))
+        self._write("the config's files", run_id, lambda client, id_, again: _log_config_files(client, id_, folder))
 
     def log_facts(self, run_id: str, facts: Mapping[str, Any]) -> None:
         """What a trial told before its first step, as tags and as the data set with its digest.
@@ -274,8 +278,14 @@ class Tracker:
         self._write("the end of a run", run_id, write)
 
     def recorded(self, run_id: str) -> None:
-        """Nothing more comes: with this mark in the store, a resume has nothing to send."""
-        self._write("the end of a run", run_id, lambda client, id_, again: client.set_tag(id_, RECORDED_TAG, "true"))
+        """Nothing more comes: with this mark in the store, a resume has nothing to send. A run of which a write was
+        refused does not get it."""
+
+        def write(client: MlflowClient, id_: str, again: bool) -> None:
+            if run_id not in self._refused:
+                client.set_tag(id_, RECORDED_TAG, "true")
+
+        self._write("the end of a run", run_id, write)
 
     def settle(self, limit_s: float) -> int:
         """Send what waits, for at most so long; how many writes still wait."""
@@ -337,6 +347,7 @@ class Tracker:
                         "their results in their folders; they are sent when it answers again.",
                     )
                     return
+                self._refused.add(write.run)
                 self._tell(write.what, f"tracking.uri={uri}: MLflow did not take {write.what} ({reason}).")
             self._waiting.popleft()
             self._pause_s = _FIRST_PAUSE_S
@@ -355,7 +366,9 @@ def _is_away(error: Exception) -> bool:
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
-        return error.get_http_status_code() >= 500
+        status = error.get_http_status_code()
+        # an expired token and a proxy in between are mended by people, and until then the writes wait
+        return status >= 500 or status in _AWAY or error.error_code == "ENDPOINT_NOT_FOUND"
     return isinstance(error, OSError)
 
 

@@ -35,7 +35,7 @@ def test_kinds_of_failure(error: BaseException, kind: str):
 def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ray's part stands in: what is looked at is what is made of the failures that it leaves."""
 
-    def fit(_: job.Job, report: object) -> None:
+    def fit(*_: object) -> None:
         record_failure(tmp_path, 1, RuntimeError("Connection reset by peer"), "peer")
         record_failure(tmp_path, 0, torch.OutOfMemoryError("CUDA out of memory"), "oom")
         raise RuntimeError("a worker failed")

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import pytest
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
+from hydra.version import _UNSPECIFIED_, VersionBase
 
-pytest_plugins = ()
+
+@pytest.fixture(autouse=True)
+def as_if_nothing_was_before(hydra_restore_singletons: None) -> None:
+    """Hydra's tests expect the version of its behaviour that is in force when nobody has named one."""
+    VersionBase.instance().version_base = _UNSPECIFIED_
+
 
 OURS = ["hydra/sweeper=fsdp_lab"]
 

@@ -20,6 +20,7 @@ from fsdp_lab.sweep.record import (
     add_trial,
     changes_of_code,
     changes_of_config,
+    changes_of_workers,
     find_folder,
     locked,
     read_record,
@@ -29,13 +30,18 @@ from fsdp_lab.sweep.record import (
 )
 from fsdp_lab.sweep.resume import resume_arguments
 
+WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
 
-def test_a_line_that_a_kill_cut_short_is_no_trial(tmp_path: Path):
-    add_trial(tmp_path, ["sharding=root"])
-    add_trial(tmp_path, ["sharding=ddp", "optimizer.lr=0.1"])
+
+def test_a_line_that_a_kill_cut_short_is_no_trial_and_spoils_no_other(tmp_path: Path, compose_trial):
+    trials = [compose_trial(words, number) for number, words in enumerate(WORDS)]
+    for trial in trials[:2]:
+        add_trial(tmp_path, trial)
     with (tmp_path / "trials.jsonl").open("a") as lines:
-        lines.write('["shardi')
-    assert read_trials(tmp_path) == [["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"]]
+        lines.write('{"overrides": ["shardi')
+    assert read_trials(tmp_path) == [(trial.overrides, trial.folder) for trial in trials[:2]]
+    add_trial(tmp_path, trials[2])
+    assert read_trials(tmp_path) == [(trial.overrides, trial.folder) for trial in trials]
 
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path):
@@ -67,7 +73,8 @@ def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
 
 def test_a_record_comes_back_as_it_was_and_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    record = Record.of(["sharding=root,ddp"], multirun=True)
+    record = Record.of(["-m", "sharding=root,ddp"], True, TrialConfig())
+    assert record.arguments == ["sharding=root,ddp"]
     record.write(tmp_path)
     assert read_record(tmp_path) == record
     assert record.launched_in == os.getcwd()
@@ -77,12 +84,12 @@ def test_a_record_comes_back_as_it_was_and_is_the_last(tmp_path: Path, monkeypat
 
 def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    Record.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], multirun=True).write(tmp_path)
+    Record.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, TrialConfig()).write(tmp_path)
     meant, where = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
     assert where == str(tmp_path)
     assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume='{tmp_path}'",
                      f"hydra.sweep.dir='{tmp_path}'"]  # fmt: skip
-    Record.of(["sharding=root"], multirun=False).write(tmp_path)
+    Record.of(["sharding=root"], False, TrialConfig()).write(tmp_path)
     meant, _ = resume_arguments([f"resume={tmp_path}", "-m"])
     assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
 
@@ -109,13 +116,31 @@ def test_a_broken_record_is_told(tmp_path: Path):
 
 
 def test_changed_code_is_named():
-    record = Record.of([], multirun=True)
+    record = Record.of([], True, TrialConfig())
     assert changes_of_code(record) == []
     code = {**record.code, "training/loop.py": "0", "gone.py": "1"}
     other = dataclasses.replace(record, code=code, libraries={**record.libraries, "torch": "2.9.0"})
     files, torch = changes_of_code(other)
     assert files == "fsdp_lab's code: gone.py, training/loop.py"
     assert torch.startswith("torch 2.9.0 there, ")
+
+
+def test_another_number_of_workers_by_default_is_named():
+    record = Record.of([], True, TrialConfig())
+    assert changes_of_workers(record, TrialConfig()) == []
+    (told,) = changes_of_workers(dataclasses.replace(record, num_workers=8), TrialConfig())
+    assert told.startswith("cluster.num_workers=null was 8 there and is ")
+
+
+def test_a_password_is_not_told_and_may_be_another(compose_trial):
+    trial = compose_trial(["tracking.uri=http://me:old@host:5000"], 0)
+    write_hydra_folder(trial)
+    other = compose_trial(["tracking.uri=http://me:new@host:5000"], 0).config
+    assert changes_of_config(trial.folder, other) == []
+    other = compose_trial(["tracking.uri=http://me:new@elsewhere:5000"], 0).config
+    assert changes_of_config(trial.folder, other) == [
+        "tracking.uri=http://***@host:5000 there, http://***@elsewhere:5000 here"
+    ]
 
 
 def test_changed_settings_are_named(compose_trial):

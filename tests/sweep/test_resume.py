@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.sweep.conftest import (
 
 SMALL = tuple(word for word in TINY if not word.startswith("cluster.num_workers"))
 INLINE = (*SMALL, *PLAIN, "engine=inline", "model=mlp", "forecast.enabled=false")
+STORE = "tracking.uri=sqlite:///mlflow.db"
 SWEEP = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2,1e-1")
 
 
@@ -57,14 +57,23 @@ def test_the_trials_train_in_this_process(finished: Path):
 
 
 def test_nothing_left_says_so_and_trains_nothing(finished: Path):
+    """By the word and by the parent's id; with several objectives the trials that no other beats are marked."""
     before = [(finished / "out" / str(number) / "model.pt").stat().st_mtime_ns for number in range(3)]
-    for what in ("last", "out", runs(finished)[0][0].info.run_id):
-        tracking = "tracking.uri=sqlite:///mlflow.db"
-        done = run_cli(finished, f"resume={what}", *([tracking] if len(what) == 32 else []))
+    objective = ["objective=[train/loss:min,val/loss:max]", "resume_anyway=true"]
+    for words in (["resume=last"], [f"resume={runs(finished)[0][0].info.run_id}", STORE, *objective]):
+        done = run_cli(finished, *words)
         assert done.returncode == 0, told(done)
         assert "nothing is left to do: all 3 trials have a result" in done.stdout
         assert "starts" not in done.stdout
     assert before == [(finished / "out" / str(number) / "model.pt").stat().st_mtime_ns for number in range(3)]
+    rows = results(finished)
+    points = {row["trial"]: (float(row["train/loss"]), -float(row["val/loss"])) for row in rows}
+    best = {
+        trial
+        for trial, mine in points.items()
+        if not any(o != mine and o[0] <= mine[0] and o[1] <= mine[1] for o in points.values())
+    }
+    assert {row["trial"] for row in rows if row["pareto"] == "yes"} == best
 
 
 def test_exactly_what_has_no_result_goes_on_into_the_same_runs(finished: Path):
@@ -86,11 +95,11 @@ def test_exactly_what_has_no_result_goes_on_into_the_same_runs(finished: Path):
 
 def test_other_settings_are_refused_by_name(finished: Path):
     forget(finished, 2)
-    done = run_cli(finished, "resume=out", "training.epochs=3")
+    done = run_cli(finished, "resume=out", "training.epochs=3", "cluster.max_failures=3")
     assert done.returncode == 2
     assert "trial 0: training.epochs=2 there, 3 here" in done.stderr and "resume_anyway=true" in done.stderr
     assert "Traceback" not in done.stderr
-    assert run_cli(finished, "resume=out", "cluster.max_failures=3").returncode == 0, "this may be another"
+    assert "max_failures" not in done.stderr, "this may be another"
 
 
 def test_other_data_and_other_code_are_refused_by_name_unless_told(finished: Path):
@@ -122,12 +131,12 @@ def test_a_failed_trial_has_a_result_and_is_tried_again_when_told(finished: Path
     assert "trial 0 finished" in done.stdout
 
 
-def test_ctrl_c_prints_the_command_that_goes_on(tmp_path: Path):
+def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
     with started(
         tmp_path, *SWEEP, "training.epochs=400", "data.num_train=960", "checkpoint.every_epochs=10"
     ) as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out" / "0"), process)
-        os.killpg(process.pid, signal.SIGINT)
+        process.terminate()
         stdout, stderr = process.communicate(timeout=15)
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
@@ -145,8 +154,6 @@ def test_a_trial_alone_goes_on_too(tmp_path: Path):
     done = run_cli(tmp_path, *INLINE)
     assert done.returncode == 0, told(done)
     (tmp_path / "out" / "outcome.json").unlink()
-    changed = run_cli(tmp_path, "resume=last", "optimizer.lr=0.5")
-    assert changed.returncode == 2 and "optimizer.lr=0.001 there, 0.5 here" in changed.stderr
     done = run_cli(tmp_path, "resume=last")
     assert done.returncode == 0, told(done)
     (run,), children = runs(tmp_path)
@@ -163,26 +170,13 @@ def test_a_search_goes_on_to_its_number_of_trials(tmp_path: Path):
     lines = (tmp_path / "out" / "trials.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "out" / "trials.jsonl").write_text("".join(lines[:3]))
     forget(tmp_path, 1)
-    forget(tmp_path, 3)
+    shutil.rmtree(tmp_path / "out" / "3")  # the kill came before its line was whole, and so before it began
     done = run_cli(tmp_path, "resume=out", "search.num_trials=5")
     assert done.returncode == 0, told(done)
     assert "trial 0 starts" not in done.stdout and "trial 2 starts" not in done.stdout
     rows = results(tmp_path)
     assert [row["status"] for row in rows] == ["finished"] * 5
     assert [row["optimizer.lr"] for row in rows][:3] == before[:3]
-
-
-def test_objectives_mark_the_trials_that_no_other_beats(finished: Path):
-    done = run_cli(finished, "resume=out", "objective=[train/loss:min,val/loss:max]", "resume_anyway=true")
-    assert done.returncode == 0, told(done)
-    rows = results(finished)
-    points = {row["trial"]: (float(row["train/loss"]), -float(row["val/loss"])) for row in rows}
-    best = {
-        trial
-        for trial, mine in points.items()
-        if not any(o != mine and o[0] <= mine[0] and o[1] <= mine[1] for o in points.values())
-    }
-    assert {row["trial"] for row in rows if row["pareto"] == "yes"} == best
 
 
 def test_what_diverges_is_a_result_and_takes_no_other_along(tmp_path: Path):

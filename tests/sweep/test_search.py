@@ -121,10 +121,20 @@ def test_a_space_that_is_used_up_ends_the_search_with_each_setting_once(parser, 
     assert "after 3 of search.num_trials=20" in search.said[-1]
 
 
-def test_a_value_that_is_wrong_in_itself_ends_it(parser, compose_trial):
-    search = searching(parser, compose_trial, "random", "training.global_batch_size=int(interval(-9,-1))")
-    with pytest.raises(ConfigError, match=r"training.global_batch_size=-\d is below 1"):
+@pytest.mark.parametrize("fixed", [[], ["training.epochs=0"]])
+def test_a_space_of_wrong_values_only_is_an_error_and_so_is_a_value_beside_it(parser, compose_trial, fixed: list[str]):
+    search = searching(parser, compose_trial, "random", "training.global_batch_size=int(interval(-9,-1))", *fixed)
+    with pytest.raises(
+        ConfigError, match=r"training.epochs=0" if fixed else r"training.global_batch_size=-\d is below"
+    ):
         search.next()
+
+
+def test_what_this_machine_cannot_hold_costs_no_trial(parser, compose_trial):
+    search = searching(parser, compose_trial, "random", "cluster.num_workers=2,4096", LR, trials=8, seed=1)
+    found = all_of(search)
+    assert len(found) == 8 and not any("cluster.num_workers=4096" in overrides for overrides in found)
+    assert "needs 4096 CPUs" in search.said[0]
 
 
 def test_a_search_that_goes_on_repeats_nothing_and_makes_up_the_number(parser, compose_trial):
@@ -139,6 +149,7 @@ def test_a_search_that_goes_on_repeats_nothing_and_makes_up_the_number(parser, c
     assert len(after) == 3 and not went_on.has_more()
     known = [trial.overrides for trial in before]
     assert not any(overrides in known for overrides in after)
+    assert not any(s.startswith("the search ends") for s in went_on.said), "it does not suggest the same again"
     values = sorted(t.value for t in went_on._study.get_trials() if t.value is not None)
     assert values == [1.0] * 6 + [2.0] * 2
 
@@ -163,6 +174,22 @@ def test_several_objectives(parser, compose_trial):
     assert sorted(tuple(t.values) for t in search._study.best_trials) == [(10, 5), (20, 9)]
     rows = [{"memory/peak_bytes": float(m), "perf/samples_per_s": float(s)} for m, s in figures]
     assert pareto_front([*rows, {"memory/peak_bytes": 1.0}], wanted) == [0, 1]
+
+
+def test_several_objectives_draw_it_too(parser, compose_trial):
+    """Both are best at one end of the scale: the last suggestions lie there."""
+    wanted = [("memory/peak_bytes", "min"), ("perf/samples_per_s", "max")]
+
+    def mean_of_last(name: str) -> float:
+        search = searching(parser, compose_trial, name, "optimizer.lr=interval(0,1)", trials=30, objectives=wanted)
+        rates = []
+        while (trial := search.next()) is not None:
+            rate = trial.config.optimizer.lr
+            search.tell(trial, "finished", {"memory/peak_bytes": rate, "perf/samples_per_s": -rate})
+            rates.append(rate)
+        return sum(rates[-10:]) / 10
+
+    assert mean_of_last("optuna") < mean_of_last("random") / 1.5
 
 
 def test_one_of_two_equals_does_not_push_the_other_out():

@@ -28,7 +28,7 @@ from fsdp_lab.config.schema import (
     TrialConfig,
 )
 from fsdp_lab.tracking import Tracker, TrackingError, tracker
-from fsdp_lab.tracking.tags import one_line, redact, trial_params
+from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, redact, trial_params
 
 FACTS = {
     "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 1437, "data_num_val": 360,
@@ -81,7 +81,9 @@ def read(run_id: str) -> Run:
 
 
 def start(made: Tracker, folder: Path, parent: str | None = None) -> str:
-    return made.start_trial("root fp16", CONFIG, CHOICES, ["sharding=root", "precision=fp16"], folder, parent)
+    run_id = made.start_trial("root fp16", ["sharding=root", "precision=fp16"], folder, parent)
+    made.log_config(run_id, CONFIG, CHOICES, folder)
+    return run_id
 
 
 def test_importing_tracking_does_not_import_mlflow() -> None:
@@ -239,7 +241,8 @@ def test_credentials_are_shown_nowhere(opened: Tracker, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, tracking=TrackingConfig(uri))
     override = f"tracking.uri={uri}"
     sweep = opened.start_sweep("s", tmp_path, f"python -m fsdp_lab {override} -m", 1)
-    trial = opened.start_trial("t", config, CHOICES, [override], tmp_path, sweep)
+    trial = opened.start_trial("t", [override], tmp_path, sweep)
+    opened.log_config(trial, config, CHOICES, tmp_path)
     opened.finish(trial, "failed", f"lost {uri}")
     assert read(trial).data.params["tracking.uri"] == "http://***@host:5000"
     assert "s3cr3t" not in repr([read(run).to_dictionary() for run in (sweep, trial)])
@@ -351,6 +354,8 @@ def test_a_refused_metric_is_told_once_and_the_rest_goes_on(
     opened.log_epoch(run_id, METRICS)
     assert len(problems) == 1
     assert "did not take metrics" in problems[0]
+    opened.recorded(run_id)
+    assert RECORDED_TAG not in reader().get_run(run_id).data.tags, "a resume tries again"
     assert history(run_id, "train/loss") == [(1, 1.5)]
 
 
@@ -437,7 +442,7 @@ def test_what_seemed_to_fail_and_got_through_is_not_written_twice(opened: Tracke
     assert client is not None
     client.create_run = lose_the_answer("run", client.create_run)
     client.log_batch = lose_the_answer("batch", client.log_batch)
-    handle = opened.start_trial("t", CONFIG, CHOICES, [], tmp_path, None, "night", "3")
+    handle = opened.start_trial("t", [], tmp_path, None, "night", "3")
     opened.log_epoch(handle, METRICS)
     opened.finish(handle, "finished")
     opened.recorded(handle)
