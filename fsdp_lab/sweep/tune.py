@@ -205,9 +205,10 @@ class DriverCallback(tune.Callback):
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         number = trial.config["number"]
-        self.sweep.take_reports(number)
-        if result.get("done"):
+        if result.get("done"):  # the scheduler stops it: first of all, before the store is asked anything
             self._stopped.add(number)
+            engine.remove_places(self.sweep.folder_of(number))
+        self.sweep.take_reports(number)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._end(trial)
