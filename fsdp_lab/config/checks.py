@@ -284,7 +284,7 @@ def _objective(word: str, key: str) -> tuple[str, str]:
     if metric not in _METRICS and not _MEMORY_METRIC.fullmatch(metric):
         close = difflib.get_close_matches(metric, _METRICS, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"{key}={word} is not a metric of a trial; {meant}The metrics are: {', '.join(_METRICS)}.")
+        raise ConfigError(f"{key}={word} is not a metric of a trial; {meant}the metrics are: {', '.join(_METRICS)}.")
     return metric, direction
 
 

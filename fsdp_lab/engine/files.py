@@ -8,6 +8,7 @@
 | `failures/rank<r>.json` | a rank that fails | message, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | how it ended: with it, a trial has a result |
 | `forecast.json` | the driver | what was forecast of it |
+| `turnaround.json` | the driver | seconds from the last report on its place to its first step |
 | `logs/rank<r>.log` | every rank | what it printed |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `.alive` | every rank | nothing: locked while a process of the trial lives |
@@ -156,8 +157,8 @@ def wait_until_alone(folder: Path, limit_s: float) -> bool:
 # What another command may have left in a folder that is used again. Checkpoints stay: a trial looks at them
 # itself, and goes on or refuses.
 _LEFT_OVER = (
-    "outcome.json", "facts.json", "facts.before.json", "progress.json", "metrics.jsonl", "forecast.json", "error.txt",
-    "model.pt",
+    "outcome.json", "facts.json", "facts.before.json", "progress.json", "metrics.jsonl", "forecast.json",
+    "turnaround.json", "error.txt", "model.pt",
 )  # fmt: skip
 
 
@@ -166,7 +167,7 @@ def clear_attempt(folder: Path) -> None:
     facts stay under another name: a resume compares the data with them."""
     with suppress(FileNotFoundError):
         (folder / "facts.json").rename(folder / "facts.before.json")
-    for name in ("progress.json", "outcome.json", "error.txt"):
+    for name in ("progress.json", "outcome.json", "turnaround.json", "error.txt"):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -97,7 +97,8 @@ def redirect_output(path: Path) -> None:
 
 def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> None:
     """Leave `failures/rank<r>.json` and the traceback in the rank's log."""
-    traceback.print_exception(error)
+    if kind != "diverged":  # whose message says it all
+        traceback.print_exception(error)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the step
     message = str(error) if kind == "user" else f"rank {rank}{where}: {type(error).__name__}: {text.strip()[:300]}"

@@ -68,6 +68,8 @@ def run_multirun(
         space = read_space(parser, defaults, [a for a in arguments if a not in on_top])
         swept = list(space.dimensions)
         search = OptunaSearch(config_of_all.search, space, objectives(config_of_all), compose_again)
+        if not resumed:  # the first now: what is wrong in it is told before anything starts
+            trials = [trial for trial in [search.next()] if trial is not None]
     elif resumed:
         swept = swept_keys([trial.overrides for trial in trials])
         if not trials:

@@ -44,6 +44,7 @@ class TrialState:
     seconds: float | None = None
     facts_told: bool = False
     goes_on: bool = False
+    epochs_before: int = 0
     reopened: bool = False
     forecast: Forecast | None = None
     forecast_before: dict[str, float] = field(default_factory=dict)

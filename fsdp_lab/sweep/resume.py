@@ -53,6 +53,7 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: TrialConfig) -
         if outcome is not None and outcome.status == "failed" and config.resume_failed:
             outcome = None  # it is taken away when the trial begins
         state.forecast_before = read_json(where / "forecast.json") or {}
+        state.turnaround_s = (read_json(where / "turnaround.json") or {}).get("turnaround_s")
         if outcome is not None:
             state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
             state.metrics = next(reversed(list(read_metrics(where))), {})

@@ -164,8 +164,11 @@ class Sweep:
         state = self.states[number]
         if self._places_free_since and state.begun is None:
             state.place_free_since = self._places_free_since.pop(0)
+        before = list(read_metrics(self.folder_of(number)))
+        state.epochs_before = int(before[-1]["epoch"]) if before else 0
         self._record(number)
-        self.console.say(f"{label(number, self.states)} starts: {run_name(self.states[number].trial, self.swept)}")
+        from_epoch = f", from epoch {state.epochs_before}" if before else ""
+        self.console.say(f"{label(number, self.states)} starts{from_epoch}: {run_name(state.trial, self.swept)}")
 
     def _record(self, number: int) -> None:
         state = self.states[number]
@@ -200,7 +203,7 @@ class Sweep:
 
     def _log_config(self, number: int) -> None:
         trial, run = self.states[number].trial, self.states[number].run
-        self.tracker.log_config(run or "", trial.config, trial.choices, trial.folder)
+        self.tracker.log_config(run or "", trial.config, trial.choices, trial.folder, self.resumed)
 
     def folder_of(self, number: int) -> Path:
         """Where the processes of a trial write."""
@@ -243,9 +246,12 @@ class Sweep:
             first_step = read_progress(folder).get("first_step")
             if state.turnaround_s is None and state.place_free_since is not None and first_step is not None:
                 state.turnaround_s = first_step - state.place_free_since
+                with suppress(OSError):
+                    write_json(folder / "turnaround.json", {"turnaround_s": state.turnaround_s})
             self.tracker.log_epoch(state.run or "", state.figures())
-            shown = None if len(self.states) == 1 else number
-            self.console.say(epoch_line(shown, state, state.trial.config.training.epochs))
+            if metrics["epoch"] > state.epochs_before:
+                shown = None if state.trial.index is None else number
+                self.console.say(epoch_line(shown, state, state.trial.config.training.epochs))
             self.write()
 
     def end(self, number: int, status: str, error: str | None) -> None:
@@ -328,6 +334,13 @@ class Sweep:
             self.skip(number, forecast)
         else:
             self._tell_forecast(number)
+
+    def is_through(self, number: int) -> bool:
+        """Whether a trial has done all it was to do, though nobody waited for it."""
+        state, folder = self.states[number], self.folder_of(number)
+        epochs = [metrics["epoch"] for metrics in read_metrics(folder)]
+        whole = bool(epochs) and epochs[-1] >= state.trial.config.training.epochs
+        return whole and (not state.trial.config.export or (folder / "model.pt").exists())
 
     def skip(self, number: int, forecast: Forecast) -> None:
         """Record a trial that cannot fit, without starting it."""
@@ -475,7 +488,8 @@ def run_trials(
             )  # before Ray stops: that takes seconds, and people press Ctrl-C twice
             engine.stop_ray()
     console.final()
-    console.rich.print(f"results: {relative(folder)}/results.csv   compare: make ui", highlight=False)
+    go_on = f"   to go on: {resume_command(folder)}" if status == INTERRUPTED else ""
+    console.rich.print(f"results: {relative(folder)}/results.csv   compare: make ui{go_on}", highlight=False)
     return status
 
 
@@ -626,7 +640,7 @@ def run_name(trial: Trial, swept: Sequence[str]) -> str:
 
 
 def label(number: int, states: Sequence[TrialState]) -> str:
-    return f"trial {number}" if len(states) > 1 else "trial"
+    return "trial" if states[number].trial.index is None else f"trial {number}"
 
 
 def command_line() -> str:

@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.compose import check as check_here
-from fsdp_lab.config import CombinationError, ConfigError, TrialConfig, effective_settings, workers_of
+from fsdp_lab.config import CombinationError, ConfigError, TrialConfig, effective_settings, flatten, workers_of
 from fsdp_lab.config.schema import SearchConfig, SearchName
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 from fsdp_lab.sweep.results import ENDED
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
+_DEFAULTS = flatten(TrialConfig())
 _MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that can be
 
 
@@ -103,6 +104,11 @@ def _interval(override: Override) -> BaseDistribution:
         raise ConfigError(f"{text}: the interval is empty; give the smaller end first.")
     if log and sweep.start <= 0:
         raise ConfigError(f"{text}: a logarithmic scale begins above 0; use a positive start.")
+    key = override.get_key_element()
+    if type(_DEFAULTS.get(key)) is int and not isinstance(sweep.start, int):
+        raise ConfigError(
+            f"{text}: {key} takes whole numbers; write {key}='int(interval({sweep.start:g},{sweep.end:g}))'."
+        )
     if isinstance(sweep.start, int) and isinstance(sweep.end, int):
         return IntDistribution(sweep.start, sweep.end, log=log)
     return FloatDistribution(sweep.start, sweep.end, log=log)
@@ -125,6 +131,8 @@ class OptunaSearch:
     ) -> None:
         import optuna
 
+        if settings.num_trials < 1:
+            raise ConfigError(f"search.num_trials={settings.num_trials} is below 1; use a whole number of 1 or more.")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._settings, self._space, self._objectives = settings, space, list(objectives)
         self._compose, self._check = compose, check

@@ -249,6 +249,6 @@ class DriverCallback(tune.Callback):
         if outcome is not None:
             self.sweep.end(number, outcome.status, outcome.error)
         elif number in self._stopped:
-            self.sweep.end(number, "stopped", None)
+            self.sweep.end(number, "finished" if self.sweep.is_through(number) else "stopped", None)
         else:
             self.sweep.end(number, "failed", why_unwritten(folder))

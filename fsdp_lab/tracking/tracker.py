@@ -187,14 +187,17 @@ class Tracker:
             number,
         )
 
-    def log_config(self, run_id: str, config: TrialConfig, choices: Mapping[str, str], folder: Path) -> None:
-        """The parameters of a trial and its config's files; a second time changes nothing.
+    def log_config(
+        self, run_id: str, config: TrialConfig, choices: Mapping[str, str], folder: Path, resumed: bool = False
+    ) -> None:
+        """The parameters of a trial and its config's files.
 
         Args:
             choices: group -> option, as Hydra chose them; they become the first parameters.
+            resumed: the run may have parameters; MLflow changes none, so what is other now is the tag `resumed_with`.
             folder: the trial's own; what is in its `.hydra` is kept under `config/`, without credentials.
         """
-        self._write("parameters", run_id, lambda client, id_, again: _log_params(client, id_, config, choices))
+        self._write("parameters", run_id, lambda client, id_, again: _log_params(client, id_, config, choices, resumed))
         self._write("the config's files", run_id, lambda client, id_, again: _log_config_files(client, id_, folder))
 
     def log_facts(self, run_id: str, facts: Mapping[str, Any]) -> None:
@@ -372,10 +375,16 @@ def _is_away(error: Exception) -> bool:
     return isinstance(error, OSError)
 
 
-def _log_params(client: MlflowClient, run_id: str, config: TrialConfig, choices: Mapping[str, str]) -> None:
+def _log_params(
+    client: MlflowClient, run_id: str, config: TrialConfig, choices: Mapping[str, str], resumed: bool
+) -> None:
     from mlflow.entities import Param
 
-    params = [Param(key, value) for key, value in trial_params(config, choices).items()]
+    wanted = trial_params(config, choices)
+    known = client.get_run(run_id).data.params if resumed else {}
+    if other := [f"{key}={value}" for key, value in wanted.items() if known.get(key, value) != value]:
+        client.set_tag(run_id, "resumed_with", " ".join(other))
+    params = [Param(key, value) for key, value in wanted.items() if key not in known]
     for start in range(0, len(params), _PARAMS_PER_BATCH):
         client.log_batch(run_id, params=params[start : start + _PARAMS_PER_BATCH])
 
