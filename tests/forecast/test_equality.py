@@ -49,9 +49,10 @@ def differences(cases: list[list[str]], world_size: int = 2, ranks: int | None =
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("model", "ranks"), [("mlp", 2), ("vit_tiny", 1)])
-def test_every_pair_of_settings_is_forecast_to_the_byte(model: str, ranks: int):
-    cases = [[f"model={model}", *overrides(case)] for case in pairwise()]
+@pytest.mark.parametrize(("model", "ranks", "step"), [("mlp", 2, 1), ("vit_tiny", 1, 2)])
+def test_every_pair_of_settings_is_forecast_to_the_byte(model: str, ranks: int, step: int):
+    """Of the larger model every second of these configurations, for the sake of the suite's time."""
+    cases = [[f"model={model}", *overrides(case)] for case in pairwise()[::step]]
     assert differences(cases, ranks=ranks) == []
 
 
@@ -59,6 +60,7 @@ REAL_SIZE = (["sharding=per_block", "precision=bf16_mixed", "training.grad_accum
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="half a minute: set FSDP_LAB_EVERY=1")
 @pytest.mark.timeout(600)
 def test_a_model_of_real_size_is_forecast_to_the_byte():
     assert differences([["model=vit_b_16", "training.global_batch_size=4", *words] for words in REAL_SIZE]) == []

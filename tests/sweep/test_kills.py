@@ -22,35 +22,12 @@ from tests.sweep.conftest import (
     runs,
     started,
     wait_for,
-    workers_of,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 EPOCHS = 8
 LONG = (*PLAIN, *TINY, f"training.epochs={EPOCHS}", "data.num_train=960")
-
-
-def kill_a_worker(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Train, SIGKILL a worker after its first epoch, and wait for the end; `(status, stdout, stderr)`."""
-    with started(folder, *LONG, *arguments) as process:
-        wait_for(lambda: has_trained_an_epoch(folder / "out"), process)
-        workers = workers_of(process)
-        assert len(workers) == 2
-        workers[1].kill()
-        stdout, stderr = process.communicate(timeout=200)
-    return process.returncode, stdout, stderr
-
-
-def test_a_killed_worker_fails_the_trial_where_no_failure_is_allowed(tmp_path: Path):
-    status, stdout, stderr = kill_a_worker(tmp_path, "cluster.max_failures=0")
-    assert status == 1, stdout + stderr
-    (row,) = results(tmp_path)
-    assert row["status"] == "failed"
-    assert row["error"] and row["error"] in stdout.replace("\n", "")
-    (run,), _ = runs(tmp_path)
-    assert run.info.status == "FAILED" and run.data.tags["error"]
-    assert history(tmp_path, run, "train/loss"), "the epochs before stay"
 
 
 def press_ctrl_c(process: subprocess.Popen[str]) -> None:

@@ -23,7 +23,7 @@ FREED_S = 2.0
 
 def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_held(tmp_path: Path):
     """The known way to hang. Whose processes are gone lets others have the lock of its folder."""
-    search = ["search=random", "search.num_trials=6", "scheduler=asha", "scheduler.reduction_factor=2"]
+    search = ["search=random", "search.num_trials=5", "scheduler=asha", "scheduler.reduction_factor=2"]
     search += ["optimizer.lr=tag(log,interval(1e-6,1e-2))", "training.epochs=30", "data.num_train=640"]
     freed: dict[int, float] = {}
     with started(tmp_path, "-m", *FAST, *search, "cluster.num_workers=1", "memory_profile=off") as process:
@@ -32,7 +32,7 @@ def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_h
             family.update(
                 psutil.Process(process.pid).children(recursive=True) if psutil.pid_exists(process.pid) else ()
             )
-            for number in range(6):
+            for number in range(5):
                 folder = tmp_path / "out" / str(number)
                 outcome = read_outcome(folder)
                 if outcome is not None and outcome.status == "stopped" and number not in freed:
@@ -43,8 +43,8 @@ def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_h
     assert process.returncode == 0, stdout + stderr
     rows = results(tmp_path)
     statuses = [row["status"] for row in rows]
-    assert len(rows) == 6 and set(statuses) == {"finished", "stopped"}, statuses
-    assert statuses.count("stopped") >= 3
+    assert len(rows) == 5 and set(statuses) == {"finished", "stopped"}, statuses
+    assert statuses.count("stopped") >= 2
     assert sorted(freed) == [number for number, status in enumerate(statuses) if status == "stopped"]
     assert max(freed.values()) < FREED_S, freed
     assert {row["status"] for row in rows if int(row["epoch"]) == 30} == {"finished"}
