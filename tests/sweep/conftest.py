@@ -12,14 +12,17 @@ from typing import Any
 
 import psutil
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import HydraContext, RunMode
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from fsdp_lab.compose import Trial, group_choices, register_schema, typed_config
+from fsdp_lab.compose import Trial, register_schema
 from fsdp_lab.config import conf_dir
+from fsdp_lab.sweep.multirun import Composer
 from tests.conftest import command_line
 
 
@@ -33,14 +36,10 @@ def parser() -> Iterator[OverridesParser]:
 
 @pytest.fixture
 def compose_trial(parser: OverridesParser, tmp_path: Path) -> Callable[[Sequence[str], int], Trial]:
-    """What `run_multirun` makes of a cell, by Hydra's compose API."""
-
-    def make(overrides: Sequence[str], number: int) -> Trial:
-        cfg = compose("config", list(overrides), return_hydra_config=True)
-        folder = tmp_path / str(number)
-        return Trial(number, typed_config(cfg), group_choices(cfg), list(overrides), folder, cfg)
-
-    return make
+    """What `run_multirun` makes of a cell; that it is what Hydra itself makes of it is in test_plan.py."""
+    loader = GlobalHydra.instance().config_loader()
+    master = loader.load_configuration("config", [], RunMode.MULTIRUN)
+    return Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
 
 
 # Four steps an epoch; everything in the test's own folder.
