@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -109,7 +110,7 @@ def forecast_all(
 def _in_pool(
     requests: dict[str, Request], processes: int, note: Callable[[str, Forecast], None], stop: threading.Event | None
 ) -> None:
-    """Forecast in so many processes; what takes too long, or dies, is not noted."""
+    """Forecast in so many processes; what takes too long, dies or does not start is not noted."""
     if not requests or (stop and stop.is_set()):
         return
     # spawn: a fork would take over the threads and locks of Ray and MLflow
@@ -125,6 +126,8 @@ def _in_pool(
             for future in done:
                 with suppress(BrokenProcessPool):
                     note(futures[future], future.result())
+    except OSError as error:  # a process could not be started: seen once in many, and the next one could
+        print(f"a process for forecasts did not start ({error}); trying again", file=sys.stderr, flush=True)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in children:
