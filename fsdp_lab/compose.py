@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fsdp_lab.config import (
     workers_of,
 )
 from fsdp_lab.config.checks import check_local_capacity, missing_data_message
+from fsdp_lab.config.schema import NightlyConfig
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
 _REMEDIES = {
@@ -75,14 +76,18 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
     return int(count) * (OmegaConf.select(_root_, "cluster.num_workers") or default)
 
 
-def typed_config(cfg: DictConfig) -> TrialConfig:
-    """The dataclasses behind a composed config, without Hydra's own node."""
+def typed_config(cfg: DictConfig, nightly: bool = False) -> TrialConfig:
+    """The dataclasses behind a composed config, without Hydra's own node.
+
+    Args:
+        nightly: keep `nightly`. It is no trial's; an address in it may be a secret, not to be in a trial's files.
+    """
     own = OmegaConf.create(cfg)
     with open_dict(own):
         own.pop("hydra", None)
     config = OmegaConf.to_object(own)
     assert isinstance(config, TrialConfig)
-    return config
+    return config if nightly else replace(config, nightly=NightlyConfig())
 
 
 def group_choices(cfg: DictConfig) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from fsdp_lab.config.checks import (
     check_forecast,
+    check_ranges,
     check_trial,
     cpu_notes,
     default_num_workers,
@@ -17,8 +18,7 @@ from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.schema import TrialConfig
 
 __all__ = [
-    "CombinationError", "ConfigError", "TrialConfig", "UserError", "all_keys", "check_forecast", "check_trial",
-    "conf_dir",
-    "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict", "memory_settings",
-    "objectives", "sharding_notes", "stops_on", "to_dict", "workers_of",
+    "CombinationError", "ConfigError", "TrialConfig", "UserError", "all_keys", "check_forecast", "check_ranges",
+    "check_trial", "conf_dir", "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict",
+    "memory_settings", "objectives", "sharding_notes", "stops_on", "to_dict", "workers_of",
 ]  # fmt: skip

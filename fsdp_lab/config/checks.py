@@ -14,6 +14,7 @@ from typing import Any
 from fsdp_lab.config.convert import flatten, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.schema import (
+    AFTERWARDS,
     RESUME_KEYS,
     ClusterConfig,
     DataConfig,
@@ -37,18 +38,21 @@ _AT_LEAST_ONE = (
     "training.epochs", "training.max_steps", "training.global_batch_size", "training.grad_accum_steps",
     "sharding.dp_replicate", "sharding.min_num_params", "reshard_after_forward.size", "checkpoint.every_epochs",
     "checkpoint.keep_last", "cluster.num_workers", "precision.growth_interval", "lr_schedule.step_epochs",
-    "search.num_trials", "scheduler.grace_epochs",
+    "search.num_trials", "scheduler.grace_epochs", "nightly.repeats", "nightly.keep",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "data.loader_workers", "training.timing_warmup_steps", "training.seed", "optimizer.weight_decay",
     "optimizer.momentum", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "cluster.max_failures",
     "sharding.forward_prefetch", "sharding.backward_prefetch", "search.seed", "tracking.patience_s",
+    "repeat", "report.loss_tolerance", "nightly.jitter_s", "nightly.late_s", "nightly.tolerance.peak_memory",
+    "nightly.tolerance.samples_per_s", "nightly.tolerance.loss", "nightly.tolerance.forecast_error",
 )  # fmt: skip
 _POSITIVE = (
     "optimizer.lr", "training.max_grad_norm", "precision.init_scale", "cluster.cpus_per_worker",
     "cluster.wait_timeout_s", "lr_schedule.gamma", "forecast.capacity_gib", "trial_timeout_s",
+    "nightly.significance", "nightly.notify.timeout_s",
 )  # fmt: skip
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "report.speed_tolerance", "nightly.significance")
 
 
 def default_num_workers() -> int:
@@ -105,7 +109,7 @@ def check_trial(config: TrialConfig, num_workers: int) -> None:
         ConfigError: a value that is wrong alone.
         CombinationError: values that have no meaning together.
     """
-    _check_ranges(flatten(config))
+    check_ranges(config)
     _check_model(config)
     _check_mesh(config, num_workers)
     _check_batch(config, num_workers)
@@ -120,7 +124,12 @@ def check_trial(config: TrialConfig, num_workers: int) -> None:
         )
 
 
-def _check_ranges(values: dict[str, Any]) -> None:
+def check_ranges(config: TrialConfig) -> None:
+    """
+    Raises:
+        ConfigError: a number that is too small or too large by itself.
+    """
+    values = flatten(config)
     rules = (
         (_AT_LEAST_ONE, lambda v: v >= 1, "is below 1; use a whole number of 1 or more"),
         (_NOT_NEGATIVE, lambda v: v >= 0, "is negative; use 0 or more"),
@@ -361,7 +370,7 @@ def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     values["reshard_after_forward"] = reshard
     values["cluster"]["num_workers"] = num_workers
     # a trial trains the same whatever is foretold of it, and however it was come by
-    for key in ("forecast", "engine", "search", "scheduler", "objective", "trial_timeout_s", *RESUME_KEYS):
+    for key in ("forecast", "engine", "search", "scheduler", "objective", "trial_timeout_s", *AFTERWARDS, *RESUME_KEYS):
         del values[key]
     return values
 

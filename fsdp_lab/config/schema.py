@@ -274,17 +274,71 @@ class ClusterConfig:
 
 @dataclass
 class TrackingConfig:
-    """`patience_s`: how long the end of a sweep waits for a store that went away."""
+    """`patience_s`: how long the end of a sweep waits for a store that went away. `ui`: the address of an MLflow UI on
+    the store, for the links in reports; null: `uri` where that is a server.
+    """
 
     uri: str = "sqlite:///outputs/mlflow.db"
     experiment: str = "fsdp_lab"
     patience_s: float = 60.0
+    ui: Optional[str] = None
+
+
+@dataclass
+class ReportConfig:
+    """What the recommended setting may lose: ratios to the best loss, and to the highest samples/s."""
+
+    loss_tolerance: float = 0.02
+    speed_tolerance: float = 0.03
+
+
+@dataclass
+class ToleranceConfig:
+    """What a night may lose against the baseline before it is a regression: ratios to the baseline's value, and for
+    `forecast_error` the difference of two errors."""
+
+    peak_memory: float = 0.01
+    samples_per_s: float = 0.15
+    loss: float = 0.02
+    forecast_error: float = 0.01
+
+
+@dataclass
+class NotifyConfig:
+    """`url` gets each night's verdict as JSON."""
+
+    url: Optional[str] = None
+    timeout_s: float = 10.0
+
+
+@dataclass
+class NightlyConfig:
+    """For `fsdp_lab.nightly`. `cron`: minute hour day month weekday, in `timezone`; null: this machine's.
+
+    `jitter_s`: start up to so many seconds late, at random. `late_s`: how late a missed night may still start; null:
+    until the next. `repeats`: trials of each setting. `significance`: the probability with which noise may look like a
+    regression of one setting and metric. `baseline`: a night of the folder; null: the last good one. `keep`: nights
+    whose checkpoints and models stay; metrics always do.
+    """
+
+    cron: str = "0 2 * * *"
+    timezone: Optional[str] = None
+    jitter_s: float = 0.0
+    late_s: Optional[float] = None
+    repeats: int = 3
+    significance: float = 0.01
+    tolerance: ToleranceConfig = field(default_factory=ToleranceConfig)
+    baseline: Optional[str] = None
+    folder: str = "outputs/nightly"
+    keep: int = 3
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
 
 
 @dataclass
 class TrialConfig:
     """One trial: everything that is needed to train it once, and how the sweep around it goes.
 
+    `repeat`: which attempt at a setting it is; changes nothing else, and `-m repeat=0,1,2` trains each setting thrice.
     `engine`: `ray`, or `inline`: in this very process, for a debugger. `objective`: what a search is after, each
     `<metric>:min` or `:max`. `trial_timeout_s`: a trial that does not get on for so long is ended; null: never.
     `resume`: a sweep's folder, the id of its parent run, or `last`; `resume_failed` tries its failed trials again,
@@ -300,6 +354,7 @@ class TrialConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    repeat: int = 0
     init: Init = Init.rank0
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     compile: bool = False
@@ -317,7 +372,11 @@ class TrialConfig:
     resume_anyway: bool = False
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    nightly: NightlyConfig = field(default_factory=NightlyConfig)
 
 
 # They say how a start goes on, not what a trial is.
 RESUME_KEYS = ("resume", "resume_failed", "resume_anyway")
+# They say what is done with results.
+AFTERWARDS = ("report", "nightly")

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_lab.report.answer import Answer
 from fsdp_lab.sweep.results import TrialState, setting
 
 _STYLE = {
@@ -63,9 +64,16 @@ class Console:
         if self.live:
             self.live.update(self._table(self._in_view()), refresh=True)
 
-    def final(self) -> None:
-        """The table of all that began, best values marked."""
-        self.rich.print(self._table([(i, state) for i, state in enumerate(self.states) if state.status != "waiting"]))
+    def final(self, answer: Answer | None = None) -> None:
+        """The table of all that began, best values marked, and under it what the report recommends."""
+        chosen = {trial.number for trial in answer.setting.trials} if answer and answer.setting else set()
+        begun = [(i, state) for i, state in enumerate(self.states) if state.status != "waiting"]
+        self.rich.print(self._table(begun, chosen))
+        if answer is not None:
+            head = "recommended: " if answer.setting else ""
+            self.rich.print(Text(head + answer.sentence.replace("`", ""), style="bold"))
+            if answer.command:
+                self.rich.print(Text(f"  {answer.command}"), soft_wrap=True)
 
     def _in_view(self) -> list[tuple[int, TrialState]]:
         rows = list(enumerate(self.states))
@@ -73,7 +81,8 @@ class Console:
         start = max(0, min(first_open - _LIVE_ROWS // 2, len(rows) - _LIVE_ROWS))
         return rows[start : start + _LIVE_ROWS]
 
-    def _table(self, rows: list[tuple[int, TrialState]]) -> Table:
+    def _table(self, rows: list[tuple[int, TrialState]], chosen: Collection[int] = ()) -> Table:
+        """A row a trial; `*` marks the best of a column, `>` the recommended trials."""
         ended = sum(state.ended and state.status != "interrupted" for state in self.states)
         table = Table(title=f"{ended} of {len(self.states)} trials have a result, {time.time() - self.begun:.0f} s")
         for name in (
@@ -95,12 +104,12 @@ class Console:
         front = self.front() if self.front else ()
         for number, state in rows:
             table.add_row(
-                str(number),
+                Text(f"> {number}", style="bold green") if number in chosen else str(number),
                 *(str(setting(state.trial, key)) for key in self.swept),
                 Text(state.status, style=_STYLE[state.status]),  # no markup: a line said above the table turns it off
                 _number(state, "epoch", "{:.0f}"),
                 *(
-                    Text(text, style="bold green" if best.get(key) == number else "")
+                    Text(f"*{text}", style="bold green") if best.get(key) == number else Text(text)
                     for key, text in (
                         ("train/loss", _number(state, "train/loss", "{:.4f}")),
                         ("val/loss", _number(state, "val/loss", "{:.4f}")),

@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, TrialConfig, UserError, flatten, from_dict, to_dict, workers_of
-from fsdp_lab.config.schema import RESUME_KEYS, TrackingConfig
+from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS, TrackingConfig
 from fsdp_lab.engine.files import append_line, clear_left_over, write_json
 from fsdp_lab.tracking.tags import redact
 
@@ -39,7 +39,7 @@ _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 # What may be another in a resume: where and how long things run and wait, not what is learned or measured.
 _MAY_DIFFER = (
     "cluster.address", "cluster.max_failures", "cluster.wait_timeout_s", "trial_timeout_s", "tracking.patience_s",
-    "search.num_trials", *RESUME_KEYS,
+    "tracking.ui", "search.num_trials", *RESUME_KEYS,
 )  # fmt: skip
 
 
@@ -97,8 +97,11 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path, key: str = "resume") -> Record:
     """`sweep.json` of a folder.
+
+    Args:
+        key: what names the folder on the command line.
 
     Raises:
         UserError: there is none, or it is not one.
@@ -108,11 +111,11 @@ def read_record(folder: Path) -> Record:
         return Record(**json.loads(path.read_text()))
     except FileNotFoundError:
         raise UserError(
-            f"resume={folder}: no sweep was started there (there is no {path.name}); give the folder that holds "
-            "results.csv, the id of a sweep's parent run, or resume=last."
+            f"{key}={folder}: no sweep was started there (there is no {path.name}); give the folder that holds "
+            f"results.csv, the id of a sweep's parent run, or {key}=last."
         ) from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"resume={folder}: {path} cannot be read ({error}); start the sweep anew.") from None
+        raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start the sweep anew.") from None
 
 
 def add_trial(folder: Path, trial: Trial) -> None:
@@ -165,30 +168,33 @@ def locked(folder: Path, key: str) -> Iterator[None]:
         os.close(handle)
 
 
-def find_folder(resume: str, tracking: TrackingConfig) -> Path:
+def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
     """The folder that `resume=...` stands for: a folder, the id of a parent run, or `last`.
+
+    Args:
+        key: what it was given to on the command line.
 
     Raises:
         UserError: it stands for none.
     """
-    if resume == "last":
+    if named == "last":
         if not _LAST.exists():
             raise UserError(
-                f"resume=last: no sweep was started from this folder (there is no {_LAST}); give the sweep's own "
+                f"{key}=last: no sweep was started from this folder (there is no {_LAST}); give the sweep's own "
                 "folder or the id of its parent run."
             )
         return Path(_LAST.read_text().strip())
-    folder = Path(resume)
+    folder = Path(named)
     if folder.is_dir():
         return folder.absolute()
-    if not re.fullmatch(r"[0-9a-f]{32}", resume):
+    if not re.fullmatch(r"[0-9a-f]{32}", named):
         raise UserError(
-            f"resume={resume} is no folder and no id of a run (32 digits of 0-9a-f); give the sweep's folder, the id "
-            "of its parent run, or resume=last."
+            f"{key}={named} is no folder and no id of a run (32 digits of 0-9a-f); give the sweep's folder, the id "
+            f"of its parent run, or {key}=last."
         )
     from fsdp_lab.tracking import folder_of_run
 
-    return folder_of_run(tracking, resume)
+    return folder_of_run(tracking, named)
 
 
 def changes_of_code(record: Record) -> list[str]:
@@ -225,7 +231,11 @@ def changes_of_config(trial_folder: Path, config: TrialConfig) -> list[str]:
 
 
 def _settings(config: TrialConfig) -> dict[str, Any]:
-    values = {key: value for key, value in flatten(config).items() if key not in _MAY_DIFFER}
+    values = {
+        key: value
+        for key, value in flatten(config).items()
+        if key not in _MAY_DIFFER and key.partition(".")[0] not in AFTERWARDS
+    }
     return values | {"tracking.uri": redact(config.tracking.uri)}  # a password may be another, and is not told
 
 

@@ -34,10 +34,13 @@ from fsdp_lab.engine.files import (
 )
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes
 from fsdp_lab.forecast.run import Background, Forecaster, Request
+from fsdp_lab.report.answer import Answer, pareto_front
+from fsdp_lab.report.write import FILES, write_report
 from fsdp_lab.sweep.console import Console, epoch_line, mib
 from fsdp_lab.sweep.record import TYPED_ELSEWHERE, Record, add_trial, write_hydra_folder
+from fsdp_lab.sweep.report import sweep_of
 from fsdp_lab.sweep.results import TrialState, setting, storage, write_results
-from fsdp_lab.sweep.search import Search, pareto_front
+from fsdp_lab.sweep.search import Search
 from fsdp_lab.tracking import Tracker
 
 INTERRUPTED = 130
@@ -72,6 +75,7 @@ class Sweep:
             console.front = self.front
         self.tracker = Tracker(self.config.tracking, on_problem=console.say)
         self.parent: str | None = None
+        self.answer: Answer | None = None  # of the report
         self.unwritable = False
         self.opened = self.closed = False
         self.notes_told: set[str] = set()
@@ -385,7 +389,9 @@ class Sweep:
         self.write(0)
         if self.parent:
             self.tracker.finish(self.parent, worst, str(error) if error else None)
-            for name in ("results.csv", "multirun.yaml"):
+            if status != INTERRUPTED and not error:
+                self._report()
+            for name in ("results.csv", "multirun.yaml", *(FILES if self.answer else ())):
                 if (self.folder / name).exists():
                     self.tracker.log_artifact(self.parent, self.folder / name)
         if worst == "failed" and not error:
@@ -397,6 +403,15 @@ class Sweep:
                 f"sent by: {resume_command(self.folder)}"
             )
         return status
+
+    def _report(self) -> None:
+        """What the sweep says: no sweep is lost over it."""
+        try:
+            sweep = sweep_of(self.states, self.swept, self.folder, self.record, self.tracker.run_id)
+            self.answer = write_report(sweep, self.folder)
+        except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
+            again = f"python -m fsdp_lab.report sweep={shlex.quote(str(relative(self.folder)))}"
+            self.console.say(f"the report could not be written ({error}); to try again: {again}")
 
     def write(self, at_most_every: float = _WRITE_EVERY_S) -> None:
         """`results.csv` and the table. A full disk is told once: MLflow may lie on another one and goes on."""
@@ -487,9 +502,10 @@ def run_trials(
                 interrupted, error
             )  # before Ray stops: that takes seconds, and people press Ctrl-C twice
             engine.stop_ray()
-    console.final()
+    console.final(run.answer)
+    report = f"report: {relative(folder)}/{FILES[0]}   " if run.answer else ""
     go_on = f"   to go on: {resume_command(folder)}" if status == INTERRUPTED else ""
-    console.rich.print(f"results: {relative(folder)}/results.csv   compare: make ui{go_on}", highlight=False)
+    console.rich.print(f"{report}results: {relative(folder)}/results.csv   compare: make ui{go_on}", highlight=False)
     return status
 
 

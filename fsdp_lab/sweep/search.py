@@ -262,20 +262,3 @@ class OptunaSearch:
 
 def _settings_of(trial: Trial) -> str:
     return json.dumps(effective_settings(trial.config, workers_of(trial.config)), sort_keys=True)
-
-
-def pareto_front(rows: Sequence[Mapping[str, float]], objectives: Sequence[tuple[str, str]]) -> list[int]:
-    """The rows that no other row beats in one objective without being worse in another, by their places.
-
-    Rows without a value for each objective are in nobody's way, and not in the front.
-    """
-    points = {
-        place: tuple(row[metric] * (1 if direction == "min" else -1) for metric, direction in objectives)
-        for place, row in enumerate(rows)
-        if all(math.isfinite(row.get(metric, math.nan)) for metric, _ in objectives)
-    }
-    return [
-        place
-        for place, mine in points.items()
-        if not any(other != mine and all(o <= m for o, m in zip(other, mine, strict=True)) for other in points.values())
-    ]

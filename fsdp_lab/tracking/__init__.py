@@ -1,7 +1,10 @@
 """MLflow: the only room that imports it. One writer, the driver."""
 
-from fsdp_lab.tracking.read import fetch_artifact, folder_of_run
-from fsdp_lab.tracking.store import TrackingError
+from fsdp_lab.tracking.read import annotate, fetch_artifact, find_sweep_run, folder_of_run, read_sweep
+from fsdp_lab.tracking.store import TrackingError, runs_url
 from fsdp_lab.tracking.tracker import Tracker
 
-__all__ = ["Tracker", "TrackingError", "fetch_artifact", "folder_of_run"]
+__all__ = [
+    "Tracker", "TrackingError", "annotate", "fetch_artifact", "find_sweep_run", "folder_of_run", "read_sweep",
+    "runs_url",
+]  # fmt: skip

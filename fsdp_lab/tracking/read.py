@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config.schema import TrackingConfig
-from fsdp_lab.tracking.store import TrackingError, open_store, sqlite_file
-from fsdp_lab.tracking.tags import one_line, redact
+from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, sqlite_file
+from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 
 def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -> Path:
@@ -27,6 +30,84 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -
         )
     to.mkdir(parents=True, exist_ok=True)
     return Path(client.download_artifacts(run_id, path, str(to)))
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run as the store has it: `epochs` are the points of all metrics of each step above 0, in their order."""
+
+    run_id: str
+    tags: dict[str, str]
+    params: dict[str, str]
+    metrics: dict[str, float]
+    epochs: list[dict[str, float]]
+    seconds: float | None
+
+
+def read_sweep(tracking: TrackingConfig, run_id: str) -> tuple[StoredRun, list[StoredRun]]:
+    """A sweep's own run and those of its trials, in their order; a trial alone is its own only trial.
+
+    Raises:
+        TrackingError: there is no such store or run, or it is one trial of a sweep.
+    """
+    client = _client_with_run(tracking, run_id)
+    parent = client.get_run(run_id)
+    if "mlflow.parentRunId" in parent.data.tags:
+        raise TrackingError(f"run={run_id} is one trial of a sweep; give its parent's id, "
+                            f"{parent.data.tags['mlflow.parentRunId']}.")  # fmt: skip
+    children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'")
+    children.sort(key=lambda run: (int(run.data.tags.get(TRIAL_TAG, "0")), run.info.start_time))
+    return _stored(client, parent, []), [
+        _stored(client, run, ("val/loss", "train/loss")) for run in (children or [parent])
+    ]
+
+
+def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun:
+    epochs: dict[int, dict[str, float]] = {}
+    for key in charted:
+        for point in client.get_metric_history(run.info.run_id, key) if key in run.data.metrics else []:
+            epochs.setdefault(point.step, {"epoch": float(point.step)})[key] = point.value
+    ended, begun = run.info.end_time, run.info.start_time
+    return StoredRun(
+        run.info.run_id,
+        dict(run.data.tags),
+        dict(run.data.params),
+        {**dict(run.data.metrics), **({"epoch": float(max(epochs))} if epochs else {})},
+        [epochs[step] for step in sorted(epochs)],
+        (ended - begun) / 1000 if ended and begun else None,
+    )
+
+
+def annotate(tracking: TrackingConfig, run_id: str, tags: Mapping[str, str], files: Sequence[Path] = ()) -> None:
+    """Add tags and artifacts to a run that has ended.
+
+    Raises:
+        TrackingError: there is no such store or run, or it does not take them.
+    """
+    client = _client_with_run(tracking, run_id)
+    try:
+        for key, value in tags.items():
+            client.set_tag(run_id, key, redact(value))
+        for file in files:
+            if file.suffix == ".html":  # a page was made by us, and may be large
+                client.log_artifact(run_id, str(file))
+            else:
+                client.log_text(run_id, redact(file.read_text(encoding="utf-8")), file.name)
+    except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
+        raise refusal(tracking.uri, error) from None
+
+
+def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
+    """The id of the run that a sweep, or a trial alone, has in the store; "" where it has none.
+
+    Raises:
+        TrackingError: the store cannot be used.
+    """
+    client, experiment = open_store(tracking)
+    for run in search_runs(client, experiment, f"tags.`{SWEEP_TAG}` = '{sweep_id}'"):
+        if "mlflow.parentRunId" not in run.data.tags:
+            return str(run.info.run_id)
+    return ""
 
 
 def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:

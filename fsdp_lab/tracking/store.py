@@ -176,6 +176,14 @@ def _only_one(artifacts: Path | None) -> Iterator[None]:
         os.close(handle)
 
 
+def runs_url(tracking: TrackingConfig) -> str | None:
+    """The address of an MLflow UI's runs, `/<id>` to be added, without credentials; None where no server is known."""
+    parts = urlsplit(tracking.ui or tracking.uri)
+    if parts.scheme not in ("http", "https"):
+        return None
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}/#/runs"
+
+
 def search_runs(client: MlflowClient, experiment_id: str, filter_string: str) -> list[Run]:
     """All of them, page by page."""
     found: list[Run] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.convert import flatten
-from fsdp_lab.config.schema import RESUME_KEYS, TrialConfig
+from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS, TrialConfig
 
 HOW_TO_READ = """\
 **How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
@@ -60,7 +60,8 @@ def one_line(text: str, length: int) -> str:
 def trial_params(config: TrialConfig, choices: Mapping[str, str]) -> dict[str, str]:
     """The parameters of a trial: the group choices, then every key by its dotted name, as they are typed."""
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
-    values = {**chosen, **{k: v for k, v in flatten(config).items() if k not in chosen and k not in RESUME_KEYS}}
+    own = {k: v for k, v in flatten(config).items() if k.partition(".")[0] not in (*AFTERWARDS, *RESUME_KEYS)}
+    values = {**chosen, **{k: v for k, v in own.items() if k not in chosen}}
     return {key: redact(_typed(value)) for key, value in values.items()}
 
 

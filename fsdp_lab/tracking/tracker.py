@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.schema import TrackingConfig, TrialConfig
-from fsdp_lab.tracking.store import open_store, refusal, search_runs
+from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs
 from fsdp_lab.tracking.tags import (
     RECORDED_TAG,
     SWEEP_TAG,
@@ -147,6 +147,11 @@ class Tracker:
             self._epochs |= {(handle, step) for step in steps}
 
         self._write("metrics", handle, write)
+
+    @property
+    def runs_url(self) -> str | None:
+        """Where a UI shows runs, `/<id>` to be added; None where no server is known."""
+        return runs_url(self._tracking)
 
     def run_id(self, handle: str | None) -> str:
         """The id of a run; "" while it has none."""

@@ -12,8 +12,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, TrialConfig
 from fsdp_lab.config.schema import SearchConfig, SearchName
+from fsdp_lab.report.answer import pareto_front
 from fsdp_lab.sweep.grid import enumerate_grid
-from fsdp_lab.sweep.search import OptunaSearch, pareto_front, read_space
+from fsdp_lab.sweep.search import OptunaSearch, read_space
 
 LOSS = [("val/loss", "min")]
 Compose = Callable[[Sequence[str], int], Trial]

@@ -1,0 +1,1 @@
+"""Runs -> tables, plots and the recommended setting. Sees `config` only, and never trains."""

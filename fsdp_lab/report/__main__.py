@@ -1,0 +1,122 @@
+"""The report of a sweep, written again.
+
+python -m fsdp_lab.report sweep=last
+python -m fsdp_lab.report sweep=<folder of a sweep, or the MLflow id of its parent run>
+
+Writes report.html, report.md and report.csv into the sweep's folder and to its run in MLflow. Takes also
+  report.loss_tolerance    a setting has learned when its loss is within this ratio of the best (0.02)
+  report.speed_tolerance   settings within this ratio of the fastest tie, and the smallest wins (0.03)
+  tracking.uri             the store that holds the run
+  tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
+  out                      another folder for the files
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from fsdp_lab.config import ConfigError, UserError, check_ranges
+from fsdp_lab.config.schema import ReportConfig, TrackingConfig, TrialConfig
+from fsdp_lab.report.answer import Answer
+from fsdp_lab.report.data import Sweep
+from fsdp_lab.report.write import FILES, write_report
+from fsdp_lab.tracking import TrackingError
+
+KEYS = ("sweep", "report.loss_tolerance", "report.speed_tolerance", "tracking.uri", "tracking.ui", "out")
+
+
+def main() -> int:
+    try:
+        options = read_options(sys.argv[1:])
+        run(options)
+    except UserError as error:
+        print(f"fsdp_lab.report: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"fsdp_lab.report: {error.filename}: {error.strerror}; name another folder with out=...", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_options(arguments: list[str]) -> dict[str, str]:
+    """`key=value` words as a dictionary.
+
+    Raises:
+        ConfigError: an unknown key, or no sweep.
+    """
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        raise SystemExit(0 if arguments else 2)
+    options = dict(argument.partition("=")[::2] for argument in arguments)
+    for key in options:
+        if key not in KEYS:
+            raise ConfigError(f"{key} is not a key. The keys are: {', '.join(KEYS)}.")
+    if not options.get("sweep"):
+        raise ConfigError("give sweep=<folder>, sweep=<MLflow id of a parent run> or sweep=last.")
+    return options
+
+
+def run(options: dict[str, str]) -> None:
+    """Write the report and say what it says.
+
+    Raises:
+        UserError: there is no such sweep, or nothing of it has finished.
+    """
+    from fsdp_lab.sweep.record import find_folder
+    from fsdp_lab.sweep.report import require_results, sweep_in, sweep_stored
+    from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
+
+    which = options["sweep"].strip("'\"")
+    tracking = TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri), ui=options.get("tracking.ui"))
+    is_run = re.fullmatch(r"[0-9a-f]{32}", which) is not None and not Path(which).is_dir()
+    folder: Path | None = None
+    if is_run:
+        sweep = sweep_stored(tracking, which, ReportConfig())
+        sweep, run_id = with_tolerances(sweep, options), which
+    else:
+        folder = find_folder(which, tracking, "sweep")
+        sweep, record, config = sweep_in(folder)
+        uri, ui = options.get("tracking.uri", config.tracking.uri), options.get("tracking.ui", config.tracking.ui)
+        tracking = dataclasses.replace(config.tracking, uri=uri, ui=ui)
+        sweep = dataclasses.replace(with_tolerances(sweep, options), runs_url=runs_url(tracking))
+    require_results(sweep, which)
+    out = Path(options["out"]) if "out" in options else folder or Path("outputs/report", which)
+    out.mkdir(parents=True, exist_ok=True)
+    found = write_report(sweep, out)
+    try:
+        run_id = which if is_run else find_sweep_run(tracking, record.id)
+        if run_id:
+            annotate(tracking, run_id, {}, [out / name for name in FILES])
+    except TrackingError as error:
+        print(f"fsdp_lab.report: MLflow has not got the report: {error}", file=sys.stderr)
+    tell(found, out)
+
+
+def with_tolerances(sweep: Sweep, options: dict[str, str]) -> Sweep:
+    """
+    Raises:
+        ConfigError: a tolerance that is none.
+    """
+    given = {}
+    for key, default in (("loss_tolerance", sweep.loss_tolerance), ("speed_tolerance", sweep.speed_tolerance)):
+        text = options.get(f"report.{key}")
+        try:
+            given[key] = default if text is None else float(text)
+        except ValueError:
+            raise ConfigError(f"report.{key}={text} is not a number; use for example 0.05.") from None
+    check_ranges(dataclasses.replace(TrialConfig(), report=ReportConfig(**given)))
+    return dataclasses.replace(sweep, **given)  # type: ignore[arg-type]
+
+
+def tell(found: Answer, folder: Path) -> None:
+    print(f"{found.sentence}".replace("`", ""))
+    if found.command:
+        print(f"  {found.command}")
+    print(f"report: {folder}/report.html   the same: report.md, report.csv")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The recommended setting, by rules that the report prints: fits, learned, then the fastest, ties to the smaller."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_lab.report.data import MEMORY, MIB, REPEATS, SPEED, Setting, Sweep, words
+
+# The setting that others are compared with is the one that has most of these, the first weighing most.
+_PLAIN = {
+    "sharding": "ddp",
+    "precision": "fp32",
+    "offload": "none",
+    "reshard_after_forward": "always",
+    "activation_checkpointing": "none",
+}
+_WHY_NOT = {
+    "oom": "ran out of memory",
+    "diverged": "diverged",
+    "failed": "failed",
+    "stopped": "was stopped early",
+    "skipped": "was not started: by its forecast it cannot fit",
+    "interrupted": "was interrupted",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the sweep says.
+
+    Attributes:
+        setting: the recommended one; None when nothing qualifies.
+        sentence: for people, with the reason.
+        command: trains the setting, alone; "" without one.
+        rules: how it was chosen, a sentence each.
+        why_not: name of a setting -> why it does not qualify.
+        front: the settings that no other beats in memory or speed without being worse in the other, by name.
+    """
+
+    setting: Setting | None
+    sentence: str
+    command: str
+    rules: list[str]
+    why_not: dict[str, str] = field(default_factory=dict)
+    front: list[str] = field(default_factory=list)
+
+
+def answer(sweep: Sweep) -> Answer:
+    """Choose the recommended setting."""
+    why_not = {s.name: reason for s in sweep.settings if (reason := _does_not_fit(s))}
+    fitting = [s for s in sweep.settings if s.name not in why_not]
+    losses = [s.median(sweep.loss_key) for s in fitting]
+    best_loss = min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
+    for setting, loss in zip(fitting, losses, strict=True):
+        if reason := _has_not_learned(sweep, loss, best_loss):
+            why_not[setting.name] = reason
+    able = [s for s in fitting if s.name not in why_not]
+    for setting in able:
+        if not math.isfinite(setting.median(SPEED)):
+            why_not[setting.name] = "has no samples/s: it ended before a step was timed"
+    able = [s for s in able if s.name not in why_not]
+    points = [{MEMORY: s.median(MEMORY), SPEED: s.median(SPEED)} for s in fitting]
+    front = [fitting[i].name for i in pareto_front(points, [(MEMORY, "min"), (SPEED, "max")])]
+    if not able:
+        return Answer(None, _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
+    fastest = max(s.median(SPEED) for s in able)
+    close = [s for s in able if s.median(SPEED) >= fastest * (1 - sweep.speed_tolerance)]
+    chosen = min(close, key=lambda s: (_or_inf(s.median(MEMORY)), -s.median(SPEED)))
+    return Answer(chosen, _sentence(sweep, chosen, able, best_loss), _command(chosen), _rules(sweep), why_not, front)
+
+
+def pareto_front(rows: Sequence[Mapping[str, float]], objectives: Sequence[tuple[str, str]]) -> list[int]:
+    """The rows that no other row beats in one objective without being worse in another, by their places.
+
+    Rows without a value for each objective are in nobody's way, and not in the front.
+    """
+    points = {
+        place: tuple(row[metric] * (1 if direction == "min" else -1) for metric, direction in objectives)
+        for place, row in enumerate(rows)
+        if all(math.isfinite(row.get(metric, math.nan)) for metric, _ in objectives)
+    }
+    return [
+        place
+        for place, mine in points.items()
+        if not any(other != mine and all(o <= m for o, m in zip(other, mine, strict=True)) for other in points.values())
+    ]
+
+
+def _rules(sweep: Sweep) -> list[str]:
+    kind = "validation" if sweep.loss_key == "val/loss" else "training"
+    return [
+        "It fits: every trial of the setting finished, within the capacity of a device where that is known.",
+        f"It learned: its last {kind} loss is within {sweep.loss_tolerance:.3g} of the best, as a ratio "
+        "(report.loss_tolerance).",
+        f"Then the fastest in samples/s; settings within {sweep.speed_tolerance:.3g} of the fastest "
+        "(report.speed_tolerance) tie, and the one with the smallest peak memory is taken.",
+    ]
+
+
+def _does_not_fit(setting: Setting) -> str | None:
+    ended = Counter(trial.status for trial in setting.trials if trial.status != "finished")
+    if ended:
+        status, count = ended.most_common(1)[0]
+        of = f" in {count} of {len(setting.trials)} trials" if len(setting.trials) > 1 else ""
+        return _WHY_NOT.get(status, "has no result yet") + of
+    for trial in setting.trials:
+        needed, capacity = (trial.figures.get(f"forecast/{key}_bytes") for key in ("needed", "capacity"))
+        if needed is not None and capacity is not None and needed > capacity:
+            return f"needs {needed / MIB:,.0f} MiB of {capacity / MIB:,.0f} MiB a device, by its forecast"
+    return None
+
+
+def _has_not_learned(sweep: Sweep, loss: float, best: float) -> str | None:
+    if not math.isfinite(loss):
+        return f"has no finite {sweep.loss_key}"
+    if loss > best + sweep.loss_tolerance * abs(best):
+        return f"learned less: {sweep.loss_key} {loss:.4f}, {_ratio_above(loss, best)} above the best"
+    return None
+
+
+def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss: float) -> str:
+    speed, memory, loss = chosen.median(SPEED), chosen.median(MEMORY), chosen.median(sweep.loss_key)
+    plain = min(able, key=lambda s: [s.values.get(key, value) != value for key, value in _PLAIN.items()])
+    memory_words = f"{memory / MIB:.2f} MiB at the peak" if math.isfinite(memory) else "memory not measured"
+    figures = f"{speed:,.0f} samples/s, {memory_words}, {sweep.loss_key} {loss:.4f}"
+    if plain is chosen:
+        others = len(able) - 1
+        than = f"none of the {others} other settings that fit and learned is worth leaving it for" if others else (
+            "no other setting fits and learned"
+        )  # fmt: skip
+        return f"`{chosen.name}`: {figures}; {than}."
+    other = words({key: value for key, value in plain.values.items() if chosen.values.get(key) != value})
+    at = f" at {memory / plain.median(MEMORY) * 100:.0f} % of its peak memory" if math.isfinite(memory) else ""
+    baseline = plain.values.get("sharding") == "ddp"
+    than, reference = ("the unsharded baseline", plain.median(sweep.loss_key)) if baseline else ("the best", best_loss)
+    return (
+        f"`{chosen.name}`: {speed / plain.median(SPEED):.2f}× the samples/s of `{other}`{at}, "
+        f"loss within {_ratio_above(loss, reference)} of {than} ({figures})."
+    )
+
+
+def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
+    if not sweep.trials:
+        return "Nothing can be recommended: no trial was begun."
+    reasons = Counter(reason.partition(":")[0].partition(" in ")[0] for reason in why_not.values())
+    told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    return f"Nothing qualifies: of {len(sweep.settings)} settings {told}."
+
+
+def _command(setting: Setting) -> str:
+    kept = [o for o in setting.trials[0].overrides if o.partition("=")[0].lstrip("+") not in REPEATS]
+    return shlex.join(["python", "-m", "fsdp_lab", *kept])
+
+
+def _ratio_above(value: float, reference: float) -> str:
+    return f"{abs(value - reference) / max(abs(reference), 1e-12):.1%}".replace("%", " %")
+
+
+def _or_inf(value: float) -> float:
+    return value if math.isfinite(value) else math.inf

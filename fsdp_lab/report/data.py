@@ -1,0 +1,126 @@
+"""What a report is made of: a sweep's trials as they ended, in plain values, wherever they were read from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+
+MEMORY, SPEED = "memory/peak_bytes", "perf/samples_per_s"
+MIB = 2**20
+# Axes that tell one attempt at a setting from another, not one setting from another.
+REPEATS = ("repeat", "training.seed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial as it stands in the folder or in MLflow.
+
+    Attributes:
+        setting: what it has for each axis of the sweep, as typed.
+        status: finished, failed, oom, diverged, stopped, skipped, interrupted, running or waiting.
+        figures: metric key -> value after the last epoch, with what was forecast; bytes, samples/s, seconds.
+        epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
+        overrides: what has to be typed to train it again, alone.
+        run_id: of its MLflow run, "" where it has none.
+    """
+
+    number: int
+    setting: dict[str, str]
+    status: str
+    figures: dict[str, float] = field(default_factory=dict)
+    epochs: Sequence[dict[str, float]] = ()
+    overrides: Sequence[str] = ()
+    error: str | None = None
+    run_id: str = ""
+    seconds: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The trial as a chart calls it."""
+        return f"trial {self.number}: {words(self.setting)}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The trials that differ in nothing but the attempt: one, or several where it was repeated."""
+
+    values: dict[str, str]
+    trials: list[Trial]
+
+    @property
+    def name(self) -> str:
+        return words(self.values)
+
+    @property
+    def finished(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.status == "finished"]
+
+    def of(self, key: str) -> list[float]:
+        """The values of a metric in the finished trials that have it."""
+        return [trial.figures[key] for trial in self.finished if math.isfinite(trial.figures.get(key, math.nan))]
+
+    def median(self, key: str) -> float:
+        """Over the finished trials; NaN where none has the metric."""
+        return median(self.of(key)) if self.of(key) else math.nan
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep to report on.
+
+    Attributes:
+        axes: the keys that differ between its trials, in the order of the command line.
+        loss_tolerance, speed_tolerance: ratios, see `fsdp_lab.report.answer`.
+        runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None where no server is known.
+        about: what else belongs in its head, as (name, text).
+    """
+
+    name: str
+    command: str
+    axes: list[str]
+    trials: list[Trial]
+    loss_tolerance: float
+    speed_tolerance: float
+    runs_url: str | None = None
+    about: Sequence[tuple[str, str]] = ()
+
+    @property
+    def setting_axes(self) -> list[str]:
+        """The axes that make a setting: all but the repeats, unless there is nothing else."""
+        kept = [axis for axis in self.axes if axis not in REPEATS]
+        return kept or self.axes
+
+    @cached_property
+    def settings(self) -> list[Setting]:
+        """In the order of their first trials."""
+        found: dict[tuple[str, ...], Setting] = {}
+        for trial in self.trials:
+            values = {axis: trial.setting.get(axis, "") for axis in self.setting_axes}
+            found.setdefault(tuple(values.values()), Setting(values, [])).trials.append(trial)
+        return list(found.values())
+
+    @cached_property
+    def loss_key(self) -> str:
+        """What a trial has learned is told by the loss on images that it has not seen, where there are any."""
+        return "val/loss" if any("val/loss" in trial.figures for trial in self.trials) else "train/loss"
+
+    def url(self, trial: Trial) -> str:
+        """Where the trial's run is shown; "" where that is not known."""
+        return f"{self.runs_url}/{trial.run_id}" if self.runs_url and trial.run_id else ""
+
+
+def words(values: dict[str, str]) -> str:
+    """`sharding=per_block precision=fp16`, as it is typed."""
+    return " ".join(f"{key}={value}" for key, value in values.items()) or "the only setting"
+
+
+def as_number(text: str) -> float | None:
+    """The number that a value of an axis is; None for a word."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,156 @@
+"""A sweep as its report sees it: from the driver's states, from a folder, or from the store."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import TrialConfig, UserError, from_dict
+from fsdp_lab.config.schema import ReportConfig, TrackingConfig
+from fsdp_lab.engine.files import read_metrics
+from fsdp_lab.report import data
+from fsdp_lab.sweep.grid import swept_keys
+from fsdp_lab.sweep.record import Record, read_record, read_trials
+from fsdp_lab.sweep.results import TrialState, setting, storage
+from fsdp_lab.sweep.resume import resumed_states
+from fsdp_lab.tracking import read_sweep, runs_url
+from fsdp_lab.tracking.tags import redact
+
+
+def sweep_of(
+    states: Sequence[TrialState],
+    swept: Sequence[str],
+    folder: Path,
+    record: Record,
+    run_id: Callable[[str | None], str],
+) -> data.Sweep:
+    """What the driver knows.
+
+    Args:
+        run_id: of a trial's handle.
+    """
+    config = states[0].trial.config
+    trials = [
+        data.Trial(
+            number,
+            {key: typed(setting(state.trial, key)) for key in swept},
+            "waiting" if state.status == "starting" else state.status,
+            state.figures(),
+            list(read_metrics(storage(state.trial, folder))),
+            [redact(override) for override in state.trial.overrides],
+            state.error,
+            run_id(state.run),
+            state.seconds,
+        )
+        for number, state in enumerate(states)
+    ]
+    return data.Sweep(
+        "/".join(folder.absolute().parts[-2:]),
+        redact(shlex.join(["python", "-m", "fsdp_lab", *(["-m"] if record.multirun else []), *record.arguments])),
+        list(swept),
+        trials,
+        config.report.loss_tolerance,
+        config.report.speed_tolerance,
+        runs_url(config.tracking),
+        [*record.libraries.items(), ("workers", str(config.cluster.num_workers or record.num_workers))],
+    )
+
+
+def sweep_in(folder: Path) -> tuple[data.Sweep, Record, TrialConfig]:
+    """What a folder knows, with the config of its first trial.
+
+    Raises:
+        UserError: no sweep was started there, or none of its trials has ended.
+    """
+    record = read_record(folder, "sweep")
+    listed = read_trials(folder) if record.multirun else [(record.arguments, folder)]
+    trials = [t for i, (overrides, where) in enumerate(listed) if (t := _trial_in(where, i, overrides)) is not None]
+    if not trials:
+        raise UserError(f"sweep={folder}: no trial was begun there, so there is nothing to report.")
+    states = resumed_states(trials, folder, trials[0].config)
+    for state in states:
+        state.metrics = state.metrics or next(reversed(list(read_metrics(storage(state.trial, folder)))), {})
+    ids = _run_ids(folder)
+    for number, state in enumerate(states):
+        state.run = ids.get(str(number))
+    swept = swept_keys([trial.overrides for trial in trials]) if record.multirun else []
+    return sweep_of(states, swept, folder, record, lambda handle: handle or ""), record, trials[0].config
+
+
+def sweep_stored(tracking: TrackingConfig, run_id: str, report: ReportConfig) -> data.Sweep:
+    """What the MLflow store knows of a sweep, wherever it ran.
+
+    Raises:
+        TrackingError: there is no such store or run.
+    """
+    parent, runs = read_sweep(tracking, run_id)
+    # The source of a run is the command that trains it again, alone.
+    typed_overrides = [shlex.split(run.tags.get("mlflow.source.name", ""))[3:] for run in runs]
+    same_keys = len({tuple(o.partition("=")[0] for o in overrides) for overrides in typed_overrides}) == 1
+    axes = swept_keys(typed_overrides) if same_keys else []
+    trials = [
+        data.Trial(
+            number,
+            {axis: run.params.get(axis, "") for axis in axes},
+            run.tags.get("status", "running"),
+            run.metrics,
+            run.epochs,
+            overrides,
+            run.tags.get("error"),
+            run.run_id,
+            run.seconds,
+        )
+        for number, (run, overrides) in enumerate(zip(runs, typed_overrides, strict=True))
+    ]
+    libraries = [
+        (name, parent.tags[f"version.{name}"]) for name in ("torch", "ray") if f"version.{name}" in parent.tags
+    ]
+    name = parent.tags.get("mlflow.runName", run_id)
+    command = parent.tags.get("mlflow.source.name", "")
+    tolerances = (report.loss_tolerance, report.speed_tolerance)
+    return data.Sweep(name, command, axes, trials, *tolerances, runs_url(tracking), libraries)
+
+
+def require_results(sweep: data.Sweep, which: str) -> None:
+    """
+    Raises:
+        UserError: no trial of the sweep has finished.
+    """
+    if not any(trial.status == "finished" for trial in sweep.trials):
+        statuses = [trial.status for trial in sweep.trials]
+        told = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        raise UserError(f"sweep={which}: no trial has finished ({told}), so there is nothing to compare.")
+
+
+def typed(value: Any) -> str:
+    """A value as it is typed."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial | None:
+    """A trial by the files that Hydra left; None for one that was never set up."""
+    try:
+        config = yaml.load((folder / ".hydra" / "config.yaml").read_text(), Loader=yaml.CSafeLoader)
+        hydra = yaml.load((folder / ".hydra" / "hydra.yaml").read_text(), Loader=yaml.CSafeLoader)
+    except FileNotFoundError:
+        return None
+    choices = {k: str(v) for k, v in hydra["hydra"]["runtime"]["choices"].items() if v and not k.startswith("hydra/")}
+    typed_config = from_dict(TrialConfig, config)
+    return Trial(number, typed_config, choices, list(overrides), folder, OmegaConf.create())
+
+
+def _run_ids(folder: Path) -> dict[str, str]:
+    try:
+        with (folder / "results.csv").open(newline="") as rows:
+            return {row["trial"]: row["run_id"] for row in csv.DictReader(rows)}
+    except (OSError, KeyError):
+        return {}

@@ -1,0 +1,100 @@
+"""The recommended setting, against rows of which it can be said by eye."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+
+import pytest
+
+from fsdp_lab.report.answer import answer
+from fsdp_lab.report.effects import Effect, effects
+from tests.report.sweeps import ROWS, sweep, trial
+
+
+def test_the_fastest_that_fits_and_learned_is_taken_and_ties_go_to_the_smaller():
+    found = answer(sweep())
+    assert found.setting is not None and found.setting.values == {"sharding": "per_block", "precision": "bf16"}
+    # 1950 / 1000, 40 / 100, and 1.012 against the baseline's 1.000
+    assert "1.95× the samples/s of `sharding=ddp precision=fp32` at 40 % of its peak memory" in found.sentence
+    assert "loss within 1.2 % of the unsharded baseline" in found.sentence
+    assert shlex.split(found.command) == [
+        "python", "-m", "fsdp_lab", "sharding=per_block", "precision=bf16", "training.epochs=2",
+    ]  # fmt: skip
+    assert found.why_not["sharding=per_block precision=fp32"] == "ran out of memory"
+    assert found.why_not["sharding=ddp precision=bf16"] == "learned less: val/loss 1.1000, 10.0 % above the best"
+    assert len(found.why_not) == 2
+    # by hand: 40 MiB/1950, 50/1980; 60/900, 80/1500, 100/1000 are beaten by both
+    assert found.front == ["sharding=root precision=bf16", "sharding=per_block precision=bf16"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"speed_tolerance": 0.0}, {"sharding": "root", "precision": "bf16"}),  # no ties: 1980 is the fastest
+        ({"loss_tolerance": 0.2, "speed_tolerance": 0.0}, {"sharding": "root", "precision": "bf16"}),
+        (
+            {"loss_tolerance": 0.0},
+            {"sharding": "ddp", "precision": "fp32"},
+        ),  # 1000 against 900: both have the best loss
+        ({"loss_tolerance": 0.0, "speed_tolerance": 0.2}, {"sharding": "root", "precision": "fp32"}),
+    ],
+)
+def test_the_tolerances_decide(changed: dict[str, float], expected: dict[str, str]):
+    found = answer(sweep(**changed))
+    assert found.setting is not None and found.setting.values == expected
+
+
+def test_a_setting_above_the_capacity_of_a_device_does_not_fit_though_it_finished():
+    rows = list(sweep().trials)
+    for number in (3, 5):  # a CPU does not run out where a GPU would
+        rows[number] = trial(
+            number, ROWS[number], **{"forecast/needed_bytes": 90.0 * 2**20, "forecast/capacity_bytes": 80.0 * 2**20}
+        )
+    found = answer(sweep(rows))
+    assert found.setting is not None and found.setting.name == "sharding=ddp precision=fp32"
+    assert found.why_not["sharding=root precision=bf16"] == "needs 90 MiB of 80 MiB a device, by its forecast"
+
+
+def test_when_nothing_qualifies_it_says_that_and_why():
+    rows = [trial(0, ("ddp", "fp32", "oom", 0, 0, 0)), trial(1, ("root", "fp32", "diverged", 0, 0, 0))]
+    found = answer(sweep(rows))
+    assert found.setting is None and found.command == ""
+    assert found.sentence == "Nothing qualifies: of 2 settings 1 ran out of memory, 1 diverged."
+    nan = trial(0, ("ddp", "fp32", "finished", 10, 100.0, math.nan))
+    assert "has no finite val/loss" in answer(sweep([nan])).why_not["sharding=ddp precision=fp32"]
+    assert "no trial was begun" in answer(sweep([])).sentence
+
+
+def test_repeats_make_one_setting_of_their_medians_and_one_that_failed_spoils_it():
+    def repeated(row: int, repeat: int, speed: float) -> object:
+        one = trial(10 * row + repeat, ROWS[row], **{"perf/samples_per_s": speed})
+        setting = {**one.setting, "repeat": str(repeat)}
+        return dataclasses.replace(one, setting=setting, overrides=[*one.overrides, f"repeat={repeat}"])
+
+    trials = [repeated(0, r, s) for r, s in enumerate((1000.0, 1020.0, 400.0))]
+    trials += [repeated(2, r, s) for r, s in enumerate((1010.0, 600.0, 5000.0))]
+    axes = ["sharding", "precision", "repeat"]
+    found = answer(sweep(trials, axes=axes, speed_tolerance=0.0))  # type: ignore[arg-type]
+    assert [s.median("perf/samples_per_s") for s in sweep(trials, axes=axes).settings] == [1000.0, 1010.0]  # type: ignore[arg-type]
+    assert found.setting is not None and found.setting.values == {"sharding": "root", "precision": "fp32"}
+    assert "repeat" not in found.command
+    trials.append(dataclasses.replace(trial(99, (*ROWS[2][:2], "oom", 0, 0, 0)), setting=trials[-1].setting))  # type: ignore[attr-defined]
+    found = answer(sweep(trials, axes=axes))  # type: ignore[arg-type]
+    assert found.why_not["sharding=root precision=fp32"] == "ran out of memory in 1 of 4 trials"
+
+
+def test_an_axis_alone_compares_like_with_like():
+    # per_block fp32 has no result, so for sharding only the bf16 column is whole; for precision ddp and root are.
+    assert effects(sweep(), "sharding", "perf/samples_per_s") == [
+        Effect("ddp", 1500.0, 0.0, 1), Effect("root", 1980.0, 0.0, 1), Effect("per_block", 1950.0, 0.0, 1),
+    ]  # fmt: skip
+    by_precision = effects(sweep(), "precision", "perf/samples_per_s")
+    assert [(e.value, e.mean, e.count) for e in by_precision] == [("fp32", 950.0, 2), ("bf16", 1740.0, 2)]
+    assert by_precision[0].spread == pytest.approx(50 * math.sqrt(2))  # of 900 and 1000
+    # with no whole combination, all count
+    some = [trial(0, ROWS[0]), trial(1, ROWS[3])]
+    assert [(e.value, e.mean) for e in effects(sweep(some), "sharding", "perf/samples_per_s")] == [
+        ("ddp", 1000.0), ("root", 1980.0),
+    ]  # fmt: skip

@@ -1,0 +1,130 @@
+"""The report of a real sweep: at its end, and again by the command, from its folder and from the store alone."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_cli
+from tests.sweep.conftest import TINY, artifacts, runs, store
+
+SWEEP = (
+    *(o for o in TINY if "num_workers" not in o), "engine=inline", "model=mlp", "forecast.enabled=false",
+    "offload=none", "sharding=per_block", "precision=fp32,bf16", "reshard_after_forward=always",
+    "optimizer.lr=1e-3,1e-9", "-m",
+)  # fmt: skip
+
+
+def report(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fsdp_lab.report", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with a sweep in which a learning rate of 1e-9 learns nothing, and what the sweep printed."""
+    folder = tmp_path_factory.mktemp("swept")
+    done = run_cli(folder, *SWEEP)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_a_sweep_ends_with_its_report(swept: tuple[Path, str]):
+    folder, printed = swept
+    rows = list(csv.DictReader((folder / "out/report.csv").open()))
+    assert [(row["precision"], row["optimizer.lr"]) for row in rows] == [
+        ("fp32", "0.001"), ("fp32", "1e-09"), ("bf16", "0.001"), ("bf16", "1e-09"),
+    ]  # fmt: skip
+    assert [bool(row["why_not"]) for row in rows] == [False, True, False, True]
+    (recommended,) = [row for row in rows if row["recommended"] == "yes"]
+    assert recommended["optimizer.lr"] == "0.001"
+    sentence = (folder / "out/report.md").read_text().splitlines()[2].strip("*").replace("`", "")
+    assert " ".join(sentence.split()) in " ".join(printed.split())
+    assert "report: out/report.html" in printed
+    assert f"> {recommended['trial']} " in printed
+    parent = runs(folder)[0][0]
+    assert {"report.html", "report.md", "report.csv"} <= set(artifacts(folder, parent))
+    got = store(folder).download_artifacts(parent.info.run_id, "report.html")
+    assert Path(got).read_bytes() == (folder / "out/report.html").read_bytes()
+
+
+def test_the_recommended_command_trains_that_setting(swept: tuple[Path, str]):
+    import shlex
+
+    folder, _ = swept
+    command = next(line for line in (folder / "out/report.md").read_text().splitlines() if line.startswith("python -m"))
+    arguments = shlex.split(command)[3:]
+    assert "precision=fp32" in arguments or "precision=bf16" in arguments
+    again = run_cli(folder, *arguments, "hydra.run.dir=again", "--cfg", "job")
+    assert again.returncode == 0, again.stderr
+    assert "lr: 0.001" in again.stdout and "granularity: per_block" in again.stdout
+
+
+def test_it_is_written_again_from_the_folder_by_any_name_it_has(swept: tuple[Path, str]):
+    folder, _ = swept
+
+    def rows() -> list[dict[str, str]]:  # a trial's seconds are its own, those of the driver at the end are a bit more
+        return [{**row, "seconds": ""} for row in csv.DictReader((folder / "out/report.csv").open())]
+
+    first = rows()
+    for named in ("out", "last"):
+        (folder / "out/report.csv").unlink()
+        done = report(folder, f"sweep={named}", "tracking.ui=http://127.0.0.1:5999")
+        assert done.returncode == 0, done.stderr
+        assert rows() == first
+        assert "http://127.0.0.1:5999/#/runs/" in (folder / "out/report.html").read_text()
+    strict = report(folder, "sweep=out", "out=strict", "report.loss_tolerance=1000")
+    assert strict.returncode == 0, strict.stderr
+    assert "why_not" in (folder / "strict/report.csv").read_text()
+    assert not any(row["why_not"] for row in csv.DictReader((folder / "strict/report.csv").open()))
+
+
+def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple[Path, str], tmp_path: Path):
+    folder, _ = swept
+    for name in ("mlflow.db", "mlartifacts"):
+        (shutil.copy if name.endswith("db") else shutil.copytree)(folder / name, tmp_path / name)
+    parent = runs(folder)[0][0].info.run_id
+    done = report(tmp_path, f"sweep={parent}", "tracking.uri=sqlite:///mlflow.db")
+    assert done.returncode == 0, done.stderr
+    here = list(csv.DictReader((tmp_path / "outputs/report" / parent / "report.csv").open()))
+    there = list(csv.DictReader((folder / "out/report.csv").open()))
+    for mine, theirs in zip(here, there, strict=True):
+        assert mine["recommended"] == theirs["recommended"] and mine["precision"] == theirs["precision"]
+        assert float(mine["val/loss"]) == float(theirs["val/loss"])
+        assert float(mine["memory/peak_bytes"]) == float(theirs["memory/peak_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("sweep=0123456789abcdef0123456789abcdef", "tracking.uri=sqlite:///mlflow.db"), "is not in tracking.uri"),
+        (("sweep=nowhere",), "sweep=nowhere is no folder and no id of a run"),
+        (("sweep=mlartifacts",), "no sweep was started there"),
+        (("sweep=out", "report.loss_tolerance=much"), "report.loss_tolerance=much is not a number"),
+        (("sweep=out", "report.speed_tolerance=2"), "report.speed_tolerance=2.0 is outside [0, 1)"),
+        (("swep=out",), "swep is not a key. The keys are: sweep,"),
+        (("sweep=out", "out=/proc/nowhere"), "name another folder with out="),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_message(swept: tuple[Path, str], arguments: tuple[str, ...], told: str):
+    done = report(swept[0], *arguments)
+    assert done.returncode == 2
+    assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_child_and_a_sweep_with_nothing_finished_are_told(swept: tuple[Path, str], tmp_path: Path):
+    folder, _ = swept
+    parent, child = runs(folder)[0][0].info.run_id, runs(folder)[1][0].info.run_id
+    done = report(folder, f"sweep={child}", "tracking.uri=sqlite:///mlflow.db")
+    assert done.returncode == 2 and f"give its parent's id, {parent}" in done.stderr
+    shutil.copytree(folder / "out", tmp_path / "out")
+    for outcome in (tmp_path / "out").glob("*/outcome.json"):
+        outcome.write_text('{"status": "failed", "error": "planted", "seconds": 1.0}')
+    done = report(tmp_path, "sweep=out")
+    assert done.returncode == 2 and "no trial has finished (4 failed)" in done.stderr
+    assert "Traceback" not in done.stderr
