@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "report": {"config"},
     "report.__main__": {"config", "compose", "report", "sweep", "tracking"},
     "sweep": {"config", "compose", "training", "forecast", "engine", "report", "tracking"},
-    "nightly": {"config", "compose", "report", "sweep", "tracking"},
+    "nightly": {"config", "report", "sweep", "tracking"},
+    "nightly.__main__": {"config", "compose", "nightly", "sweep"},
     "predict": {"config", "training", "tracking"},
     "__main__": {"config", "compose", "training", "engine", "sweep", "tracking"},
     "hydra_plugins": {"config", "sweep"},
@@ -31,7 +32,7 @@ MAY_IMPORT = {
 OWNERS = {
     "ray": {"engine", "sweep"},
     "mlflow": {"tracking"},
-    "hydra": {"compose", "__main__", "forecast.__main__", "sweep", "hydra_plugins"},
+    "hydra": {"compose", "__main__", "forecast.__main__", "nightly.__main__", "sweep", "hydra_plugins"},
     "omegaconf": {"compose", "__main__", "sweep", "hydra_plugins"},
     "torch": {"training", "forecast", "predict"},
 }

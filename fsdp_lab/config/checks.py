@@ -45,7 +45,8 @@ _NOT_NEGATIVE = (
     "optimizer.momentum", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "cluster.max_failures",
     "sharding.forward_prefetch", "sharding.backward_prefetch", "search.seed", "tracking.patience_s",
     "repeat", "report.loss_tolerance", "nightly.jitter_s", "nightly.late_s", "nightly.tolerance.peak_memory",
-    "nightly.tolerance.samples_per_s", "nightly.tolerance.loss", "nightly.tolerance.forecast_error",
+    "nightly.others_cpu", "nightly.tolerance.samples_per_s", "nightly.tolerance.loss",
+    "nightly.tolerance.forecast_error",
 )  # fmt: skip
 _POSITIVE = (
     "optimizer.lr", "training.max_grad_norm", "precision.init_scale", "cluster.cpus_per_worker",

@@ -317,7 +317,8 @@ class NightlyConfig:
 
     `jitter_s`: start up to so many seconds late, at random. `late_s`: how late a missed night may still start; null:
     until the next. `repeats`: trials of each setting. `significance`: the probability with which noise may look like a
-    regression of one setting and metric. `baseline`: a night of the folder; null: the last good one. `keep`: nights
+    regression of one setting and metric. `others_cpu`: on a CPU no speed is judged in a night in which others had
+    more than this share of all cores. `baseline`: a night of the folder; null: the last good one. `keep`: nights
     whose checkpoints and models stay; metrics always do.
     """
 
@@ -326,8 +327,9 @@ class NightlyConfig:
     jitter_s: float = 0.0
     late_s: Optional[float] = None
     repeats: int = 3
-    significance: float = 0.01
+    significance: float = 0.005
     tolerance: ToleranceConfig = field(default_factory=ToleranceConfig)
+    others_cpu: float = 0.25
     baseline: Optional[str] = None
     folder: str = "outputs/nightly"
     keep: int = 3

@@ -128,11 +128,10 @@ def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss:
     memory_words = f"{memory / MIB:.2f} MiB at the peak" if math.isfinite(memory) else "memory not measured"
     figures = f"{speed:,.0f} samples/s, {memory_words}, {sweep.loss_key} {loss:.4f}"
     if plain is chosen:
-        others = len(able) - 1
-        than = f"none of the {others} other settings that fit and learned is worth leaving it for" if others else (
+        best_of = f"the best of {len(able)} settings that fit and learned" if len(able) > 1 else (
             "no other setting fits and learned"
         )  # fmt: skip
-        return f"`{chosen.name}`: {figures}; {than}."
+        return f"`{chosen.name}`: {figures}; {best_of}."
     other = words({key: value for key, value in plain.values.items() if chosen.values.get(key) != value})
     at = f" at {memory / plain.median(MEMORY) * 100:.0f} % of its peak memory" if math.isfinite(memory) else ""
     baseline = plain.values.get("sharding") == "ddp"
@@ -152,7 +151,11 @@ def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
 
 
 def _command(setting: Setting) -> str:
-    kept = [o for o in setting.trials[0].overrides if o.partition("=")[0].lstrip("+") not in REPEATS]
+    kept = [
+        override
+        for override in setting.trials[0].overrides
+        if override.partition("=")[0].lstrip("+") not in REPEATS and not override.startswith(("nightly.", "hydra."))
+    ]
     return shlex.join(["python", "-m", "fsdp_lab", *kept])
 
 

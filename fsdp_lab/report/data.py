@@ -89,9 +89,8 @@ class Sweep:
 
     @property
     def setting_axes(self) -> list[str]:
-        """The axes that make a setting: all but the repeats, unless there is nothing else."""
-        kept = [axis for axis in self.axes if axis not in REPEATS]
-        return kept or self.axes
+        """The axes that make a setting: all but the repeats."""
+        return [axis for axis in self.axes if axis not in REPEATS]
 
     @cached_property
     def settings(self) -> list[Setting]:

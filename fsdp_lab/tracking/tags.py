@@ -113,7 +113,12 @@ def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def _machine() -> dict[str, str]:
-    """Who, where and with which code. Asked once: the driver's code is what it was when it started."""
+    """Asked once: the driver's code is what it was when it started."""
+    return machine_tags()
+
+
+def machine_tags() -> dict[str, str]:
+    """Who, where and with which code and libraries, as it is on the disk now."""
     tags = {"mlflow.user": _user(), "host": platform.node(), "version.python": platform.python_version()}
     for name in _LIBRARIES:
         try:

@@ -1,0 +1,190 @@
+"""A study every night, compared with the last good one.
+
+python -m fsdp_lab.nightly                       on its schedule, in the foreground: for systemd or a container
+python -m fsdp_lab.nightly --once                now: for cron, Slurm's scrontab, CI
+python -m fsdp_lab.nightly --check               say what would run, and when; run nothing
+python -m fsdp_lab.nightly --accept "reason"     make the last night the baseline
+
+What follows are overrides of fsdp_lab, lists are axes. Without experiment=... the study is experiment=nightly.
+Its own keys:
+  nightly.cron           '0 2 * * *': minute hour day month weekday      nightly.timezone    null: this machine's
+  nightly.repeats        trials of each setting (3)                      nightly.jitter_s    start up to so much late
+  nightly.tolerance.*    peak_memory, samples_per_s, loss: ratios; forecast_error: a difference
+  nightly.significance   how often noise may pass for a regression of one setting and metric (0.005)
+  nightly.others_cpu     on a CPU no speed is judged in a night in which others had more than this share of it (0.25)
+  nightly.baseline       a night's name; null: the last good one         nightly.late_s      how late a missed one is
+  nightly.folder         outputs/nightly                                 nightly.keep        nights with checkpoints
+  nightly.notify.url     gets the verdict as JSON                        nightly.notify.timeout_s
+
+Leaves with 0: good; 1: nothing finished; 2: bad input; 3: a regression; 130: interrupted, and the next start goes on.
+On its schedule it never leaves by itself; SIGTERM between nights is 0.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from fsdp_lab.compose import check, explain, group_choices, register_schema, typed_config
+from fsdp_lab.config import ConfigError, conf_dir, flatten, workers_of
+from fsdp_lab.config.checks import gpus_here
+from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS
+from fsdp_lab.nightly.loop import WallClock, due_once, loop
+from fsdp_lab.nightly.night import INTERRUPTED, Study, accept, baseline_of, locked, run_night
+from fsdp_lab.nightly.nights import read_nights, read_since
+from fsdp_lab.nightly.notify import check_url
+from fsdp_lab.nightly.schedule import Schedule
+from fsdp_lab.sweep.grid import all_overrides, discrete_values
+
+_OPTIONS = ("--once", "--check", "--accept")
+# They differ between nights, or say where things lie and how long they wait, not what is measured.
+_NOT_OF_A_STUDY = ("tracking", "cluster", "forecast", "repeat", "trial_timeout_s", *AFTERWARDS, *RESUME_KEYS)
+_NIGHTS_TOLD = 3
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
+    running = False
+    try:
+        signal.signal(signal.SIGTERM, _interrupt)
+        option, reason, overrides = read_words(words)
+        study = read_study(overrides)
+        now = datetime.now(UTC)
+        schedule = Schedule(study.nightly.cron, study.nightly.timezone, now)
+        if option == "--check":
+            tell_plan(study, schedule, now)
+            return 0
+        with locked(study):
+            if option == "--accept":
+                accept(study, reason, say)
+                return 0
+            running = True
+            if option == "--once":
+                return run_night(study, due_once(schedule, read_nights(study.folder), time.time()), say)
+            baseline_of(study, read_nights(study.folder))  # now, not in the night
+            since = read_since(study.folder, time.time())
+            nightly = study.nightly
+            loop(
+                schedule, lambda: read_nights(study.folder), lambda due: run_night(study, due, say), since, WallClock(),
+                say, nightly.jitter_s, nightly.late_s,
+            )  # fmt: skip
+            return 0
+    except KeyboardInterrupt:
+        unfinished = running and any(not night.over for night in read_nights(study.folder))
+        print("fsdp_lab.nightly: ended" + (", in a night; the next start goes on with it" if unfinished else ""))
+        return INTERRUPTED if unfinished else 0
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        print(f"fsdp_lab.nightly: {message}", file=sys.stderr)
+        return 2
+
+
+def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
+    """The option, the reason of `--accept`, and the overrides.
+
+    Raises:
+        ConfigError: an option that there is not, or more than one.
+    """
+    option, reason, overrides = None, "", []
+    rest = iter(words)
+    for word in rest:
+        name, _, value = word.partition("=")
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        if name not in _OPTIONS:
+            raise ConfigError(f"{word} is not an option here; the options are {', '.join(_OPTIONS)} and --help.")
+        if option is not None:
+            raise ConfigError(f"{option} and {name} are two things to do; give one.")
+        option = name
+        if name == "--accept":
+            reason = value or next(rest, "")
+            if not reason.strip() or "=" in reason.partition(" ")[0]:
+                raise ConfigError('--accept takes a reason, which is recorded: --accept "the new model is larger".')
+    return option, reason, overrides
+
+
+def read_study(overrides: list[str]) -> Study:
+    """What the overrides stand for.
+
+    Raises:
+        Exception: what Hydra or the checks say of them.
+    """
+    if not any(word.startswith("experiment=") for word in overrides):
+        overrides = ["experiment=nightly", *overrides]
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        parsed = parser.parse_overrides(overrides)
+        plain = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
+        defaults: dict[str, Any] = compose("config", plain, return_hydra_config=True).hydra.sweeper.params
+        given = all_overrides(parser, {k: None if v is None else str(v) for k, v in defaults.items()}, overrides)
+        axes = {o.get_key_element(): discrete_values(o) for o in given.values()}
+        first = [values[0] for values in axes.values()]
+        cfg = compose("config", first, return_hydra_config=True)
+    config = typed_config(cfg, nightly=True)
+    choices = group_choices(cfg)
+    check(config)
+    check_url(config.nightly.notify.url)
+    swept = {key.lstrip("+") for key, values in axes.items() if len(values) > 1}
+    settings = {
+        key: value
+        for key, value in flatten(config).items()
+        if key.partition(".")[0] not in (*_NOT_OF_A_STUDY, *swept) and key not in swept
+    }
+    settings |= {"workers": workers_of(config), "device": "cuda" if gpus_here() else "cpu"}
+    settings |= {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
+    name = choices.get("experiment", "nightly")
+    nightly = config.nightly
+    repeats = [f"repeat={','.join(map(str, range(nightly.repeats)))}"] if nightly.repeats > 1 else []
+    typed = [w for w in overrides if not w.startswith(("nightly.", "hydra.sweep.dir="))]
+    named = {w.partition("=")[0] for w in typed}
+    default_axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]
+    # with defaults out of the way the axes have the order of the words: the repeats lie as far apart as they can
+    no_defaults = [f"hydra.sweeper.params.{key}=null" for key, value in defaults.items() if value is not None]
+    arguments = [*repeats, *default_axes, *typed, *no_defaults]
+    return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, settings)
+
+
+def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
+    """What would run, when, against what.
+
+    Raises:
+        UserError: the baseline cannot be compared with.
+    """
+    baseline = baseline_of(study, read_nights(study.folder))
+    print(f"study:    {study.name}, in {study.folder}")
+    print(f"sweep:    {shlex.join(['python', '-m', 'fsdp_lab', '-m', *study.arguments])}")
+    print(
+        f"baseline: {f'{baseline.id} ({baseline.verdict})' if baseline else 'none yet: the first good night will be'}"
+    )
+    night = now
+    for _ in range(_NIGHTS_TOLD):
+        night = schedule.after(night)
+        print(f"night:    {night.astimezone():%Y-%m-%d %H:%M %Z} ({night:%H:%M} UTC)")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

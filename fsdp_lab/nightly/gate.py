@@ -1,0 +1,189 @@
+"""Whether a night is worse than the baseline: setting by setting and metric, beyond tolerance and noise. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, variance
+
+from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.report.data import MEMORY, MIB, SPEED
+
+LOSS, FORECAST_ERROR = "loss", "forecast/error"
+_FEWEST_NIGHTS = 3  # from so many on, how much nights differ from one another is known
+
+
+@dataclass(frozen=True)
+class Result:
+    """A setting's results of a night: how each repeat ended, and metric -> the values of those that finished."""
+
+    statuses: list[str]
+    values: dict[str, list[float]]
+
+    @property
+    def finished(self) -> str:
+        others = [status for status in self.statuses if status != "finished"]
+        words = f" ({', '.join(dict.fromkeys(others))})" if others else ""
+        return f"{len(self.statuses) - len(others)} of {len(self.statuses)} finished{words}"
+
+    @property
+    def share(self) -> float:
+        return self.statuses.count("finished") / len(self.statuses)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`worse`: how much worse b is than a, as what its tolerance is given in."""
+
+    key: str
+    label: str
+    tolerance: Callable[[ToleranceConfig], float]
+    worse: Callable[[float, float], float]
+    tell: Callable[[float], str]
+    tell_change: Callable[[float, float], str]
+
+
+def _ratio(a: float, b: float) -> str:
+    return f"{(b / a - 1) * 100:+.1f} %" if a else ""
+
+
+def _more(a: float, b: float) -> float:
+    return (b - a) / abs(a or 1)
+
+
+METRICS = (
+    Metric(MEMORY, "peak MiB", lambda t: t.peak_memory, _more, lambda v: f"{v / MIB:.2f}", _ratio),
+    Metric(SPEED, "samples/s", lambda t: t.samples_per_s, lambda a, b: -_more(a, b), lambda v: f"{v:.0f}", _ratio),
+    Metric(LOSS, "final loss", lambda t: t.loss, _more, lambda v: f"{v:.4f}", _ratio),
+    Metric(
+        FORECAST_ERROR,
+        "forecast error",
+        lambda t: t.forecast_error,
+        lambda a, b: abs(b) - abs(a),
+        lambda v: f"{v:+.4f}",
+        lambda a, b: f"{abs(b) - abs(a):+.4f}",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a metric in a setting since the baseline.
+
+    Attributes:
+        metric: as people call it; `result` for whether the setting finished at all.
+        regression: beyond the tolerance and beyond what the noise explains.
+        note: why it is one, or is not one though it is beyond the tolerance.
+    """
+
+    setting: str
+    metric: str
+    baseline: str
+    tonight: str
+    change: str
+    regression: bool
+    note: str = ""
+
+
+def compare(
+    tonight: Mapping[str, Result],
+    baseline: Mapping[str, Result],
+    earlier: Sequence[Mapping[str, Result]],
+    tolerance: ToleranceConfig,
+    significance: float,
+    same_machine: bool = True,
+) -> list[Finding]:
+    """Every setting of either night, every metric that both have.
+
+    Args:
+        earlier: good nights on the same machine, the baseline too, for how much nights differ by themselves.
+        same_machine: speed is not compared across machines.
+    """
+    findings = []
+    for setting, before in baseline.items():
+        now = tonight.get(setting)
+        if now is None or now.share < before.share:
+            ended = now.finished if now else "not run"
+            findings.append(
+                Finding(setting, "result", before.finished, ended, "", True, "it does not finish as before")
+            )
+        if now is None:
+            continue
+        for metric in METRICS:
+            if not before.values.get(metric.key) or not now.values.get(metric.key):
+                continue
+            if metric.key == SPEED and not same_machine:
+                continue
+            nights = [
+                median(v) for night in earlier if setting in night and (v := night[setting].values.get(metric.key))
+            ]
+            values = before.values[metric.key], now.values[metric.key]
+            findings.append(_judge(setting, metric, *values, nights, tolerance, significance))
+    new = [setting for setting in tonight if setting not in baseline]
+    return [*findings, *(Finding(s, "result", "", tonight[s].finished, "", False, "new") for s in new)]
+
+
+def _judge(
+    setting: str,
+    metric: Metric,
+    before: Sequence[float],
+    now: Sequence[float],
+    nights: Sequence[float],
+    tolerance: ToleranceConfig,
+    significance: float,
+) -> Finding:
+    a, b = median(before), median(now)
+    limit = metric.tolerance(tolerance)
+    worse = metric.worse(a, b)
+    regression, note = worse > limit, ""
+    if worse > limit:
+        note = f"worse by more than {limit:g}"
+        # what noise does to a speed is a factor, so ratios are compared as differences of logarithms
+        as_ratio = metric.key != FORECAST_ERROR and min(*before, *now, *nights, a) > 0
+        there, here, others = ([math.log(v) if as_ratio else v for v in values] for values in (before, now, nights))
+        noise = _noise(there, here, others, significance)
+        if noise is not None:
+            told = f"{math.expm1(noise) * 100:.0f} %" if as_ratio else metric.tell(noise)
+            if abs(median(here) - median(there)) <= noise:
+                regression, note = False, f"within the noise: repeats and nights differ by up to {told}"
+            else:
+                note += f", and by more than the noise ({told})"
+    elif worse < -limit:
+        note = "better"
+    return Finding(setting, metric.label, metric.tell(a), metric.tell(b), metric.tell_change(a, b), regression, note)
+
+
+def _noise(before: Sequence[float], now: Sequence[float], nights: Sequence[float], significance: float) -> float | None:
+    """The difference that noise alone exceeds with the given probability, by Welch's test, one-sided; None where
+    nothing is known of the noise.
+
+    Nights differ among themselves by more than repeats in one night do, so the variance of their medians counts for
+    each of the two. Before enough nights are known they are taken to differ as repeats do.
+    """
+    within = [(variance(v), len(v)) for v in (before, now) if len(v) > 1]
+    parts = [(var / count, count - 1) for var, count in within]
+    if len(nights) >= _FEWEST_NIGHTS:
+        parts += [(2 * variance(nights), len(nights) - 1)]
+    elif within:
+        freedom = sum(count - 1 for _, count in within)
+        parts += [(2 * sum(var * (count - 1) for var, count in within) / freedom, freedom)]
+    if not parts:
+        return None
+    error = sum(part for part, _ in parts)
+    if error == 0:
+        return 0.0
+    from scipy.stats import t
+
+    degrees = error**2 / sum(part**2 / freedom for part, freedom in parts)
+    return float(t.ppf(1 - significance, degrees)) * math.sqrt(error)
+
+
+def table(findings: Sequence[Finding], only_moved: bool = False) -> str:
+    """Markdown; the regressions first."""
+    shown = sorted((f for f in findings if f.regression or f.note or not only_moved), key=lambda f: not f.regression)
+    lines = ["| setting | metric | baseline | tonight | change | verdict |", "| --- | --- | --- | --- | --- | --- |"]
+    for f in shown:
+        verdict = ("**regression**: " if f.regression else "") + f.note
+        lines.append(f"| `{f.setting}` | {f.metric} | {f.baseline} | {f.tonight} | {f.change} | {verdict or 'ok'} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,95 @@
+"""The nights one after the other, in the foreground: waits, never two at once, what was missed once."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Protocol
+
+from fsdp_lab.nightly.nights import Night
+from fsdp_lab.nightly.schedule import Schedule
+
+_LONGEST_NAP_S = 30.0  # a clock that is set, and a machine that slept, are seen within it
+
+
+class Clock(Protocol):
+    """Time, and waiting: a test has another one."""
+
+    def now(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class WallClock:
+    """The machine's."""
+
+    def now(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def due_now(schedule: Schedule, nights: list[Night], since: float, now: float, late_s: float | None) -> float | None:
+    """The night that is to run now: the latest that came and is not over, once, however many were missed.
+
+    Args:
+        since: nights before it were not missed, there was no schedule yet.
+        late_s: how late it may still start; one that was begun goes on all the same.
+    """
+    last = schedule.last(_moment(now), _moment(since))
+    if last is None:
+        return None
+    due = last.timestamp()
+    of_it = [night for night in nights if night.due >= due or night.begun >= due]
+    if any(night.over for night in of_it):
+        return None
+    if not of_it and late_s is not None and now - due > late_s:
+        return None
+    return due
+
+
+def due_once(schedule: Schedule, nights: list[Night], now: float) -> float:
+    """For `--once`: the time of the interrupted night where we are still within it, else now."""
+    last = schedule.last(_moment(now))
+    unfinished = [night for night in nights if not night.over]
+    if unfinished and last is not None and unfinished[-1].begun >= last.timestamp():
+        return unfinished[-1].due
+    return now
+
+
+def loop(
+    schedule: Schedule,
+    read: Callable[[], list[Night]],
+    run: Callable[[float], int],
+    since: float,
+    clock: Clock,
+    say: Callable[[str], None],
+    jitter_s: float = 0.0,
+    late_s: float | None = None,
+    nights: int | None = None,
+) -> None:
+    """Run what is due, wait for the next, and so on.
+
+    Args:
+        run: gets when the night was to be.
+        nights: end after so many; None: never.
+    """
+    done = 0
+    while nights is None or done < nights:
+        due = due_now(schedule, read(), since, clock.now(), late_s)
+        if due is not None:
+            run(due)
+            done += 1
+            continue
+        start = schedule.after(_moment(clock.now())).timestamp()
+        with_jitter = start + (random.uniform(0, jitter_s) if jitter_s else 0.0)
+        say(f"the next night is {_moment(start).astimezone():%Y-%m-%d %H:%M:%S %Z}")
+        while clock.now() < with_jitter:
+            clock.sleep(min(_LONGEST_NAP_S, with_jitter - clock.now()))
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,421 @@
+"""One night: run the study's sweep, compare it with the last good night, and leave word of it everywhere."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import fcntl
+import getpass
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config import UserError
+from fsdp_lab.config.schema import NightlyConfig, TrackingConfig
+from fsdp_lab.nightly.gate import FORECAST_ERROR, LOSS, Finding, Result, compare, table
+from fsdp_lab.nightly.nights import (
+    ACCEPTED,
+    FAILED,
+    GOOD,
+    LEFT,
+    REGRESSION,
+    Night,
+    last_good,
+    night_id,
+    read_nights,
+    write_night,
+)
+from fsdp_lab.nightly.notify import notify
+from fsdp_lab.nightly.others import Others
+from fsdp_lab.nightly.page import write_page
+from fsdp_lab.report.data import MEMORY, SPEED, Sweep
+from fsdp_lab.report.write import write_text
+from fsdp_lab.tracking import TrackingError, annotate, find_sweep_run
+from fsdp_lab.tracking.tags import machine_tags
+
+NOTHING_FINISHED, BAD_INPUT, REGRESSED, INTERRUPTED = 1, 2, 3, 130
+_MOST_ATTEMPTS = 3  # of a sweep in one night that keeps being killed
+_END_LIMIT_S = 60.0  # of a sweep that was told to end
+_LOCK_LIMIT_S = 120.0  # of what a killed night left, to end
+_MOST_EARLIER = 10  # nights by which noise is judged
+
+
+@dataclass(frozen=True)
+class Study:
+    """What runs every night.
+
+    Attributes:
+        folder: its own, below `nightly.folder`.
+        arguments: of its sweep, all axes named, the repeats first: so that they lie as far apart in time as they can.
+        settings: what all its trials share.
+    """
+
+    name: str
+    folder: Path
+    nightly: NightlyConfig
+    tracking: TrackingConfig
+    arguments: list[str]
+    settings: dict[str, Any]
+
+
+@contextmanager
+def locked(study: Study) -> Iterator[None]:
+    """Never two at once: in this folder, by this process or another one.
+
+    Raises:
+        UserError: another one is at work, or the folder cannot be written.
+    """
+    try:
+        study.folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(study.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"nightly.folder={study.folder.parent} cannot be written ({error.strerror}); name one that can be."
+        ) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.read(handle, 200).decode(errors="replace").strip()
+            raise UserError(
+                f"{study.folder} is in use by another fsdp_lab.nightly ({who}); there is never a second night at once. "
+                "End that one first, or give this one another nightly.folder."
+            ) from None
+        os.truncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
+    """What a night is compared with: the one that is named, or the last good one.
+
+    Raises:
+        UserError: there is no such night, or it is of another study.
+    """
+    named = study.nightly.baseline
+    if named is None:
+        found = last_good(nights)
+    else:
+        found = next((night for night in nights if night.id == named), None)
+        if found is None or not found.results:
+            known = ", ".join(night.id for night in nights[-5:] if night.results) or "none yet"
+            raise UserError(f"nightly.baseline={named} is no night of {study.folder} with results; the last: {known}.")
+    if found is not None:
+        here, there = study.settings, found.study
+        # a key that one of them does not have is of other code, but for an axis: that one varied nothing
+        keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
+        others = [
+            f"{k}={there.get(k, 'one value')} there, {here.get(k, 'one value')} here"
+            for k in keys
+            if there.get(k) != here.get(k)
+        ]
+        if others:
+            raise UserError(
+                f"the baseline, night {found.id}, is of another study: {'; '.join(others[:5])}. Put that back, give "
+                "this study a folder of its own with nightly.folder=..., or move the old nights away."
+            )
+    return found
+
+
+def run_night(study: Study, due: float, say: Callable[[str], None], now: Callable[[], float] = time.time) -> int:
+    """Run a night to its end, or go on with the one of the same time that was interrupted.
+
+    Args:
+        due: when it was to be, seconds since 1970.
+
+    Returns:
+        0: good; 1: nothing finished; 2: the sweep was refused; 3: regression; 130: interrupted.
+
+    Raises:
+        UserError: the baseline cannot be compared with.
+    """
+    nights = read_nights(study.folder)
+    baseline = baseline_of(study, nights)
+    night = _begin(study, nights, due, now, say)
+    folder = study.folder / night.id
+    with Others() as others:
+        status = _run_sweep(study, folder / "sweep", say)
+    if status not in (0, 1, BAD_INPUT):
+        if night.attempts >= _MOST_ATTEMPTS:
+            say(f"night {night.id} was interrupted {night.attempts} times and is left as it is")
+            write_night(study.folder, dataclasses.replace(night, verdict=LEFT))
+        else:
+            say(f"night {night.id} was interrupted; the next start within the same night goes on with it")
+        return INTERRUPTED
+    sweep, sweep_id = (None, "") if status == BAD_INPUT else _results_of(folder / "sweep")
+    if sweep is None or not any(trial.status == "finished" for trial in sweep.trials):
+        night = dataclasses.replace(night, verdict=FAILED, ended=now())
+    else:
+        busy = study.settings["device"] == "cpu" and others.share > study.nightly.others_cpu
+        if busy:
+            say(
+                f"others had {others.share:.0%} of this machine's cores, more than nightly.others_cpu="
+                f"{study.nightly.others_cpu:g}: speed is not judged tonight"
+            )
+        night = dataclasses.replace(night, others=round(others.share, 4), busy=busy)
+        night = _judge(study, night, nights, baseline, sweep, now)
+    night = dataclasses.replace(night, run_id=_run_of(study, sweep_id, say))
+    # all that leaves word of it first: a kill before the verdict is written makes the next start say it again
+    gate = gate_text(night)
+    write_text(folder / "gate.md", gate)
+    _tag(study, night, [folder / "gate.md"], say)
+    if problem := notify(study.nightly.notify, verdict_of(study, night, folder)):
+        say(problem)
+    write_night(study.folder, night)
+    write_page(study.folder / "nights.html", study.name, read_nights(study.folder))
+    prune(study)
+    say(gate)
+    say(f"night {night.id}: {night.verdict}   page: {study.folder / 'nights.html'}")
+    if night.verdict == FAILED:
+        return BAD_INPUT if status == BAD_INPUT else NOTHING_FINISHED
+    return REGRESSED if night.verdict == REGRESSION else 0
+
+
+def _begin(
+    study: Study, nights: Sequence[Night], due: float, now: Callable[[], float], say: Callable[[str], None]
+) -> Night:
+    for night in nights:
+        if not night.over and night.due != due:
+            say(f"night {night.id} was interrupted and is left as it is")
+            write_night(study.folder, dataclasses.replace(night, verdict=LEFT))
+        elif not night.over:
+            say(f"night {night.id} was interrupted and goes on")
+            night = dataclasses.replace(night, attempts=night.attempts + 1)
+            write_night(study.folder, night)
+            return night
+    begun = now()
+    tags = machine_tags()
+    night = Night(
+        night_id(begun),
+        due,
+        begun,
+        study=study.settings,
+        machine=f"{platform.node()}, {study.settings['device']}, {study.settings['workers']} workers",
+        commit=tags.get("mlflow.source.git.commit", "") + ("+changes" if tags.get("git.dirty") == "true" else ""),
+        libraries={key.removeprefix("version."): tags[key] for key in tags if key.startswith("version.")},
+    )
+    write_night(study.folder, night)
+    say(f"night {night.id} begins")
+    return night
+
+
+def _run_sweep(study: Study, folder: Path, say: Callable[[str], None]) -> int:
+    """Its exit status: 0, 1 (a trial failed), 2 (refused), or anything else when it was interrupted."""
+    if (folder / "sweep.json").exists():
+        _wait_until_free(folder, say)
+        status = _run(["resume=" + _quoted(folder)])
+        if status != BAD_INPUT:
+            return status
+        say("what was begun cannot be gone on with: the night's sweep starts anew")
+        shutil.rmtree(folder)
+    return _run(["-m", *study.arguments, "nightly.notify.url=null", "hydra.sweep.dir=" + _quoted(folder)])
+
+
+def _run(arguments: Sequence[str]) -> int:
+    # in a session of its own: Ctrl-C comes to us, and we hand it on; it ends with us, however we end
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_lab", *arguments], start_new_session=True, preexec_fn=_end_with_parent
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_LIMIT_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        raise
+
+
+def _end_with_parent() -> None:
+    with suppress(OSError, AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _wait_until_free(folder: Path, say: Callable[[str], None]) -> None:
+    """A sweep whose night was killed takes a moment to end.
+
+    Raises:
+        UserError: it does not.
+    """
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    until, told = time.monotonic() + _LOCK_LIMIT_S, False
+    try:
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not told:
+                    say(f"waits up to {_LOCK_LIMIT_S:g} s for the sweep in {folder} to end")
+                told = True
+                time.sleep(0.5)
+    finally:
+        os.close(handle)
+    raise UserError(f"the sweep in {folder} still runs; end it first.")
+
+
+def _quoted(folder: Path) -> str:
+    text = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+def _results_of(folder: Path) -> tuple[Sweep, str]:
+    from fsdp_lab.sweep.report import sweep_in
+
+    sweep, record, _ = sweep_in(folder)
+    return sweep, record.id
+
+
+def _judge(
+    study: Study, night: Night, nights: Sequence[Night], baseline: Night | None, sweep: Sweep, now: Callable[[], float]
+) -> Night:
+    results = results_of(sweep)
+    findings: list[Finding] = []
+    if baseline is not None:
+        good = [n for n in nights if n.is_good and n.machine == night.machine]
+        same = baseline.machine == night.machine
+        findings = compare(
+            results if not night.busy else without_speed(results),
+            with_speed_of(good, baseline) if study.nightly.baseline is None else baseline.results,
+            [n.results if not n.busy else without_speed(n.results) for n in good][-_MOST_EARLIER:],
+            study.nightly.tolerance,
+            study.nightly.significance,
+            same_machine=same,
+        )
+    return dataclasses.replace(
+        night,
+        ended=now(),
+        results=results,
+        baseline=baseline.id if baseline else None,
+        findings=[dataclasses.asdict(finding) for finding in findings],
+        verdict=REGRESSION if any(finding.regression for finding in findings) else GOOD,
+    )
+
+
+def results_of(sweep: Sweep) -> dict[str, Result]:
+    """What a sweep's settings are compared by."""
+    keys = {MEMORY: MEMORY, SPEED: SPEED, LOSS: sweep.loss_key, FORECAST_ERROR: FORECAST_ERROR}
+    return {
+        setting.name: Result(
+            [trial.status for trial in setting.trials], {name: setting.of(key) for name, key in keys.items()}
+        )
+        for setting in sweep.settings
+    }
+
+
+def without_speed(results: Mapping[str, Result]) -> dict[str, Result]:
+    """What was found while others had the machine."""
+    return {
+        setting: Result(found.statuses, {key: v for key, v in found.values.items() if key != SPEED})
+        for setting, found in results.items()
+    }
+
+
+def with_speed_of(good: Sequence[Night], baseline: Night) -> dict[str, Result]:
+    """The baseline, with the speeds of the last good night in which the machine was ours, where it was not."""
+    quiet = next((night for night in reversed(good) if not night.busy), None)
+    found = without_speed(baseline.results) if baseline.busy else dict(baseline.results)
+    if not baseline.busy or quiet is None:
+        return found
+    return {
+        setting: Result(
+            result.statuses,
+            {**result.values, SPEED: quiet.results[setting].values.get(SPEED, []) if setting in quiet.results else []},
+        )
+        for setting, result in found.items()
+    }
+
+
+def gate_text(night: Night) -> str:
+    """The verdict and the table, as Markdown."""
+    findings = [Finding(**finding) for finding in night.findings]
+    bad = [f for f in findings if f.regression]
+    if night.verdict == FAILED:
+        return f"# Night {night.id}: failed\n\nNo trial finished.\n"
+    if night.baseline is None:
+        return f"# Night {night.id}: {night.verdict}\n\nThe first good night: from now on it is the baseline.\n"
+    said = f"{len(bad)} regressions" if len(bad) > 1 else "a regression" if bad else "nothing got worse"
+    return f"# Night {night.id} against {night.baseline}: {said}\n\n{table(findings)}"
+
+
+def verdict_of(study: Study, night: Night, folder: Path) -> dict[str, Any]:
+    """What the webhook gets."""
+    return {
+        "study": study.name,
+        "night": night.id,
+        "verdict": night.verdict,
+        "baseline": night.baseline,
+        "regressions": [finding for finding in night.findings if finding["regression"]],
+        "commit": night.commit,
+        "machine": night.machine,
+        "run_id": night.run_id,
+        "folder": str(folder),
+    }
+
+
+def _run_of(study: Study, sweep_id: str, say: Callable[[str], None]) -> str:
+    try:
+        return find_sweep_run(study.tracking, sweep_id) if sweep_id else ""
+    except TrackingError as error:
+        say(f"MLflow does not know of this night: {error}")
+        return ""
+
+
+def _tag(study: Study, night: Night, files: Sequence[Path], say: Callable[[str], None]) -> None:
+    if not night.run_id:
+        return
+    moved = "; ".join(f"{f['setting']}: {f['metric']} {f['change']}" for f in night.findings if f["regression"])
+    tags = {"nightly.study": study.name, "nightly.night": night.id, "nightly.verdict": night.verdict}
+    tags |= {"nightly.baseline": night.baseline} if night.baseline else {}
+    tags |= {"nightly.regressions": moved[:5000]} if moved else {}
+    tags |= {f"nightly.accepted_{key}": value for key, value in (night.accepted or {}).items()}
+    try:
+        annotate(study.tracking, night.run_id, tags, files)
+    except TrackingError as error:
+        say(f"MLflow has not got the verdict: {error}")
+
+
+def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[[], float] = time.time) -> None:
+    """Make the last night the baseline, whatever the gate said of it.
+
+    Raises:
+        UserError: there is no night with results, or no reason.
+    """
+    nights = [night for night in read_nights(study.folder) if night.over and night.verdict != LEFT]
+    if not reason.strip():
+        raise UserError('--accept takes a reason, which is recorded: --accept "the new model is larger".')
+    if not nights or not nights[-1].results:
+        which = f"night {nights[-1].id} has no results" if nights else f"no night is over in {study.folder}"
+        raise UserError(f"--accept: {which}, so there is nothing to accept; run one with --once.")
+    try:
+        who = getpass.getuser()
+    except (KeyError, OSError):
+        who = "unknown"
+    accepted = {"reason": reason.strip(), "by": who, "at": night_id(now())}
+    night = dataclasses.replace(nights[-1], verdict=ACCEPTED, accepted=accepted)
+    _tag(study, night, [], say)
+    write_night(study.folder, night)
+    write_page(study.folder / "nights.html", study.name, read_nights(study.folder))
+    say(f"night {night.id} is the baseline from now on: {accepted['reason']}")
+
+
+def prune(study: Study) -> None:
+    """Take away the checkpoints and models of old nights: all but the newest `nightly.keep`. Metrics stay."""
+    over = [night for night in read_nights(study.folder) if night.over]
+    for night in over[: -study.nightly.keep]:
+        for trial in (study.folder / night.id / "sweep").glob("*/"):
+            shutil.rmtree(trial / "checkpoints", ignore_errors=True)
+            (trial / "model.pt").unlink(missing_ok=True)

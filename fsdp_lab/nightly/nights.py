@@ -1,0 +1,107 @@
+"""What nights leave on disk, and how the next start understands it.
+
+| path below `nightly.folder`/<study> | what |
+| --- | --- |
+| `.lock` | locked while a night's process works here |
+| `since.json` | from when on the schedule counts: nights before its first start were not missed |
+| `<night>/night.json` | what became of the night, with the results that it is compared by |
+| `<night>/sweep/` | its sweep, as any other |
+| `<night>/gate.md` | the table of what moved |
+| `nights.html` | the last thirty |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.nightly.gate import Result
+
+RUNNING, GOOD, REGRESSION, ACCEPTED, FAILED, LEFT = "running", "good", "regression", "accepted", "failed", "left"
+
+
+@dataclass(frozen=True)
+class Night:
+    """A night.
+
+    Attributes:
+        id: when it began, and the name of its folder.
+        due, begun, ended: seconds since 1970.
+        verdict: running (or interrupted, and to be resumed), good, regression, accepted, failed (nothing finished),
+            left (interrupted, and never resumed).
+        study: the settings that all its trials share, by which another study is told.
+        results: by setting, what it is compared by.
+        machine: host, device and workers.
+        accepted: reason, by whom and when, of a night that was made the baseline by hand.
+        attempts: how often its sweep was started.
+        others, busy: the share of all cores that others had, and whether that was too much to judge speed.
+    """
+
+    id: str
+    due: float
+    begun: float
+    ended: float | None = None
+    verdict: str = RUNNING
+    study: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+    machine: str = ""
+    commit: str = ""
+    libraries: dict[str, str] = field(default_factory=dict)
+    baseline: str | None = None
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    run_id: str = ""
+    accepted: dict[str, str] | None = None
+    attempts: int = 1
+    others: float = 0.0
+    busy: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict in (GOOD, ACCEPTED)
+
+    @property
+    def over(self) -> bool:
+        return self.verdict != RUNNING
+
+
+def night_id(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+
+
+def write_night(folder: Path, night: Night) -> None:
+    write_json(folder / night.id / "night.json", asdict(night))
+
+
+def read_nights(folder: Path) -> list[Night]:
+    """All that began, the oldest first. A folder that was killed before its first word is none."""
+    found = []
+    for path in sorted(folder.glob("*/night.json")):
+        with suppress(ValueError, TypeError, KeyError):
+            content = json.loads(path.read_text())
+            content["results"] = {setting: Result(**result) for setting, result in content["results"].items()}
+            found.append(Night(**content))
+    return sorted(found, key=lambda night: night.begun)
+
+
+def read_since(folder: Path, now: float) -> float:
+    """From when on nights count; the first call is that moment."""
+    path = folder / "since.json"
+    if not path.exists():
+        write_json(path, {"since": now})
+    return float(json.loads(path.read_text())["since"])
+
+
+def last_good(nights: Sequence[Night]) -> Night | None:
+    return next((night for night in reversed(nights) if night.is_good), None)
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    making = path.with_name(f".{path.name}.making")
+    making.write_text(json.dumps(content, indent=1))
+    making.rename(path)

@@ -1,0 +1,44 @@
+"""The verdict of a night to a webhook. Nothing fails when it is not there."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.schema import NotifyConfig
+
+
+def check_url(url: str | None) -> None:
+    """
+    Raises:
+        ConfigError: it is no http address. The address itself may be a secret and is not told.
+    """
+    if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+        raise ConfigError("nightly.notify.url is not an http or https address; give one, or null for none.")
+
+
+def notify(to: NotifyConfig, verdict: Mapping[str, Any]) -> str | None:
+    """POST the verdict as JSON.
+
+    Returns:
+        what went wrong, for people, without the address: its path or query may be the secret. None when it went well,
+        or when there is nobody to tell.
+    """
+    if to.url is None:
+        return None
+    body = json.dumps(verdict).encode()
+    request = urllib.request.Request(to.url, body, {"Content-Type": "application/json"}, method="POST")
+    host = urlsplit(to.url).hostname
+    try:
+        with urllib.request.urlopen(request, timeout=to.timeout_s):
+            return None
+    except urllib.error.HTTPError as error:
+        return f"nightly.notify.url: {host} refused the verdict ({error.code} {error.reason})"
+    except Exception as error:  # noqa: BLE001 - a night is not lost over a webhook, whatever it does
+        reason = getattr(error, "reason", None) or type(error).__name__
+        return f"nightly.notify.url: {host} did not take the verdict ({reason})"

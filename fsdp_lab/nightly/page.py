@@ -1,0 +1,124 @@
+"""The last thirty nights on one page: a line a setting and metric with its band, and what changed in between."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fsdp_lab.nightly.gate import METRICS
+from fsdp_lab.nightly.nights import ACCEPTED, Night
+from fsdp_lab.report.data import MEMORY, MIB
+from fsdp_lab.report.plots import COLORS
+from fsdp_lab.report.write import page, write_text
+
+_MOST_NIGHTS = 30
+_MARKS = {ACCEPTED: "diamond"}
+
+
+def write_page(path: Path, study: str, nights: Sequence[Night]) -> None:
+    """Write the page of the nights that are over."""
+    shown = [night for night in nights if night.over][-_MOST_NIGHTS:]
+    charts = [
+        (f"metric-{place}", f"{metric.label} by night", figure)
+        for place, metric in enumerate(METRICS)
+        if (figure := _chart(metric.key, metric.label, shown)) is not None
+    ]
+    body = [f'<h2>{html.escape(heading)}</h2><div id="{name}-chart"></div>' for name, heading, _ in charts]
+    about = (
+        f"{len(shown)} nights. A line is the median of a setting's repeats, its band their least and most. Crosses: "
+        "regressions; diamonds: accepted by hand; dotted lines: another commit, other libraries or machine than before."
+    )
+    write_text(path, page(f"{study}, night by night", about, "\n".join([*body, _table(shown)]), charts))
+
+
+def changes(before: Night, night: Night) -> list[str]:
+    """What code and libraries are other than the night before, in words."""
+    found = [f"commit {night.commit[:10]}"] if night.commit != before.commit else []
+    names = sorted(before.libraries.keys() | night.libraries.keys())
+    pairs = [(name, before.libraries.get(name, "none"), night.libraries.get(name, "none")) for name in names]
+    found += [f"{name} {there} → {here}" for name, there, here in pairs if there != here]
+    if before.machine != night.machine:
+        found.append(f"machine {night.machine}")
+    return found
+
+
+def _chart(key: str, label: str, nights: Sequence[Night]) -> Any | None:
+    import plotly.graph_objects as go
+
+    scale = MIB if key == MEMORY else 1
+    settings = list(dict.fromkeys(setting for night in nights for setting in night.results))
+    figure = go.Figure()
+    for place, setting in enumerate(settings):
+        having = [n for n in nights if setting in n.results and n.results[setting].values.get(key)]
+        if not having:
+            continue
+        values = [[v / scale for v in night.results[setting].values[key]] for night in having]
+        at = [_time(night) for night in having]
+        color, group = COLORS[place % len(COLORS)], {"legendgroup": setting, "hoverinfo": "skip"}
+        # an edge and its counterpart, between which Plotly fills
+        figure.add_scatter(x=at, y=[min(v) for v in values], mode="lines", line_width=0, showlegend=False, **group)
+        figure.add_scatter(
+            x=at, y=[max(v) for v in values], mode="lines", line_width=0, fill="tonexty", showlegend=False,
+            fillcolor=f"rgba({int(color[1:3], 16)},{int(color[3:5], 16)},{int(color[5:], 16)},0.15)", **group,
+        )  # fmt: skip
+        bad = [
+            any(f["setting"] == setting and f["metric"] == label and f["regression"] for f in n.findings)
+            for n in having
+        ]
+        figure.add_scatter(
+            x=at,
+            y=[median(v) for v in values],
+            mode="lines+markers",
+            name=html.escape(setting),
+            legendgroup=setting,
+            line={"color": color},
+            marker={
+                "size": [13 if b else 7 for b in bad],
+                "symbol": ["x" if b else _MARKS.get(n.verdict, "circle") for n, b in zip(having, bad, strict=True)],
+            },
+            customdata=[[n.id, n.verdict, len(v)] for n, v in zip(having, values, strict=True)],
+            hovertemplate=html.escape(setting)
+            + "<br>night %{customdata[0]}: %{customdata[1]}<br>%{y:.4f}, the median of %{customdata[2]}<extra></extra>",
+        )  # fmt: skip
+    if not figure.data:
+        return None
+    for before, night in pairwise(nights):
+        if changed := changes(before, night):
+            figure.add_vline(
+                x=_time(night), line={"dash": "dot", "color": "#888888"},
+            )  # fmt: skip
+            figure.add_annotation(
+                x=_time(night), y=1, yref="paper", yanchor="bottom", showarrow=False, font={"size": 10}, textangle=-30,
+                xanchor="left", text=html.escape(", ".join(changed)),
+            )  # fmt: skip
+    figure.update_layout(
+        template="plotly_white", height=440, margin={"l": 70, "r": 20, "t": 70, "b": 90}, yaxis_title=label,
+        legend={"orientation": "h", "y": -0.15}, hoverlabel={"align": "left"},
+    )  # fmt: skip
+    return figure
+
+
+def _time(night: Night) -> str:
+    return datetime.fromtimestamp(night.begun, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _table(nights: Sequence[Night]) -> str:
+    rows = []
+    for place, night in reversed(list(enumerate(nights))):
+        moved = [f"{f['setting']}: {f['metric']} {f['change']}" for f in night.findings if f["regression"]]
+        moved += [f"others had {night.others:.0%} of the machine: speed not judged"] if night.busy else []
+        what = "; ".join(moved) or (night.accepted or {}).get("reason", "")
+        changed = ", ".join(changes(nights[place - 1], night)) if place else ""
+        cells = (night.id, night.verdict, night.commit[:10], changed, what)
+        *first, last = (html.escape(cell) for cell in cells)
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in first) + f'<td class="long">{last}</td></tr>')
+    heads = "".join(
+        f"<th>{head}</th>" for head in ("night (UTC)", "verdict", "commit", "changed", "what moved, or why accepted")
+    )
+    body = "".join(rows)
+    return f'<h2>Nights</h2><div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'

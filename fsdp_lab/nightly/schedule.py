@@ -1,0 +1,116 @@
+"""When the nights are: a cron expression, by APScheduler's trigger, and what is due after a start or a sleep.
+
+APScheduler's own scheduler is not used: it keeps what was missed in a store of pickles, and here the nights' folders
+know it already.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from apscheduler.triggers.cron import CronTrigger
+
+from fsdp_lab.config import ConfigError
+
+_DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_LOOK_BACK_DAYS = (1, 8, 64, 512, 4096)
+
+
+class Schedule:
+    """The nights of a cron expression.
+
+    Args:
+        cron: minute hour day month weekday, with cron's numbers for weekdays: 0 and 7 are Sunday.
+        zone: a name such as Europe/Berlin; None: this machine's.
+        now: for the check that there is a next night at all.
+
+    Raises:
+        ConfigError: an expression or a zone that is none, or a night that never comes.
+    """
+
+    def __init__(self, cron: str, zone: str | None, now: datetime) -> None:
+        fields = cron.split()
+        if len(fields) != 5:
+            raise ConfigError(
+                f"nightly.cron='{cron}' has {len(fields)} fields; it takes five: minute hour day month weekday, for "
+                "example '0 2 * * *'."
+            )
+        try:
+            fields[4] = _weekdays(fields[4])
+            self._trigger = CronTrigger.from_crontab(" ".join(fields), timezone=zone)
+        except KeyError:  # the standard library knows no such zone
+            raise ConfigError(
+                f"nightly.timezone={zone} is not a time zone; use a name such as Europe/Berlin."
+            ) from None
+        except ValueError as error:
+            raise ConfigError(
+                f"nightly.cron='{cron}': {error}; use minute hour day month weekday, for example '0 2 * * *'."
+            ) from None
+        self.cron = cron
+        try:
+            self.after(now)
+        except StopIteration:
+            raise ConfigError(
+                f"nightly.cron='{cron}' never comes: no date fits its day and month; use for example '0 2 * * *'."
+            ) from None
+
+    def after(self, moment: datetime) -> datetime:
+        """The first night after a moment, in UTC. Where clocks are set back, the hour that comes twice counts once.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        moment = moment.astimezone(UTC)
+        asked = moment
+        while True:
+            found = self._trigger.get_next_fire_time(None, asked + timedelta(microseconds=1))
+            if found is None:
+                raise StopIteration
+            night = found.astimezone(UTC)
+            if night > moment and not (found.fold and self._was_night(found.replace(fold=0))):
+                return night
+            asked = max(asked + timedelta(minutes=1), night)
+
+    def _was_night(self, moment: datetime) -> bool:
+        before = moment.astimezone(UTC)
+        found = self._trigger.get_next_fire_time(None, before - timedelta(microseconds=1))
+        return found is not None and found.astimezone(UTC) == before
+
+    def last(self, now: datetime, since: datetime | None = None) -> datetime | None:
+        """The latest night in (since, now], in UTC; without `since`, within eleven years."""
+        starts = [since] if since is not None else [now - timedelta(days=days) for days in _LOOK_BACK_DAYS]
+        for start in starts:
+            found, at = None, start.astimezone(UTC)
+            while True:
+                try:
+                    at = self.after(at)
+                except StopIteration:
+                    break
+                if at > now:
+                    break
+                found = at
+            if found is not None:
+                return found
+        return None
+
+
+def _weekdays(text: str) -> str:
+    """Cron's weekdays as the names of days: APScheduler counts from Monday, cron from Sunday."""
+    if not any(c.isdigit() for c in text) or text.startswith("*/1"):
+        return text
+    days: list[str] = []
+    for part in text.split(","):
+        span, _, step = part.partition("/")
+        first, _, last = span.partition("-")
+        if span == "*":
+            first, last = "0", "6"
+        if not first.isdigit():
+            if step or last:
+                raise ValueError(f"the weekday {part} cannot be read; use numbers or names alone")
+            days.append(first)
+            continue
+        low, high = int(first), int(last or (6 if step else first))
+        if not 0 <= low <= high <= 7 or (step and not (step.isdigit() and int(step))):
+            raise ValueError(f"the weekday {part} is not within 0 (Sunday) to 7 (Sunday)")
+        days += [_DAYS[day] for day in range(low, high + 1, int(step or 1))]
+    return ",".join(dict.fromkeys(days))

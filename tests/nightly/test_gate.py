@@ -1,0 +1,133 @@
+"""The gate on numbers of which it can be said by hand, and on noise of which the share of alarms is known."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from scipy.stats import ttest_ind
+
+from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.nightly.gate import FORECAST_ERROR, LOSS, Finding, Result, compare, table
+from fsdp_lab.report.data import MEMORY, MIB, SPEED
+
+TOLERANCE = ToleranceConfig()
+
+
+def result(
+    speed: Sequence[float] = (1000, 1010, 990), memory: float = 100.0, loss: float = 1.0, error: float = 0.0
+) -> Result:
+    count = len(speed)
+    values = {SPEED: list(speed), MEMORY: [memory * MIB] * count, LOSS: [loss] * count, FORECAST_ERROR: [error] * count}
+    return Result(["finished"] * count, values)
+
+
+def judged(tonight: Result, baseline: Result, earlier: Sequence[Result] = (), **options: object) -> list[Finding]:
+    return compare(
+        {"a": tonight, "b": result()}, {"a": baseline, "b": result()}, [{"a": e} for e in earlier], TOLERANCE, 0.005,
+        **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def regressions(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    return [(f.setting, f.metric) for f in findings if f.regression]
+
+
+@pytest.mark.parametrize(
+    ("tonight", "expected"),
+    [
+        (result(), []),
+        (result(memory=100.9), []),  # within the tolerance of 1 %
+        (result(memory=101.1), [("a", "peak MiB")]),
+        (result(memory=50), []),  # better
+        (result(loss=1.019), []),
+        (result(loss=1.021), [("a", "final loss")]),
+        (result(error=0.009), []),
+        (result(error=-0.011), [("a", "forecast error")]),
+        (result((700, 710, 690)), [("a", "samples/s")]),
+        (result((860, 870, 880)), []),  # 13 % slower
+        (result((2000, 2100, 2050)), []),
+        (result((700, 400, 1300)), []),  # 30 % slower, and repeats that say nothing
+        (result((700, 710, 690), memory=200), [("a", "peak MiB"), ("a", "samples/s")]),
+    ],
+)
+def test_exactly_what_got_worse_is_named(tonight: Result, expected: list[tuple[str, str]]):
+    assert regressions(judged(tonight, result())) == expected
+
+
+def test_the_noise_is_that_of_welchs_test():
+    before, now = (1000.0, 1100.0, 900.0), (700.0, 760.0, 640.0)
+    logs = [[math.log(v) for v in values] for values in (before, now)]  # noise is a factor
+    p = ttest_ind(*logs, equal_var=False, alternative="greater").pvalue
+    alike = [{"a": result((1000.0,))}] * 3  # nights that do not differ
+    for significance, expected in ((p * 1.02, [("a", "samples/s")]), (p * 0.98, [])):
+        found = compare({"a": result(now)}, {"a": result(before)}, alike, TOLERANCE, significance)
+        assert regressions(found) == expected, p
+
+
+def test_nights_that_differ_among_themselves_count_as_noise():
+    slow = result((700, 701, 699))
+    assert regressions(judged(slow, result((1000, 1001, 999)))) == [("a", "samples/s")]
+    nights = [result((s, s + 1, s - 1)) for s in (1000, 750, 1100, 800, 1050)]
+    assert regressions(judged(slow, result((1000, 1001, 999)), nights)) == []
+    steady = [result((s, s + 1, s - 1)) for s in (1000, 1005, 995, 1002, 998)]
+    assert regressions(judged(slow, result((1000, 1001, 999)), steady)) == [("a", "samples/s")]
+
+
+def test_a_single_repeat_has_only_the_tolerance():
+    assert regressions(judged(result((840,)), result((1000,)))) == [("a", "samples/s")]
+    assert regressions(judged(result((860,)), result((1000,)))) == []
+
+
+def test_a_setting_that_does_not_finish_as_before_is_a_regression():
+    broken = Result(["finished", "oom", "oom"], result((1000,)).values)
+    (found,) = [f for f in judged(broken, result()) if f.regression]
+    assert (found.setting, found.metric, found.baseline, found.tonight) == (
+        "a", "result", "3 of 3 finished", "1 of 3 finished (oom)",
+    )  # fmt: skip
+    assert regressions(judged(broken, broken)) == []  # as before
+    gone = compare({}, {"a": result()}, [], TOLERANCE, 0.005)
+    assert regressions(gone) == [("a", "result")]
+    new = compare({"a": result(), "c": result()}, {"a": result()}, [], TOLERANCE, 0.005)
+    assert regressions(new) == [] and new[-1].setting == "c"
+
+
+def test_speed_is_not_compared_across_machines():
+    assert regressions(judged(result((100, 101, 102), memory=120), result(), same_machine=False)) == [("a", "peak MiB")]
+
+
+@pytest.mark.parametrize("known", [1, 2, 6])
+def test_noise_alone_raises_an_alarm_less_often_than_it_may(known: int):
+    """Settings that are the same, with repeats and nights that differ by 10 % (standard deviation) each."""
+    rng = random.Random(0)
+
+    def noisy_night() -> Result:
+        level = 1000 * rng.gauss(1, 0.1)
+        return result([level * rng.gauss(1, 0.1) for _ in range(3)])
+
+    alarms = 0
+    for _ in range(300):
+        earlier = [noisy_night() for _ in range(known)]
+        alarms += bool(
+            regressions(
+                compare({"a": noisy_night()}, {"a": earlier[-1]}, [{"a": e} for e in earlier], TOLERANCE, 0.005)
+            )
+        )
+    assert alarms <= 5  # 0.005 of 300 is 1.5
+    # and it is not deaf: half the speed is seen, most times
+    seen = 0
+    for _ in range(100):
+        earlier = [result([1000 * rng.gauss(1, 0.03) for _ in range(3)]) for _ in range(known)]
+        slow = result([500 * rng.gauss(1, 0.03) for _ in range(3)])
+        seen += bool(
+            regressions(compare({"a": slow}, {"a": earlier[-1]}, [{"a": e} for e in earlier], TOLERANCE, 0.005))
+        )
+    assert seen >= 85
+
+
+def test_the_table_has_the_regressions_first():
+    rows = table(judged(result(memory=120), result())).splitlines()
+    assert "| `a` | peak MiB | 100.00 | 120.00 | +20.0 % | **regression**: worse by more than 0.01" in rows[2]
+    assert len(rows) == 2 + 2 * 4

@@ -1,0 +1,320 @@
+"""Real nights: the same code twice, planted regressions, interrupted and killed ones, and the schedule itself."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fsdp_lab.nightly.nights import read_nights
+from tests.conftest import ROOT
+from tests.sweep.conftest import artifacts, runs
+
+# Two settings, three repeats, in the sweep's own process: about ten seconds.
+INLINE = (
+    "engine=inline", "model=mlp", "forecast.enabled=false", "data.num_train=128", "data.num_val=32", "offload=none",
+    "training.global_batch_size=32", "training.epochs=2", "sharding=per_block", "precision=fp32,bf16",
+    "reshard_after_forward=always", "tracking.uri=sqlite:///mlflow.db", "nightly.folder=nights", "nightly.repeats=3",
+    "nightly.tolerance.samples_per_s=0.8", "nightly.others_cpu=1",
+)  # fmt: skip
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fsdp_lab.nightly", *arguments]
+
+
+def nightly(cwd: Path, *arguments: str, code: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run it to its end.
+
+    Args:
+        code: a folder with another copy of the package.
+    """
+    env = {**os.environ, **({"PYTHONPATH": str(code)} if code else {})}
+    return subprocess.run(
+        command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=280, check=False, env=env
+    )  # fmt: skip
+
+
+def changed_code(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
+    """A copy of the project's code with a change in it, as somebody might have committed it."""
+    for name in ("fsdp_lab", "conf", "hydra_plugins"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (folder / file).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"{file} has changed: plant it anew"
+        text = text.replace(old, new)
+    (folder / file).write_text(text)
+    return folder
+
+
+def regressions(folder: Path) -> list[tuple[str, str]]:
+    return [(f["setting"], f["metric"]) for f in read_nights(folder)[-1].findings if f["regression"]]
+
+
+@pytest.fixture(scope="module")
+def two_nights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two nights of the same code, each of which passed."""
+    folder = tmp_path_factory.mktemp("nights")
+    for _ in range(2):
+        done = nightly(folder, "--once", *INLINE, "nightly.keep=1")
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def nights(two_nights: Path, tmp_path: Path) -> Path:
+    """A copy of them, to go on with."""
+    shutil.copytree(two_nights, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_the_same_code_twice_passes(two_nights: Path):
+    first, second = read_nights(two_nights / "nights/nightly")
+    assert (first.verdict, first.baseline) == ("good", None)
+    assert (second.verdict, second.baseline) == ("good", first.id)
+    assert set(second.results) == {"precision=fp32", "precision=bf16"}
+    assert all(len(r.values["perf/samples_per_s"]) == 3 for r in second.results.values())
+    assert {f["metric"] for f in second.findings} == {"peak MiB", "samples/s", "final loss"}
+    tags = {run.info.run_id: run.data.tags for run in runs(two_nights)[0]}
+    assert tags[second.run_id]["nightly.verdict"] == "good" and tags[second.run_id]["nightly.baseline"] == first.id
+    assert "gate.md" in artifacts(two_nights, next(r for r in runs(two_nights)[0] if r.info.run_id == second.run_id))
+    page = (two_nights / "nights/nightly/nights.html").read_text()
+    assert first.id in page and second.id in page and "peak MiB by night" in page
+
+
+def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two_nights: Path):
+    folder = two_nights / "nights/nightly"
+    first, second = (folder / night.id / "sweep" for night in read_nights(folder))
+    order = [line.split(",")[2:4] for line in (second / "results.csv").read_text().splitlines()[1:]]
+    assert order == [[repeat, precision] for repeat in "012" for precision in ("fp32", "bf16")]
+    assert (second / "0/model.pt").exists() and list((second / "0/checkpoints").iterdir())
+    assert not (first / "0/model.pt").exists() and not (first / "0/checkpoints").exists()
+    assert (first / "0/metrics.jsonl").exists() and (first / "report.html").exists()
+
+
+@contextmanager
+def webhook(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
+    """A server on this machine that takes JSON; `(address, what it got)`."""
+    got: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/hook/t0psecret", got
+    finally:
+        server.shutdown()
+
+
+def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(nights: Path, tmp_path: Path):
+    sleepy = changed_code(
+        tmp_path / "code",
+        "fsdp_lab/training/loop.py",
+        ("in _by_step(loader, config.training.grad_accum_steps):", "in _sleepy(loader, config):"),
+        (
+            "def _to_device(",
+            "def _sleepy(loader, config):\n    import time\n"
+            "    for step in _by_step(loader, config.training.grad_accum_steps):\n"
+            "        time.sleep(0.3 * (config.precision.param_dtype.name == 'bfloat16'))\n        yield step\n\n\n"
+            "def _to_device(",
+        ),
+    )
+    folder = nights / "nights/nightly"
+    before = read_nights(folder)[-1].id
+    with webhook() as (address, got):
+        done = nightly(nights, "--once", *INLINE, f"nightly.notify.url={address}", code=sleepy)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert regressions(folder) == [("precision=bf16", "samples/s")]
+    night = read_nights(folder)[-1]
+    assert (night.verdict, night.baseline) == ("regression", before)
+    assert "| `precision=bf16` | samples/s |" in done.stdout and "**regression**" in done.stdout
+    (verdict,) = got
+    assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", night.id, night.run_id)
+    assert [(f["setting"], f["metric"]) for f in verdict["regressions"]] == [("precision=bf16", "samples/s")]
+    tags = next(r.data.tags for r in runs(nights)[0] if r.info.run_id == night.run_id)
+    assert tags["nightly.verdict"] == "regression" and tags["nightly.regressions"].startswith(
+        "precision=bf16: samples/s"
+    )
+    # the address is a secret: it is nowhere in what the night left, nor in what it said
+    assert "t0psecret" not in done.stdout + done.stderr
+    written = [p for p in nights.rglob("*") if p.is_file() and b"t0psecret" in p.read_bytes()]
+    assert written == []
+
+    said = nightly(nights, "--check", *INLINE)
+    assert f"baseline: {before} (good)" in said.stdout  # a bad night does not move it
+    accepted = nightly(nights, "--accept", "the data grew", *INLINE)
+    assert accepted.returncode == 0, accepted.stderr
+    assert f"baseline: {night.id} (accepted)" in nightly(nights, "--check", *INLINE).stdout
+    tags = next(r.data.tags for r in runs(nights)[0] if r.info.run_id == night.run_id)
+    assert tags["nightly.accepted_reason"] == "the data grew"
+    assert read_nights(folder)[-1].accepted["reason"] == "the data grew"  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_a_setting_that_keeps_every_parameter_unsharded_is_named(tmp_path: Path):
+    """With two workers, as one has nothing to shard."""
+    ray = (
+        "data.num_train=64", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=0",
+        "training.epochs=1", "cluster.num_workers=2", "sharding=root,per_block", "precision=fp32", "offload=none",
+        "reshard_after_forward=always", "tracking.uri=sqlite:///mlflow.db", "nightly.folder=nights",
+        "nightly.repeats=1", "nightly.tolerance.samples_per_s=100", "export=false", "checkpoint.mode=off",
+    )  # fmt: skip
+    assert nightly(tmp_path, "--once", *ray).returncode == 0
+    unsharded = changed_code(
+        tmp_path / "code",
+        "fsdp_lab/training/parallelize.py",
+        ('"reshard_after_forward": reshard_after_forward(config.reshard_after_forward),',
+         '"reshard_after_forward": False if config.sharding.granularity.name == "per_block" else '
+         "reshard_after_forward(config.reshard_after_forward),"),
+    )  # fmt: skip
+    done = nightly(tmp_path, "--once", *ray, code=unsharded)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert regressions(tmp_path / "nights/nightly") == [("sharding=per_block", "peak MiB")]
+
+
+def test_an_interrupted_night_is_resumed_by_the_next_start_after_sigterm_and_after_kill(nights: Path):
+    folder = nights / "nights/nightly"
+    count = len(read_nights(folder))
+    more = (*INLINE, "training.epochs=20", "nightly.folder=others", "nightly.repeats=2")
+    folder = nights / "others/nightly"
+
+    def interrupt(number: signal.Signals) -> tuple[int, list[psutil.Process]]:
+        process = subprocess.Popen(
+            command("--once", *more), cwd=nights, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )  # fmt: skip
+        until = time.monotonic() + 100
+        ended = len(list(folder.glob("*/sweep/*/outcome.json")))
+        while len(list(folder.glob("*/sweep/*/outcome.json"))) <= ended:  # one more trial has its result
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        if number == signal.SIGTERM:
+            second = nightly(nights, "--once", *more)
+            assert second.returncode == 2 and "never a second night at once" in second.stderr
+        process.send_signal(number)
+        return process.wait(60), children
+
+    status, _ = interrupt(signal.SIGTERM)
+    assert status == 130
+    (night,) = read_nights(folder)
+    assert night.verdict == "running"
+    status, children = interrupt(signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, "the sweep ends with its night"
+    finished = {p: p.read_text() for p in folder.glob("*/sweep/*/outcome.json")}
+    assert len(finished) >= 2
+    done = nightly(nights, "--once", *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (again,) = read_nights(folder)
+    assert (again.id, again.verdict, again.attempts) == (night.id, "good", 3)
+    assert all(path.read_text() == text for path, text in finished.items())  # no finished trial was run again
+    assert len(read_nights(nights / "nights/nightly")) == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("training.epochs=1",), "is of another study: training.epochs=2 there, 1 here"),
+        (("precision=fp32",), "is of another study: axis precision=fp32,bf16 there"),
+        (("nightly.baseline=yesterday",), "nightly.baseline=yesterday is no night of"),
+        (("nightly.cron='0 0 31 2 *'",), "never comes"),
+        (("nightly.repeats=0",), "nightly.repeats=0 is below 1"),
+        (("nightly.significance=1",), "nightly.significance=1.0 is outside [0, 1)"),
+        (("nightly.notify.url=ftp://x",), "nightly.notify.url is not an http or https address"),
+        (("nightly.nots=1",), "nightly.nots is not a key"),
+        (("--never",), "--never is not an option here"),
+        (("--accept",), "--accept takes a reason"),
+        (("--accept", "x", "nightly.folder=empty"), "no night is over in empty/nightly"),
+    ],
+)
+def test_bad_input_is_told_before_anything_runs(two_nights: Path, arguments: tuple[str, ...], told: str):
+    option = () if arguments[0].startswith("--") else ("--once",)
+    overridden = {a.partition("=")[0] for a in arguments}
+    rest = [a for a in INLINE if a.partition("=")[0] not in overridden]
+    begun = time.monotonic()
+    words = [*rest, *arguments] if arguments == ("--accept",) else [*option, *arguments, *rest]  # its reason comes next
+    done = nightly(two_nights, *words)
+    assert done.returncode == 2 and told in done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+    assert time.monotonic() - begun < 20
+    assert len(read_nights(two_nights / "nights/nightly")) == 2
+
+
+def test_a_store_of_a_newer_mlflow_is_told_and_the_night_has_failed(nights: Path):
+    with closing(sqlite3.connect(nights / "mlflow.db")) as database:
+        database.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+        database.commit()
+    done = nightly(nights, "--once", *INLINE)
+    assert done.returncode == 2 and "another version of MLflow" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert read_nights(nights / "nights/nightly")[-1].verdict == "failed"
+
+
+def test_a_webhook_that_is_down_or_refuses_changes_nothing():
+    from fsdp_lab.config.schema import NotifyConfig
+    from fsdp_lab.nightly.notify import notify
+
+    told = notify(NotifyConfig("http://127.0.0.1:9/t0psecret", 2.0), {"verdict": "good"})
+    assert told is not None and "127.0.0.1 did not take the verdict" in told and "t0psecret" not in told
+    with webhook(status=500) as (address, got):
+        told = notify(NotifyConfig(address, 5.0), {"verdict": "good"})
+    assert told == "nightly.notify.url: 127.0.0.1 refused the verdict (500 Internal Server Error)" and len(got) == 1
+    assert notify(NotifyConfig(None), {}) is None
+
+
+@pytest.mark.slow
+def test_two_nights_by_the_schedule(nights: Path):
+    """A night that was missed while nothing ran is run once, the next at its minute; then SIGTERM is a clean end."""
+    folder = nights / "nights/nightly"
+    started = datetime.now(UTC)
+    (folder / "since.json").write_text(json.dumps({"since": (started - timedelta(minutes=30)).timestamp()}))
+    before = len(read_nights(folder))
+    for night in read_nights(folder):  # so long ago that minutes were missed since
+        content = json.loads((folder / night.id / "night.json").read_text())
+        content |= {"due": night.due - 3600, "begun": night.begun - 3600}
+        (folder / night.id / "night.json").write_text(json.dumps(content))
+    process = subprocess.Popen(
+        command(*INLINE, "nightly.cron='* * * * *'"), cwd=nights, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 200
+        while sum(night.over for night in read_nights(folder)) < before + 2:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until, "no two nights within 200 s"
+            time.sleep(0.2)
+        time.sleep(1.0)  # the page is written, and the next night waited for
+    finally:
+        process.terminate()
+        printed, _ = process.communicate(timeout=100)
+    missed, regular = read_nights(folder)[before:][:2]
+    assert (missed.verdict, regular.verdict) == ("good", "good")
+    assert missed.due <= started.timestamp() and missed.due % 60 == 0  # one of thirty
+    assert regular.due >= started.timestamp() and regular.due % 60 == 0
+    assert 0 <= regular.begun - regular.due < 5 or regular.begun - missed.begun > 55  # or it waited for the one before
+    assert process.returncode in (0, 130), printed
+    assert "Traceback" not in printed

@@ -1,0 +1,129 @@
+"""The files of deploy/, read by what reads them: their own checkers where installed, and our own parsers always."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fsdp_lab.nightly.__main__ import read_study, read_words
+from fsdp_lab.nightly.schedule import Schedule
+from tests.conftest import ROOT
+
+DEPLOY = ROOT / "deploy"
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+
+
+def arguments_of(words: Sequence[str]) -> list[str]:
+    """What follows `-m fsdp_lab.nightly`."""
+    place = list(words).index("fsdp_lab.nightly")
+    assert words[place - 1] == "-m"
+    return list(words[place + 1 :])
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Our own command takes these words, and runs one night."""
+    option, _, overrides = read_words(arguments_of(words))
+    assert option == "--once"
+    assert read_study(overrides).name == "nightly"
+
+
+def check_schedule(cron: str) -> None:
+    assert Schedule(cron, "UTC", NOW).after(NOW) == datetime(2026, 11, 21, 2, tzinfo=UTC)
+
+
+def unit(name: str) -> configparser.RawConfigParser:
+    parser = configparser.RawConfigParser(strict=True)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string((DEPLOY / name).read_text())
+    return parser
+
+
+def test_the_systemd_units(tmp_path: Path):
+    service, timer = unit("fsdp-lab-nightly.service"), unit("fsdp-lab-nightly.timer")
+    check_command(shlex.split(service["Service"]["ExecStart"]))
+    assert service["Service"]["Type"] == "oneshot" and "3" not in service["Service"]["SuccessExitStatus"].split()
+    # what is started is in the folder that it is started in
+    assert service["Service"]["ExecStart"].startswith(service["Service"]["WorkingDirectory"] + "/.venv/bin/python")
+    assert timer["Timer"]["Persistent"] == "true"
+    assert re.fullmatch(r"\*-\*-\* \d\d:\d\d:\d\d", timer["Timer"]["OnCalendar"])
+    if shutil.which("systemd-analyze"):
+        for name in ("fsdp-lab-nightly.service", "fsdp-lab-nightly.timer"):
+            home = tmp_path / "fsdp_lab/.venv/bin"
+            home.mkdir(parents=True, exist_ok=True)
+            (home / "python").touch(0o755)
+            text = (DEPLOY / name).read_text().replace("%h", str(tmp_path))
+            (tmp_path / name).write_text(text)
+        done = subprocess.run(
+            ["systemd-analyze", "--user", "verify", str(tmp_path / "fsdp-lab-nightly.timer")],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert not [line for line in done.stderr.splitlines() if "fsdp-lab" in line], done.stderr
+
+
+def test_the_line_for_cron():
+    (line,) = [line for line in (DEPLOY / "crontab").read_text().splitlines() if not line.startswith("#")]
+    cron, command = " ".join(line.split()[:5]), line.split(None, 5)[5]
+    check_schedule(cron)
+    assert "%" not in command  # cron takes it for the end of the line
+    python = next(part for part in re.split(r"&&|\|\||>>", command) if "fsdp_lab.nightly --once" in part)
+    check_command(shlex.split(python))
+    subprocess.run(["sh", "-n", "-c", command], check=True, timeout=10)
+
+
+def test_the_job_for_kubernetes():
+    (job,) = yaml.safe_load_all((DEPLOY / "kuberay-cronjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "CronJob")
+    spec = job["spec"]
+    check_schedule(spec["schedule"])
+    assert spec["concurrencyPolicy"] == "Forbid"
+    pod = spec["jobTemplate"]["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never" and spec["jobTemplate"]["spec"]["backoffLimit"] == 0
+    (container,) = pod["containers"]
+    assert container["command"][:3] == ["ray", "job", "submit"] and container["command"][-1] == "--"
+    words = container["args"]
+    option, _, overrides = read_words(arguments_of(words))
+    assert option == "--once"
+    study = read_study(overrides)
+    assert study.settings["workers"] == 8 and study.tracking.uri == "http://mlflow:5000"
+    from ray.dashboard.modules.job.cli import submit  # its own options, by its own reader
+
+    address = container["command"][3:5]
+    context = submit.make_context("submit", [*address, "--", *words], resilient_parsing=False)
+    assert list(context.params["entrypoint"]) == words
+
+
+def test_the_script_for_slurm():
+    script = DEPLOY / "nightly.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True, timeout=30)
+    lines = script.read_text().splitlines()
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    assert directives and max(directives) < first_command  # Slurm reads no further
+    assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[i]) for i in directives)
+    (command,) = [line for line in lines if line.startswith("exec ")]  # else Slurm's signal ends at the shell
+    check_command(shlex.split(command))
+
+
+def test_each_is_installed_by_two_lines():
+    blocks = re.findall(r"```\n(.*?)```", (DEPLOY / "README.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 4 and all(len(block.splitlines()) == 2 for block in blocks)
+    named = set(re.findall(r"deploy/([\w.-]+)", "".join(blocks).replace("nightly.*", "nightly.service")))
+    assert all((DEPLOY / name).exists() for name in named)
+    assert {f.name for f in DEPLOY.iterdir()} == {*named, "fsdp-lab-nightly.timer", "README.md"}
+
+
+@pytest.mark.parametrize("broken", ["0 2 * *", "0 25 * * *"])
+def test_a_schedule_that_is_none_would_be_seen(broken: str):
+    with pytest.raises(Exception, match=r"nightly\.cron"):
+        check_schedule(broken)
