@@ -20,7 +20,9 @@ HOW_TO_READ = """\
 **How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
 children is a trial that was started alone.
 
-To compare settings: open a sweep, select its trials and press *Compare*. The parameters are the keys of the \
+The answer: open a sweep and look at `report.html` among its artifacts. It says which setting to take and why.
+
+To compare settings yourself: select the trials of a sweep and press *Compare*. The parameters are the keys of the \
 command line, the group choices (`sharding`, `precision`, `offload`, `reshard_after_forward` …) first.
 
 | metric | what it is |
@@ -30,6 +32,8 @@ command line, the group choices (`sharding`, `precision`, `offload`, `reshard_af
 | `memory/peak_bytes` | the most that any rank held; `memory/rank<r>/…` for each rank |
 | `checkpoint/…` | what saving cost |
 | `train/step` | optimizer steps done; the step axis of every metric is the epoch |
+
+A night's sweep has the tag `nightly.verdict` (good, regression, accepted), and `nightly.regressions` names what got worse.
 
 The tag `status` says how a trial ended, `error` why it failed. The data set of a trial stands with its \
 digest under *Datasets*: two trials with equal digests saw the same images.
