@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -29,6 +26,7 @@ from fsdp_lab.config.schema import (
 )
 from fsdp_lab.tracking import Tracker, TrackingError, tracker
 from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, redact, trial_params
+from tests.servers import end, free_port, mlflow_server
 
 FACTS = {
     "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 1437, "data_num_val": 360,
@@ -266,12 +264,6 @@ def test_one_line_redacts_before_it_cuts() -> None:
     assert one_line("ab\n http://me:password@host", 14) == "ab http://***…"
 
 
-def dead_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @contextmanager
 def silent_server() -> Iterator[int]:
     """A port that takes connections and never answers."""
@@ -293,7 +285,7 @@ def refused(uri: str) -> str:
 def test_a_server_that_is_not_there_is_told_in_time_with_the_remedy(silent: bool) -> None:
     began = time.monotonic()
     with silent_server() as port:
-        message = refused(f"http://me:pw@127.0.0.1:{port if silent else dead_port()}")
+        message = refused(f"http://me:pw@127.0.0.1:{port if silent else free_port()}")
     assert time.monotonic() - began < 15
     assert "http://***@127.0.0.1" in message
     assert ("timed out" if silent else "Connection refused") in message
@@ -385,43 +377,10 @@ def test_a_store_that_breaks_and_comes_back_is_told_once_and_written_again(
 
 
 @pytest.fixture
-def server(template: Path, tmp_path: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A real `mlflow server`; its process group is ended with the test."""
-    port, database = dead_port(), tmp_path / "mlflow.db"
-    database.write_bytes(template.read_bytes())
-    command = [
-        sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(tmp_path / "kept"),
-    ]  # fmt: skip
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # starts sooner
-    with (tmp_path / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path, env=environment
-        )
-    try:
-        deadline = time.monotonic() + 90
-        while not _answers(port):
-            waiting = process.poll() is None and time.monotonic() < deadline
-            assert waiting, (tmp_path / "server.log").read_text()
-            time.sleep(0.2)
-        yield port, process
-    finally:
-        end(process)
-
-
-def _answers(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the server with its workers: the group has the server's id."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=20)
+def server(template: Path, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    (tmp_path / "mlflow.db").write_bytes(template.read_bytes())
+    with mlflow_server(tmp_path, "--artifacts-destination", str(tmp_path / "kept")) as started:
+        yield started
 
 
 def test_what_seemed_to_fail_and_got_through_is_not_written_twice(opened: Tracker, tmp_path: Path) -> None:
@@ -457,13 +416,12 @@ def test_what_seemed_to_fail_and_got_through_is_not_written_twice(opened: Tracke
 
 
 def test_a_server_is_written_to_and_its_death_is_told_once(
-    server: tuple[int, subprocess.Popen[bytes]], tmp_path: Path, problems: list[str],
+    server: tuple[str, subprocess.Popen[bytes]], tmp_path: Path, problems: list[str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    port, process = server
-    uri = f"http://127.0.0.1:{port}"
+    uri, process = server
     (tmp_path / "model.pt").write_bytes(b"weights")
-    made = Tracker(TrackingConfig(f"http://me:pw@127.0.0.1:{port}", "lab"), problems.append)
+    made = Tracker(TrackingConfig(uri.replace("://", "://me:pw@"), "lab"), problems.append)
     made.open()
     sweep = made.start_sweep("night", tmp_path, "python -m fsdp_lab -m", 1)
     run_id = start(made, tmp_path, sweep)
@@ -491,7 +449,7 @@ def test_a_server_is_written_to_and_its_death_is_told_once(
     assert len(problems) == 1
     assert made.settle(0.5) > 10
     del problems[1:]
-    assert f"tracking.uri=http://***@127.0.0.1:{port}" in problems[0]
+    assert f"tracking.uri={uri.replace('://', '://***@')}" in problems[0]
     assert "Connection refused" in problems[0]
     assert "pw" not in problems[0]
     assert capfd.readouterr() == ("", "")

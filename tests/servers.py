@@ -1,0 +1,63 @@
+"""A real `mlflow server` for as long as a test needs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def mlflow_server(
+    folder: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`(address, process)` of a server on the store `mlflow.db` of a folder; its process group is ended."""
+    port = free_port()
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", *options,
+    ]  # fmt: skip
+    # Without the jobs it starts sooner; what it would tell its makers needs a network.
+    settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, cwd=folder,
+            env={**os.environ, **settings, **(environment or {})},
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 90
+        while not _answers(port):
+            waiting = process.poll() is None and time.monotonic() < deadline
+            assert waiting, (folder / "server.log").read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        end(process)
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the server with its workers: the group has the server's id."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=20)
