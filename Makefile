@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= sharding=per_block precision=fp16 -m
 
-.PHONY: sweep test test-fast lint format ui bench bench-gpu forecast wheel clean
+.PHONY: sweep test test-fast test-ui lint format ui bench bench-gpu forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: offload x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -14,6 +14,12 @@ test: $(VENV)/.installed    ## all tests, the slow ones too
 
 test-fast: $(VENV)/.installed
 	$(PY) -m pytest -m "not slow"
+
+test-ui: $(VENV)/.installed ## MLflow's pages and ours in a real browser, about four minutes; makes docs/screenshots
+	@command -v chromium >/dev/null || { test $$(id -u) = 0 || sudo=sudo; $$sudo apt-get update -qq \
+	  && $$sudo apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,browser]"
+	FSDP_LAB_UI=1 FSDP_LAB_SCREENSHOTS=docs/screenshots $(PY) -m pytest -m ui
 
 lint: $(VENV)/.installed    ## ruff, with the rooms' import rules, and mypy
 	$(PY) -m ruff check .

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parent.parent
 FASHION_MNIST = ROOT.parent / "shared" / "data"
@@ -40,3 +47,41 @@ def run_cli(
 def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`cli(*arguments)` in the test's own folder."""
     return lambda *arguments, **options: run_cli(tmp_path, *arguments, **options)
+
+
+def _no_browser() -> str:
+    """Why the tests in a browser are left out; "" where they run."""
+    if os.environ.get("FSDP_LAB_UI") != "1":
+        return "in a browser: make test-ui"
+    if not importlib.util.find_spec("playwright"):
+        return "no browser: playwright is not installed, make test-ui does it"
+    return "" if shutil.which("chromium") else "no browser: chromium is not installed, make test-ui does it"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("ui")]
+    if marked and (reason := _no_browser()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """The Chromium of the Debian package, without a window."""
+    from playwright.sync_api import sync_playwright
+
+    # Chromium refuses to be sandboxed as root.
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page of a browser that has seen nothing yet."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(30_000)
+    yield context.new_page()
+    context.close()

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
-import os
 import random
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fsdp_lab.profile import CATEGORIES, Event, Profile
 from fsdp_lab.training import timeline
 from fsdp_lab.training.timeline import write_timeline
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 # Two storages from before the step; then one changes its category, one its size and place.
 SMALL = Profile(
@@ -262,16 +261,8 @@ def test_every_category_has_a_colour(tmp_path: Path) -> None:
     assert [category for category in CATEGORIES if f'{category}: "#' not in text] == []
 
 
-# Runs in a process of its own: Qt's browser wants the main thread, and dies with a process that forks.
-BROWSER = """
-import json, sys
-from PySide6.QtCore import QTimer, QUrl
-from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineScript
-from PySide6.QtWidgets import QApplication
-from PySide6.QtWebEngineWidgets import QWebEngineView
-
-PROBE = '''
-if (self !== top) setTimeout(() => {
+# Moves, presses and drags, and says what stood where.
+PROBE = """() => {
   const section = document.querySelector("[data-peak-bytes]"), canvas = section.querySelector("canvas");
   const tooltip = section.querySelector(".tooltip"), box = canvas.getBoundingClientRect();
   const point = (type, x) => canvas.dispatchEvent(new MouseEvent(type, {
@@ -293,66 +284,24 @@ if (self !== top) setTimeout(() => {
   seen.zoomed = tooltip.textContent;
   point("dblclick", 0.5); point("mousemove", 0.01);
   seen.whole = tooltip.textContent;
-  console.log("SEEN " + JSON.stringify(seen));
-}, 300);
-'''
-
-class Page(QWebEnginePage):
-    errors = []
-
-    def javaScriptConsoleMessage(self, level, message, line, source):
-        if message.startswith("SEEN "):
-            print(json.dumps({"seen": json.loads(message[5:]), "errors": self.errors}), flush=True)
-            app.quit()
-        elif level != QWebEnginePage.JavaScriptConsoleMessageLevel.InfoMessageLevel:
-            self.errors.append(f"{line}: {message}")
-
-app = QApplication(sys.argv[:1])
-view = QWebEngineView()
-page = Page(view)
-view.setPage(page)
-script = QWebEngineScript()
-script.setSourceCode(PROBE)
-script.setInjectionPoint(QWebEngineScript.InjectionPoint.DocumentReady)
-script.setWorldId(QWebEngineScript.ScriptWorldId.MainWorld)
-script.setRunsOnSubFrames(True)
-page.scripts().insert(script)
-view.resize(900, 900)
-view.show()
-view.load(QUrl.fromLocalFile(sys.argv[1]))
-QTimer.singleShot(60_000, lambda: (print(json.dumps({"errors": [*page.errors, "no answer"]})), app.exit(1)))
-status = app.exec()
-view.setPage(None)
-del page, view
-sys.exit(status)
-"""
+  return seen;
+}"""
 
 
-def look(page: Path, python: str) -> Any:
-    """What the page shows in a frame like the one of MLflow's artifact viewer, and the errors it logged."""
-    frame = page.with_name("frame.html")
-    inner = html.escape(page.read_text(encoding="utf-8"))
+@pytest.mark.ui
+def test_page_in_a_browser(tmp_path: Path, page: Page) -> None:
+    """In a frame like the one of MLflow's artifact viewer."""
+    write_timeline(SMALL, tmp_path / "timeline.html", "<b>a</b> title", {"key": "value"})
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    inner = html.escape((tmp_path / "timeline.html").read_text(encoding="utf-8"))
+    frame = tmp_path / "frame.html"
     frame.write_text(f'<iframe sandbox="allow-scripts" width="860" height="860" srcdoc="{inner}"></iframe>')
-    env = {**os.environ, "QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--no-sandbox --disable-gpu"}
-    command = [python, "-c", BROWSER, str(frame)]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.stdout, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
-
-
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("PySide6") and importlib.util.find_spec("PySide6.QtWebEngineWidgets")),
-    reason="no browser: PySide6 with QtWebEngine is not installed",
-)
-def test_page_in_a_browser(tmp_path: Path) -> None:
-    check_in_browser(tmp_path, sys.executable)
-
-
-def check_in_browser(folder: Path, python: str) -> None:
-    write_timeline(SMALL, folder / "timeline.html", "<b>a</b> title", {"key": "value"})
-    found = look(folder / "timeline.html", python)
-    assert found["errors"] == []
-    seen = found["seen"]
+    page.goto(frame.as_uri())
+    page.frame_locator("iframe").locator("canvas").first.wait_for()
+    seen = page.frames[1].evaluate(PROBE)
+    assert errors == []
     assert (seen["peakBytes"], seen["heading"]) == ("210", "<b>a</b> title")
     assert seen["rows"] == [
         ["category", "module", "size", "bytes", "tensors", "share"],
