@@ -7,8 +7,11 @@ import dataclasses
 import types
 import typing
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union
+
+import yaml
 
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.schema import TrialConfig
@@ -31,6 +34,29 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_dict(value)
     return value.name if isinstance(value, Enum) else value
+
+
+# What an option of a group is, by the key that it sets. Nobody types these: they are typed by the option's name.
+_NAMED_BY_OPTION = {
+    "sharding": ("granularity",),
+    "precision": ("param_dtype", "reduce_dtype", "loss_scaling"),
+    "offload": ("target",),
+    "reshard_after_forward": ("policy",),
+    "model": ("family",),
+    "data": ("name",),
+    "optimizer": ("name",),
+    "lr_schedule": ("name",),
+    "search": ("name",),
+    "scheduler": ("name",),
+}
+
+
+@cache
+def said_by_option(group: str, option: str) -> dict[str, Any]:
+    """`{"sharding.granularity": "per_block"}`: what the option of a group says by its name already."""
+    values = yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text()) or {}
+    defaults = flatten(TrialConfig())
+    return {f"{group}.{key}": values.get(key, defaults[f"{group}.{key}"]) for key in _NAMED_BY_OPTION.get(group, ())}
 
 
 def flatten(config: Any) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str, report: ReportConfig) ->
     trials = [
         data.Trial(
             number,
-            {axis: run.params.get(axis, "") for axis in axes},
+            {axis: words.get(axis, "") for axis in axes},
             run.tags.get("status", "running"),
             run.metrics,
             run.epochs,
@@ -108,6 +108,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str, report: ReportConfig) ->
             run.seconds,
         )
         for number, (run, overrides) in enumerate(zip(runs, typed_overrides, strict=True))
+        for words in [{o.partition("=")[0].lstrip("+"): o.partition("=")[2] for o in overrides}]
     ]
     libraries = [
         (name, parent.tags[f"version.{name}"]) for name in ("torch", "ray") if f"version.{name}" in parent.tags

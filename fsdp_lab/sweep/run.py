@@ -196,7 +196,7 @@ class Sweep:
         state = self.states[number]
         trial = state.trial
         state.run = self.tracker.start_trial(
-            run_name(trial, self.swept),
+            short_name(trial, self.swept),
             trial.overrides,
             trial.folder,
             self.parent,
@@ -505,7 +505,8 @@ def run_trials(
     console.final(run.answer)
     report = f"report: {relative(folder)}/{FILES[0]}   " if run.answer else ""
     go_on = f"   to go on: {resume_command(folder)}" if status == INTERRUPTED else ""
-    console.rich.print(f"{report}results: {relative(folder)}/results.csv   compare: make ui{go_on}", highlight=False)
+    results = f"results: {relative(folder)}/results.csv   compare: {run.tracker.ui_url or 'make ui'}"
+    console.rich.print(f"{report}{results}{go_on}", highlight=False, soft_wrap=True)
     return status
 
 
@@ -653,6 +654,13 @@ def run_name(trial: Trial, swept: Sequence[str]) -> str:
     """Short, for lists: the swept settings, or the main ones for a trial alone."""
     keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
     return " ".join(f"{key}={setting(trial, key)}" for key in keys)
+
+
+def short_name(trial: Trial, swept: Sequence[str]) -> str:
+    """For MLflow's list, which shows a dozen letters: `per_block never`, `root lr=0.001`."""
+    keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
+    words = (str(setting(trial, k)) if k in trial.choices else f"{k.split('.')[-1]}={setting(trial, k)}" for k in keys)
+    return " ".join(words)
 
 
 def label(number: int, states: Sequence[TrialState]) -> str:

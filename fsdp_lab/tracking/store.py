@@ -184,6 +184,14 @@ def runs_url(tracking: TrackingConfig) -> str | None:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}/#/runs"
 
 
+def ui_url(tracking: TrackingConfig, experiment_id: str) -> str | None:
+    """The address of an experiment's runs; without its last word MLflow opens on traces of language models."""
+    runs = runs_url(tracking)
+    if runs is None:
+        return None
+    return f"{runs.removesuffix('runs')}experiments/{experiment_id}/runs?workflowType=machine_learning"
+
+
 def search_runs(client: MlflowClient, experiment_id: str, filter_string: str) -> list[Run]:
     """All of them, page by page."""
     found: list[Run] = []
@@ -202,7 +210,7 @@ def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) 
     if found is None:
         try:
             location = artifacts.as_uri() if artifacts else None
-            # The kind makes the UI open on the runs; it would guess, and ask, otherwise.
+            # the UI would guess the kind, and ask, otherwise
             tags = {"mlflow.note.content": HOW_TO_READ, "mlflow.experimentKind": "custom_model_development"}
             return client.create_experiment(name, location, tags)
         except MlflowException:

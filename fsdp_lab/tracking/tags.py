@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.convert import flatten, said_by_option
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS, TrialConfig
 
 HOW_TO_READ = """\
@@ -23,7 +23,7 @@ children is a trial that was started alone.
 The answer: open a sweep and look at `report.html` among its artifacts. It says which setting to take and why.
 
 To compare settings yourself: select the trials of a sweep and press *Compare*. The parameters are the keys of the \
-command line, the group choices (`sharding`, `precision`, `offload`, `reshard_after_forward` …) first.
+command line; the groups (`sharding`, `precision`, `offload`, `reshard_after_forward` …) stand by their option's name.
 
 | metric | what it is |
 | --- | --- |
@@ -33,7 +33,8 @@ command line, the group choices (`sharding`, `precision`, `offload`, `reshard_af
 | `checkpoint/…` | what saving cost |
 | `train/step` | optimizer steps done; the step axis of every metric is the epoch |
 
-A night's sweep has the tag `nightly.verdict` (good, regression, accepted), and `nightly.regressions` names what got worse.
+A night's sweep has the tag `nightly.verdict` (good, regression, accepted); `nightly.regressions` names what got \
+worse.
 
 The tag `status` says how a trial ended, `error` why it failed. The data set of a trial stands with its \
 digest under *Datasets*: two trials with equal digests saw the same images.
@@ -62,11 +63,20 @@ def one_line(text: str, length: int) -> str:
 
 
 def trial_params(config: TrialConfig, choices: Mapping[str, str]) -> dict[str, str]:
-    """The parameters of a trial: the group choices, then every key by its dotted name, as they are typed."""
+    """The parameters of a trial: the group choices, then every key by its dotted name, as they are typed; without what
+    a choice says already, so that a comparison shows an axis once."""
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
     own = {k: v for k, v in flatten(config).items() if k.partition(".")[0] not in (*AFTERWARDS, *RESUME_KEYS)}
-    values = {**chosen, **{k: v for k, v in own.items() if k not in chosen}}
+    said = {k: v for group, option in chosen.items() if group != "experiment" for k, v in _said(group, option).items()}
+    values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in said or said[k] != v)}}
     return {key: redact(_typed(value)) for key, value in values.items()}
+
+
+def _said(group: str, option: str) -> dict[str, Any]:
+    try:
+        return said_by_option(group, option)
+    except OSError:  # an option from another folder, by Hydra's searchpath
+        return {}
 
 
 def _typed(value: Any) -> str:

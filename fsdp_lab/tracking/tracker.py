@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.schema import TrackingConfig, TrialConfig
-from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs
+from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs, ui_url
 from fsdp_lab.tracking.tags import (
     RECORDED_TAG,
     SWEEP_TAG,
@@ -152,6 +152,11 @@ class Tracker:
     def runs_url(self) -> str | None:
         """Where a UI shows runs, `/<id>` to be added; None where no server is known."""
         return runs_url(self._tracking)
+
+    @property
+    def ui_url(self) -> str | None:
+        """Where a UI lists the experiment's runs; None where no server is known."""
+        return ui_url(self._tracking, self._experiment_id) if self._experiment_id else None
 
     def run_id(self, handle: str | None) -> str:
         """The id of a run; "" while it has none."""

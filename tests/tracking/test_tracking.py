@@ -119,14 +119,16 @@ def test_parameters_are_the_choices_and_then_every_key_as_typed(opened: Tracker,
     params = read(start(opened, tmp_path)).data.params
     in_order = trial_params(CONFIG, CHOICES)
     assert params == in_order
-    assert list(in_order)[:4] == ["sharding", "precision", "offload", "sharding.granularity"]
+    assert list(in_order)[:4] == ["sharding", "precision", "offload", "sharding.dp_replicate"]
     expected = {
-        "sharding": "root", "precision": "fp16", "offload": "none", "sharding.granularity": "root",
+        "sharding": "root", "precision": "fp16", "offload": "none",
         "optimizer.lr": "0.01", "export": "false", "compile": "false", "training.max_steps": "null",
         "precision.param_dtype": "float32", "tracking.uri": "sqlite:///outputs/mlflow.db",
     }  # fmt: skip
     assert {key: params[key] for key in expected} == expected
     assert "experiment" not in params
+    # what sharding=root says by its name; precision=fp16 says another dtype than this config has
+    assert "sharding.granularity" not in params and "offload.target" not in params
 
 
 def test_a_trial_of_a_sweep_is_its_child_and_a_trial_alone_is_not(opened: Tracker, tmp_path: Path) -> None:
