@@ -62,7 +62,7 @@ def test_the_page_answers_first_and_its_controls_work(
     losses.locator(".updatemenu-header").first.click()
     losses.locator(".updatemenu-dropdown-button", has_text="train loss").click()
     expect(losses.locator(".ytitle")).to_have_text("train loss")
-    assert losses.locator(".xtick").all_inner_texts() == ["1", "2"]
+    assert losses.locator(".xtick").all_text_contents() == ["1", "2"]
 
     # the table: sorted by a click, filtered by words
     table = page.locator("table.sortable")
