@@ -14,7 +14,7 @@ from mlflow.entities import Run
 from fsdp_lab.tracking.tags import TRIAL_TAG
 from tests.conftest import ROOT, run_cli
 from tests.servers import mlflow_server
-from tests.sweep.conftest import PLAIN, TINY, runs
+from tests.sweep.conftest import PLAIN, runs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -24,6 +24,9 @@ INSTANT = (
     "engine=inline", "model=mlp", "data=synthetic", "data.num_train=8", "data.num_val=8", "training.max_steps=2",
     "training.global_batch_size=8", "checkpoint.mode=off", "export=false", "memory_profile=off",
     "forecast.enabled=false", "hydra.sweep.dir=out", "training.timing_warmup_steps=0", *PLAIN,
+)  # fmt: skip
+README_SWEEP = (
+    "sharding=root,per_block", "precision=fp32", "offload=none", "reshard_after_forward=always,never", "-m",
 )  # fmt: skip
 
 
@@ -53,11 +56,10 @@ def _lab(folder: Path, address: str) -> Lab:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Two axes of two values, for two epochs on two workers, with the page of each rank's memory."""
-    folder = tmp_path_factory.mktemp("night", numbered=False)
+    """The sweep that the README begins with, and the page of each rank's memory on top."""
+    folder = tmp_path_factory.mktemp("readme", numbered=False)
     made = run_cli(
-        folder, *TINY, "sharding=root,per_block", "reshard_after_forward=always,never", "precision=fp32",
-        "offload=none", "memory_profile=timeline", "training.epochs=2", "-m",
+        folder, *README_SWEEP, "memory_profile=timeline", "hydra.sweep.dir=out", "tracking.uri=sqlite:///mlflow.db"
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     with mlflow_server(folder) as (address, _):

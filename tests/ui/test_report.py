@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 
 from fsdp_lab.nightly.nights import read_nights
 from fsdp_lab.nightly.page import write_page
+from tests.conftest import ROOT
 from tests.ui.conftest import Lab
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ def test_the_page_answers_first_and_its_controls_work(
     for name in charts:
         expect(page.locator(f"#{name} .main-svg").first).to_be_attached()
     shoot("report")
+    if shots := os.environ.get("FSDP_LAB_SCREENSHOTS"):  # the README has the figures of the sweep that it shows
+        shutil.copy(lab.folder / "out/report.md", ROOT / shots)
 
     # a hover shows the trial
     box = page.locator("#memory-speed .scatterlayer .trace.scatter .point").first.bounding_box()
