@@ -46,7 +46,9 @@ def due_now(schedule: Schedule, nights: list[Night], since: float, now: float, l
     of_it = [night for night in nights if night.due >= due or night.begun >= due]
     if any(night.over for night in of_it):
         return None
-    if not of_it and late_s is not None and now - due > late_s:
+    if of_it:
+        return of_it[-1].due  # begun, by --once perhaps, and not over
+    if late_s is not None and now - due > late_s:
         return None
     return due
 

@@ -46,6 +46,7 @@ NOTHING_FINISHED, BAD_INPUT, REGRESSED, INTERRUPTED = 1, 2, 3, 130
 _MOST_ATTEMPTS = 3  # of a sweep in one night that keeps being killed
 _END_LIMIT_S = 60.0  # of a sweep that was told to end
 _LOCK_LIMIT_S = 120.0  # of what a killed night left, to end
+_NO_RESULT = ("waiting", "starting", "running", "interrupted")
 _MOST_EARLIER = 10  # nights by which noise is judged
 
 
@@ -146,14 +147,16 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
     folder = study.folder / night.id
     with Others() as others:
         status = _run_sweep(study, folder / "sweep", say)
-    if status not in (0, 1, BAD_INPUT):
+    sweep, sweep_id = _results_of(folder / "sweep") if status in (0, 1) else (None, "")
+    # a driver that fell over leaves with 1 too, and trials without a result
+    whole = status == BAD_INPUT or (sweep is not None and not any(t.status in _NO_RESULT for t in sweep.trials))
+    if not whole:
         if night.attempts >= _MOST_ATTEMPTS:
             say(f"night {night.id} was interrupted {night.attempts} times and is left as it is")
             write_night(study.folder, dataclasses.replace(night, verdict=LEFT))
         else:
             say(f"night {night.id} was interrupted; the next start within the same night goes on with it")
         return INTERRUPTED
-    sweep, sweep_id = (None, "") if status == BAD_INPUT else _results_of(folder / "sweep")
     if sweep is None or not any(trial.status == "finished" for trial in sweep.trials):
         night = dataclasses.replace(night, verdict=FAILED, ended=now())
     else:
@@ -272,10 +275,14 @@ def _quoted(folder: Path) -> str:
     return f"'{text}'"
 
 
-def _results_of(folder: Path) -> tuple[Sweep, str]:
+def _results_of(folder: Path) -> tuple[Sweep | None, str]:
+    """The sweep and its id; None where it fell over before its first trial."""
     from fsdp_lab.sweep.report import sweep_in
 
-    sweep, record, _ = sweep_in(folder)
+    try:
+        sweep, record, _ = sweep_in(folder)
+    except UserError:
+        return None, ""
     return sweep, record.id
 
 
@@ -346,7 +353,9 @@ def gate_text(night: Night) -> str:
     if night.verdict == FAILED:
         return f"# Night {night.id}: failed\n\nNo trial finished.\n"
     if night.baseline is None:
-        return f"# Night {night.id}: {night.verdict}\n\nThe first good night: from now on it is the baseline.\n"
+        short = [f"`{name}`: {r.finished}" for name, r in night.results.items() if r.share < 1]
+        also = f"\nNot all of it finished: {'; '.join(short)}.\n" if short else ""
+        return f"# Night {night.id}: {night.verdict}\n\nThe first good night: from now on it is the baseline.\n{also}"
     said = f"{len(bad)} regressions" if len(bad) > 1 else "a regression" if bad else "nothing got worse"
     return f"# Night {night.id} against {night.baseline}: {said}\n\n{table(findings)}"
 

@@ -87,6 +87,7 @@ def night(due: str, verdict: str = GOOD, begun: str | None = None) -> Night:
         ([night("20T02:00", "running")], "20T09:00", 60.0, "20T02:00"),  # and is never too late
         ([night("19T02:00", "running")], "20T09:00", None, "20T02:00"),  # another night by now
         ([night("20T08:00")], "20T09:00", None, None),  # by --once, in the same night
+        ([night("20T08:00", "running")], "20T09:00", None, "20T08:00"),  # and interrupted: it goes on
     ],
 )
 def test_what_is_due(nights: list[Night], now: str, late_s: float | None, expected: str | None):
