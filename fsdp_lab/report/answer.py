@@ -128,10 +128,10 @@ def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss:
     memory_words = f"{memory / MIB:.2f} MiB at the peak" if math.isfinite(memory) else "memory not measured"
     figures = f"{speed:,.0f} samples/s, {memory_words}, {sweep.loss_key} {loss:.4f}"
     if plain is chosen:
-        best_of = f"the best of {len(able)} settings that fit and learned" if len(able) > 1 else (
-            "no other setting fits and learned"
-        )  # fmt: skip
-        return f"`{chosen.name}`: {figures}; {best_of}."
+        if len(sweep.settings) == 1:
+            return f"{figures}: the only setting, so there is nothing to choose."
+        best_of = f"the best of {len(able)} settings that fit and learned"
+        return f"`{chosen.name}`: {figures}; {best_of if len(able) > 1 else 'no other setting fits and learned'}."
     other = words({key: value for key, value in plain.values.items() if chosen.values.get(key) != value})
     at = f" at {memory / plain.median(MEMORY) * 100:.0f} % of its peak memory" if math.isfinite(memory) else ""
     baseline = plain.values.get("sharding") == "ddp"
