@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 
 from fsdp_lab.compose import Trial, check, explain, register_schema, single_trial
-from fsdp_lab.config import UserError, conf_dir
+from fsdp_lab.config import ConfigError, UserError, conf_dir, to_dict
 from fsdp_lab.engine.cluster import stop_ray
 
 
@@ -18,6 +20,9 @@ def main() -> None:
     """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input) or 130 (interrupted)."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
     try:
+        if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
+            key = nightly[0].partition("=")[0]
+            raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or type it there.")
         sys.argv[1:] = multirun_first(resume_first(sys.argv[1:]))
     except UserError as error:
         leave(error)
@@ -50,11 +55,20 @@ def run_single(cfg: Any) -> None:
     try:
         trial = single_trial(cfg)
         check(trial.config)
+        if cfg.nightly.notify.url is not None:  # a preset's; Hydra has written it down already
+            write_config(trial.folder / ".hydra" / "config.yaml", trial)
         status = run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
     if status:
         sys.exit(status)
+
+
+def write_config(path: Path, trial: Trial) -> None:
+    """The trial's config, in which nothing of the nights is."""
+    making = path.with_name(f".{path.name}.making")
+    making.write_text(yaml.safe_dump(to_dict(trial.config), sort_keys=False))
+    making.rename(path)
 
 
 def run_alone(trial: Trial) -> int:

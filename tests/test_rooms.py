@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "report.__main__": {"config", "compose", "report", "sweep", "tracking"},
     "sweep": {"config", "compose", "training", "forecast", "engine", "report", "tracking"},
     "nightly": {"config", "report", "sweep", "tracking"},
-    "nightly.__main__": {"config", "compose", "nightly", "sweep"},
+    "nightly.__main__": {"config", "compose", "nightly", "sweep", "tracking"},
     "predict": {"config", "training", "tracking"},
     "__main__": {"config", "compose", "training", "engine", "sweep", "tracking"},
     "hydra_plugins": {"config", "sweep"},

@@ -2,6 +2,7 @@
 
 python -m fsdp_lab.nightly                       on its schedule, in the foreground: for systemd or a container
 python -m fsdp_lab.nightly --once                now: for cron, Slurm's scrontab, CI
+python -m fsdp_lab.nightly --continue            only the rest of an interrupted night, if there is one
 python -m fsdp_lab.nightly --check               say what would run, and when; run nothing
 python -m fsdp_lab.nightly --accept "reason"     make the last night the baseline
 
@@ -39,13 +40,14 @@ from fsdp_lab.config import ConfigError, conf_dir, flatten, workers_of
 from fsdp_lab.config.checks import gpus_here
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS
 from fsdp_lab.nightly.loop import WallClock, due_once, loop
-from fsdp_lab.nightly.night import INTERRUPTED, Study, accept, baseline_of, locked, run_night
+from fsdp_lab.nightly.night import InUse, Study, accept, baseline_of, locked, run_night
 from fsdp_lab.nightly.nights import read_nights, read_since
 from fsdp_lab.nightly.notify import check_url
 from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
+from fsdp_lab.tracking.tags import redact
 
-_OPTIONS = ("--once", "--check", "--accept")
+_OPTIONS = ("--once", "--continue", "--check", "--accept")
 # They differ between nights, or say where things lie and how long they wait, not what is measured.
 _NOT_OF_A_STUDY = ("tracking", "cluster", "forecast", "repeat", "trial_timeout_s", *AFTERWARDS, *RESUME_KEYS)
 _NIGHTS_TOLD = 3
@@ -66,31 +68,59 @@ def main() -> int:
         if option == "--check":
             tell_plan(study, schedule, now)
             return 0
-        with locked(study):
-            if option == "--accept":
+        if option == "--accept":
+            with locked(study):
                 accept(study, reason, say)
-                return 0
-            running = True
-            if option == "--once":
-                return run_night(study, due_once(schedule, read_nights(study.folder), time.time()), say)
+            return 0
+        running = True
+        if option in ("--once", "--continue"):
+            return run_once(study, schedule, only_go_on=option == "--continue")
+        with locked(study, ".schedule"):
+            nightly = study.nightly
             baseline_of(study, read_nights(study.folder))  # now, not in the night
             since = read_since(study.folder, time.time())
-            nightly = study.nightly
             loop(
-                schedule, lambda: read_nights(study.folder), lambda due: run_night(study, due, say), since, WallClock(),
+                schedule, lambda: read_nights(study.folder), lambda due: run_locked(study, due), since, WallClock(),
                 say, nightly.jitter_s, nightly.late_s,
             )  # fmt: skip
             return 0
     except KeyboardInterrupt:
         unfinished = running and any(not night.over for night in read_nights(study.folder))
         print("fsdp_lab.nightly: ended" + (", in a night; the next start goes on with it" if unfinished else ""))
-        return INTERRUPTED if unfinished else 0
+        return 130 if unfinished else 0
     except Exception as error:
         message = explain(error)
         if message is None:
             raise
         print(f"fsdp_lab.nightly: {message}", file=sys.stderr)
         return 2
+
+
+def run_locked(study: Study, due: float) -> int:
+    with locked(study):
+        return run_night(study, due, say)
+
+
+def run_once(study: Study, schedule: Schedule, only_go_on: bool) -> int:
+    """A night now, or the rest of the one that was interrupted; with `only_go_on` nothing where none was, or where it
+    runs.
+
+    Raises:
+        InUse: another one is at work.
+    """
+    try:
+        with locked(study):
+            nights = read_nights(study.folder)
+            due = due_once(schedule, nights, time.time())
+            if only_go_on and not any(night.due == due and not night.over for night in nights):
+                say("no night was interrupted")
+                return 0
+            return run_night(study, due, say)
+    except InUse as error:
+        if not only_go_on:
+            raise
+        say(str(error))
+        return 0
 
 
 def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
@@ -124,6 +154,9 @@ def read_study(overrides: list[str]) -> Study:
     Raises:
         Exception: what Hydra or the checks say of them.
     """
+    words = [word.lstrip("+~") for word in overrides]
+    if resumes := [word for word in words if word.partition("=")[0] in RESUME_KEYS]:
+        raise ConfigError(f"{resumes[0]}: a night goes on by itself when it was interrupted; leave it out.")
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
     register_schema()
@@ -134,6 +167,13 @@ def read_study(overrides: list[str]) -> Study:
         defaults: dict[str, Any] = compose("config", plain, return_hydra_config=True).hydra.sweeper.params
         given = all_overrides(parser, {k: None if v is None else str(v) for k, v in defaults.items()}, overrides)
         axes = {o.get_key_element(): discrete_values(o) for o in given.values()}
+        if several := [
+            key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1
+        ]:
+            raise ConfigError(
+                f"{several[0]} has several values, it takes one; quote what holds a comma: "
+                f"\"{several[0]}='0 2,14 * * *'\"."
+            )
         first = [values[0] for values in axes.values()]
         cfg = compose("config", first, return_hydra_config=True)
     config = typed_config(cfg, nightly=True)
@@ -151,13 +191,14 @@ def read_study(overrides: list[str]) -> Study:
     name = choices.get("experiment", "nightly")
     nightly = config.nightly
     repeats = [f"repeat={','.join(map(str, range(nightly.repeats)))}"] if nightly.repeats > 1 else []
-    typed = [w for w in overrides if not w.startswith(("nightly.", "hydra.sweep.dir="))]
+    typed = [w for w in overrides if not w.lstrip("+~").startswith(("nightly.", "hydra.sweep.dir="))]
     named = {w.partition("=")[0] for w in typed}
     default_axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]
     # with defaults out of the way the axes have the order of the words: the repeats lie as far apart as they can
     no_defaults = [f"hydra.sweeper.params.{key}=null" for key, value in defaults.items() if value is not None]
     arguments = [*repeats, *default_axes, *typed, *no_defaults]
-    return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, settings)
+    shares_cores = settings["device"] == "cpu" and config.cluster.address is None
+    return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, settings, shares_cores)
 
 
 def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
@@ -168,7 +209,7 @@ def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
     """
     baseline = baseline_of(study, read_nights(study.folder))
     print(f"study:    {study.name}, in {study.folder}")
-    print(f"sweep:    {shlex.join(['python', '-m', 'fsdp_lab', '-m', *study.arguments])}")
+    print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *study.arguments]))}")
     print(
         f"baseline: {f'{baseline.id} ({baseline.verdict})' if baseline else 'none yet: the first good night will be'}"
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median, variance
 
 from fsdp_lab.config.schema import ToleranceConfig
 from fsdp_lab.report.data import MEMORY, MIB, SPEED
 
 LOSS, FORECAST_ERROR = "loss", "forecast/error"
-_FEWEST_NIGHTS = 3  # from so many on, how much nights differ from one another is known
+_FEWEST_NIGHTS = 4  # from so many on, how much nights differ from one another is known
+_MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,11 @@ def compare(
     earlier: Sequence[Mapping[str, Result]],
     tolerance: ToleranceConfig,
     significance: float,
-    same_machine: bool = True,
 ) -> list[Finding]:
     """Every setting of either night, every metric that both have.
 
     Args:
-        earlier: good nights on the same machine, the baseline too, for how much nights differ by themselves.
-        same_machine: speed is not compared across machines.
+        earlier: good nights, the baseline too, in their order, for how much nights differ by themselves.
     """
     findings = []
     for setting, before in baseline.items():
@@ -111,9 +111,13 @@ def compare(
         if now is None:
             continue
         for metric in METRICS:
-            if not before.values.get(metric.key) or not now.values.get(metric.key):
-                continue
-            if metric.key == SPEED and not same_machine:
+            if not before.values.get(metric.key) or metric.key not in now.values:
+                continue  # what was not to be judged has no key
+            if not now.values[metric.key]:
+                if now.share:
+                    gone = "nothing is measured any more"
+                    there = metric.tell(median(before.values[metric.key]))
+                    findings.append(Finding(setting, metric.label, there, "none", "", True, gone))
                 continue
             nights = [
                 median(v) for night in earlier if setting in night and (v := night[setting].values.get(metric.key))
@@ -159,12 +163,15 @@ def _noise(before: Sequence[float], now: Sequence[float], nights: Sequence[float
     nothing is known of the noise.
 
     Nights differ among themselves by more than repeats in one night do, so the variance of their medians counts for
-    each of the two. Before enough nights are known they are taken to differ as repeats do.
+    each of the two. It is taken from the differences of nights that follow one another, by their median, so that a
+    change for good (faster code, a night that was accepted) is not taken for noise. Before enough nights are known
+    they are taken to differ as repeats do.
     """
     within = [(variance(v), len(v)) for v in (before, now) if len(v) > 1]
     parts = [(var / count, count - 1) for var, count in within]
     if len(nights) >= _FEWEST_NIGHTS:
-        parts += [(2 * variance(nights), len(nights) - 1)]
+        between = median(abs(b - a) for a, b in pairwise(nights)) / _MEDIAN_OF_NORMAL
+        parts += [(between**2, len(nights) - 1)]  # of a difference, so twice the variance of a night
     elif within:
         freedom = sum(count - 1 for _, count in within)
         parts += [(2 * sum(var * (count - 1) for var, count in within) / freedom, freedom)]

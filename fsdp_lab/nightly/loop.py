@@ -8,9 +8,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
+from fsdp_lab.config import UserError
 from fsdp_lab.nightly.nights import Night
 from fsdp_lab.nightly.schedule import Schedule
 
+_AFTER_TROUBLE_S = 600.0
 _LONGEST_NAP_S = 30.0  # a clock that is set, and a machine that slept, are seen within it
 
 
@@ -80,17 +82,27 @@ def loop(
         nights: end after so many; None: never.
     """
     done = 0
+    # one that was waited for is late by the jitter and by a nap, which is not what late_s is about
+    allowed = None if late_s is None else late_s + jitter_s + _LONGEST_NAP_S
     while nights is None or done < nights:
-        due = due_now(schedule, read(), since, clock.now(), late_s)
+        due = due_now(schedule, read(), since, clock.now(), allowed)
         if due is not None:
-            run(due)
+            try:
+                run(due)
+            except (OSError, UserError) as error:  # a full disk, another start at work: until it is mended
+                say(f"the night could not be run: {error}; it is tried again in {_AFTER_TROUBLE_S:g} s")
+                _wait(clock, clock.now() + _AFTER_TROUBLE_S)
             done += 1
             continue
         start = schedule.after(_moment(clock.now())).timestamp()
         with_jitter = start + (random.uniform(0, jitter_s) if jitter_s else 0.0)
         say(f"the next night is {_moment(start).astimezone():%Y-%m-%d %H:%M:%S %Z}")
-        while clock.now() < with_jitter:
-            clock.sleep(min(_LONGEST_NAP_S, with_jitter - clock.now()))
+        _wait(clock, with_jitter)
+
+
+def _wait(clock: Clock, until: float) -> None:
+    while clock.now() < until:
+        clock.sleep(min(_LONGEST_NAP_S, until - clock.now()))
 
 
 def _moment(seconds: float) -> datetime:

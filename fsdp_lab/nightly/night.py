@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from fsdp_lab.report.write import write_text
 from fsdp_lab.tracking import TrackingError, annotate, find_sweep_run
 from fsdp_lab.tracking.tags import machine_tags
 
-NOTHING_FINISHED, BAD_INPUT, REGRESSED, INTERRUPTED = 1, 2, 3, 130
+NOTHING_FINISHED, BAD_INPUT, REGRESSED = 1, 2, 3
 _MOST_ATTEMPTS = 3  # of a sweep in one night that keeps being killed
 _END_LIMIT_S = 60.0  # of a sweep that was told to end
 _LOCK_LIMIT_S = 120.0  # of what a killed night left, to end
@@ -58,6 +59,7 @@ class Study:
         folder: its own, below `nightly.folder`.
         arguments: of its sweep, all axes named, the repeats first: so that they lie as far apart in time as they can.
         settings: what all its trials share.
+        shares_cores: it computes on this machine's cores, so that what others do there is felt.
     """
 
     name: str
@@ -66,18 +68,27 @@ class Study:
     tracking: TrackingConfig
     arguments: list[str]
     settings: dict[str, Any]
+    shares_cores: bool
+
+
+class InUse(UserError):
+    """Another start is at work in the folder."""
 
 
 @contextmanager
-def locked(study: Study) -> Iterator[None]:
-    """Never two at once: in this folder, by this process or another one.
+def locked(study: Study, name: str = ".lock") -> Iterator[None]:
+    """Never two at once, in this process or another one.
+
+    Args:
+        name: `.lock` for a night, `.schedule` for what waits for nights: between these, others may do one.
 
     Raises:
-        UserError: another one is at work, or the folder cannot be written.
+        InUse: another one is at work.
+        UserError: the folder cannot be written.
     """
     try:
         study.folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(study.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(study.folder / name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(
             f"nightly.folder={study.folder.parent} cannot be written ({error.strerror}); name one that can be."
@@ -87,9 +98,9 @@ def locked(study: Study) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = os.read(handle, 200).decode(errors="replace").strip()
-            raise UserError(
+            raise InUse(
                 f"{study.folder} is in use by another fsdp_lab.nightly ({who}); there is never a second night at once. "
-                "End that one first, or give this one another nightly.folder."
+                "Wait until that has ended, or end it."
             ) from None
         os.truncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
@@ -136,93 +147,129 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
         due: when it was to be, seconds since 1970.
 
     Returns:
-        0: good; 1: nothing finished; 2: the sweep was refused; 3: regression; 130: interrupted.
+        0: good; 1: nothing finished; 2: the sweep was refused; 3: regression.
 
     Raises:
-        UserError: the baseline cannot be compared with.
+        UserError: the baseline cannot be compared with, or the night waits for something that is to be mended.
+        KeyboardInterrupt: the next start within the same night goes on with it.
     """
     nights = read_nights(study.folder)
     baseline = baseline_of(study, nights)
     night = _begin(study, nights, due, now, say)
     folder = study.folder / night.id
-    with Others() as others:
-        status = _run_sweep(study, folder / "sweep", say)
-    sweep, sweep_id = _results_of(folder / "sweep") if status in (0, 1) else (None, "")
-    # a driver that fell over leaves with 1 too, and trials without a result
-    whole = status == BAD_INPUT or (sweep is not None and not any(t.status in _NO_RESULT for t in sweep.trials))
-    if not whole:
-        if night.attempts >= _MOST_ATTEMPTS:
-            say(f"night {night.id} was interrupted {night.attempts} times and is left as it is")
-            write_night(study.folder, dataclasses.replace(night, verdict=LEFT))
-        else:
-            say(f"night {night.id} was interrupted; the next start within the same night goes on with it")
-        return INTERRUPTED
-    if sweep is None or not any(trial.status == "finished" for trial in sweep.trials):
+    sweep, sweep_id, status = None, "", 0
+    while night.attempts < _MOST_ATTEMPTS:
+        if night.attempts:
+            say(f"night {night.id} goes on: attempt {night.attempts + 1} of {_MOST_ATTEMPTS}")
+        night = _keep(study, night, attempts=night.attempts + 1)
+        others = Others()
+        try:
+            with others:
+                status = _run_sweep(study, folder / "sweep", say)
+        finally:  # of a night in several parts, the worst
+            night = _keep(study, night, others=max(night.others, round(others.share, 4)))
+        sweep, sweep_id = _results_of(folder / "sweep")
+        if status == BAD_INPUT or (sweep is not None and not any(t.status in _NO_RESULT for t in sweep.trials)):
+            break
+        say(f"the night's sweep ended by itself, with status {status} and trials without a result")
+        sweep = None
+    if status == BAD_INPUT or sweep is None or not any(trial.status == "finished" for trial in sweep.trials):
         night = dataclasses.replace(night, verdict=FAILED, ended=now())
     else:
-        busy = study.settings["device"] == "cpu" and others.share > study.nightly.others_cpu
+        busy = study.shares_cores and night.others > study.nightly.others_cpu
         if busy:
             say(
-                f"others had {others.share:.0%} of this machine's cores, more than nightly.others_cpu="
+                f"others had {night.others:.0%} of this machine's cores, more than nightly.others_cpu="
                 f"{study.nightly.others_cpu:g}: speed is not judged tonight"
             )
-        night = dataclasses.replace(night, others=round(others.share, 4), busy=busy)
-        night = _judge(study, night, nights, baseline, sweep, now)
+        night = _judge(study, dataclasses.replace(night, busy=busy), nights, baseline, sweep, now)
     night = dataclasses.replace(night, run_id=_run_of(study, sweep_id, say))
     # all that leaves word of it first: a kill before the verdict is written makes the next start say it again
-    gate = gate_text(night)
-    write_text(folder / "gate.md", gate)
-    _tag(study, night, [folder / "gate.md"], say)
-    if problem := notify(study.nightly.notify, verdict_of(study, night, folder)):
-        say(problem)
+    _tell(study, night, say)
     write_night(study.folder, night)
-    write_page(study.folder / "nights.html", study.name, read_nights(study.folder))
-    prune(study)
-    say(gate)
+    try:
+        write_page(study.folder / "nights.html", study.name, read_nights(study.folder))
+        prune(study)
+    except (OSError, UserError) as error:
+        say(f"the page of the nights is not up to date: {error}")
     say(f"night {night.id}: {night.verdict}   page: {study.folder / 'nights.html'}")
     if night.verdict == FAILED:
         return BAD_INPUT if status == BAD_INPUT else NOTHING_FINISHED
     return REGRESSED if night.verdict == REGRESSION else 0
 
 
+def _keep(study: Study, night: Night, **changed: Any) -> Night:
+    night = dataclasses.replace(night, **changed)
+    write_night(study.folder, night)
+    return night
+
+
+def _tell(study: Study, night: Night, say: Callable[[str], None]) -> None:
+    """The verdict to everybody: a file, MLflow, the webhook, the terminal."""
+    gate = gate_text(night)
+    folder = study.folder / night.id
+    write_text(folder / "gate.md", gate)
+    _tag(study, night, [folder / "gate.md"], say)
+    if problem := notify(study.nightly.notify, verdict_of(study, night, folder)):
+        say(problem)
+    say(gate)
+
+
 def _begin(
     study: Study, nights: Sequence[Night], due: float, now: Callable[[], float], say: Callable[[str], None]
 ) -> Night:
     for night in nights:
-        if not night.over and night.due != due:
-            say(f"night {night.id} was interrupted and is left as it is")
-            write_night(study.folder, dataclasses.replace(night, verdict=LEFT))
-        elif not night.over:
+        if not night.over and night.due == due and night.study == study.settings:
             say(f"night {night.id} was interrupted and goes on")
-            night = dataclasses.replace(night, attempts=night.attempts + 1)
-            write_night(study.folder, night)
             return night
+        if not night.over:
+            say(f"night {night.id} was interrupted, and is another night or study by now: it is left as it is")
+            night = dataclasses.replace(night, verdict=LEFT)
+            _tell(study, night, say)
+            write_night(study.folder, night)
     begun = now()
-    tags = machine_tags()
-    night = Night(
-        night_id(begun),
-        due,
-        begun,
-        study=study.settings,
-        machine=f"{platform.node()}, {study.settings['device']}, {study.settings['workers']} workers",
-        commit=tags.get("mlflow.source.git.commit", "") + ("+changes" if tags.get("git.dirty") == "true" else ""),
-        libraries={key.removeprefix("version."): tags[key] for key in tags if key.startswith("version.")},
-    )
+    night = Night(night_id(begun), due, begun, study=study.settings, **_origin(study))
     write_night(study.folder, night)
     say(f"night {night.id} begins")
     return night
 
 
+def _origin(study: Study) -> dict[str, Any]:
+    """With what it is run, as it is now."""
+    tags = machine_tags()
+    return {
+        "machine": f"{platform.node()}, {study.settings['device']}, {study.settings['workers']} workers",
+        "commit": tags.get("mlflow.source.git.commit", "") + ("+changes" if tags.get("git.dirty") == "true" else ""),
+        "libraries": {key.removeprefix("version."): tags[key] for key in tags if key.startswith("version.")},
+    }
+
+
 def _run_sweep(study: Study, folder: Path, say: Callable[[str], None]) -> int:
-    """Its exit status: 0, 1 (a trial failed), 2 (refused), or anything else when it was interrupted."""
+    """Its exit status: 0, 1 (a trial failed), 2 (refused), or anything else when it was ended.
+
+    Raises:
+        UserError: what was begun cannot go on until something is mended; nothing of it is lost.
+    """
     if (folder / "sweep.json").exists():
         _wait_until_free(folder, say)
-        status = _run(["resume=" + _quoted(folder)])
-        if status != BAD_INPUT:
+        if not changed_since(folder):
+            status = _run(["resume=" + _quoted(folder)])
+            if status == BAD_INPUT:
+                raise UserError(f"the night's sweep in {folder} cannot go on: mend what it says, then start again.")
             return status
-        say("what was begun cannot be gone on with: the night's sweep starts anew")
-        shutil.rmtree(folder)
-    return _run(["-m", *study.arguments, "nightly.notify.url=null", "hydra.sweep.dir=" + _quoted(folder)])
+        aside = next(p for n in count(1) if not (p := folder.with_name(f"sweep.{n}")).exists())
+        say(f"the code is other than when the night began: what it has goes to {aside.name}, and it starts anew")
+        folder.rename(aside)
+        night = next(night for night in read_nights(study.folder) if night.id == folder.parent.name)
+        write_night(study.folder, dataclasses.replace(night, **_origin(study)))
+    return _run(["-m", *study.arguments, "hydra.sweep.dir=" + _quoted(folder)])
+
+
+def changed_since(folder: Path) -> list[str]:
+    """What code and libraries a sweep was begun with that are others now."""
+    from fsdp_lab.sweep.record import changes_of_code, read_record
+
+    return changes_of_code(read_record(folder, "sweep"))
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -292,15 +339,14 @@ def _judge(
     results = results_of(sweep)
     findings: list[Finding] = []
     if baseline is not None:
-        good = [n for n in nights if n.is_good and n.machine == night.machine]
-        same = baseline.machine == night.machine
         findings = compare(
             results if not night.busy else without_speed(results),
-            with_speed_of(good, baseline) if study.nightly.baseline is None else baseline.results,
-            [n.results if not n.busy else without_speed(n.results) for n in good][-_MOST_EARLIER:],
+            reference(nights, baseline, night, named=study.nightly.baseline is not None),
+            [n.results if _same_speed(n, night) else without_speed(n.results) for n in nights if n.is_good][
+                -_MOST_EARLIER:
+            ],
             study.nightly.tolerance,
             study.nightly.significance,
-            same_machine=same,
         )
     return dataclasses.replace(
         night,
@@ -331,19 +377,29 @@ def without_speed(results: Mapping[str, Result]) -> dict[str, Result]:
     }
 
 
-def with_speed_of(good: Sequence[Night], baseline: Night) -> dict[str, Result]:
-    """The baseline, with the speeds of the last good night in which the machine was ours, where it was not."""
-    quiet = next((night for night in reversed(good) if not night.busy), None)
-    found = without_speed(baseline.results) if baseline.busy else dict(baseline.results)
-    if not baseline.busy or quiet is None:
+def reference(nights: Sequence[Night], baseline: Night, night: Night, named: bool = False) -> dict[str, Result]:
+    """What a night is compared with: the baseline, and where its speeds say nothing (others had the machine, or it was
+    another one) those of the last good night in which they do.
+
+    Args:
+        named: the baseline was chosen by hand, so that no other night stands in for it.
+    """
+    if _same_speed(baseline, night):
+        return dict(baseline.results)
+    found = without_speed(baseline.results)
+    usable = [] if named else [n for n in nights if n.is_good and _same_speed(n, night)]
+    if not usable:
         return found
+    speeds = {setting: result.values.get(SPEED, []) for setting, result in usable[-1].results.items()}
     return {
-        setting: Result(
-            result.statuses,
-            {**result.values, SPEED: quiet.results[setting].values.get(SPEED, []) if setting in quiet.results else []},
-        )
+        setting: Result(result.statuses, {**result.values, SPEED: speeds.get(setting, [])})
         for setting, result in found.items()
     }
+
+
+def _same_speed(one: Night, other: Night) -> bool:
+    """Whether the speeds of `one` can be held against those of `other`."""
+    return one.machine == other.machine and not one.busy
 
 
 def gate_text(night: Night) -> str:
@@ -351,7 +407,11 @@ def gate_text(night: Night) -> str:
     findings = [Finding(**finding) for finding in night.findings]
     bad = [f for f in findings if f.regression]
     if night.verdict == FAILED:
-        return f"# Night {night.id}: failed\n\nNo trial finished.\n"
+        return (
+            f"# Night {night.id}: failed\n\nIts sweep came to no end, or nothing finished: {night.attempts} starts.\n"
+        )
+    if night.verdict == LEFT:
+        return f"# Night {night.id}: left\n\nIt was interrupted, and nothing went on with it that night.\n"
     if night.baseline is None:
         short = [f"`{name}`: {r.finished}" for name, r in night.results.items() if r.share < 1]
         also = f"\nNot all of it finished: {'; '.join(short)}.\n" if short else ""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.config import UserError
 from fsdp_lab.nightly.gate import Result
 
 RUNNING, GOOD, REGRESSION, ACCEPTED, FAILED, LEFT = "running", "good", "regression", "accepted", "failed", "left"
@@ -56,7 +56,7 @@ class Night:
     findings: list[dict[str, Any]] = field(default_factory=list)
     run_id: str = ""
     accepted: dict[str, str] | None = None
-    attempts: int = 1
+    attempts: int = 0
     others: float = 0.0
     busy: bool = False
 
@@ -78,13 +78,23 @@ def write_night(folder: Path, night: Night) -> None:
 
 
 def read_nights(folder: Path) -> list[Night]:
-    """All that began, the oldest first. A folder that was killed before its first word is none."""
+    """All that began, the oldest first. A folder that was killed before its first word is none.
+
+    Raises:
+        UserError: a night that cannot be read; keys of a newer version are left out.
+    """
     found = []
+    known = {f.name for f in fields(Night)}
     for path in sorted(folder.glob("*/night.json")):
-        with suppress(ValueError, TypeError, KeyError):
-            content = json.loads(path.read_text())
+        try:
+            content = {key: value for key, value in json.loads(path.read_text()).items() if key in known}
             content["results"] = {setting: Result(**result) for setting, result in content["results"].items()}
             found.append(Night(**content))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}); put it right, or move the night's folder away: without it nights "
+                "would be compared with an older one."
+            ) from None
     return sorted(found, key=lambda night: night.begun)
 
 

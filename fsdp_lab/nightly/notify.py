@@ -18,7 +18,12 @@ def check_url(url: str | None) -> None:
     Raises:
         ConfigError: it is no http address. The address itself may be a secret and is not told.
     """
-    if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+    try:
+        parts = urlsplit(url or "http://none")
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        fine = False
+    if not fine:
         raise ConfigError("nightly.notify.url is not an http or https address; give one, or null for none.")
 
 

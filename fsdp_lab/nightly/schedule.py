@@ -7,8 +7,11 @@ know it already.
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
 
+from apscheduler.triggers.combining import OrTrigger
 from apscheduler.triggers.cron import CronTrigger
+from tzlocal import get_localzone
 
 from fsdp_lab.config import ConfigError
 
@@ -36,12 +39,17 @@ class Schedule:
                 "example '0 2 * * *'."
             )
         try:
-            fields[4] = _weekdays(fields[4])
-            self._trigger = CronTrigger.from_crontab(" ".join(fields), timezone=zone)
-        except KeyError:  # the standard library knows no such zone
+            known = ZoneInfo(zone) if zone is not None else get_localzone()
+        except (KeyError, ValueError, OSError):
             raise ConfigError(
                 f"nightly.timezone={zone} is not a time zone; use a name such as Europe/Berlin."
             ) from None
+        try:
+            fields[4] = _weekdays(fields[4])
+            # of a day of the month and a weekday, cron takes either; APScheduler would take both together
+            either = fields[2] != "*" and fields[4] != "*"
+            ways = [[*fields[:4], "*"], [*fields[:2], "*", *fields[3:]]] if either else [fields]
+            self._trigger = OrTrigger([CronTrigger.from_crontab(" ".join(way), timezone=known) for way in ways])
         except ValueError as error:
             raise ConfigError(
                 f"nightly.cron='{cron}': {error}; use minute hour day month weekday, for example '0 2 * * *'."

@@ -79,7 +79,8 @@ def run(options: dict[str, str]) -> None:
     else:
         folder = find_folder(which, tracking, "sweep")
         sweep, record, config = sweep_in(folder)
-        uri, ui = options.get("tracking.uri", config.tracking.uri), options.get("tracking.ui", config.tracking.ui)
+        uri = options.get("tracking.uri") or seen_from(config.tracking.uri, record.launched_in)
+        ui = options.get("tracking.ui", config.tracking.ui)
         tracking = dataclasses.replace(config.tracking, uri=uri, ui=ui)
         sweep = dataclasses.replace(with_tolerances(sweep, options), runs_url=runs_url(tracking))
     require_results(sweep, which)
@@ -90,9 +91,17 @@ def run(options: dict[str, str]) -> None:
         run_id = which if is_run else find_sweep_run(tracking, record.id)
         if run_id:
             annotate(tracking, run_id, {}, [out / name for name in FILES])
+        else:
+            print("fsdp_lab.report: the store has no run of this sweep, so the report is in its folder alone")
     except TrackingError as error:
         print(f"fsdp_lab.report: MLflow has not got the report: {error}", file=sys.stderr)
     tell(found, out)
+
+
+def seen_from(uri: str, folder: str) -> str:
+    """A store in a file, as it was meant where the sweep was started."""
+    place = uri.removeprefix("sqlite:///")
+    return uri if place == uri or place.startswith("/") else f"sqlite:///{Path(folder, place)}"
 
 
 def with_tolerances(sweep: Sweep, options: dict[str, str]) -> Sweep:

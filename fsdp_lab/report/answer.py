@@ -133,7 +133,9 @@ def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss:
         best_of = f"the best of {len(able)} settings that fit and learned"
         return f"`{chosen.name}`: {figures}; {best_of if len(able) > 1 else 'no other setting fits and learned'}."
     other = words({key: value for key, value in plain.values.items() if chosen.values.get(key) != value})
-    at = f" at {memory / plain.median(MEMORY) * 100:.0f} % of its peak memory" if math.isfinite(memory) else ""
+    other_memory = plain.median(MEMORY)
+    known = math.isfinite(memory) and math.isfinite(other_memory) and other_memory > 0
+    at = f" at {memory / other_memory * 100:.0f} % of its peak memory" if known else ""
     baseline = plain.values.get("sharding") == "ddp"
     than, reference = ("the unsharded baseline", plain.median(sweep.loss_key)) if baseline else ("the best", best_loss)
     return (

@@ -154,7 +154,10 @@ def write_multirun(folder: Path, config: DictConfig, record: Record, trials: Seq
     """`multirun.yaml` and the record of the sweep, and `.hydra/` of each trial that is known, as Hydra's own launcher
     leaves it."""
     begin_folder(folder, [storage(trial, folder) for trial in trials])
-    OmegaConf.save(config, folder / "multirun.yaml")
+    kept = copy.deepcopy(config)
+    with open_dict(kept):
+        kept.nightly.notify.url = None  # often a secret, and no sweep's
+    OmegaConf.save(kept, folder / "multirun.yaml")
     for trial in trials:
         write_hydra_folder(trial)
         add_trial(folder, trial)

@@ -103,11 +103,13 @@ def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
     Raises:
         TrackingError: the store cannot be used.
     """
+    _require_store(tracking)
     client, experiment = open_store(tracking)
-    for run in search_runs(client, experiment, f"tags.`{SWEEP_TAG}` = '{sweep_id}'"):
-        if "mlflow.parentRunId" not in run.data.tags:
-            return str(run.info.run_id)
-    return ""
+    try:
+        runs = search_runs(client, experiment, f"tags.`{SWEEP_TAG}` = '{sweep_id}'")
+    except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
+        raise refusal(tracking.uri, error) from None
+    return next((str(run.info.run_id) for run in runs if "mlflow.parentRunId" not in run.data.tags), "")
 
 
 def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
@@ -130,11 +132,16 @@ def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
     return folder
 
 
-def _client_with_run(tracking: TrackingConfig, run_id: str) -> MlflowClient:
-    uri = redact(tracking.uri)
+def _require_store(tracking: TrackingConfig) -> None:
     file = sqlite_file(tracking.uri)
     if file is not None and not file.exists():
+        uri = redact(tracking.uri)
         raise TrackingError(f"tracking.uri={uri}: there is no store there yet; run a trial first, or name its store.")
+
+
+def _client_with_run(tracking: TrackingConfig, run_id: str) -> MlflowClient:
+    uri = redact(tracking.uri)
+    _require_store(tracking)
     client, _ = open_store(tracking)
     from mlflow.exceptions import MlflowException
 

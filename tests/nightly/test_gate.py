@@ -24,11 +24,9 @@ def result(
     return Result(["finished"] * count, values)
 
 
-def judged(tonight: Result, baseline: Result, earlier: Sequence[Result] = (), **options: object) -> list[Finding]:
-    return compare(
-        {"a": tonight, "b": result()}, {"a": baseline, "b": result()}, [{"a": e} for e in earlier], TOLERANCE, 0.005,
-        **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+def judged(tonight: Result, baseline: Result, earlier: Sequence[Result] = ()) -> list[Finding]:
+    both = {"a": tonight, "b": result()}, {"a": baseline, "b": result()}
+    return compare(*both, [{"a": e} for e in earlier], TOLERANCE, 0.005)
 
 
 def regressions(findings: Sequence[Finding]) -> list[tuple[str, str]]:
@@ -61,7 +59,7 @@ def test_the_noise_is_that_of_welchs_test():
     before, now = (1000.0, 1100.0, 900.0), (700.0, 760.0, 640.0)
     logs = [[math.log(v) for v in values] for values in (before, now)]  # noise is a factor
     p = ttest_ind(*logs, equal_var=False, alternative="greater").pvalue
-    alike = [{"a": result((1000.0,))}] * 3  # nights that do not differ
+    alike = [{"a": result((1000.0,))}] * 4  # nights that do not differ
     for significance, expected in ((p * 1.02, [("a", "samples/s")]), (p * 0.98, [])):
         found = compare({"a": result(now)}, {"a": result(before)}, alike, TOLERANCE, significance)
         assert regressions(found) == expected, p
@@ -94,8 +92,33 @@ def test_a_setting_that_does_not_finish_as_before_is_a_regression():
     assert regressions(new) == [] and new[-1].setting == "c"
 
 
-def test_speed_is_not_compared_across_machines():
-    assert regressions(judged(result((100, 101, 102), memory=120), result(), same_machine=False)) == [("a", "peak MiB")]
+@pytest.mark.parametrize(
+    ("levels", "now"),
+    [
+        ([100] * 9 + [70], 100),  # faster code for one night, undone the next
+        ([100, 100, 100, 70], 140),
+        ([100] * 9 + [150], 220),  # accepted, and then worse again
+        ([100] * 5 + [150] * 5, 220),
+    ],
+)
+def test_a_change_for_good_is_not_taken_for_noise(levels: list[float], now: float):
+    for make, metric in (
+        (lambda v: result(memory=v), "peak MiB"),
+        (lambda v: result(loss=v / 100), "final loss"),
+        (lambda v: result((1e5 / v, 1.01e5 / v, 0.99e5 / v)), "samples/s"),
+    ):
+        nights = [make(level) for level in levels]
+        assert regressions(judged(make(now), nights[-1], nights)) == [("a", metric)]
+        assert regressions(judged(nights[-1], nights[-1], nights)) == []
+
+
+def test_what_is_not_measured_any_more_is_a_regression():
+    blind = Result(["finished"] * 3, {**result().values, MEMORY: []})
+    (found,) = [f for f in judged(blind, result()) if f.regression]
+    assert (found.metric, found.baseline, found.tonight) == ("peak MiB", "100.00", "none")
+    # what was not to be judged has no key at all
+    unjudged = Result(["finished"] * 3, {k: v for k, v in result().values.items() if k != SPEED})
+    assert regressions(judged(unjudged, result())) == []
 
 
 @pytest.mark.parametrize("known", [1, 2, 6])

@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from fsdp_lab.config import ConfigError
+from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.nightly.loop import due_now, due_once, loop
 from fsdp_lab.nightly.nights import GOOD, LEFT, Night, night_id
 from fsdp_lab.nightly.schedule import Schedule
@@ -34,6 +34,8 @@ def at(text: str) -> float:
         ("0 2 * * mon-fri", "2026-11-23T02:00"),
         ("0 2 1 * *", "2026-12-01T02:00"),
         ("*/15 * * * *", "2026-11-20T12:15"),
+        ("0 2 1 * 1", "2026-11-23T02:00"),  # the first, or a Monday: either, as in cron
+        ("0 2 21 * 1", "2026-11-21T02:00"),
     ],
 )
 def test_cron_means_what_it_means_to_cron(cron: str, expected: str):
@@ -62,6 +64,7 @@ def test_the_zone_decides_and_the_hour_that_comes_twice_counts_once():
         ("0 2 * * 8", "UTC", "the weekday 8"),
         ("x 2 * * *", "UTC", "nightly.cron='x 2 * * *'"),
         ("0 2 * * *", "Mars/Base", "nightly.timezone=Mars/Base is not a time zone"),
+        ("0 2 * * *", "../x", "nightly.timezone=../x is not a time zone"),
     ],
 )
 def test_what_is_no_schedule_is_told(cron: str, zone: str, told: str):
@@ -163,6 +166,24 @@ def test_jitter_delays_the_start_within_its_limit():
     assert {due for due, _ in begun} == {"21T02:00"}
     assert len({start for _, start in begun}) > 1
     assert all("21T02:00" <= start <= "21T02:30" for _, start in begun)
+
+
+def test_what_was_waited_for_is_never_too_late():
+    clock = FakeClock(at("20T12:00"))
+    assert len(run_loop(clock, lambda due: 60.0, 5, late_s=0.0, jitter_s=1800.0)) == 5
+    assert clock.now() < at("26T00:00")  # five nights in a row
+
+
+def test_a_night_that_cannot_be_run_is_tried_again_and_does_not_end_the_schedule():
+    clock, said, tries = FakeClock(at("20T12:00")), [], []
+
+    def run(due: float) -> int:
+        tries.append(clock.now())
+        raise OSError(28, "No space left on device") if len(tries) == 1 else UserError("mend it")
+
+    loop(DAILY, list, run, clock.now(), clock, said.append, nights=2)
+    assert [t - tries[0] for t in tries] == [0, 600.0]
+    assert "No space left" in said[1] and "mend it" in said[2]
 
 
 def test_a_clock_that_is_set_back_does_not_run_the_night_again():
