@@ -50,7 +50,8 @@ def unit(name: str) -> configparser.RawConfigParser:
 def test_the_systemd_units(tmp_path: Path):
     service, timer = unit("fsdp-lab-nightly.service"), unit("fsdp-lab-nightly.timer")
     check_command(shlex.split(service["Service"]["ExecStart"]))
-    assert service["Service"]["Type"] == "oneshot" and "3" not in service["Service"]["SuccessExitStatus"].split()
+    assert service["Service"]["Type"] == "oneshot" and "SuccessExitStatus" not in service["Service"]
+    assert service["Service"]["RestartForceExitStatus"] == "130"
     # what is started is in the folder that it is started in
     assert service["Service"]["ExecStart"].startswith(service["Service"]["WorkingDirectory"] + "/.venv/bin/python")
     assert timer["Timer"]["Persistent"] == "true"
@@ -69,14 +70,18 @@ def test_the_systemd_units(tmp_path: Path):
         assert not [line for line in done.stderr.splitlines() if "fsdp-lab" in line], done.stderr
 
 
-def test_the_line_for_cron():
-    (line,) = [line for line in (DEPLOY / "crontab").read_text().splitlines() if not line.startswith("#")]
-    cron, command = " ".join(line.split()[:5]), line.split(None, 5)[5]
-    check_schedule(cron)
-    assert "%" not in command  # cron takes it for the end of the line
-    python = next(part for part in re.split(r"&&|\|\||>>", command) if "fsdp_lab.nightly --once" in part)
-    check_command(shlex.split(python))
-    subprocess.run(["sh", "-n", "-c", command], check=True, timeout=10)
+def test_the_lines_for_cron():
+    lines = [line for line in (DEPLOY / "crontab").read_text().splitlines() if not line.startswith("#")]
+    options = []
+    for line in lines:
+        cron, command = " ".join(line.split()[:5]), line.split(None, 5)[5]
+        assert "%" not in command  # cron takes it for the end of the line
+        python = next(part for part in re.split(r"&&|\|\||>>", command) if "fsdp_lab.nightly" in part)
+        options.append((cron, read_words(arguments_of(shlex.split(python)))[0]))
+        subprocess.run(["sh", "-n", "-c", command], check=True, timeout=10)
+    assert [option for _, option in options] == ["--once", "--continue"]
+    check_schedule(options[0][0])
+    assert options[0][0] == read_study([]).nightly.cron  # the night's bounds
 
 
 def test_the_job_for_kubernetes():
@@ -111,6 +116,8 @@ def test_the_script_for_slurm():
     directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
     assert directives and max(directives) < first_command  # Slurm reads no further
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[i]) for i in directives)
+    assert "#SBATCH --signal=B:TERM@120" in lines  # without B: it goes to steps, of which there are none
+    assert "--signal=B:TERM@120" in (DEPLOY / "README.md").read_text()
     (command,) = [line for line in lines if line.startswith("exec ")]  # else Slurm's signal ends at the shell
     check_command(shlex.split(command))
 
