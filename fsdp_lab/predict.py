@@ -12,7 +12,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.config import ConfigError, UserError, read_words
 from fsdp_lab.config.schema import DataConfig, DataName, TrackingConfig
 
 KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out")
@@ -39,13 +39,7 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     Raises:
         ConfigError: an unknown key, or neither or both of `run` and `file`.
     """
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        raise SystemExit(0 if arguments else 2)
-    options = dict(argument.partition("=")[::2] for argument in arguments)
-    for key in options:
-        if key not in KEYS:
-            raise ConfigError(f"{key} is not a key. The keys are: {', '.join(KEYS)}.")
+    options = read_words(arguments, KEYS, __doc__ or "")
     if ("run" in options) == ("file" in options):
         raise ConfigError("give one of run=<MLflow run id> and file=<path of a model.pt>.")
     return options

@@ -40,11 +40,12 @@ from fsdp_lab.config import ConfigError, conf_dir, flatten, workers_of
 from fsdp_lab.config.checks import gpus_here
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS
 from fsdp_lab.nightly.loop import WallClock, due_once, loop
-from fsdp_lab.nightly.night import InUse, Study, accept, baseline_of, locked, run_night
+from fsdp_lab.nightly.night import Study, accept, baseline_of, run_night
 from fsdp_lab.nightly.nights import read_nights, read_since
 from fsdp_lab.nightly.notify import check_url
 from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
+from fsdp_lab.sweep.record import InUse, locked
 from fsdp_lab.tracking.tags import redact
 
 _OPTIONS = ("--once", "--continue", "--check", "--accept")
@@ -69,13 +70,13 @@ def main() -> int:
             tell_plan(study, schedule, now)
             return 0
         if option == "--accept":
-            with locked(study):
+            with locked(study.folder, "nightly.folder"):
                 accept(study, reason, say)
             return 0
         running = True
         if option in ("--once", "--continue"):
             return run_once(study, schedule, only_go_on=option == "--continue")
-        with locked(study, ".schedule"):
+        with locked(study.folder, "nightly.folder", ".schedule"):
             nightly = study.nightly
             baseline_of(study, read_nights(study.folder))  # now, not in the night
             since = read_since(study.folder, time.time())
@@ -97,7 +98,7 @@ def main() -> int:
 
 
 def run_locked(study: Study, due: float) -> int:
-    with locked(study):
+    with locked(study.folder, "nightly.folder"):
         return run_night(study, due, say)
 
 
@@ -109,7 +110,7 @@ def run_once(study: Study, schedule: Schedule, only_go_on: bool) -> int:
         InUse: another one is at work.
     """
     try:
-        with locked(study):
+        with locked(study.folder, "nightly.folder"):
             nights = read_nights(study.folder)
             due = due_once(schedule, nights, time.time())
             if only_go_on and not any(night.due == due and not night.over for night in nights):

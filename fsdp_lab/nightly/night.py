@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -69,44 +69,6 @@ class Study:
     arguments: list[str]
     settings: dict[str, Any]
     shares_cores: bool
-
-
-class InUse(UserError):
-    """Another start is at work in the folder."""
-
-
-@contextmanager
-def locked(study: Study, name: str = ".lock") -> Iterator[None]:
-    """Never two at once, in this process or another one.
-
-    Args:
-        name: `.lock` for a night, `.schedule` for what waits for nights: between these, others may do one.
-
-    Raises:
-        InUse: another one is at work.
-        UserError: the folder cannot be written.
-    """
-    try:
-        study.folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(study.folder / name, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(
-            f"nightly.folder={study.folder.parent} cannot be written ({error.strerror}); name one that can be."
-        ) from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = os.read(handle, 200).decode(errors="replace").strip()
-            raise InUse(
-                f"{study.folder} is in use by another fsdp_lab.nightly ({who}); there is never a second night at once. "
-                "Wait until that has ended, or end it."
-            ) from None
-        os.truncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
-        yield
-    finally:
-        os.close(handle)
 
 
 def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:

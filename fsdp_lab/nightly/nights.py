@@ -2,7 +2,7 @@
 
 | path below `nightly.folder`/<study> | what |
 | --- | --- |
-| `.lock` | locked while a night's process works here |
+| `.lock`, `.schedule` | locked while a night runs here, and while a process waits for the nights |
 | `since.json` | from when on the schedule counts: nights before its first start were not missed |
 | `<night>/night.json` | what became of the night, with the results that it is compared by |
 | `<night>/sweep/` | its sweep, as any other |

@@ -18,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-from fsdp_lab.config import ConfigError, UserError, check_ranges
+from fsdp_lab.config import ConfigError, UserError, check_ranges, read_words
 from fsdp_lab.config.schema import ReportConfig, TrackingConfig, TrialConfig
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import Sweep
@@ -47,13 +47,7 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     Raises:
         ConfigError: an unknown key, or no sweep.
     """
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        raise SystemExit(0 if arguments else 2)
-    options = dict(argument.partition("=")[::2] for argument in arguments)
-    for key in options:
-        if key not in KEYS:
-            raise ConfigError(f"{key} is not a key. The keys are: {', '.join(KEYS)}.")
+    options = read_words(arguments, KEYS, __doc__ or "")
     if not options.get("sweep"):
         raise ConfigError("give sweep=<folder>, sweep=<MLflow id of a parent run> or sweep=last.")
     return options

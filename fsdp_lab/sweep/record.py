@@ -135,19 +135,25 @@ def read_trials(folder: Path) -> list[tuple[list[str], Path]]:
     return found
 
 
+class InUse(UserError):
+    """Another process is at work in a folder."""
+
+
 @contextmanager
-def locked(folder: Path, key: str) -> Iterator[None]:
+def locked(folder: Path, key: str, name: str = ".lock") -> Iterator[None]:
     """Have the folder for this process alone; ends with the process, however that ends.
 
     Args:
         key: what sets the folder on the command line.
+        name: of the file that is locked.
 
     Raises:
-        UserError: another sweep works in it, or it cannot be written.
+        InUse: another process works in it.
+        UserError: it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(
             f"{key}={folder} cannot be written ({error.strerror}); free the disk, or set {key} to a folder that can be."
@@ -157,8 +163,8 @@ def locked(folder: Path, key: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = os.read(handle, 200).decode(errors="replace").strip()
-            raise UserError(
-                f"{key}={folder} is in use by another sweep ({who}); wait until that has ended, or give this one a "
+            raise InUse(
+                f"{key}={folder} is in use by another start ({who}); wait until that has ended, or give this one a "
                 f"folder of its own: {key}=..."
             ) from None
         os.truncate(handle, 0)

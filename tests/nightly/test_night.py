@@ -227,7 +227,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
         children = psutil.Process(process.pid).children(recursive=True)
         if number == signal.SIGTERM:
             second = nightly(nights, "--once", *more)
-            assert second.returncode == 2 and "never a second night at once" in second.stderr
+            assert second.returncode == 2 and "is in use by another start (process" in second.stderr
             assert nightly(nights, "--continue", *more).returncode == 0
         process.send_signal(number)
         return process.wait(60), children
