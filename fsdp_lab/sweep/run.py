@@ -5,15 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import objectives, workers_of
@@ -37,15 +34,14 @@ from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.report.answer import Answer, pareto_front
 from fsdp_lab.report.write import FILES, write_report
 from fsdp_lab.sweep.console import Console, epoch_line, mib
+from fsdp_lab.sweep.interrupt import INTERRUPTED, interruptible, sigterm_interrupts
 from fsdp_lab.sweep.record import TYPED_ELSEWHERE, Record, add_trial, write_hydra_folder
 from fsdp_lab.sweep.report import sweep_of
 from fsdp_lab.sweep.results import TrialState, setting, storage, write_results
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.tracking import Tracker
 
-INTERRUPTED = 130
 _WRITE_EVERY_S = 1.0  # a table of many trials takes its time, and a resume makes it anew
-_INTERRUPT_LIMIT_S = 8.0  # then what hangs is left behind
 
 
 class Sweep:
@@ -567,87 +563,6 @@ def forecast_requests(states: Sequence[TrialState], cuda: bool, num_workers: int
     """
     configs = [state.trial.config for state in states]
     return [Request(c, c.cluster.num_workers or num_workers, cuda, capacity_bytes(c, cuda)) for c in configs]
-
-
-class Deadline:
-    """From the first interrupt on: whatever hangs, this process has recorded what it knows and is gone in time."""
-
-    def __init__(self) -> None:
-        self.sweep: Sweep | None = None
-        self.lost: str | None = None  # a server of Ray's that ended by itself
-        self._begun = False
-        self.over = threading.Event()
-
-    @property
-    def closing(self) -> bool:
-        return self.over.is_set() or (self.sweep is not None and self.sweep.closed)
-
-    def begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            threading.Thread(target=self._wait, name="deadline", daemon=True).start()
-
-    def watch_ray(self) -> None:
-        """Interrupt this process when a server of its Ray ends: nothing that was asked of it is answered then."""
-        threading.Thread(target=self._watch_ray, name="ray", daemon=True).start()
-
-    def _watch_ray(self) -> None:
-        while not self.over.wait(1.0) and not self.closing:
-            self.lost = engine.lost_server()
-            if self.lost:
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-    def _wait(self) -> None:
-        until = time.monotonic() + _INTERRUPT_LIMIT_S
-        while not self.over.wait(2.0) and time.monotonic() < until:
-            if not self.closing:  # what was raised at the first signal was swallowed: by a destructor, say
-                os.kill(os.getpid(), signal.SIGINT)
-        if not self.over.is_set():
-            try:
-                if self.sweep is not None:
-                    self.sweep.close(interrupted=True)
-            finally:
-                engine.end_descendants()
-                os._exit(INTERRUPTED)
-
-
-@contextmanager
-def interruptible() -> Iterator[Deadline]:
-    """SIGTERM interrupts as Ctrl-C does: what was reported stays, and the runs are ended."""
-    deadline = Deadline()
-    if threading.current_thread() is not threading.main_thread():
-        yield deadline
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    told_of_swallowed = sys.unraisablehook
-
-    def interrupt(number: int, frame: Any) -> None:
-        """People press Ctrl-C twice: when the end has begun, that changes nothing."""
-        deadline.begin()
-        if not deadline.closing:
-            raise KeyboardInterrupt
-
-    def tell(unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            told_of_swallowed(unraisable)
-
-    signal.signal(signal.SIGINT, interrupt)
-    sigterm_interrupts()
-    sys.unraisablehook = tell
-    try:
-        yield deadline
-    finally:
-        deadline.over.set()
-        sys.unraisablehook = told_of_swallowed
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def sigterm_interrupts() -> None:
-    """Let SIGTERM do what Ctrl-C does."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
 
 
 def run_name(trial: Trial, swept: Sequence[str]) -> str:

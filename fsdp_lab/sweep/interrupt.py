@@ -1,0 +1,101 @@
+"""The first interrupt and what follows: whatever hangs, the driver has recorded what it knows and is gone in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fsdp_lab.engine import cluster as engine
+
+if TYPE_CHECKING:
+    from fsdp_lab.sweep.run import Sweep
+
+INTERRUPTED = 130
+_LIMIT_S = 8.0  # then what hangs is left behind
+
+
+class Deadline:
+    """From the first interrupt on: whatever hangs, this process has recorded what it knows and is gone in time."""
+
+    def __init__(self) -> None:
+        self.sweep: Sweep | None = None
+        self.lost: str | None = None  # a server of Ray's that ended by itself
+        self._begun = False
+        self.over = threading.Event()
+
+    @property
+    def closing(self) -> bool:
+        return self.over.is_set() or (self.sweep is not None and self.sweep.closed)
+
+    def begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=self._wait, name="deadline", daemon=True).start()
+
+    def watch_ray(self) -> None:
+        """Interrupt this process when a server of its Ray ends: nothing that was asked of it is answered then."""
+        threading.Thread(target=self._watch_ray, name="ray", daemon=True).start()
+
+    def _watch_ray(self) -> None:
+        while not self.over.wait(1.0) and not self.closing:
+            self.lost = engine.lost_server()
+            if self.lost:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    def _wait(self) -> None:
+        until = time.monotonic() + _LIMIT_S
+        while not self.over.wait(2.0) and time.monotonic() < until:
+            if not self.closing:  # what was raised at the first signal was swallowed: by a destructor, say
+                os.kill(os.getpid(), signal.SIGINT)
+        if not self.over.is_set():
+            try:
+                if self.sweep is not None:
+                    self.sweep.close(interrupted=True)
+            finally:
+                engine.end_descendants()
+                os._exit(INTERRUPTED)
+
+
+@contextmanager
+def interruptible() -> Iterator[Deadline]:
+    """SIGTERM interrupts as Ctrl-C does: what was reported stays, and the runs are ended."""
+    deadline = Deadline()
+    if threading.current_thread() is not threading.main_thread():
+        yield deadline
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    told_of_swallowed = sys.unraisablehook
+
+    def interrupt(number: int, frame: Any) -> None:
+        """People press Ctrl-C twice: when the end has begun, that changes nothing."""
+        deadline.begin()
+        if not deadline.closing:
+            raise KeyboardInterrupt
+
+    def tell(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            told_of_swallowed(unraisable)
+
+    signal.signal(signal.SIGINT, interrupt)
+    sigterm_interrupts()
+    sys.unraisablehook = tell
+    try:
+        yield deadline
+    finally:
+        deadline.over.set()
+        sys.unraisablehook = told_of_swallowed
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def sigterm_interrupts() -> None:
+    """Let SIGTERM do what Ctrl-C does."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
