@@ -43,7 +43,10 @@ BAD = {
         ["sharding.min_num_params=null", "needs", "sharding.min_num_params=20000"],
     ),
     "ddp with offload": (["sharding=ddp", "offload=cpu"], ["sharding=ddp with offload=cpu", "use offload=none"]),
-    "no such preset": (["experiment=nope"], ["experiment=nope", "fsdp_rules, ray_template, zero2_zero3"]),
+    "no such preset": (
+        ["experiment=nope"],
+        ["experiment=nope", "fsdp_rules, nightly, precision_and_offload, ray_template"],
+    ),
     "mistyped sweep": (["training.seed=choice(1,2"], ["training.seed=choice(1,2", "close every bracket"]),
     "mistyped range": (["training.seed=range(1,2,3,4)"], ["training.seed=range(1,2,3,4)", "too many"]),
     "no equals sign": (["training.epochs"], ["training.epochs", "missing EQUAL"]),

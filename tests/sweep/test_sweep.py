@@ -88,7 +88,9 @@ def test_mlflow_has_one_parent_and_its_children(swept: Swept, children: list[Run
     assert {run.info.status for run in (parent, *children)} == {"FINISHED"}
     assert parent.data.tags["num_trials"] == "3"
     assert "sharding=ddp,per_block" in parent.data.tags["mlflow.source.name"]
-    assert artifacts(swept.folder, parent) == ["multirun.yaml", "results.csv"]
+    assert artifacts(swept.folder, parent) == [
+        "multirun.yaml", "report.csv", "report.html", "report.md", "results.csv",
+    ]  # fmt: skip
 
 
 def test_parameters_are_named_as_on_the_command_line(children: list[Run]):
