@@ -31,8 +31,8 @@ format: $(VENV)/.installed
 	$(PY) -m ruff format .
 
 ui: $(VENV)/.installed      ## the MLflow UI on the local store, http://127.0.0.1:5000
-	@echo "the runs: http://127.0.0.1:$(or $(PORT),5000)/#/experiments?workflowType=machine_learning"
-	PYTHONWARNINGS=ignore $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
+	@echo "in some ten seconds (Ctrl-C ends it) the runs: http://127.0.0.1:$(or $(PORT),5000)/#/experiments?workflowType=machine_learning"
+	@PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
 bench: $(VENV)/.installed   ## sweep and trial against bare scripts; what measuring and forecasting memory cost
 	$(PY) -m benchmarks.sweep

@@ -214,6 +214,8 @@ def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
     print(
         f"baseline: {f'{baseline.id} ({baseline.verdict})' if baseline else 'none yet: the first good night will be'}"
     )
+    for waiting in [night.id for night in read_nights(study.folder) if not night.over]:
+        print(f"waits:    {waiting} was interrupted, and goes on if its time is not over")
     night = now
     for _ in range(_NIGHTS_TOLD):
         night = schedule.after(night)

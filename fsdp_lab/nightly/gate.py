@@ -94,10 +94,12 @@ def compare(
     earlier: Sequence[Mapping[str, Result]],
     tolerance: ToleranceConfig,
     significance: float,
+    no_speed: str = "no speeds to compare with",
 ) -> list[Finding]:
     """Every setting of either night, every metric that both have.
 
     Args:
+        no_speed: why speed is not judged, where a night has none that says something.
         earlier: good nights, the baseline too, in their order, for how much nights differ by themselves.
     """
     findings = []
@@ -111,8 +113,11 @@ def compare(
         if now is None:
             continue
         for metric in METRICS:
+            if metric.key == SPEED and (not before.values.get(SPEED) or SPEED not in now.values):
+                findings.append(Finding(setting, metric.label, "", "", "", False, f"not judged: {no_speed}"))
+                continue
             if not before.values.get(metric.key) or metric.key not in now.values:
-                continue  # what was not to be judged has no key
+                continue
             if not now.values[metric.key]:
                 if now.share:
                     gone = "nothing is measured any more"

@@ -87,6 +87,9 @@ def loop(
     while nights is None or done < nights:
         due = due_now(schedule, read(), since, clock.now(), allowed)
         if due is not None:
+            late = clock.now() - due
+            if late > jitter_s + _LONGEST_NAP_S:
+                say(f"the night of {_moment(due).astimezone():%Y-%m-%d %H:%M} was missed or interrupted: now it runs")
             try:
                 run(due)
             except (OSError, UserError) as error:  # a full disk, another start at work: until it is mended

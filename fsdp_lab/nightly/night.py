@@ -90,7 +90,7 @@ def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
         # a key that one of them does not have is of other code, but for an axis: that one varied nothing
         keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
         others = [
-            f"{k}={there.get(k, 'one value')} there, {here.get(k, 'one value')} here"
+            f"{k}={_typed(there.get(k, 'one value'))} there, {_typed(here.get(k, 'one value'))} here"
             for k in keys
             if there.get(k) != here.get(k)
         ]
@@ -100,6 +100,10 @@ def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
                 "this study a folder of its own with nightly.folder=..., or move the old nights away."
             )
     return found
+
+
+def _typed(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def run_night(study: Study, due: float, say: Callable[[str], None], now: Callable[[], float] = time.time) -> int:
@@ -309,6 +313,9 @@ def _judge(
             ],
             study.nightly.tolerance,
             study.nightly.significance,
+            f"others had {night.others:.0%} of the cores"
+            if night.busy
+            else "no good night yet on this machine in which others left it alone",
         )
     return dataclasses.replace(
         night,
@@ -374,12 +381,14 @@ def gate_text(night: Night) -> str:
         )
     if night.verdict == LEFT:
         return f"# Night {night.id}: left\n\nIt was interrupted, and nothing went on with it that night.\n"
+    taken = f"Accepted by {night.accepted['by']}: {night.accepted['reason']}\n\n" if night.accepted else ""
     if night.baseline is None:
         short = [f"`{name}`: {r.finished}" for name, r in night.results.items() if r.share < 1]
         also = f"\nNot all of it finished: {'; '.join(short)}.\n" if short else ""
-        return f"# Night {night.id}: {night.verdict}\n\nThe first good night: from now on it is the baseline.\n{also}"
+        first = "The first good night: from now on it is the baseline."
+        return f"# Night {night.id}: {night.verdict}\n\n{taken}{first}\n{also}"
     said = f"{len(bad)} regressions" if len(bad) > 1 else "a regression" if bad else "nothing got worse"
-    return f"# Night {night.id} against {night.baseline}: {said}\n\n{table(findings)}"
+    return f"# Night {night.id} against {night.baseline}: {said}\n\n{taken}{table(findings)}"
 
 
 def verdict_of(study: Study, night: Night, folder: Path) -> dict[str, Any]:
@@ -438,6 +447,7 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
     accepted = {"reason": reason.strip(), "by": who, "at": night_id(now())}
     night = dataclasses.replace(nights[-1], verdict=ACCEPTED, accepted=accepted)
     _tag(study, night, [], say)
+    write_text(study.folder / night.id / "gate.md", gate_text(night))
     write_night(study.folder, night)
     write_page(study.folder / "nights.html", study.name, read_nights(study.folder))
     say(f"night {night.id} is the baseline from now on: {accepted['reason']}")

@@ -78,7 +78,7 @@ def _chart(key: str, label: str, nights: Sequence[Night]) -> Any | None:
             legendgroup=setting,
             line={"color": color},
             marker={
-                "size": [13 if b else 7 for b in bad],
+                "size": [13 if b else 12 if n.accepted else 7 for n, b in zip(having, bad, strict=True)],
                 "symbol": ["x" if b else _MARKS.get(n.verdict, "circle") for n, b in zip(having, bad, strict=True)],
             },
             customdata=[[n.id, n.verdict, len(v)] for n, v in zip(having, values, strict=True)],
@@ -112,7 +112,8 @@ def _table(nights: Sequence[Night]) -> str:
     for place, night in reversed(list(enumerate(nights))):
         moved = [f"{f['setting']}: {f['metric']} {f['change']}" for f in night.findings if f["regression"]]
         moved += [f"others had {night.others:.0%} of the machine: speed not judged"] if night.busy else []
-        what = "; ".join(moved) or (night.accepted or {}).get("reason", "")
+        reason = [f"accepted: {night.accepted['reason']}"] if night.accepted else []
+        what = "; ".join([*reason, *moved])
         changed = ", ".join(changes(nights[place - 1], night)) if place else ""
         cells = (night.id, night.verdict, night.commit[:10], changed, what)
         *first, last = (html.escape(cell) for cell in cells)

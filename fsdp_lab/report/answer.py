@@ -67,8 +67,8 @@ def answer(sweep: Sweep) -> Answer:
     front = [fitting[i].name for i in pareto_front(points, [(MEMORY, "min"), (SPEED, "max")])]
     if not able:
         return Answer(None, _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
-    fastest = max(s.median(SPEED) for s in able)
-    close = [s for s in able if s.median(SPEED) >= fastest * (1 - sweep.speed_tolerance)]
+    fastest = max(able, key=lambda s: s.median(SPEED))
+    close = [s for s in able if _as_fast(s, fastest, sweep.speed_tolerance)]
     chosen = min(close, key=lambda s: (_or_inf(s.median(MEMORY)), -s.median(SPEED)))
     return Answer(chosen, _sentence(sweep, chosen, able, best_loss), _command(chosen), _rules(sweep), why_not, front)
 
@@ -97,8 +97,16 @@ def _rules(sweep: Sweep) -> list[str]:
         f"It learned: its last {kind} loss is within {sweep.loss_tolerance:.3g} of the best, as a ratio "
         "(report.loss_tolerance).",
         f"Then the fastest in samples/s; settings within {sweep.speed_tolerance:.3g} of the fastest "
-        "(report.speed_tolerance) tie, and the one with the smallest peak memory is taken.",
+        "(report.speed_tolerance), or whose repeats overlap with its, tie: of these the smallest peak memory is taken.",
     ]
+
+
+def _as_fast(setting: Setting, fastest: Setting, tolerance: float) -> bool:
+    """Within the tolerance; or both were repeated, and their repeats overlap."""
+    if setting.median(SPEED) >= fastest.median(SPEED) * (1 - tolerance):
+        return True
+    mine, theirs = setting.of(SPEED), fastest.of(SPEED)
+    return len(mine) > 1 and len(theirs) > 1 and max(mine) >= min(theirs)
 
 
 def _does_not_fit(setting: Setting) -> str | None:
@@ -126,7 +134,9 @@ def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss:
     speed, memory, loss = chosen.median(SPEED), chosen.median(MEMORY), chosen.median(sweep.loss_key)
     plain = min(able, key=lambda s: [s.values.get(key, value) != value for key, value in _PLAIN.items()])
     memory_words = f"{memory / MIB:.2f} MiB at the peak" if math.isfinite(memory) else "memory not measured"
-    figures = f"{speed:,.0f} samples/s, {memory_words}, {sweep.loss_key} {loss:.4f}"
+    speeds = chosen.of(SPEED)
+    spread = f" (median of {len(speeds)}, {min(speeds):,.0f} to {max(speeds):,.0f})" if len(speeds) > 1 else ""
+    figures = f"{speed:,.0f} samples/s{spread}, {memory_words}, {sweep.loss_key} {loss:.4f}"
     if plain is chosen:
         if len(sweep.settings) == 1:
             return f"{figures}: the only setting, so there is nothing to choose."

@@ -7,7 +7,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -152,7 +152,7 @@ def _trial_table(sweep: Sweep, chosen: Sequence[Trial]) -> str:
         for column in columns:
             value = trial.figures.get(column.key)
             text = "" if value is None else column.form.format(value / column.scale)
-            css = "number best" if best.get(column.key) == trial.number else "number"
+            css = "number best" if column.key in best and value == best[column.key] else "number"
             cells.append(f'<td class="{css}" data-value="{"" if value is None else value}">{text}</td>')
         words = html.escape(f"{trial.name} {trial.status}".lower())
         css = ' class="chosen"' if trial in chosen else ""
@@ -198,7 +198,7 @@ def to_markdown(sweep: Sweep, found: Answer) -> str:
         for column in columns:
             value = trial.figures.get(column.key)
             text = "" if value is None else column.form.format(value / column.scale)
-            row.append(f"**{text}**" if best.get(column.key) == trial.number else text)
+            row.append(f"**{text}**" if column.key in best and value == best[column.key] else text)
         rows.append(row)
     line(_markdown_table(("trial", *sweep.axes, "status", *(c.head for c in columns)), rows))
     line(f"Pareto front of peak memory and samples/s: {', '.join(f'`{name}`' for name in found.front) or 'none'}.\n")
@@ -228,7 +228,8 @@ def _effect_rows(sweep: Sweep) -> list[list[str]]:
             forms = ("{:.0f} ± {:.0f}", "{:.2f} ± {:.2f}", "{:.4f} ± {:.4f}")
             for found, form, scale in zip(by_metric, forms, (1, MIB, 1), strict=True):
                 effect = found.get(value)
-                row.append(form.format(effect.mean / scale, effect.spread / scale) if effect else "")
+                text = form.format(effect.mean / scale, effect.spread / scale) if effect else ""
+                row.append(text if effect and effect.count > 1 else text.partition(" ")[0])
             rows.append(row)
     return rows
 
@@ -264,19 +265,17 @@ def _columns(sweep: Sweep) -> list[_Column]:
     return [c for c in _COLUMNS if any(c.key in trial.figures for trial in sweep.trials)]
 
 
-def _best(sweep: Sweep, columns: Sequence[_Column]) -> dict[str, int]:
-    """Metric -> the number of the finished trial that has the best value; nothing is best of one."""
-    best: dict[str, int] = {}
-    choose: dict[str, Callable[..., tuple[float, int]]] = {"min": min, "max": max}
+def _best(sweep: Sweep, columns: Sequence[_Column]) -> dict[str, float]:
+    """Metric -> the best value of a finished trial; nothing is best of one, or where all are the same."""
+    best: dict[str, float] = {}
     for column in columns:
         having = [
-            (trial.figures[column.key], trial.number)
+            trial.figures[column.key]
             for trial in sweep.trials
             if trial.status == "finished" and math.isfinite(trial.figures.get(column.key, math.nan))
         ]
-        if column.best and len(having) > 1:
-            value = choose[column.best](having)[0]
-            best[column.key] = next(number for figure, number in having if figure == value)
+        if column.best and len(set(having)) > 1:
+            best[column.key] = (min if column.best == "min" else max)(having)
     return best
 
 

@@ -109,7 +109,7 @@ class Console:
                 Text(state.status, style=_STYLE[state.status]),  # no markup: a line said above the table turns it off
                 _number(state, "epoch", "{:.0f}"),
                 *(
-                    Text(f"*{text}", style="bold green") if best.get(key) == number else Text(text)
+                    Text(f"*{text}", style="bold green") if key in best and is_best(state, key, best) else Text(text)
                     for key, text in (
                         ("train/loss", _number(state, "train/loss", "{:.4f}")),
                         ("val/loss", _number(state, "val/loss", "{:.4f}")),
@@ -124,20 +124,24 @@ class Console:
             )
         return table
 
-    def _best(self) -> dict[str, int]:
-        """For each figure the number of the finished trial that has the best; none for a single trial."""
-        finished = [(i, s) for i, s in enumerate(self.states) if s.status == "finished"]
-        best: dict[str, int] = {}
-        for key, sign in (
-            ("val/loss", 1),
-            ("val/accuracy", -1),
-            ("perf/samples_per_s", -1),
-            ("memory/peak_bytes", 1),
+    def _best(self) -> dict[str, float]:
+        """For each figure the best value of a finished trial; none where all have the same."""
+        finished = [s.metrics for s in self.states if s.status == "finished"]
+        best: dict[str, float] = {}
+        for key, choose in (
+            ("val/loss", min),
+            ("val/accuracy", max),
+            ("perf/samples_per_s", max),
+            ("memory/peak_bytes", min),
         ):
-            having = [(sign * s.metrics[key], i) for i, s in finished if key in s.metrics]
-            if len(having) > 1:
-                best[key] = min(having)[1]
+            having = [metrics[key] for metrics in finished if key in metrics]
+            if len(set(having)) > 1:
+                best[key] = choose(having)
         return best
+
+
+def is_best(state: TrialState, key: str, best: dict[str, float]) -> bool:
+    return state.status == "finished" and state.metrics.get(key) == best[key]
 
 
 def _number(state: TrialState, key: str, form: str) -> str:

@@ -30,11 +30,13 @@ def sweep_of(
     folder: Path,
     record: Record,
     run_id: Callable[[str | None], str],
+    parent: str = "",
 ) -> data.Sweep:
     """What the driver knows.
 
     Args:
         run_id: of a trial's handle.
+        parent: the id of the sweep's own run, where it is known.
     """
     config = states[0].trial.config
     trials = [
@@ -59,7 +61,11 @@ def sweep_of(
         config.report.loss_tolerance,
         config.report.speed_tolerance,
         runs_url(config.tracking),
-        [*record.libraries.items(), ("workers", str(config.cluster.num_workers or record.num_workers))],
+        [
+            *record.libraries.items(),
+            ("workers", str(config.cluster.num_workers or record.num_workers)),
+            *([("MLflow run", parent)] if parent else []),
+        ],
     )
 
 

@@ -400,10 +400,15 @@ class Sweep:
             )
         return status
 
+    @property
+    def parent_id(self) -> str:
+        """The id of the sweep's own run; "" for a trial alone, and while the store has not got it."""
+        return self.tracker.run_id(self.parent)
+
     def _report(self) -> None:
         """What the sweep says: no sweep is lost over it."""
         try:
-            sweep = sweep_of(self.states, self.swept, self.folder, self.record, self.tracker.run_id)
+            sweep = sweep_of(self.states, self.swept, self.folder, self.record, self.tracker.run_id, self.parent_id)
             self.answer = write_report(sweep, self.folder)
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             again = f"python -m fsdp_lab.report sweep={shlex.quote(str(relative(self.folder)))}"
@@ -502,6 +507,7 @@ def run_trials(
     report = f"report: {relative(folder)}/{FILES[0]}   " if run.answer else ""
     go_on = f"   to go on: {resume_command(folder)}" if status == INTERRUPTED else ""
     results = f"results: {relative(folder)}/results.csv   compare: {run.tracker.ui_url or 'make ui'}"
+    results += f"   MLflow run: {run.parent_id}" if run.parent_id else ""
     console.rich.print(f"{report}{results}{go_on}", highlight=False, soft_wrap=True)
     return status
 

@@ -50,10 +50,10 @@ def read_sweep(tracking: TrackingConfig, run_id: str) -> tuple[StoredRun, list[S
     Raises:
         TrackingError: there is no such store or run, or it is one trial of a sweep.
     """
-    client = _client_with_run(tracking, run_id)
+    client = _client_with_run(tracking, run_id, "sweep")
     parent = client.get_run(run_id)
     if "mlflow.parentRunId" in parent.data.tags:
-        raise TrackingError(f"run={run_id} is one trial of a sweep; give its parent's id, "
+        raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, "
                             f"{parent.data.tags['mlflow.parentRunId']}.")  # fmt: skip
     children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'")
     children.sort(key=lambda run: (int(run.data.tags.get(TRIAL_TAG, "0")), run.info.start_time))
@@ -139,7 +139,7 @@ def _require_store(tracking: TrackingConfig) -> None:
         raise TrackingError(f"tracking.uri={uri}: there is no store there yet; run a trial first, or name its store.")
 
 
-def _client_with_run(tracking: TrackingConfig, run_id: str) -> MlflowClient:
+def _client_with_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> MlflowClient:
     uri = redact(tracking.uri)
     _require_store(tracking)
     client, _ = open_store(tracking)
@@ -149,7 +149,7 @@ def _client_with_run(tracking: TrackingConfig, run_id: str) -> MlflowClient:
         client.get_run(run_id)
     except MlflowException as error:
         raise TrackingError(
-            f"run={run_id} is not in tracking.uri={uri} ({one_line(str(error), 200)}); copy the id from the MLflow UI "
-            "or from the column run_id of a results.csv."
+            f"{key}={run_id} is not in tracking.uri={uri} ({one_line(str(error), 200)}); copy it from the MLflow UI, "
+            "a sweep's from its last line or report.md, a trial's from the column run_id of results.csv."
         ) from None
     return client

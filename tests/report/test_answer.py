@@ -9,6 +9,7 @@ import shlex
 import pytest
 
 from fsdp_lab.report.answer import answer
+from fsdp_lab.report.data import Trial
 from fsdp_lab.report.effects import Effect, effects
 from tests.report.sweeps import ROWS, sweep, trial
 
@@ -68,7 +69,7 @@ def test_when_nothing_qualifies_it_says_that_and_why():
 
 
 def test_repeats_make_one_setting_of_their_medians_and_one_that_failed_spoils_it():
-    def repeated(row: int, repeat: int, speed: float) -> object:
+    def repeated(row: int, repeat: int, speed: float) -> Trial:
         one = trial(10 * row + repeat, ROWS[row], **{"perf/samples_per_s": speed})
         setting = {**one.setting, "repeat": str(repeat)}
         return dataclasses.replace(one, setting=setting, overrides=[*one.overrides, f"repeat={repeat}"])
@@ -98,3 +99,17 @@ def test_an_axis_alone_compares_like_with_like():
     assert [(e.value, e.mean) for e in effects(sweep(some), "sharding", "perf/samples_per_s")] == [
         ("ddp", 1000.0), ("root", 1980.0),
     ]  # fmt: skip
+
+
+def test_repeats_that_overlap_tie_and_the_sentence_says_their_spread():
+    def repeated(row: int, speeds: tuple[float, ...]) -> list[Trial]:
+        ones = [trial(10 * row + i, ROWS[row], **{"perf/samples_per_s": s}) for i, s in enumerate(speeds)]
+        return [dataclasses.replace(one, setting={**one.setting, "repeat": str(i)}) for i, one in enumerate(ones)]
+
+    axes = ["sharding", "precision", "repeat"]
+    large, small = (2000.0, 1500.0, 1900.0), (1200.0, 1000.0, 1600.0)  # 1600 is above 1500
+    found = answer(sweep([*repeated(3, large), *repeated(5, small)], axes=axes))
+    assert found.setting is not None and found.setting.values["sharding"] == "per_block"  # 40 MiB against 50
+    assert "1,200 samples/s (median of 3, 1,000 to 1,600)" in found.sentence
+    apart = answer(sweep([*repeated(3, large), *repeated(5, (1200.0, 1000.0, 1400.0))], axes=axes))
+    assert apart.setting is not None and apart.setting.values["sharding"] == "root"
