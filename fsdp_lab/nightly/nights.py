@@ -21,6 +21,7 @@ from typing import Any
 
 from fsdp_lab.config import UserError
 from fsdp_lab.nightly.gate import Result
+from fsdp_lab.report.write import write_text
 
 RUNNING, GOOD, REGRESSION, ACCEPTED, FAILED, LEFT = "running", "good", "regression", "accepted", "failed", "left"
 
@@ -112,6 +113,4 @@ def last_good(nights: Sequence[Night]) -> Night | None:
 
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    making = path.with_name(f".{path.name}.making")
-    making.write_text(json.dumps(content, indent=1))
-    making.rename(path)
+    write_text(path, json.dumps(content, indent=1))

@@ -54,7 +54,6 @@ class Schedule:
             raise ConfigError(
                 f"nightly.cron='{cron}': {error}; use minute hour day month weekday, for example '0 2 * * *'."
             ) from None
-        self.cron = cron
         try:
             self.after(now)
         except StopIteration:

@@ -38,7 +38,6 @@ class StoredRun:
 
     run_id: str
     tags: dict[str, str]
-    params: dict[str, str]
     metrics: dict[str, float]
     epochs: list[dict[str, float]]
     seconds: float | None
@@ -71,7 +70,6 @@ def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun
     return StoredRun(
         run.info.run_id,
         dict(run.data.tags),
-        dict(run.data.params),
         {**dict(run.data.metrics), **({"epoch": float(max(epochs))} if epochs else {})},
         [epochs[step] for step in sorted(epochs)],
         (ended - begun) / 1000 if ended and begun else None,
