@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import descendants
 from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
 
 _ASK_FOR_TOO_MUCH = """
@@ -55,9 +56,7 @@ def process_tree(*command: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        family: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):
-            family = psutil.Process(process.pid).children(recursive=True)
+        family = descendants(process.pid)
         process.terminate()
         _, alive = psutil.wait_procs(family, timeout=10)
         for child in alive:

@@ -22,6 +22,7 @@ from fsdp_lab.forecast.fits import GIB, Forecast, allowances, gpu_memory
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
 from fsdp_lab.forecast.run import Background, Request, forecast_all
 from fsdp_lab.profile import Event, Profile
+from tests.processes import called, still_running
 from tests.ranks import config
 
 # model=mlp: 1024 -> 1024 -> 10, so two weights and two biases
@@ -243,8 +244,7 @@ def test_one_that_cannot_be_forecast_leaves_the_others_alone():
 
 def forecasters() -> list[psutil.Process]:
     """The processes of a pool that this one started."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return called("spawn_main")
 
 
 def test_a_forecast_process_that_is_killed_costs_nothing_but_time():
@@ -276,8 +276,7 @@ def test_forecasters_end_with_a_parent_that_is_killed():
             time.sleep(0.2)
         time.sleep(2)
         parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert alive == []
+    assert still_running(children, 10) == []
 
 
 def test_a_thread_that_fails_is_told_for_each(monkeypatch: pytest.MonkeyPatch):

@@ -24,6 +24,7 @@ import pytest
 
 from fsdp_lab.nightly.nights import read_nights, write_night
 from tests.conftest import ROOT
+from tests.processes import descendants, still_running
 from tests.sweep.conftest import artifacts, runs
 
 # Two settings, three repeats, in the sweep's own process: about ten seconds.
@@ -224,7 +225,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
         while len(results()) <= before or (code is ROOT and not list(folder.glob("*/sweep.1"))):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.05)
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = descendants(process.pid)
         if number == signal.SIGTERM:
             second = nightly(nights, "--once", *more)
             assert second.returncode == 2 and "is in use by another start (process" in second.stderr
@@ -239,8 +240,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
 
     status, children = interrupt(signal.SIGKILL)  # with the code as it was: what the other has is put aside
     assert status == -signal.SIGKILL
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not alive, "the sweep ends with its night"
+    assert still_running(children, 60) == [], "the sweep ends with its night"
     (aside,) = folder.glob("*/sweep.1")
     assert list(aside.glob("*/outcome.json"))
     finished = results()

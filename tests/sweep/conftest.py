@@ -24,6 +24,7 @@ from fsdp_lab.compose import Trial, register_schema
 from fsdp_lab.config import conf_dir
 from fsdp_lab.sweep.multirun import Composer
 from tests.conftest import command_line
+from tests.processes import called, descendants
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         if process.poll() is None:
-            family = psutil.Process(process.pid).children(recursive=True)
+            family = descendants(process.pid)
             process.kill()
         for child in family:
             with suppress(psutil.NoSuchProcess):
@@ -119,9 +120,4 @@ def has_trained_an_epoch(trial: Path) -> bool:
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The Ray Train workers among the descendants."""
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if "RayTrainWorker" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+    return called("RayTrainWorker", process.pid)

@@ -19,6 +19,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.conftest import command_line
+from tests.processes import called, descendants, still_running
 from tests.ranks import Memo, config, run_ranks
 from tests.sweep.conftest import results
 
@@ -108,19 +109,11 @@ class Night:
             cwd=self.folder, stdout=self.log, stderr=self.log, start_new_session=True,
         )  # fmt: skip
 
-    def look(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            below = psutil.Process(self.driver.pid).children(recursive=True)
-            self.family.update(below)
-            return below
-        return []
+    def look(self) -> None:
+        self.family.update(descendants(self.driver.pid))
 
     def find(self, name: str) -> psutil.Process | None:
-        for process in self.look():
-            with suppress(psutil.NoSuchProcess):
-                if name in " ".join(process.cmdline()):
-                    return process
-        return None
+        return next(iter(called(name, self.driver.pid)), None)
 
 
 def uninterrupted(rate: str) -> list[float]:
@@ -192,8 +185,7 @@ def test_a_sweep_survives_everything(tmp_path: Path):
             _kill(psutil.Process(night.driver.pid)) if night.driver.poll() is None else None
             night.driver.wait(timeout=20)
             night.log.close()
-    _, alive = psutil.wait_procs(night.family, timeout=15)
-    assert [p.name() for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert still_running(night.family, 15) == []
 
 
 def _kill(process: psutil.Process | None) -> bool:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import run_cli
+from tests.processes import descendants, still_running
 from tests.sweep.conftest import (
     PLAIN,
     TINY,
@@ -37,7 +38,7 @@ def press_ctrl_c(process: subprocess.Popen[str]) -> None:
 def test_an_interrupt_ends_it_in_time_and_leaves_nothing_running(tmp_path: Path):
     with started(tmp_path, *LONG, "training.epochs=200") as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process)
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = descendants(process.pid)
         assert any("raylet" in child.name() for child in family)
         begun = time.monotonic()
         press_ctrl_c(process)
@@ -46,8 +47,7 @@ def test_an_interrupt_ends_it_in_time_and_leaves_nothing_running(tmp_path: Path)
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
     assert took < 10
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert [child.name() for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert still_running(family, 5) == []
     (row,) = results(tmp_path)
     assert row["status"] == "interrupted" and int(row["epoch"]) >= 1
     (run,), _ = runs(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 
 from fsdp_lab.engine.files import read_outcome, read_progress, wait_until_alone
 from tests.conftest import command_line
+from tests.processes import descendants, still_running
 from tests.sweep.conftest import PLAIN, TINY, artifacts, history, results, runs, started, wait_for, workers_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -29,9 +30,7 @@ def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_h
     with started(tmp_path, "-m", *FAST, *search, "cluster.num_workers=1", "memory_profile=off") as process:
         family = set()
         while process.poll() is None:
-            family.update(
-                psutil.Process(process.pid).children(recursive=True) if psutil.pid_exists(process.pid) else ()
-            )
+            family.update(descendants(process.pid))
             for number in range(5):
                 folder = tmp_path / "out" / str(number)
                 outcome = read_outcome(folder)
@@ -52,8 +51,7 @@ def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_h
     assert parent.info.status == "FINISHED"
     assert [run.data.tags["status"] for run in children] == statuses
     assert "RUNNING" not in {run.info.status for run in children}
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert [p.name() for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert still_running(family, 10) == []
 
 
 def test_a_trial_without_progress_is_ended_and_the_next_one_runs(tmp_path: Path):
