@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.report.data import MEMORY, MIB, REPEATS, SPEED, Setting, Sweep, words
 
-# The setting that others are compared with is the one that has most of these, the first weighing most.
+# The setting that others are compared with is the one that has most of these, the first weighing most; of two that
+# are as fast and as large it is taken: nobody should offload to save nothing.
 _PLAIN = {
     "sharding": "ddp",
     "precision": "fp32",
@@ -69,7 +70,7 @@ def answer(sweep: Sweep) -> Answer:
         return Answer(None, _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
     fastest = max(able, key=lambda s: s.median(SPEED))
     close = [s for s in able if _as_fast(s, fastest, sweep.speed_tolerance)]
-    chosen = min(close, key=lambda s: (_or_inf(s.median(MEMORY)), -s.median(SPEED)))
+    chosen = min(close, key=lambda s: (_or_inf(s.median(MEMORY)), _not_plain(s), -s.median(SPEED)))
     return Answer(chosen, _sentence(sweep, chosen, able, best_loss), _command(chosen), _rules(sweep), why_not, front)
 
 
@@ -97,7 +98,8 @@ def _rules(sweep: Sweep) -> list[str]:
         f"It learned: its last {kind} loss is within {sweep.loss_tolerance:.3g} of the best, as a ratio "
         "(report.loss_tolerance).",
         f"Then the fastest in samples/s; settings within {sweep.speed_tolerance:.3g} of the fastest "
-        "(report.speed_tolerance), or whose repeats overlap with its, tie: of these the smallest peak memory is taken.",
+        "(report.speed_tolerance), or whose repeats overlap with its, tie: of these the smallest peak memory is "
+        f"taken, and of equal peaks the plainer ({words(_PLAIN)}; the first counts most).",
     ]
 
 
@@ -107,6 +109,10 @@ def _as_fast(setting: Setting, fastest: Setting, tolerance: float) -> bool:
         return True
     mine, theirs = setting.of(SPEED), fastest.of(SPEED)
     return len(mine) > 1 and len(theirs) > 1 and max(mine) >= min(theirs)
+
+
+def _not_plain(setting: Setting) -> list[bool]:
+    return [setting.values.get(key, value) != value for key, value in _PLAIN.items()]
 
 
 def _does_not_fit(setting: Setting) -> str | None:
@@ -132,7 +138,7 @@ def _has_not_learned(sweep: Sweep, loss: float, best: float) -> str | None:
 
 def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss: float) -> str:
     speed, memory, loss = chosen.median(SPEED), chosen.median(MEMORY), chosen.median(sweep.loss_key)
-    plain = min(able, key=lambda s: [s.values.get(key, value) != value for key, value in _PLAIN.items()])
+    plain = min(able, key=_not_plain)
     memory_words = f"{memory / MIB:.2f} MiB at the peak" if math.isfinite(memory) else "memory not measured"
     speeds = chosen.of(SPEED)
     spread = f" (median of {len(speeds)}, {min(speeds):,.0f} to {max(speeds):,.0f})" if len(speeds) > 1 else ""

@@ -47,6 +47,13 @@ def test_the_tolerances_decide(changed: dict[str, float], expected: dict[str, st
     assert found.setting is not None and found.setting.values == expected
 
 
+def test_of_two_as_fast_and_as_large_the_plainer_is_taken_though_it_is_a_little_slower():
+    rows = [Trial(0, {"offload": "none"}, "finished", trial(0).figures), Trial(1, {"offload": "cpu"}, "finished")]
+    rows[1] = dataclasses.replace(rows[1], figures={**trial(0).figures, "perf/samples_per_s": 1010.0})
+    found = answer(sweep(rows, axes=["offload"]))
+    assert found.setting is not None and found.setting.name == "offload=none"
+
+
 def test_a_setting_above_the_capacity_of_a_device_does_not_fit_though_it_finished():
     rows = list(sweep().trials)
     for number in (3, 5):  # a CPU does not run out where a GPU would
