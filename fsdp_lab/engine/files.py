@@ -76,6 +76,11 @@ def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
     yield from (epochs[epoch] for epoch in sorted(epochs))
 
 
+def read_latest(folder: Path) -> dict[str, float]:
+    """The latest value of each metric, as MLflow shows it: an epoch that was resumed near its end has no speed."""
+    return {key: value for epoch in read_metrics(folder) for key, value in epoch.items()}
+
+
 def read_failures(folder: Path) -> list[dict[str, Any]]:
     """Failures by rank, the cause first: a rank whose peers went away says so, and is not the cause."""
     found = [read_json(path) for path in sorted((folder / "failures").glob("rank*.json"))]

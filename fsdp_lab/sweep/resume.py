@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.config.schema import DataName, TrackingConfig
-from fsdp_lab.engine.files import read_any_facts, read_json, read_metrics, read_outcome
+from fsdp_lab.engine.files import read_any_facts, read_json, read_latest, read_outcome
 from fsdp_lab.sweep.record import (
     Record,
     changes_of_code,
@@ -56,7 +56,7 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: TrialConfig) -
         state.turnaround_s = (read_json(where / "turnaround.json") or {}).get("turnaround_s")
         if outcome is not None:
             state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
-            state.metrics = next(reversed(list(read_metrics(where))), {})
+            state.metrics = read_latest(where)
             state.facts_told = True
         states.append(state)
     return states

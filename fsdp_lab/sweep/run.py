@@ -242,13 +242,13 @@ class Sweep:
         for metrics in read_metrics(folder):
             if metrics["epoch"] <= state.metrics.get("epoch", 0):
                 continue
-            state.metrics = metrics
+            state.metrics = {**state.metrics, **metrics}  # what the last epoch has not keeps its latest value
             first_step = read_progress(folder).get("first_step")
             if state.turnaround_s is None and state.place_free_since is not None and first_step is not None:
                 state.turnaround_s = first_step - state.place_free_since
                 with suppress(OSError):
                     write_json(folder / "turnaround.json", {"turnaround_s": state.turnaround_s})
-            self.tracker.log_epoch(state.run or "", state.figures())
+            self.tracker.log_epoch(state.run or "", state.figures(metrics))
             if metrics["epoch"] > state.epochs_before:
                 shown = None if state.trial.index is None else number
                 self.console.say(epoch_line(shown, state, state.trial.config.training.epochs))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_lab.engine import job
-from fsdp_lab.engine.files import clear_left_over, read_outcome
+from fsdp_lab.engine.files import append_line, clear_left_over, read_latest, read_outcome
 from fsdp_lab.engine.worker import kind_of, record_failure
 
 
@@ -53,3 +53,14 @@ def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
         (tmp_path / name).write_text(json.dumps({}))
     clear_left_over(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_last_epoch_has_not_keeps_its_latest_value(tmp_path: Path):
+    """Resumed within its last epoch, nothing of it may be timed."""
+    for metrics in (
+        {"epoch": 1, "val/loss": 2.0, "perf/samples_per_s": 40.0},
+        {"epoch": 2, "val/loss": 1.0, "perf/samples_per_s": 50.0},
+        {"epoch": 3, "val/loss": 0.5},
+    ):
+        append_line(tmp_path / "metrics.jsonl", json.dumps(metrics))
+    assert read_latest(tmp_path) == {"epoch": 3, "val/loss": 0.5, "perf/samples_per_s": 50.0}
