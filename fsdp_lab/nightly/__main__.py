@@ -40,10 +40,12 @@ from fsdp_lab.config import ConfigError, conf_dir, flatten, workers_of
 from fsdp_lab.config.checks import gpus_here
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS
 from fsdp_lab.nightly.loop import WallClock, due_once, loop
-from fsdp_lab.nightly.night import Study, accept, baseline_of, run_night
+from fsdp_lab.nightly.night import accept, run_night
 from fsdp_lab.nightly.nights import read_nights, read_since
 from fsdp_lab.nightly.notify import check_url
 from fsdp_lab.nightly.schedule import Schedule
+from fsdp_lab.nightly.study import Study
+from fsdp_lab.nightly.verdict import baseline_of
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 from fsdp_lab.sweep.record import InUse, locked
 from fsdp_lab.tracking.tags import redact

@@ -40,6 +40,7 @@ class Night:
         machine: host, device and workers.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
         attempts: how often its sweep was started.
+        pruned: its checkpoints were taken away.
         others, busy: the share of all cores that others had, and whether that was too much to judge speed.
     """
 
@@ -60,6 +61,7 @@ class Night:
     attempts: int = 0
     others: float = 0.0
     busy: bool = False
+    pruned: bool = False
 
     @property
     def is_good(self) -> bool:

@@ -88,6 +88,10 @@ class Sweep:
     about: Sequence[tuple[str, str]] = ()
 
     @property
+    def statuses(self) -> list[str]:
+        return [trial.status for trial in self.trials]
+
+    @property
     def setting_axes(self) -> list[str]:
         """The axes that make a setting: all but the repeats."""
         return [axis for axis in self.axes if axis not in REPEATS]

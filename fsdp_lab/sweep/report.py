@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.schema import ReportConfig, TrackingConfig
-from fsdp_lab.engine.files import read_metrics
+from fsdp_lab.engine.files import read_latest, read_metrics
 from fsdp_lab.report import data
 from fsdp_lab.sweep.grid import swept_keys
 from fsdp_lab.sweep.record import Record, read_record, read_trials
@@ -76,18 +77,29 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, TrialConfig]:
         UserError: no sweep was started there, or none of its trials has ended.
     """
     record = read_record(folder, "sweep")
-    listed = read_trials(folder) if record.multirun else [(record.arguments, folder)]
-    trials = [t for i, (overrides, where) in enumerate(listed) if (t := _trial_in(where, i, overrides)) is not None]
+    trials = _trials_in(folder, record)
     if not trials:
         raise UserError(f"sweep={folder}: no trial was begun there, so there is nothing to report.")
     states = resumed_states(trials, folder, trials[0].config)
     for state in states:
-        state.metrics = state.metrics or next(reversed(list(read_metrics(storage(state.trial, folder)))), {})
+        state.metrics = state.metrics or read_latest(storage(state.trial, folder))
     ids = _run_ids(folder)
     for number, state in enumerate(states):
         state.run = ids.get(str(number))
     swept = swept_keys([trial.overrides for trial in trials]) if record.multirun else []
     return sweep_of(states, swept, folder, record, lambda handle: handle or ""), record, trials[0].config
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """Take away the checkpoints and exported models of a sweep that nobody goes on with. What it measured stays.
+
+    Raises:
+        UserError: no sweep was started there.
+    """
+    for trial in _trials_in(folder, read_record(folder, "sweep")):
+        where = storage(trial, folder)
+        shutil.rmtree(where / "checkpoints", ignore_errors=True)
+        (where / "model.pt").unlink(missing_ok=True)
 
 
 def sweep_stored(tracking: TrackingConfig, run_id: str, report: ReportConfig) -> data.Sweep:
@@ -130,8 +142,7 @@ def require_results(sweep: data.Sweep, which: str) -> None:
     Raises:
         UserError: no trial of the sweep has finished.
     """
-    if not any(trial.status == "finished" for trial in sweep.trials):
-        statuses = [trial.status for trial in sweep.trials]
+    if "finished" not in (statuses := sweep.statuses):
         told = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
         raise UserError(f"sweep={which}: no trial has finished ({told}), so there is nothing to compare.")
 
@@ -141,6 +152,11 @@ def typed(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _trials_in(folder: Path, record: Record) -> list[Trial]:
+    listed = read_trials(folder) if record.multirun else [(record.arguments, folder)]
+    return [t for i, (overrides, where) in enumerate(listed) if (t := _trial_in(where, i, overrides)) is not None]
 
 
 def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial | None:

@@ -71,10 +71,10 @@ def regressions(folder: Path) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def two_nights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two nights of the same code, each of which passed."""
+    """A folder with two nights of the same code that passed; what their trials write lies on a disk for all nodes."""
     folder = tmp_path_factory.mktemp("nights")
     for _ in range(2):
-        done = nightly(folder, "--once", *INLINE, "nightly.keep=1")
+        done = nightly(folder, "--once", *INLINE, "nightly.keep=1", "cluster.storage_path=shared")
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -102,12 +102,15 @@ def test_the_same_code_twice_passes(two_nights: Path):
 
 def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two_nights: Path):
     folder = two_nights / "nights/nightly"
-    first, second = (folder / night.id / "sweep" for night in read_nights(folder))
-    order = [line.split(",")[2:4] for line in (second / "results.csv").read_text().splitlines()[1:]]
+    nights = read_nights(folder)
+    results = (folder / nights[1].id / "sweep/results.csv").read_text()
+    order = [line.split(",")[2:4] for line in results.splitlines()[1:]]
     assert order == [[repeat, precision] for repeat in "012" for precision in ("fp32", "bf16")]
+    first, second = (next((two_nights / "shared").glob(f"{night.id}-sweep-*")) for night in nights)
     assert (second / "0/model.pt").exists() and list((second / "0/checkpoints").iterdir())
     assert not (first / "0/model.pt").exists() and not (first / "0/checkpoints").exists()
-    assert (first / "0/metrics.jsonl").exists() and (first / "report.html").exists()
+    assert (first / "0/metrics.jsonl").exists() and (folder / nights[0].id / "sweep/report.html").exists()
+    assert [night.pruned for night in nights] == [True, False]
 
 
 @contextmanager
@@ -212,6 +215,9 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     folder = nights / "others/nightly"
     other = changed_code(tmp_path / "code", "fsdp_lab/training/loop.py", ("def _to_device(", "\ndef _to_device("))
 
+    commit = read_nights(nights / "nights/nightly")[0].commit  # of the code as it is; of the copy there is none
+    assert commit
+
     def results() -> dict[Path, str]:
         return {path: path.read_text() for path in folder.glob("*/sweep/*/outcome.json")}
 
@@ -236,13 +242,14 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     status, _ = interrupt(signal.SIGTERM, other)
     assert status == 130
     (night,) = read_nights(folder)
-    assert night.verdict == "running"
+    assert night.verdict == "running" and night.commit != commit
 
     status, children = interrupt(signal.SIGKILL)  # with the code as it was: what the other has is put aside
     assert status == -signal.SIGKILL
     assert still_running(children, 60) == [], "the sweep ends with its night"
     (aside,) = folder.glob("*/sweep.1")
-    assert list(aside.glob("*/outcome.json"))
+    assert list(aside.glob("*/outcome.json")) and not list(aside.glob("*/checkpoints"))
+    assert read_nights(folder)[0].commit == commit
     finished = results()
     assert finished
 

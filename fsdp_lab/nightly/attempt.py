@@ -1,0 +1,126 @@
+"""The sweep of a night, in a process of its own: started, or gone on with."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from fsdp_lab.config import UserError
+from fsdp_lab.report.data import Sweep
+
+REFUSED = 2  # the exit status of a sweep with bad input
+_END_LIMIT_S = 60.0  # of a sweep that was told to end
+_LOCK_LIMIT_S = 120.0  # of what a killed night left, to end
+
+
+def set_aside_if_changed(folder: Path, say: Callable[[str], None]) -> None:
+    """Put away what a sweep has got with other code: its trials would not be of one kind.
+
+    Raises:
+        UserError: the sweep that was begun there does not end.
+    """
+    if not (folder / "sweep.json").exists():
+        return
+    _wait_until_free(folder, say)
+    if not changed_since(folder):
+        return
+    from fsdp_lab.sweep.report import drop_checkpoints
+
+    drop_checkpoints(folder)  # the one that starts anew must not go on from them, wherever they lie
+    aside = next(p for n in count(1) if not (p := folder.with_name(f"sweep.{n}")).exists())
+    say(f"the code is other than when the night began: what it has goes to {aside.name}, and it starts anew")
+    folder.rename(aside)
+
+
+def run_sweep(arguments: Sequence[str], folder: Path) -> int:
+    """Start it, or go on with what is there.
+
+    Returns:
+        its exit status: 0, 1 (a trial failed), 2 (refused), or anything else when it was ended.
+
+    Raises:
+        UserError: what was begun cannot go on until something is mended; nothing of it is lost.
+    """
+    if not (folder / "sweep.json").exists():
+        return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)])
+    status = _run(["resume=" + _quoted(folder)])
+    if status == REFUSED:
+        raise UserError(f"the night's sweep in {folder} cannot go on: mend what it says, then start again.")
+    return status
+
+
+def changed_since(folder: Path) -> list[str]:
+    """What code and libraries a sweep was begun with that are others now."""
+    from fsdp_lab.sweep.record import changes_of_code, read_record
+
+    return changes_of_code(read_record(folder, "sweep"))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    # in a session of its own: Ctrl-C comes to us, and we hand it on; it ends with us, however we end
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_lab", *arguments], start_new_session=True, preexec_fn=_end_with_parent
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_LIMIT_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        raise
+
+
+def _end_with_parent() -> None:
+    with suppress(OSError, AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _wait_until_free(folder: Path, say: Callable[[str], None]) -> None:
+    """A sweep whose night was killed takes a moment to end.
+
+    Raises:
+        UserError: it does not.
+    """
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    until, told = time.monotonic() + _LOCK_LIMIT_S, False
+    try:
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not told:
+                    say(f"waits up to {_LOCK_LIMIT_S:g} s for the sweep in {folder} to end")
+                told = True
+                time.sleep(0.5)
+    finally:
+        os.close(handle)
+    raise UserError(f"the sweep in {folder} still runs; end it first.")
+
+
+def _quoted(folder: Path) -> str:
+    text = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+def results_in(folder: Path) -> tuple[Sweep | None, str]:
+    """The sweep and its id; None where it fell over before its first trial."""
+    from fsdp_lab.sweep.report import sweep_in
+
+    try:
+        sweep, record, _ = sweep_in(folder)
+    except UserError:
+        return None, ""
+    return sweep, record.id

@@ -1,0 +1,29 @@
+"""What runs every night."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config.schema import NightlyConfig, TrackingConfig
+
+
+@dataclass(frozen=True)
+class Study:
+    """What runs every night.
+
+    Attributes:
+        folder: its own, below `nightly.folder`.
+        arguments: of its sweep, all axes named, the repeats first: so that they lie as far apart in time as they can.
+        settings: what all its trials share.
+        shares_cores: it computes on this machine's cores, so that what others do there is felt.
+    """
+
+    name: str
+    folder: Path
+    nightly: NightlyConfig
+    tracking: TrackingConfig
+    arguments: list[str]
+    settings: dict[str, Any]
+    shares_cores: bool

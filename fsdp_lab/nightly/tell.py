@@ -1,0 +1,54 @@
+"""The verdict of a night to everybody: a file, MLflow, the webhook, the terminal. Nobody who is away fails a night."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.nightly.nights import Night
+from fsdp_lab.nightly.notify import notify
+from fsdp_lab.nightly.study import Study
+from fsdp_lab.nightly.verdict import gate_text
+from fsdp_lab.report.write import write_text
+from fsdp_lab.tracking import TrackingError, annotate
+
+
+def tell(study: Study, night: Night, say: Callable[[str], None]) -> None:
+    """The verdict to everybody: a file, MLflow, the webhook, the terminal."""
+    gate = gate_text(night)
+    folder = study.folder / night.id
+    write_text(folder / "gate.md", gate)
+    tag(study, night, [folder / "gate.md"], say)
+    if problem := notify(study.nightly.notify, verdict_of(study, night, folder)):
+        say(problem)
+    say(gate)
+
+
+def verdict_of(study: Study, night: Night, folder: Path) -> dict[str, Any]:
+    """What the webhook gets."""
+    return {
+        "study": study.name,
+        "night": night.id,
+        "verdict": night.verdict,
+        "baseline": night.baseline,
+        "regressions": [finding for finding in night.findings if finding["regression"]],
+        "commit": night.commit,
+        "machine": night.machine,
+        "run_id": night.run_id,
+        "folder": str(folder),
+    }
+
+
+def tag(study: Study, night: Night, files: Sequence[Path], say: Callable[[str], None]) -> None:
+    if not night.run_id:
+        return
+    moved = "; ".join(f"{f['setting']}: {f['metric']} {f['change']}" for f in night.findings if f["regression"])
+    tags = {"nightly.study": study.name, "nightly.night": night.id, "nightly.verdict": night.verdict}
+    tags |= {"nightly.baseline": night.baseline} if night.baseline else {}
+    tags |= {"nightly.regressions": moved[:5000]} if moved else {}
+    tags |= {f"nightly.accepted_{key}": value for key, value in (night.accepted or {}).items()}
+    try:
+        annotate(study.tracking, night.run_id, tags, files)
+    except TrackingError as error:
+        say(f"MLflow has not got the verdict: {error}")

@@ -1,0 +1,142 @@
+"""What a night is compared with, and what it comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fsdp_lab.config import UserError
+from fsdp_lab.nightly.gate import FORECAST_ERROR, LOSS, Finding, Result, compare, table
+from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, last_good
+from fsdp_lab.nightly.study import Study
+from fsdp_lab.report.data import MEMORY, SPEED, Sweep
+
+_MOST_EARLIER = 10  # nights by which noise is judged
+
+
+def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
+    """What a night is compared with: the one that is named, or the last good one.
+
+    Raises:
+        UserError: there is no such night, or it is of another study.
+    """
+    named = study.nightly.baseline
+    if named is None:
+        found = last_good(nights)
+    else:
+        found = next((night for night in nights if night.id == named), None)
+        if found is None or not found.results:
+            known = ", ".join(night.id for night in nights[-5:] if night.results) or "none yet"
+            raise UserError(f"nightly.baseline={named} is no night of {study.folder} with results; the last: {known}.")
+    if found is not None:
+        here, there = study.settings, found.study
+        # a key that one of them does not have is of other code, but for an axis: that one varied nothing
+        keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
+        others = [
+            f"{k}={_typed(there.get(k, 'one value'))} there, {_typed(here.get(k, 'one value'))} here"
+            for k in keys
+            if there.get(k) != here.get(k)
+        ]
+        if others:
+            raise UserError(
+                f"the baseline, night {found.id}, is of another study: {'; '.join(others[:5])}. Put that back, give "
+                "this study a folder of its own with nightly.folder=..., or move the old nights away."
+            )
+    return found
+
+
+def _typed(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def judge(
+    study: Study, night: Night, nights: Sequence[Night], baseline: Night | None, sweep: Sweep, now: Callable[[], float]
+) -> Night:
+    results = results_of(sweep)
+    findings: list[Finding] = []
+    if baseline is not None:
+        findings = compare(
+            results if not night.busy else without_speed(results),
+            reference(nights, baseline, night, named=study.nightly.baseline is not None),
+            [n.results if _same_speed(n, night) else without_speed(n.results) for n in nights if n.is_good][
+                -_MOST_EARLIER:
+            ],
+            study.nightly.tolerance,
+            study.nightly.significance,
+            f"others had {night.others:.0%} of the cores"
+            if night.busy
+            else "no good night yet on this machine in which others left it alone",
+        )
+    return dataclasses.replace(
+        night,
+        ended=now(),
+        results=results,
+        baseline=baseline.id if baseline else None,
+        findings=[dataclasses.asdict(finding) for finding in findings],
+        verdict=REGRESSION if any(finding.regression for finding in findings) else GOOD,
+    )
+
+
+def results_of(sweep: Sweep) -> dict[str, Result]:
+    """What a sweep's settings are compared by."""
+    keys = {MEMORY: MEMORY, SPEED: SPEED, LOSS: sweep.loss_key, FORECAST_ERROR: FORECAST_ERROR}
+    return {
+        setting.name: Result(
+            [trial.status for trial in setting.trials], {name: setting.of(key) for name, key in keys.items()}
+        )
+        for setting in sweep.settings
+    }
+
+
+def without_speed(results: Mapping[str, Result]) -> dict[str, Result]:
+    """What was found while others had the machine."""
+    return {
+        setting: Result(found.statuses, {key: v for key, v in found.values.items() if key != SPEED})
+        for setting, found in results.items()
+    }
+
+
+def reference(nights: Sequence[Night], baseline: Night, night: Night, named: bool = False) -> dict[str, Result]:
+    """What a night is compared with: the baseline, and where its speeds say nothing (others had the machine, or it was
+    another one) those of the last good night in which they do.
+
+    Args:
+        named: the baseline was chosen by hand, so that no other night stands in for it.
+    """
+    if _same_speed(baseline, night):
+        return dict(baseline.results)
+    found = without_speed(baseline.results)
+    usable = [] if named else [n for n in nights if n.is_good and _same_speed(n, night)]
+    if not usable:
+        return found
+    speeds = {setting: result.values.get(SPEED, []) for setting, result in usable[-1].results.items()}
+    return {
+        setting: Result(result.statuses, {**result.values, SPEED: speeds.get(setting, [])})
+        for setting, result in found.items()
+    }
+
+
+def _same_speed(one: Night, other: Night) -> bool:
+    """Whether the speeds of `one` can be held against those of `other`."""
+    return one.machine == other.machine and not one.busy
+
+
+def gate_text(night: Night) -> str:
+    """The verdict and the table, as Markdown."""
+    findings = [Finding(**finding) for finding in night.findings]
+    bad = [f for f in findings if f.regression]
+    if night.verdict == FAILED:
+        return (
+            f"# Night {night.id}: failed\n\nIts sweep came to no end, or nothing finished: {night.attempts} starts.\n"
+        )
+    if night.verdict == LEFT:
+        return f"# Night {night.id}: left\n\nIt was interrupted, and nothing went on with it that night.\n"
+    taken = f"Accepted by {night.accepted['by']}: {night.accepted['reason']}\n\n" if night.accepted else ""
+    if night.baseline is None:
+        short = [f"`{name}`: {r.finished}" for name, r in night.results.items() if r.share < 1]
+        also = f"\nNot all of it finished: {'; '.join(short)}.\n" if short else ""
+        first = "The first good night: from now on it is the baseline."
+        return f"# Night {night.id}: {night.verdict}\n\n{taken}{first}\n{also}"
+    said = f"{len(bad)} regressions" if len(bad) > 1 else "a regression" if bad else "nothing got worse"
+    return f"# Night {night.id} against {night.baseline}: {said}\n\n{taken}{table(findings)}"
