@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.engine import cluster as engine
 
 if TYPE_CHECKING:
-    from fsdp_lab.sweep.run import Sweep
+    from fsdp_lab.sweep.driver import Sweep
 
 INTERRUPTED = 130
 _LIMIT_S = 8.0  # then what hangs is left behind

@@ -21,7 +21,7 @@ from fsdp_lab.engine.files import read_outcome, why_unwritten
 from fsdp_lab.engine.job import Job, trial_function
 
 if TYPE_CHECKING:
-    from fsdp_lab.sweep.run import Sweep
+    from fsdp_lab.sweep.driver import Sweep
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _REPEAT_S = 60.0
@@ -93,7 +93,6 @@ class NextTrial(Searcher):
         return {}
 
     def suggest(self, trial_id: str) -> Any:
-        from fsdp_lab.sweep.run import prepare
 
         while True:
             number = self.run.next()
@@ -107,7 +106,7 @@ class NextTrial(Searcher):
                 if self.run.search is None:
                     raise
                 self.run.end(number, "failed", str(error))  # the cluster cannot hold what was suggested
-        prepare(self.run, number)
+        self.run.prepare(number)
         job = Job(
             job_config(config),
             str(self.run.folder_of(number)),

@@ -1,0 +1,45 @@
+"""What trials, folders and commands are called before people."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.sweep.record import TYPED_ELSEWHERE
+from fsdp_lab.sweep.results import TrialState, setting
+
+
+def run_name(trial: Trial, swept: Sequence[str]) -> str:
+    """Short, for lists: the swept settings, or the main ones for a trial alone."""
+    keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
+    return " ".join(f"{key}={setting(trial, key)}" for key in keys)
+
+
+def short_name(trial: Trial, swept: Sequence[str]) -> str:
+    """For MLflow's list, which shows a dozen letters: `per_block never`, `root lr=0.001`."""
+    keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
+    words = (str(setting(trial, k)) if k in trial.choices else f"{k.split('.')[-1]}={setting(trial, k)}" for k in keys)
+    return " ".join(words)
+
+
+def label(number: int, states: Sequence[TrialState]) -> str:
+    return "trial" if states[number].trial.index is None else f"trial {number}"
+
+
+def command_line() -> str:
+    """As it was typed, for the record."""
+    return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in sys.argv[1:])
+
+
+def resume_command(folder: Path) -> str:
+    return f"python -m fsdp_lab resume={shlex.quote(str(relative(folder)))}"
+
+
+def relative(path: Path) -> Path:
+    """As seen from where the command was typed, where it lies below: a resume may have gone to another folder."""
+    path, here = path.absolute(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) and TYPED_ELSEWHERE not in os.environ else path
