@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.servers import lay_store
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parent.parent
+STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
 # Calls `main` and says afterwards which of the slow libraries came to be imported.
@@ -39,6 +42,8 @@ def run_cli(
     cwd: Path, *arguments: str, tell_imports: bool = False, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
     """`python -m fsdp_lab <arguments>` in `cwd`, to its end."""
+    if STORE in arguments:
+        lay_store(cwd)
     command = command_line(*arguments, tell_imports=tell_imports)
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 

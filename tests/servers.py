@@ -1,8 +1,10 @@
-"""A real `mlflow server` for as long as a test needs it."""
+"""A real MLflow store in a moment, and a real `mlflow server` for as long as a test needs it."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +13,26 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
+
+
+@cache
+def _empty_store() -> Path:
+    from mlflow import MlflowClient
+
+    folder = Path(mkdtemp(prefix="fsdp_lab_store_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").search_experiments()
+    return folder / "mlflow.db"
+
+
+def lay_store(folder: Path) -> None:
+    """A copy of an empty store that MLflow made, where there is none: it takes seconds to make each. That one is made
+    where there is none is in tests/tracking."""
+    if not (folder / "mlflow.db").exists():
+        shutil.copy(_empty_store(), folder / "mlflow.db")
 
 
 def free_port() -> int:
@@ -25,6 +46,7 @@ def mlflow_server(
     folder: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`(address, process)` of a server on the store `mlflow.db` of a folder; its process group is ended."""
+    lay_store(folder)
     port = free_port()
     command = [
         sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",

@@ -23,17 +23,22 @@ import psutil
 import pytest
 
 from fsdp_lab.nightly.nights import read_nights, write_night
-from tests.conftest import ROOT
+from tests.conftest import ROOT, STORE
 from tests.processes import descendants, still_running
+from tests.servers import lay_store
 from tests.sweep.conftest import artifacts, runs
 
 # Two settings, three repeats, in the sweep's own process: about ten seconds.
 INLINE = (
     "engine=inline", "model=mlp", "forecast.enabled=false", "data.num_train=128", "data.num_val=32", "offload=none",
     "training.global_batch_size=32", "training.epochs=2", "sharding=per_block", "precision=fp32,bf16",
-    "reshard_after_forward=always", "tracking.uri=sqlite:///mlflow.db", "nightly.folder=nights", "nightly.repeats=3",
+    "reshard_after_forward=always", STORE, "nightly.folder=nights", "nightly.repeats=3",
     "nightly.tolerance.samples_per_s=0.8", "nightly.others_cpu=1",
 )  # fmt: skip
+
+
+# Two threads that wait for each other lose a factor of ten when something else takes a core for a moment.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def command(*arguments: str) -> list[str]:
@@ -46,8 +51,8 @@ def nightly(cwd: Path, *arguments: str, code: Path | None = None) -> subprocess.
     Args:
         code: a folder with another copy of the package.
     """
-    # one thread: two that wait for each other lose a factor of ten when something else takes a core for a moment
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": str(code)} if code else {})}
+    env = {**ONE_THREAD, **({"PYTHONPATH": str(code)} if code else {})}
+    lay_store(cwd)
     return subprocess.run(
         command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=280, check=False, env=env
     )  # fmt: skip
@@ -193,7 +198,7 @@ def test_a_setting_that_keeps_every_parameter_unsharded_is_named(tmp_path: Path)
     ray = (
         "data.num_train=64", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=0",
         "training.epochs=1", "cluster.num_workers=2", "sharding=root,per_block", "precision=fp32", "offload=none",
-        "reshard_after_forward=always", "tracking.uri=sqlite:///mlflow.db", "nightly.folder=nights",
+        "reshard_after_forward=always", STORE, "nightly.folder=nights",
         "nightly.repeats=1", "nightly.tolerance.samples_per_s=100", "export=false", "checkpoint.mode=off",
     )  # fmt: skip
     assert nightly(tmp_path, "--once", *ray).returncode == 0
@@ -225,7 +230,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
         """Start, wait for one more result, and then."""
         process = subprocess.Popen(
             command("--once", *more), cwd=nights, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)},
+            env={**ONE_THREAD, "PYTHONPATH": str(code)},
         )  # fmt: skip
         until, before = time.monotonic() + 100, 0
         while len(results()) <= before or (code is ROOT and not list(folder.glob("*/sweep.1"))):
@@ -356,7 +361,7 @@ def test_two_nights_by_the_schedule(nights: Path):
         (folder / night.id / "night.json").write_text(json.dumps(content))
     process = subprocess.Popen(
         command(*INLINE, "nightly.cron='* * * * *'"), cwd=nights, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ONE_THREAD,
     )  # fmt: skip
     try:
         until = time.monotonic() + 200

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_cli
+from tests.conftest import STORE, run_cli
 from tests.sweep.conftest import TINY, artifacts, runs, store
 
 SWEEP = (
@@ -89,7 +89,7 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple
     for name in ("mlflow.db", "mlartifacts"):
         (shutil.copy if name.endswith("db") else shutil.copytree)(folder / name, tmp_path / name)
     parent = runs(folder)[0][0].info.run_id
-    done = report(tmp_path, f"sweep={parent}", "tracking.uri=sqlite:///mlflow.db")
+    done = report(tmp_path, f"sweep={parent}", STORE)
     assert done.returncode == 0, done.stderr
     here = list(csv.DictReader((tmp_path / "outputs/report" / parent / "report.csv").open()))
     there = list(csv.DictReader((folder / "out/report.csv").open()))
@@ -102,7 +102,7 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("sweep=0123456789abcdef0123456789abcdef", "tracking.uri=sqlite:///mlflow.db"), "is not in tracking.uri"),
+        (("sweep=0123456789abcdef0123456789abcdef", STORE), "is not in tracking.uri"),
         (("sweep=nowhere",), "sweep=nowhere is no folder and no id of a run"),
         (("sweep=mlartifacts",), "no sweep was started there"),
         (("sweep=out", "report.loss_tolerance=much"), "report.loss_tolerance=much is not a number"),
@@ -120,7 +120,7 @@ def test_what_cannot_be_is_told_in_a_message(swept: tuple[Path, str], arguments:
 def test_a_child_and_a_sweep_with_nothing_finished_are_told(swept: tuple[Path, str], tmp_path: Path):
     folder, _ = swept
     parent, child = runs(folder)[0][0].info.run_id, runs(folder)[1][0].info.run_id
-    done = report(folder, f"sweep={child}", "tracking.uri=sqlite:///mlflow.db")
+    done = report(folder, f"sweep={child}", STORE)
     assert done.returncode == 2 and f"give its parent's id, {parent}" in done.stderr
     shutil.copytree(folder / "out", tmp_path / "out")
     for outcome in (tmp_path / "out").glob("*/outcome.json"):

@@ -23,8 +23,9 @@ from mlflow.entities import Run
 from fsdp_lab.compose import Trial, register_schema
 from fsdp_lab.config import conf_dir
 from fsdp_lab.sweep.multirun import Composer
-from tests.conftest import command_line
+from tests.conftest import STORE, command_line
 from tests.processes import called, descendants
+from tests.servers import lay_store
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def compose_trial(parser: OverridesParser, tmp_path: Path) -> Callable[[Sequence
 # Four steps an epoch; everything in the test's own folder.
 TINY = (
     "data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1",
-    "cluster.num_workers=2", "tracking.uri=sqlite:///mlflow.db", "hydra.run.dir=out", "hydra.sweep.dir=out",
+    "cluster.num_workers=2", STORE, "hydra.run.dir=out", "hydra.sweep.dir=out",
 )  # fmt: skip
 PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
 
@@ -86,6 +87,8 @@ def results(folder: Path) -> list[dict[str, str]]:
 @contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A command line that runs on its own, as the leader of a process group like in a terminal; ended in the end."""
+    if STORE in arguments:
+        lay_store(folder)
     process = subprocess.Popen(
         command_line(*arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,

@@ -21,6 +21,7 @@ from mlflow import MlflowClient
 from tests.conftest import command_line
 from tests.processes import called, descendants, still_running
 from tests.ranks import Memo, config, run_ranks
+from tests.servers import lay_store
 from tests.sweep.conftest import results
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
@@ -81,6 +82,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Server]:
+    lay_store(folder)
     server = Server(folder)
     try:
         server.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_cli
+from tests.conftest import STORE, run_cli
 from tests.sweep.conftest import (
     PLAIN,
     TINY,
@@ -24,7 +24,6 @@ from tests.sweep.conftest import (
 
 SMALL = tuple(word for word in TINY if not word.startswith("cluster.num_workers"))
 INLINE = (*SMALL, *PLAIN, "engine=inline", "model=mlp", "forecast.enabled=false")
-STORE = "tracking.uri=sqlite:///mlflow.db"
 SWEEP = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2,1e-1")
 
 

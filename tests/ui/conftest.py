@@ -12,7 +12,7 @@ import pytest
 from mlflow.entities import Run
 
 from fsdp_lab.tracking.tags import TRIAL_TAG
-from tests.conftest import ROOT, run_cli
+from tests.conftest import ROOT, STORE, run_cli
 from tests.servers import mlflow_server
 from tests.sweep.conftest import PLAIN, runs
 
@@ -59,7 +59,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """The sweep that the README begins with, and the page of each rank's memory on top."""
     folder = tmp_path_factory.mktemp("readme", numbered=False)
     made = run_cli(
-        folder, *README_SWEEP, "memory_profile=timeline", "hydra.sweep.dir=out", "tracking.uri=sqlite:///mlflow.db"
+        folder, *README_SWEEP, "memory_profile=timeline", "hydra.sweep.dir=out", STORE
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     with mlflow_server(folder) as (address, _):
@@ -71,7 +71,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A sweep of 200 trials."""
     folder = tmp_path_factory.mktemp("crowd", numbered=False)
     rates = "optimizer.lr=" + ",".join(f"{i}e-4" for i in range(1, 11))
-    made = run_cli(folder, *INSTANT, "tracking.uri=sqlite:///mlflow.db", "training.seed=range(20)", rates, "-m")
+    made = run_cli(folder, *INSTANT, STORE, "training.seed=range(20)", rates, "-m")
     assert made.returncode == 0, made.stderr
     with mlflow_server(folder) as (address, _):
         yield _lab(folder, address)
