@@ -70,7 +70,10 @@ def answer(sweep: Sweep) -> Answer:
         return Answer(None, _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
     fastest = max(able, key=lambda s: s.median(SPEED))
     close = [s for s in able if _as_fast(s, fastest, sweep.speed_tolerance)]
-    chosen = min(close, key=lambda s: (_or_inf(s.median(MEMORY)), _not_plain(s), -s.median(SPEED)))
+    least = min(_or_inf(s.median(MEMORY)) for s in close)
+    smallest = [s for s in close if _or_inf(s.median(MEMORY)) == least]
+    limit = max(s.median(SPEED) for s in smallest) * (1 - sweep.speed_tolerance)
+    chosen = min((s for s in smallest if s.median(SPEED) >= limit), key=lambda s: (_not_plain(s), -s.median(SPEED)))
     return Answer(chosen, _sentence(sweep, chosen, able, best_loss), _command(chosen), _rules(sweep), why_not, front)
 
 
@@ -99,7 +102,8 @@ def _rules(sweep: Sweep) -> list[str]:
         "(report.loss_tolerance).",
         f"Then the fastest in samples/s; settings within {sweep.speed_tolerance:.3g} of the fastest "
         "(report.speed_tolerance), or whose repeats overlap with its, tie: of these the smallest peak memory is "
-        f"taken, and of equal peaks the plainer ({words(_PLAIN)}; the first counts most).",
+        "taken. Of equal peaks the fastest is, and of those within the tolerance of it the plainest "
+        f"({words(_PLAIN)}; the first counts most).",
     ]
 
 

@@ -54,6 +54,17 @@ def test_of_two_as_fast_and_as_large_the_plainer_is_taken_though_it_is_a_little_
     assert found.setting is not None and found.setting.name == "offload=none"
 
 
+def test_plainness_is_worth_no_more_speed_than_the_tolerance():
+    rows = [
+        Trial(n, {"sharding": sharding}, "finished", {**trial(0).figures, "perf/samples_per_s": speed})
+        for n, (sharding, speed) in enumerate(
+            (("root", 2000.0), ("root", 1500.0), ("root", 1900.0), ("ddp", 1200.0), ("ddp", 1000.0), ("ddp", 1600.0))
+        )
+    ]
+    found = answer(sweep(rows, axes=["sharding"]))  # their repeats overlap, and their peaks are equal
+    assert found.setting is not None and found.setting.name == "sharding=root"
+
+
 def test_a_setting_above_the_capacity_of_a_device_does_not_fit_though_it_finished():
     rows = list(sweep().trials)
     for number in (3, 5):  # a CPU does not run out where a GPU would
