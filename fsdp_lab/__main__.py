@@ -14,6 +14,7 @@ import yaml
 from fsdp_lab.compose import Trial, check, explain, register_schema, single_trial
 from fsdp_lab.config import ConfigError, UserError, conf_dir, to_dict
 from fsdp_lab.engine.cluster import stop_ray
+from fsdp_lab.files import write_text
 
 
 def main() -> None:
@@ -66,15 +67,13 @@ def run_single(cfg: Any) -> None:
 
 def write_config(path: Path, trial: Trial) -> None:
     """The trial's config, in which nothing of the nights is."""
-    making = path.with_name(f".{path.name}.making")
-    making.write_text(yaml.safe_dump(to_dict(trial.config), sort_keys=False))
-    making.rename(path)
+    write_text(path, yaml.safe_dump(to_dict(trial.config), sort_keys=False))
 
 
 def run_alone(trial: Trial) -> int:
     """A trial with no sweep around it; its exit status."""
     from fsdp_lab.sweep.record import Record, begin_folder, locked, read_record, remember_last
-    from fsdp_lab.sweep.results import TrialState, storage
+    from fsdp_lab.sweep.results import TrialState
     from fsdp_lab.sweep.resume import check_unchanged, resumed_states
     from fsdp_lab.sweep.run import run_trials
 
@@ -87,7 +86,7 @@ def run_alone(trial: Trial) -> int:
             remember_last(folder)
         else:
             record = Record.of(sys.argv[1:], False, trial.config)
-            begin_folder(folder, [storage(trial, folder)])
+            begin_folder(folder, [trial])
             record.write(folder)
             states = [TrialState(trial)]
         return run_trials(None, states, trial, folder, [], record, resumed)

@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.files import write_json
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -35,14 +37,6 @@ class Outcome:
     status: str
     error: str | None = None
     seconds: float | None = None
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write under a temporary name, then rename: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    making = path.with_name(f".{path.name}.{os.getpid()}.making")
-    making.write_text(json.dumps(content, indent=1))
-    making.rename(path)
 
 
 def append_line(path: Path, text: str) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, UserError, from_dict
-from fsdp_lab.engine.files import Progress, append_line, hold_alive, no_space, write_json
+from fsdp_lab.engine.files import Progress, append_line, hold_alive, no_space
+from fsdp_lab.files import write_json
 
 
 class FolderReporter:

@@ -39,9 +39,9 @@ from fsdp_lab.compose import check, explain, group_choices, register_schema, typ
 from fsdp_lab.config import ConfigError, conf_dir, flatten, workers_of
 from fsdp_lab.config.checks import gpus_here
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS
-from fsdp_lab.nightly.loop import WallClock, due_once, loop
+from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
 from fsdp_lab.nightly.night import accept, run_night
-from fsdp_lab.nightly.nights import read_nights, read_since
+from fsdp_lab.nightly.nights import Night, read_nights, read_since
 from fsdp_lab.nightly.notify import check_url
 from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.study import Study
@@ -83,12 +83,12 @@ def main() -> int:
             baseline_of(study, read_nights(study.folder))  # now, not in the night
             since = read_since(study.folder, time.time())
             loop(
-                schedule, lambda: read_nights(study.folder), lambda due: run_locked(study, due), since, WallClock(),
+                schedule, lambda: nights_of(study), lambda due: run_locked(study, due), since, WallClock(),
                 say, nightly.jitter_s, nightly.late_s,
             )  # fmt: skip
             return 0
     except KeyboardInterrupt:
-        unfinished = running and any(not night.over for night in read_nights(study.folder))
+        unfinished = running and due_unfinished(schedule, nights_of(study), time.time()) is not None
         print("fsdp_lab.nightly: ended" + (", in a night; the next start goes on with it" if unfinished else ""))
         return 130 if unfinished else 0
     except Exception as error:
@@ -97,6 +97,11 @@ def main() -> int:
             raise
         print(f"fsdp_lab.nightly: {message}", file=sys.stderr)
         return 2
+
+
+def nights_of(study: Study) -> list[Night]:
+    """All in its folder, but for one of another study that was interrupted: nobody goes on with it."""
+    return [night for night in read_nights(study.folder) if night.over or night.study == study.settings]
 
 
 def run_locked(study: Study, due: float) -> int:
@@ -113,12 +118,11 @@ def run_once(study: Study, schedule: Schedule, only_go_on: bool) -> int:
     """
     try:
         with locked(study.folder, "nightly.folder"):
-            nights = read_nights(study.folder)
-            due = due_once(schedule, nights, time.time())
-            if only_go_on and not any(night.due == due and not night.over for night in nights):
+            begun = due_unfinished(schedule, nights_of(study), time.time())
+            if only_go_on and begun is None:
                 say("no night was interrupted")
                 return 0
-            return run_night(study, due, say)
+            return run_night(study, time.time() if begun is None else begun, say)
     except InUse as error:
         if not only_go_on:
             raise

@@ -17,28 +17,30 @@ from pathlib import Path
 from fsdp_lab.config import UserError
 from fsdp_lab.report.data import Sweep
 
+_LIBC = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
 REFUSED = 2  # the exit status of a sweep with bad input
 _END_LIMIT_S = 60.0  # of a sweep that was told to end
 _LOCK_LIMIT_S = 120.0  # of what a killed night left, to end
 
 
-def set_aside_if_changed(folder: Path, say: Callable[[str], None]) -> None:
+def set_aside_if_changed(folder: Path, say: Callable[[str], None]) -> bool:
     """Put away what a sweep has got with other code: its trials would not be of one kind.
+
+    Returns:
+        whether it was so.
 
     Raises:
         UserError: the sweep that was begun there does not end.
     """
     if not (folder / "sweep.json").exists():
-        return
+        return False
     _wait_until_free(folder, say)
     if not changed_since(folder):
-        return
-    from fsdp_lab.sweep.report import drop_checkpoints
-
-    drop_checkpoints(folder)  # the one that starts anew must not go on from them, wherever they lie
+        return False
     aside = next(p for n in count(1) if not (p := folder.with_name(f"sweep.{n}")).exists())
     say(f"the code is other than when the night began: what it has goes to {aside.name}, and it starts anew")
     folder.rename(aside)
+    return True
 
 
 def run_sweep(arguments: Sequence[str], folder: Path) -> int:
@@ -84,7 +86,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _end_with_parent() -> None:
     with suppress(OSError, AttributeError):  # Linux alone has it
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        _LIBC.prctl(1, signal.SIGTERM)
 
 
 def _wait_until_free(folder: Path, say: Callable[[str], None]) -> None:

@@ -41,6 +41,9 @@ def due_now(schedule: Schedule, nights: list[Night], since: float, now: float, l
         since: nights before it were not missed, there was no schedule yet.
         late_s: how late it may still start; one that was begun goes on all the same.
     """
+    begun = due_unfinished(schedule, nights, now)
+    if begun is not None:  # by --once perhaps, before there was a schedule
+        return begun
     last = schedule.last(_moment(now), _moment(since))
     if last is None:
         return None
@@ -48,20 +51,18 @@ def due_now(schedule: Schedule, nights: list[Night], since: float, now: float, l
     of_it = [night for night in nights if night.due >= due or night.begun >= due]
     if any(night.over for night in of_it):
         return None
-    if of_it:
-        return of_it[-1].due  # begun, by --once perhaps, and not over
     if late_s is not None and now - due > late_s:
         return None
     return due
 
 
-def due_once(schedule: Schedule, nights: list[Night], now: float) -> float:
-    """For `--once`: the time of the interrupted night where we are still within it, else now."""
+def due_unfinished(schedule: Schedule, nights: list[Night], now: float) -> float | None:
+    """When the night was due that was interrupted and is to go on: we are still within it. None without one."""
     last = schedule.last(_moment(now))
     unfinished = [night for night in nights if not night.over]
     if unfinished and last is not None and unfinished[-1].begun >= last.timestamp():
         return unfinished[-1].due
-    return now
+    return None
 
 
 def loop(

@@ -7,10 +7,10 @@ import getpass
 import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from fsdp_lab.config import UserError
+from fsdp_lab.files import write_text
 from fsdp_lab.nightly.attempt import REFUSED, results_in, run_sweep, set_aside_if_changed
 from fsdp_lab.nightly.nights import (
     ACCEPTED,
@@ -28,7 +28,6 @@ from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.tell import tag, tell
 from fsdp_lab.nightly.verdict import baseline_of, gate_text, judge
 from fsdp_lab.report.data import Sweep
-from fsdp_lab.report.write import write_text
 from fsdp_lab.tracking import TrackingError, find_sweep_run
 from fsdp_lab.tracking.tags import machine_tags
 
@@ -71,9 +70,9 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
     write_night(study.folder, night)
     try:
         write_page(study.folder / "nights.html", study.name, read_nights(study.folder))
-        prune(study)
     except (OSError, UserError) as error:
         say(f"the page of the nights is not up to date: {error}")
+    prune(study, say)
     say(f"night {night.id}: {night.verdict}   page: {study.folder / 'nights.html'}")
     if night.verdict == FAILED:
         return REFUSED if status == REFUSED else NOTHING_FINISHED
@@ -86,14 +85,15 @@ def _sweep(study: Study, night: Night, say: Callable[[str], None]) -> tuple[Nigh
     while night.attempts < _MOST_ATTEMPTS:
         if night.attempts:
             say(f"night {night.id} goes on: attempt {night.attempts + 1} of {_MOST_ATTEMPTS}")
-        set_aside_if_changed(folder, say)
+        if set_aside_if_changed(folder, say):
+            night = dataclasses.replace(night, attempts=0, others=0.0)  # nothing is measured yet
         if not (folder / "sweep.json").exists():
-            night = dataclasses.replace(night, **_origin(study))
-        night = _keep(study, night, attempts=night.attempts + 1)
+            night = _keep(study, night, **_origin(study))
         others = Others()
         try:
             with others:
                 status = run_sweep(study.arguments, folder)
+            night = dataclasses.replace(night, attempts=night.attempts + 1)  # it ended by itself, we were not ended
         finally:  # of a night in several parts, the worst
             night = _keep(study, night, others=max(night.others, round(others.share, 4)))
         sweep, _ = results_in(folder)
@@ -122,7 +122,8 @@ def _begin(
             return night
         if not night.over:
             say(f"night {night.id} was interrupted, and is another night or study by now: it is left as it is")
-            night = dataclasses.replace(night, verdict=LEFT)
+            _, sweep_id = results_in(study.folder / night.id / "sweep")
+            night = dataclasses.replace(night, verdict=LEFT, run_id=_run_of(study, sweep_id, say))
             tell(study, night, say)
             write_night(study.folder, night)
     begun = now()
@@ -175,13 +176,18 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
     say(f"night {night.id} is the baseline from now on: {accepted['reason']}")
 
 
-def prune(study: Study) -> None:
+def prune(study: Study, say: Callable[[str], None]) -> None:
     """Take away the checkpoints and models of old nights: all but the newest `nightly.keep`. Metrics stay."""
-    from fsdp_lab.sweep.report import drop_checkpoints
+    from fsdp_lab.sweep.record import drop_checkpoints
 
     over = [night for night in read_nights(study.folder) if night.over]
     for night in over[: -study.nightly.keep]:
-        if not night.pruned:
-            with suppress(UserError):  # a night whose sweep never began
-                drop_checkpoints(study.folder / night.id / "sweep")
+        if night.pruned:
+            continue
+        try:
+            for sweep in (study.folder / night.id).glob("sweep*"):  # those with other code too
+                drop_checkpoints(sweep)
+        except OSError as error:
+            say(f"the checkpoints of night {night.id} are still there: {error}")
+        else:
             _keep(study, night, pruned=True)

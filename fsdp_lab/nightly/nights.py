@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError
+from fsdp_lab.files import write_json
 from fsdp_lab.nightly.gate import Result
-from fsdp_lab.report.write import write_text
 
 RUNNING, GOOD, REGRESSION, ACCEPTED, FAILED, LEFT = "running", "good", "regression", "accepted", "failed", "left"
 
@@ -39,7 +39,7 @@ class Night:
         results: by setting, what it is compared by.
         machine: host, device and workers.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
-        attempts: how often its sweep was started.
+        attempts: how often its sweep came to an end by itself.
         pruned: its checkpoints were taken away.
         others, busy: the share of all cores that others had, and whether that was too much to judge speed.
     """
@@ -111,8 +111,3 @@ def read_since(folder: Path, now: float) -> float:
 
 def last_good(nights: Sequence[Night]) -> Night | None:
     return next((night for night in reversed(nights) if night.is_good), None)
-
-
-def write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=1))

@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fsdp_lab.files import write_text
 from fsdp_lab.nightly.gate import METRICS
 from fsdp_lab.nightly.nights import ACCEPTED, Night
 from fsdp_lab.report.data import MEMORY, MIB
 from fsdp_lab.report.plots import COLORS
-from fsdp_lab.report.write import page, write_text
+from fsdp_lab.report.write import page
 
 _MOST_NIGHTS = 30
 _MARKS = {ACCEPTED: "diamond"}

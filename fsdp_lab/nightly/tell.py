@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.files import write_text
 from fsdp_lab.nightly.nights import Night
 from fsdp_lab.nightly.notify import notify
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.verdict import gate_text
-from fsdp_lab.report.write import write_text
 from fsdp_lab.tracking import TrackingError, annotate
 
 

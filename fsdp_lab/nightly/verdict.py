@@ -128,7 +128,7 @@ def gate_text(night: Night) -> str:
     bad = [f for f in findings if f.regression]
     if night.verdict == FAILED:
         return (
-            f"# Night {night.id}: failed\n\nIts sweep came to no end, or nothing finished: {night.attempts} starts.\n"
+            f"# Night {night.id}: failed\n\nIts sweep came to no end, or nothing finished: {night.attempts} attempts.\n"
         )
     if night.verdict == LEFT:
         return f"# Night {night.id}: left\n\nIt was interrupted, and nothing went on with it that night.\n"

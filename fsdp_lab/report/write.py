@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from fsdp_lab.files import write_text
 from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import MEMORY, MIB, SPEED, Sweep, Trial
 from fsdp_lab.report.effects import effects
@@ -58,12 +59,6 @@ def write_report(sweep: Sweep, folder: Path) -> Answer:
     for name, content in zip(FILES, contents, strict=True):
         write_text(folder / name, content)
     return found
-
-
-def write_text(path: Path, content: str) -> None:
-    making = path.with_name(f".{path.name}.making")
-    making.write_text(content, encoding="utf-8")
-    making.rename(path)
 
 
 def to_html(sweep: Sweep, found: Answer) -> str:
@@ -235,7 +230,7 @@ def _effect_rows(sweep: Sweep) -> list[list[str]]:
 
 
 def to_csv(sweep: Sweep, found: Answer) -> str:
-    """A row a trial with every figure of its last epoch, in bytes, seconds and samples/s."""
+    """A row a trial with the latest of every figure, in bytes, seconds and samples/s."""
     keys = sorted({key for trial in sweep.trials for key in trial.figures})
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")

@@ -22,9 +22,9 @@ from fsdp_lab.engine.files import (
     read_metrics,
     read_outcome,
     read_progress,
-    write_json,
     write_outcome,
 )
+from fsdp_lab.files import write_json
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes
 from fsdp_lab.forecast.run import Forecaster, Request
 from fsdp_lab.report.answer import Answer, pareto_front
@@ -257,7 +257,7 @@ class Sweep:
             self.tracker.log_epoch(state.run or "", state.figures(metrics))
             if metrics["epoch"] > state.epochs_before:
                 shown = None if state.trial.index is None else number
-                self.console.say(epoch_line(shown, state, state.trial.config.training.epochs))
+                self.console.say(epoch_line(shown, metrics, state.trial.config.training.epochs))
             self.write()
 
     def end(self, number: int, status: str, error: str | None) -> None:

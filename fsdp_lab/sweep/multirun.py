@@ -32,7 +32,7 @@ from fsdp_lab.sweep.record import (
     with_overrides,
     write_hydra_folder,
 )
-from fsdp_lab.sweep.results import TrialState, storage
+from fsdp_lab.sweep.results import TrialState
 from fsdp_lab.sweep.resume import check_unchanged, resumed_states
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 
@@ -153,7 +153,7 @@ class Composer:
 def write_multirun(folder: Path, config: DictConfig, record: Record, trials: Sequence[Trial]) -> None:
     """`multirun.yaml` and the record of the sweep, and `.hydra/` of each trial that is known, as Hydra's own launcher
     leaves it."""
-    begin_folder(folder, [storage(trial, folder) for trial in trials])
+    begin_folder(folder, trials)
     kept = copy.deepcopy(config)
     with open_dict(kept):
         kept.nightly.notify.url = None  # often a secret, and no sweep's

@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,9 @@ from omegaconf import OmegaConf
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, TrialConfig, UserError, flatten, from_dict, to_dict, workers_of
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS, TrackingConfig
-from fsdp_lab.engine.files import append_line, clear_left_over, write_json
+from fsdp_lab.engine.files import append_line, clear_left_over
+from fsdp_lab.files import write_json, write_text
+from fsdp_lab.sweep.results import name_storage, storage
 from fsdp_lab.tracking.tags import redact
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
@@ -72,18 +75,16 @@ class Record:
 def remember_last(folder: Path) -> None:
     """What `resume=last` is, from here on."""
     with suppress(OSError):
-        _LAST.parent.mkdir(parents=True, exist_ok=True)
-        making = _LAST.with_name(f".{_LAST.name}.{os.getpid()}")
-        making.write_text(str(folder.absolute()))
-        making.rename(_LAST)
+        write_text(_LAST, str(folder.absolute()))
 
 
-def begin_folder(folder: Path, trial_folders: Sequence[Path]) -> None:
+def begin_folder(folder: Path, trials: Sequence[Trial]) -> None:
     """Take away what makes an earlier sweep in this folder one: its record first, then its trials' results."""
     (folder / "sweep.json").unlink(missing_ok=True)
     (folder / "trials.jsonl").unlink(missing_ok=True)
-    for trial_folder in trial_folders:
-        clear_left_over(trial_folder)
+    name_storage(folder)
+    for trial in trials:
+        clear_left_over(storage(trial, folder))
 
 
 def code_digests() -> dict[str, str]:
@@ -120,19 +121,37 @@ def read_record(folder: Path, key: str = "resume") -> Record:
 
 def add_trial(folder: Path, trial: Trial) -> None:
     """Append a trial to `trials.jsonl`, before it starts."""
-    where = os.path.relpath(trial.folder, folder)
-    append_line(folder / "trials.jsonl", json.dumps({"overrides": trial.overrides, "folder": where}))
+    content = {"overrides": trial.overrides, "folder": os.path.relpath(trial.folder, folder)}
+    if trial.config.cluster.storage_path is not None:
+        content["storage"] = str(storage(trial, folder))
+    append_line(folder / "trials.jsonl", json.dumps(content))
 
 
 def read_trials(folder: Path) -> list[tuple[list[str], Path]]:
     """The overrides and the folder of each trial, in their order; a line that a kill cut short is no trial."""
+    return [(line["overrides"], folder / line["folder"]) for line in _lines(folder)]
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """Take away the checkpoints and exported models of a sweep with which nobody goes on; what it measured stays.
+
+    Reads nothing but `trials.jsonl`: the configs may be of other code.
+
+    Raises:
+        OSError: something cannot be taken away.
+    """
+    for line in _lines(folder):
+        where = Path(line.get("storage") or folder / line["folder"])
+        if (where / "checkpoints").exists():
+            shutil.rmtree(where / "checkpoints")
+        (where / "model.pt").unlink(missing_ok=True)
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / "trials.jsonl"
-    found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
-            content = json.loads(line)
-            found.append((content["overrides"], folder / content["folder"]))
-    return found
+            yield json.loads(line)
 
 
 class InUse(UserError):
@@ -167,8 +186,9 @@ def locked(folder: Path, key: str, name: str = ".lock") -> Iterator[None]:
                 f"{key}={folder} is in use by another start ({who}); wait until that has ended, or give this one a "
                 f"folder of its own: {key}=..."
             ) from None
-        os.truncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
+        with suppress(OSError):  # a full disk: who it is would be told, the lock holds without
+            os.truncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
         yield
     finally:
         os.close(handle)

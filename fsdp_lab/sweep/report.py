@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import shlex
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -21,7 +21,7 @@ from fsdp_lab.sweep.grid import swept_keys
 from fsdp_lab.sweep.record import Record, read_record, read_trials
 from fsdp_lab.sweep.results import TrialState, setting, storage
 from fsdp_lab.sweep.resume import resumed_states
-from fsdp_lab.tracking import read_sweep, runs_url
+from fsdp_lab.tracking import fetch_artifact, read_sweep, runs_url
 from fsdp_lab.tracking.tags import redact
 
 
@@ -77,7 +77,8 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, TrialConfig]:
         UserError: no sweep was started there, or none of its trials has ended.
     """
     record = read_record(folder, "sweep")
-    trials = _trials_in(folder, record)
+    listed = read_trials(folder) if record.multirun else [(record.arguments, folder)]
+    trials = [t for i, (overrides, where) in enumerate(listed) if (t := _trial_in(where, i, overrides)) is not None]
     if not trials:
         raise UserError(f"sweep={folder}: no trial was begun there, so there is nothing to report.")
     states = resumed_states(trials, folder, trials[0].config)
@@ -90,20 +91,8 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, TrialConfig]:
     return sweep_of(states, swept, folder, record, lambda handle: handle or ""), record, trials[0].config
 
 
-def drop_checkpoints(folder: Path) -> None:
-    """Take away the checkpoints and exported models of a sweep that nobody goes on with. What it measured stays.
-
-    Raises:
-        UserError: no sweep was started there.
-    """
-    for trial in _trials_in(folder, read_record(folder, "sweep")):
-        where = storage(trial, folder)
-        shutil.rmtree(where / "checkpoints", ignore_errors=True)
-        (where / "model.pt").unlink(missing_ok=True)
-
-
-def sweep_stored(tracking: TrackingConfig, run_id: str, report: ReportConfig) -> data.Sweep:
-    """What the MLflow store knows of a sweep, wherever it ran.
+def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
+    """What the MLflow store knows of a sweep, wherever it ran; with the tolerances that it was run with.
 
     Raises:
         TrackingError: there is no such store or run.
@@ -133,8 +122,19 @@ def sweep_stored(tracking: TrackingConfig, run_id: str, report: ReportConfig) ->
     ]
     name = parent.tags.get("mlflow.runName", run_id)
     command = parent.tags.get("mlflow.source.name", "")
+    report = _report_config(tracking, runs[0].run_id)
     tolerances = (report.loss_tolerance, report.speed_tolerance)
     return data.Sweep(name, command, axes, trials, *tolerances, runs_url(tracking), libraries)
+
+
+def _report_config(tracking: TrackingConfig, run_id: str) -> ReportConfig:
+    """Of a trial in the store; the defaults where its config is not there, or is of other code."""
+    try:
+        with TemporaryDirectory() as folder:
+            path = fetch_artifact(tracking, run_id, "config/config.yaml", Path(folder))
+            return from_dict(ReportConfig, yaml.safe_load(path.read_text())["report"])
+    except (UserError, KeyError, TypeError, yaml.YAMLError):
+        return ReportConfig()
 
 
 def require_results(sweep: data.Sweep, which: str) -> None:
@@ -152,11 +152,6 @@ def typed(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _trials_in(folder: Path, record: Record) -> list[Trial]:
-    listed = read_trials(folder) if record.multirun else [(record.arguments, folder)]
-    return [t for i, (overrides, where) in enumerate(listed) if (t := _trial_in(where, i, overrides)) is not None]
 
 
 def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial | None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import csv
-import hashlib
+import io
 import os
-import platform
 import time
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
+from fsdp_lab.files import write_text
 from fsdp_lab.forecast.fits import Forecast
 
-# The figures of a trial's last epoch that a table of trials shows, in this order.
+_STORAGE = ".storage"
+
+# The figures of a trial, the latest of each, that a table of trials shows, in this order.
 COLUMNS = (
     "epoch", "train/loss", "val/loss", "val/accuracy", "perf/samples_per_s", "perf/step_time_p50_s",
     "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "memory/host_peak_bytes",
@@ -91,9 +94,16 @@ def storage(trial: Trial, sweep_folder: Path) -> Path:
     if shared is None:
         return trial.folder.absolute()
     within = os.path.relpath(trial.folder, sweep_folder)  # "." for a trial alone
-    sweep = sweep_folder.absolute()
-    own = hashlib.sha256(f"{platform.node()}:{sweep}".encode()).hexdigest()[:8]  # others may have a folder of that name
-    return (Path(shared).absolute() / f"{'-'.join(sweep.parts[-2:])}-{own}" / within).resolve()
+    name = (sweep_folder / _STORAGE).read_text()
+    return (Path(shared).absolute() / name / within).resolve()
+
+
+def name_storage(sweep_folder: Path) -> None:
+    """What the sweep's folder below `cluster.storage_path` is called: kept in its own one, so that a resume finds it
+    from another node, and where the sweep's folder was moved."""
+    if not (sweep_folder / _STORAGE).exists():
+        own = uuid.uuid4().hex[:8]  # others may have a folder of that name
+        write_text(sweep_folder / _STORAGE, f"{'-'.join(sweep_folder.absolute().parts[-2:])}-{own}")
 
 
 def setting(trial: Trial, key: str) -> Any:
@@ -113,26 +123,25 @@ def write_results(
     Args:
         front: the trials of the Pareto set, where there are several objectives.
     """
-    making = path.with_name(f".{path.name}.making")
-    with making.open("w", newline="") as out:
-        rows = csv.writer(out)
+    text = io.StringIO(newline="")
+    rows = csv.writer(text)
+    rows.writerow(
+        ["trial", "status", *swept, *COLUMNS, "pareto", "turnaround_s", "seconds", "error", "run_id", "folder"]
+    )
+    for number, state in enumerate(states):
+        figures = state.figures()
         rows.writerow(
-            ["trial", "status", *swept, *COLUMNS, "pareto", "turnaround_s", "seconds", "error", "run_id", "folder"]
+            [
+                number,
+                "waiting" if state.status == "starting" else state.status,
+                *(setting(state.trial, key) for key in swept),
+                *(figures.get(key, "") for key in COLUMNS),
+                "yes" if number in front else "",
+                "" if state.turnaround_s is None else round(state.turnaround_s, 2),
+                "" if state.seconds is None else round(state.seconds, 2),
+                state.error or "",
+                run_id(state.run),
+                state.trial.folder,
+            ]
         )
-        for number, state in enumerate(states):
-            figures = state.figures()
-            rows.writerow(
-                [
-                    number,
-                    "waiting" if state.status == "starting" else state.status,
-                    *(setting(state.trial, key) for key in swept),
-                    *(figures.get(key, "") for key in COLUMNS),
-                    "yes" if number in front else "",
-                    "" if state.turnaround_s is None else round(state.turnaround_s, 2),
-                    "" if state.seconds is None else round(state.seconds, 2),
-                    state.error or "",
-                    run_id(state.run),
-                    state.trial.folder,
-                ]
-            )
-    making.rename(path)
+    write_text(path, text.getvalue())

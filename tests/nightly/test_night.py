@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.server
 import json
 import os
@@ -14,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fsdp_lab.nightly.nights import read_nights, write_night
+from fsdp_lab.nightly.nights import read_nights
 from tests.conftest import ROOT, STORE
 from tests.processes import descendants, still_running
 from tests.servers import lay_store
@@ -140,7 +140,9 @@ def webhook(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
         server.shutdown()
 
 
-def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(nights: Path, tmp_path: Path):
+def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
+    nights: Path, two_nights: Path, tmp_path: Path
+):
     sleepy = changed_code(
         tmp_path / "code",
         "fsdp_lab/training/loop.py",
@@ -179,7 +181,8 @@ def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
     )
     # the address is a secret: it is nowhere in what the night left, nor in what it said
     assert "t0psecret" not in done.stdout + done.stderr
-    written = [p for p in nights.rglob("*") if p.is_file() and b"t0psecret" in p.read_bytes()]
+    everywhere = [*nights.rglob("*"), *two_nights.rglob("*")]  # MLflow keeps artifacts where the store was made
+    written = [p for p in everywhere if p.is_file() and b"t0psecret" in p.read_bytes()]
     assert written == []
 
     said = nightly(nights, "--check", *INLINE)
@@ -214,6 +217,47 @@ def test_a_setting_that_keeps_every_parameter_unsharded_is_named(tmp_path: Path)
     assert regressions(tmp_path / "nights/nightly") == [("sharding=per_block", "peak MiB")]
 
 
+@dataclass
+class Scheduled:
+    """A schedule of every minute at work: `before` so many nights were there when it was started."""
+
+    nights: Path
+    started: datetime
+    before: int
+    process: subprocess.Popen[str]
+
+    @property
+    def folder(self) -> Path:
+        return self.nights / "nights/nightly"
+
+
+@pytest.fixture(scope="module")
+def schedule(two_nights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduled]:
+    """For `test_two_nights_by_the_schedule`; it waits for whole minutes beside the tests before that one, so that what
+    they compute is somebody else's, and no speed is judged."""
+    nights = tmp_path_factory.mktemp("scheduled") / "copy"
+    shutil.copytree(two_nights, nights)
+    folder = nights / "nights/nightly"
+    started = datetime.now(UTC)
+    (folder / "since.json").write_text(json.dumps({"since": (started - timedelta(minutes=30)).timestamp()}))
+    for night in read_nights(folder):  # so long ago that minutes were missed since
+        content = json.loads((folder / night.id / "night.json").read_text())
+        content |= {"due": night.due - 3600, "begun": night.begun - 3600}
+        (folder / night.id / "night.json").write_text(json.dumps(content))
+    before = len(read_nights(folder))
+    process = subprocess.Popen(
+        command(*INLINE, "nightly.cron='* * * * *'", "nightly.others_cpu=0.01"), cwd=nights, text=True,
+        stdout=(nights / "said.log").open("w"), stderr=subprocess.STDOUT, env=ONE_THREAD,
+    )  # fmt: skip
+    try:
+        yield Scheduled(nights, started, before, process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.usefixtures("schedule")  # its waiting is spent here
 def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_path: Path):
     """By SIGTERM, with other code in between, with the store away, by kill."""
     more = (*INLINE, "training.epochs=20", "nightly.folder=others", "nightly.repeats=2")
@@ -224,7 +268,11 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     assert commit
 
     def results() -> dict[Path, str]:
-        return {path: path.read_text() for path in folder.glob("*/sweep/*/outcome.json")}
+        found = {}
+        for path in folder.glob("*/sweep/*/outcome.json"):
+            with suppress(FileNotFoundError):  # just put aside
+                found[path] = path.read_text()
+        return found
 
     def interrupt(number: signal.Signals, code: Path = ROOT) -> tuple[int, list[psutil.Process]]:
         """Start, wait for one more result, and then."""
@@ -233,7 +281,8 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
             env={**ONE_THREAD, "PYTHONPATH": str(code)},
         )  # fmt: skip
         until, before = time.monotonic() + 100, 0
-        while len(results()) <= before or (code is ROOT and not list(folder.glob("*/sweep.1"))):
+        # what is put aside first: its results are not of this start
+        while (code is ROOT and not list(folder.glob("*/sweep.1"))) or len(results()) <= before:
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.05)
         children = descendants(process.pid)
@@ -253,7 +302,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     assert status == -signal.SIGKILL
     assert still_running(children, 60) == [], "the sweep ends with its night"
     (aside,) = folder.glob("*/sweep.1")
-    assert list(aside.glob("*/outcome.json")) and not list(aside.glob("*/checkpoints"))
+    assert list(aside.glob("*/outcome.json"))
     assert read_nights(folder)[0].commit == commit
     finished = results()
     assert finished
@@ -265,8 +314,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     assert results() == finished and read_nights(folder)[0].verdict == "running"
     (nights / "mlflow.db").rmdir()
     (nights / "away.db").rename(nights / "mlflow.db")
-    attempts = read_nights(folder)[0]
-    write_night(folder, dataclasses.replace(attempts, attempts=2))
+    assert read_nights(folder)[0].attempts == 0  # interrupted three times by now, which costs it no attempt
 
     done = nightly(nights, "--continue", *more)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -349,36 +397,29 @@ def test_a_webhook_that_is_down_or_refuses_changes_nothing():
 
 
 @pytest.mark.slow
-def test_two_nights_by_the_schedule(nights: Path):
+def test_two_nights_by_the_schedule(schedule: Scheduled):
     """A night that was missed while nothing ran is run once, the next at its minute; then SIGTERM is a clean end."""
-    folder = nights / "nights/nightly"
-    started = datetime.now(UTC)
-    (folder / "since.json").write_text(json.dumps({"since": (started - timedelta(minutes=30)).timestamp()}))
-    before = len(read_nights(folder))
-    for night in read_nights(folder):  # so long ago that minutes were missed since
-        content = json.loads((folder / night.id / "night.json").read_text())
-        content |= {"due": night.due - 3600, "begun": night.begun - 3600}
-        (folder / night.id / "night.json").write_text(json.dumps(content))
-    process = subprocess.Popen(
-        command(*INLINE, "nightly.cron='* * * * *'"), cwd=nights, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ONE_THREAD,
-    )  # fmt: skip
+    process, folder, started = schedule.process, schedule.folder, schedule.started
     try:
         until = time.monotonic() + 200
-        while sum(night.over for night in read_nights(folder)) < before + 2:
-            assert process.poll() is None, process.communicate()
+        while sum(night.over for night in read_nights(folder)) < schedule.before + 2:
+            assert process.poll() is None, (schedule.nights / "said.log").read_text()
             assert time.monotonic() < until, "no two nights within 200 s"
             time.sleep(0.2)
-        accepted = nightly(nights, "--accept", "as it should be", *INLINE)  # beside it
+        # beside it, but not within a night: where these take long the next has begun
+        accepting = (schedule.nights, "--accept", "as it should be", *INLINE)
+        while "is in use" in (accepted := nightly(*accepting)).stderr:
+            assert time.monotonic() < until, accepted.stderr
         assert accepted.returncode == 0, accepted.stderr
     finally:
         process.terminate()
-        printed, _ = process.communicate(timeout=100)
-    missed, regular = read_nights(folder)[before:][:2]
-    assert (missed.verdict, regular.verdict) == ("good", "accepted")
+        process.wait(100)
+    printed = (schedule.nights / "said.log").read_text()
+    missed, regular, *more = read_nights(folder)[schedule.before :]
+    assert missed.verdict == "good" and "accepted" in [night.verdict for night in (regular, *more)]
     assert missed.due <= started.timestamp() and missed.due % 60 == 0  # one of thirty
     assert regular.due >= started.timestamp() and regular.due % 60 == 0
-    assert 0 <= regular.begun - regular.due < 5 or regular.begun - missed.begun > 55  # or it waited for the one before
+    assert 0 <= regular.begun - regular.due < 5 or regular.begun >= missed.ended  # or it waited for the one before
     third = any(not night.over for night in read_nights(folder))  # where a minute went by meanwhile
     assert process.returncode == (130 if third else 0), printed
     assert "Traceback" not in printed

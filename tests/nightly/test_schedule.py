@@ -9,9 +9,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from fsdp_lab.config import ConfigError, UserError
-from fsdp_lab.nightly.loop import due_now, due_once, loop
+from fsdp_lab.nightly.loop import due_now, due_unfinished, loop
 from fsdp_lab.nightly.nights import GOOD, LEFT, Night, night_id
 from fsdp_lab.nightly.schedule import Schedule
+from fsdp_lab.sweep.record import InUse
 
 UTC = UTC
 FRIDAY = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
@@ -98,11 +99,16 @@ def test_what_is_due(nights: list[Night], now: str, late_s: float | None, expect
     assert found == (at(expected) if expected else None)
 
 
-def test_once_goes_on_with_what_was_interrupted_in_the_same_night_only():
+def test_what_was_interrupted_goes_on_in_the_same_night_only():
     begun = night("20T08:00", "running")
-    assert due_once(DAILY, [begun], at("20T09:00")) == at("20T08:00")
-    assert due_once(DAILY, [begun], at("21T09:00")) == at("21T09:00")
-    assert due_once(DAILY, [night("20T08:00")], at("20T09:00")) == at("20T09:00")
+    assert due_unfinished(DAILY, [begun], at("20T09:00")) == at("20T08:00")
+    assert due_unfinished(DAILY, [begun], at("21T09:00")) is None
+    assert due_unfinished(DAILY, [night("20T08:00")], at("20T09:00")) is None
+
+
+def test_a_schedule_goes_on_with_what_once_began_before_there_was_one():
+    assert due_now(DAILY, [night("20T08:00", "running")], at("20T08:30"), at("20T09:00"), 0.0) == at("20T08:00")
+    assert due_now(DAILY, [night("20T08:00")], at("20T08:30"), at("20T09:00"), 0.0) is None
 
 
 class FakeClock:
@@ -124,14 +130,10 @@ class FakeClock:
 def run_loop(clock: FakeClock, takes: Callable[[float], float], count: int, **options: float) -> list[tuple[str, str]]:
     """`(due, begun)` of each night; `takes` says how long the one that was due then takes."""
     nights: list[Night] = []
-    running = []
 
     def run(due: float) -> int:
-        assert not running, "two at once"
-        running.append(due)
         nights.append(Night(night_id(clock.now()), due, clock.now(), verdict=GOOD))
         clock.time += takes(due)
-        running.clear()
         return 0
 
     loop(DAILY, lambda: nights, run, clock.now(), clock, lambda text: None, nights=count, **options)
@@ -184,6 +186,20 @@ def test_a_night_that_cannot_be_run_is_tried_again_and_does_not_end_the_schedule
     loop(DAILY, list, run, clock.now(), clock, said.append, nights=2)
     assert [t - tries[0] for t in tries] == [0, 600.0]
     assert "No space left" in said[1] and "was missed or interrupted" in said[2] and "mend it" in said[3]
+
+
+def test_while_another_start_is_at_work_no_second_night_begins():
+    clock, nights, tries = FakeClock(at("21T01:59")), [], []
+
+    def run(due: float) -> int:
+        tries.append(due)
+        if nights:
+            return 0
+        nights.append(night("21T02:00"))  # the other's; it ends while we wait
+        raise InUse("nightly.folder is in use by another start")
+
+    loop(DAILY, lambda: nights, run, clock.now(), clock, lambda text: None, nights=2)
+    assert tries == [at("21T02:00"), at("22T02:00")]
 
 
 def test_a_clock_that_is_set_back_does_not_run_the_night_again():

@@ -18,9 +18,11 @@ from fsdp_lab.engine.files import hold_alive, wait_until_alone
 from fsdp_lab.sweep.record import (
     Record,
     add_trial,
+    begin_folder,
     changes_of_code,
     changes_of_config,
     changes_of_workers,
+    drop_checkpoints,
     find_folder,
     locked,
     read_record,
@@ -28,6 +30,7 @@ from fsdp_lab.sweep.record import (
     with_overrides,
     write_hydra_folder,
 )
+from fsdp_lab.sweep.results import storage
 from fsdp_lab.sweep.resume import resume_arguments
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
@@ -42,6 +45,36 @@ def test_a_line_that_a_kill_cut_short_is_no_trial_and_spoils_no_other(tmp_path: 
     assert read_trials(tmp_path) == [(trial.overrides, trial.folder) for trial in trials[:2]]
     add_trial(tmp_path, trials[2])
     assert read_trials(tmp_path) == [(trial.overrides, trial.folder) for trial in trials]
+
+
+def test_checkpoints_go_wherever_they_lie_and_whatever_code_they_are_of(tmp_path: Path, compose_trial):
+    own = compose_trial(["sharding=root"], 0)
+    shared = compose_trial(["sharding=root", f"cluster.storage_path={tmp_path}/disk"], 1)
+    begin_folder(tmp_path, [own, shared])
+    for trial in (own, shared):
+        add_trial(tmp_path, trial)
+        (storage(trial, tmp_path) / "checkpoints/step_1").mkdir(parents=True)
+        for name in ("model.pt", "metrics.jsonl"):
+            (storage(trial, tmp_path) / name).write_text("")
+    (tmp_path / "0/.hydra").mkdir()
+    (tmp_path / "0/.hydra/config.yaml").write_text("a_key_that_is_no_more: 1")
+    assert storage(own, tmp_path) == tmp_path / "0" and storage(shared, tmp_path).is_relative_to(tmp_path / "disk")
+    drop_checkpoints(tmp_path)
+    for trial in (own, shared):
+        left = {path.name for path in storage(trial, tmp_path).iterdir()}
+        assert left - {".hydra"} == {"metrics.jsonl"}
+
+
+def test_a_sweeps_folder_on_the_disk_of_all_nodes_stays_its_own(tmp_path: Path, compose_trial):
+    """Where the sweep's folder is moved, or seen from another node; one that is begun in its place has another."""
+    trial = compose_trial(["sharding=root", f"cluster.storage_path={tmp_path}/disk"], 0)
+    here = dataclasses.replace(trial, folder=tmp_path / "a/sweep/0")
+    begin_folder(tmp_path / "a/sweep", [here])
+    (tmp_path / "a/sweep").rename(tmp_path / "a/sweep.1")
+    moved = dataclasses.replace(trial, folder=tmp_path / "a/sweep.1/0")
+    assert storage(moved, tmp_path / "a/sweep.1").parent.name.startswith("a-sweep-")
+    begin_folder(tmp_path / "a/sweep", [here])
+    assert storage(here, tmp_path / "a/sweep") != storage(moved, tmp_path / "a/sweep.1")
 
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path):
