@@ -68,7 +68,7 @@ def run(options: dict[str, str]) -> None:
     is_run = re.fullmatch(r"[0-9a-f]{32}", which) is not None and not Path(which).is_dir()
     folder: Path | None = None
     if is_run:
-        sweep = sweep_stored(tracking, which, ReportConfig())
+        sweep = sweep_stored(tracking, which)
         sweep, run_id = with_tolerances(sweep, options), which
     else:
         folder = find_folder(which, tracking, "sweep")

@@ -21,7 +21,7 @@ class Trial:
     Attributes:
         setting: what it has for each axis of the sweep, as typed.
         status: finished, failed, oom, diverged, stopped, skipped, interrupted, running or waiting.
-        figures: metric key -> value after the last epoch, with what was forecast; bytes, samples/s, seconds.
+        figures: metric key -> its latest value, with what was forecast; bytes, samples/s, seconds.
         epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
         overrides: what has to be typed to train it again, alone.
         run_id: of its MLflow run, "" where it has none.

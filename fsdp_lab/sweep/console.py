@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console as RichConsole
@@ -107,14 +107,14 @@ class Console:
                 Text(f"> {number}", style="bold green") if number in chosen else str(number),
                 *(str(setting(state.trial, key)) for key in self.swept),
                 Text(state.status, style=_STYLE[state.status]),  # no markup: a line said above the table turns it off
-                _number(state, "epoch", "{:.0f}"),
+                _number(state.metrics, "epoch", "{:.0f}"),
                 *(
                     Text(f"*{text}", style="bold green") if key in best and is_best(state, key, best) else Text(text)
                     for key, text in (
-                        ("train/loss", _number(state, "train/loss", "{:.4f}")),
-                        ("val/loss", _number(state, "val/loss", "{:.4f}")),
-                        ("val/accuracy", _number(state, "val/accuracy", "{:.3f}")),
-                        ("perf/samples_per_s", _number(state, "perf/samples_per_s", "{:.0f}")),
+                        ("train/loss", _number(state.metrics, "train/loss", "{:.4f}")),
+                        ("val/loss", _number(state.metrics, "val/loss", "{:.4f}")),
+                        ("val/accuracy", _number(state.metrics, "val/accuracy", "{:.3f}")),
+                        ("perf/samples_per_s", _number(state.metrics, "perf/samples_per_s", "{:.0f}")),
                         ("memory/peak_bytes", mib(state.metrics.get("memory/peak_bytes"))),
                         ("forecast/peak_bytes", mib(state.figures().get("forecast/peak_bytes"))),
                     )
@@ -144,28 +144,28 @@ def is_best(state: TrialState, key: str, best: dict[str, float]) -> bool:
     return state.status == "finished" and state.metrics.get(key) == best[key]
 
 
-def _number(state: TrialState, key: str, form: str) -> str:
-    return form.format(state.metrics[key]) if key in state.metrics else ""
+def _number(metrics: Mapping[str, float], key: str, form: str) -> str:
+    return form.format(metrics[key]) if key in metrics else ""
 
 
 def mib(num_bytes: float | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
 
 
-def epoch_line(number: int | None, state: TrialState, epochs: int) -> str:
+def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int) -> str:
     """One line about an epoch, for logs."""
     parts = [
         f"trial {number}:" if number is not None else "trial:",
-        f"epoch {state.metrics['epoch']:.0f}/{epochs}",
+        f"epoch {metrics['epoch']:.0f}/{epochs}",
     ]
     parts += [
         f"{label} {text}"
         for label, text in (
-            ("train loss", _number(state, "train/loss", "{:.4f}")),
-            ("val loss", _number(state, "val/loss", "{:.4f}")),
-            ("val acc", _number(state, "val/accuracy", "{:.3f}")),
-            ("samples/s", _number(state, "perf/samples_per_s", "{:.0f}")),
-            ("peak MiB", mib(state.metrics.get("memory/peak_bytes"))),
+            ("train loss", _number(metrics, "train/loss", "{:.4f}")),
+            ("val loss", _number(metrics, "val/loss", "{:.4f}")),
+            ("val acc", _number(metrics, "val/accuracy", "{:.3f}")),
+            ("samples/s", _number(metrics, "perf/samples_per_s", "{:.0f}")),
+            ("peak MiB", mib(metrics.get("memory/peak_bytes"))),
         )
         if text
     ]

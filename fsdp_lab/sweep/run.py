@@ -12,9 +12,7 @@ from fsdp_lab.config import workers_of
 from fsdp_lab.config.checks import gpus_here
 from fsdp_lab.config.schema import Engine
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.engine.files import (
-    read_outcome,
-)
+from fsdp_lab.engine.files import read_outcome
 from fsdp_lab.forecast.run import Background
 from fsdp_lab.report.write import FILES
 from fsdp_lab.sweep.console import Console
@@ -79,9 +77,8 @@ def run_trials(
             error = caught
             raise
         finally:
-            status = run.close(
-                interrupted, error
-            )  # before Ray stops: that takes seconds, and people press Ctrl-C twice
+            # before Ray stops: that takes seconds, and people press Ctrl-C twice
+            status = run.close(interrupted, error)
             engine.stop_ray()
     console.final(run.answer)
     report = f"report: {relative(folder)}/{FILES[0]}   " if run.answer else ""

@@ -40,7 +40,7 @@ class Search(Protocol):
         """The next trial; None when there are no more."""
 
     def tell(self, trial: Trial, status: str, metrics: Mapping[str, float]) -> None:
-        """How a trial ended, with the metrics of its last epoch."""
+        """How a trial ended, with the latest value of each metric."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class OptunaSearch:
         return None
 
     def tell(self, trial: Trial, status: str, metrics: Mapping[str, float]) -> None:
-        """Finished trials count with their last epoch. Of one objective also the stopped ones, as Optuna's pruned;
+        """Finished trials count with their latest values. Of one objective also the stopped ones, as Optuna's pruned;
         any other end has no value."""
         from optuna.trial import TrialState
 

@@ -93,7 +93,6 @@ class NextTrial(Searcher):
         return {}
 
     def suggest(self, trial_id: str) -> Any:
-
         while True:
             number = self.run.next()
             if number is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +24,16 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -
         TrackingError: there is no such store, run or artifact.
     """
     client = _client_with_run(tracking, run_id)
-    if path not in [item.path for item in client.list_artifacts(run_id, str(Path(path).parent))]:
+    with _refusals(tracking):
+        found = [item.path for item in client.list_artifacts(run_id, str(Path(path).parent))]
+    if path not in found:
         raise TrackingError(
             f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a sweep; "
             "give the id of a finished trial."
         )
     to.mkdir(parents=True, exist_ok=True)
-    return Path(client.download_artifacts(run_id, path, str(to)))
+    with _refusals(tracking):
+        return Path(client.download_artifacts(run_id, path, str(to)))
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,16 @@ def read_sweep(tracking: TrackingConfig, run_id: str) -> tuple[StoredRun, list[S
         TrackingError: there is no such store or run, or it is one trial of a sweep.
     """
     client = _client_with_run(tracking, run_id, "sweep")
-    parent = client.get_run(run_id)
-    if "mlflow.parentRunId" in parent.data.tags:
-        raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, "
-                            f"{parent.data.tags['mlflow.parentRunId']}.")  # fmt: skip
-    children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'")
-    children.sort(key=lambda run: (int(run.data.tags.get(TRIAL_TAG, "0")), run.info.start_time))
-    return _stored(client, parent, []), [
-        _stored(client, run, ("val/loss", "train/loss")) for run in (children or [parent])
-    ]
+    with _refusals(tracking):
+        parent = client.get_run(run_id)
+        if "mlflow.parentRunId" in parent.data.tags:
+            raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, "
+                                f"{parent.data.tags['mlflow.parentRunId']}.")  # fmt: skip
+        children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'")
+        children.sort(key=lambda run: (int(run.data.tags.get(TRIAL_TAG, "0")), run.info.start_time))
+        return _stored(client, parent, []), [
+            _stored(client, run, ("val/loss", "train/loss")) for run in (children or [parent])
+        ]
 
 
 def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun:
@@ -83,7 +88,7 @@ def annotate(tracking: TrackingConfig, run_id: str, tags: Mapping[str, str], fil
         TrackingError: there is no such store or run, or it does not take them.
     """
     client = _client_with_run(tracking, run_id)
-    try:
+    with _refusals(tracking):
         for key, value in tags.items():
             client.set_tag(run_id, key, redact(value))
         for file in files:
@@ -91,8 +96,6 @@ def annotate(tracking: TrackingConfig, run_id: str, tags: Mapping[str, str], fil
                 client.log_artifact(run_id, str(file))
             else:
                 client.log_text(run_id, redact(file.read_text(encoding="utf-8")), file.name)
-    except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
-        raise refusal(tracking.uri, error) from None
 
 
 def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
@@ -102,11 +105,11 @@ def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
         TrackingError: the store cannot be used.
     """
     _require_store(tracking)
-    client, experiment = open_store(tracking)
-    try:
+    client, experiment = open_store(tracking, to_write=False)
+    if not experiment:
+        return ""
+    with _refusals(tracking):
         runs = search_runs(client, experiment, f"tags.`{SWEEP_TAG}` = '{sweep_id}'")
-    except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
-        raise refusal(tracking.uri, error) from None
     return next((str(run.info.run_id) for run in runs if "mlflow.parentRunId" not in run.data.tags), "")
 
 
@@ -130,6 +133,17 @@ def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
     return folder
 
 
+@contextmanager
+def _refusals(tracking: TrackingConfig) -> Iterator[None]:
+    """What goes wrong in the store, in our words."""
+    try:
+        yield
+    except TrackingError:
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
+        raise refusal(tracking.uri, error) from None
+
+
 def _require_store(tracking: TrackingConfig) -> None:
     file = sqlite_file(tracking.uri)
     if file is not None and not file.exists():
@@ -140,7 +154,7 @@ def _require_store(tracking: TrackingConfig) -> None:
 def _client_with_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> MlflowClient:
     uri = redact(tracking.uri)
     _require_store(tracking)
-    client, _ = open_store(tracking)
+    client, _ = open_store(tracking, to_write=False)
     from mlflow.exceptions import MlflowException
 
     try:

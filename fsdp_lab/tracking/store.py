@@ -49,8 +49,11 @@ class TrackingError(UserError):
     """The MLflow store cannot be used: names the key, its value, what happened and what to do."""
 
 
-def open_store(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
-    """A client of the store, its schema made, and the id of the experiment.
+def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowClient, str]:
+    """A client of the store, and the id of the experiment.
+
+    Args:
+        to_write: make the schema and the experiment where there is none; else the id may be "".
 
     Raises:
         TrackingError: the store is not there, cannot be written, or is of another version of MLflow.
@@ -63,13 +66,16 @@ def open_store(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
         uri, artifacts = _check_uri(tracking.uri)
         # Two processes that make the schema of one fresh database break each other's migration.
         with _only_one(artifacts):
-            if uri.startswith("sqlite"):
+            if to_write and uri.startswith("sqlite"):
                 _check_sqlite(tracking.uri, _sqlite_path(uri))
             from mlflow import MlflowClient
 
             for logger in _NOISY_LOGGERS:
                 logging.getLogger(logger).setLevel(logging.CRITICAL)
             client = MlflowClient(tracking_uri=uri)
+            if not to_write:
+                found = client.get_experiment_by_name(tracking.experiment)
+                return client, str(found.experiment_id) if found else ""
             return client, _ensure_experiment(client, tracking.experiment, artifacts)
     except TrackingError:
         raise

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tests.sweep.conftest import TINY, artifacts, runs, store
 SWEEP = (
     *(o for o in TINY if "num_workers" not in o), "engine=inline", "model=mlp", "forecast.enabled=false",
     "offload=none", "sharding=per_block", "precision=fp32,bf16", "reshard_after_forward=always",
-    "optimizer.lr=1e-3,1e-9", "-m",
+    "optimizer.lr=1e-3,1e-9", "report.loss_tolerance=0.03", "-m",
 )  # fmt: skip
 
 
@@ -97,6 +99,12 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple
         assert mine["recommended"] == theirs["recommended"] and mine["precision"] == theirs["precision"]
         assert float(mine["val/loss"]) == float(theirs["val/loss"])
         assert float(mine["memory/peak_bytes"]) == float(theirs["memory/peak_bytes"])
+    assert "is within 0.03 of the best" in (tmp_path / "outputs/report" / parent / "report.md").read_text()
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:  # a store that fails after it was opened
+        database.execute("DROP TABLE metrics")
+        database.commit()
+    broken = report(tmp_path, f"sweep={parent}", STORE)
+    assert broken.returncode == 2 and STORE in broken.stderr and "Traceback" not in broken.stderr
 
 
 @pytest.mark.parametrize(
