@@ -30,7 +30,7 @@ from tests.sweep.conftest import artifacts, runs
 
 # Two settings, three repeats, in the sweep's own process: about ten seconds.
 INLINE = (
-    "engine=inline", "model=mlp", "forecast.enabled=false", "data.num_train=128", "data.num_val=32", "offload=none",
+    "engine=inline", "model=mlp", "forecast.enabled=false", "data.num_train=256", "data.num_val=32", "offload=none",
     "training.global_batch_size=32", "training.epochs=2", "sharding=per_block", "precision=fp32,bf16",
     "reshard_after_forward=always", STORE, "nightly.folder=nights", "nightly.repeats=3",
     "nightly.tolerance.samples_per_s=0.8", "nightly.others_cpu=1",
@@ -151,7 +151,7 @@ def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
             "def _to_device(",
             "def _sleepy(loader, config):\n    import time\n"
             "    for step in _by_step(loader, config.training.grad_accum_steps):\n"
-            "        time.sleep(0.3 * (config.precision.param_dtype.name == 'bfloat16'))\n        yield step\n\n\n"
+            "        time.sleep(0.15 * (config.precision.param_dtype.name == 'bfloat16'))\n        yield step\n\n\n"
             "def _to_device(",
         ),
     )
