@@ -53,7 +53,7 @@ _POSITIVE = (
     "cluster.wait_timeout_s", "lr_schedule.gamma", "forecast.capacity_gib", "trial_timeout_s",
     "nightly.significance", "nightly.notify.timeout_s",
 )  # fmt: skip
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "report.speed_tolerance", "nightly.significance")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "report.speed_tolerance")
 
 
 def default_num_workers() -> int:
@@ -137,6 +137,7 @@ def check_ranges(config: TrialConfig) -> None:
         (_POSITIVE, lambda v: v > 0, "is not above 0; use a positive number"),
         (_POSITIVE, math.isfinite, "is not finite; use a number"),
         (_BELOW_ONE, lambda v: 0 <= v < 1, "is outside [0, 1); use for example 0.9"),
+        (("nightly.significance",), lambda v: 0 < v < 0.5, "is outside (0, 0.5); use for example 0.005"),
     )
     for keys, holds, rule in rules:
         for key in keys:

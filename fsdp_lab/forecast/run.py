@@ -113,9 +113,8 @@ def _in_pool(
     """Forecast in so many processes; what takes too long, dies or does not start is not noted."""
     if not requests or (stop and stop.is_set()):
         return
-    # spawn: a fork would take over the threads and locks of Ray and MLflow
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_start_worker)
     children = []
+    pool = _pool(processes)
     try:
         futures = {pool.submit(_answer, request): key for key, request in requests.items()}
         children = list(pool._processes.values())
@@ -134,6 +133,17 @@ def _in_pool(
             child.kill()
         for child in children:
             child.join(timeout=10 * _LOOK_S)
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    """A pool whose processes start when they get something to do."""
+    # spawn: a fork would take over the threads and locks of Ray and MLflow
+    context = multiprocessing.get_context("spawn")
+    try:
+        return ProcessPoolExecutor(processes, context, initializer=_start_worker)
+    except OSError:
+        # the process in which Python keeps its semaphores was ended, by whomever: the second time there is a new one
+        return ProcessPoolExecutor(processes, context, initializer=_start_worker)
 
 
 class Background:
@@ -195,7 +205,7 @@ class Forecaster:
 
     def submit(self, request: Request) -> Future[Forecast]:
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start_worker)
+            self._pool = _pool(1)
         try:
             return self._pool.submit(_answer, request)
         except BrokenProcessPool:  # the process died, most likely for want of memory

@@ -47,7 +47,7 @@ from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.verdict import baseline_of
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
-from fsdp_lab.sweep.record import InUse, locked
+from fsdp_lab.sweep.record import InUse, holder, locked
 from fsdp_lab.tracking.tags import redact
 
 _OPTIONS = ("--once", "--continue", "--check", "--accept")
@@ -89,7 +89,9 @@ def main() -> int:
             return 0
     except KeyboardInterrupt:
         unfinished = running and due_unfinished(schedule, nights_of(study), time.time()) is not None
-        print("fsdp_lab.nightly: ended" + (", in a night; the next start goes on with it" if unfinished else ""))
+        until = f"{schedule.after(datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}" if unfinished else ""
+        how = f", in a night; any start until {until} goes on with it, or: {study.go_on}" if unfinished else ""
+        print(f"fsdp_lab.nightly: ended{how}")
         return 130 if unfinished else 0
     except Exception as error:
         message = explain(error)
@@ -164,6 +166,8 @@ def read_study(overrides: list[str]) -> Study:
     words = [word.lstrip("+~") for word in overrides]
     if resumes := [word for word in words if word.partition("=")[0] in RESUME_KEYS]:
         raise ConfigError(f"{resumes[0]}: a night goes on by itself when it was interrupted; leave it out.")
+    if repeats := [word for word in words if word.startswith("repeat=")]:
+        raise ConfigError(f"{repeats[0]}: how often a night trains each setting is nightly.repeats=3; leave it out.")
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
     register_schema()
@@ -205,7 +209,10 @@ def read_study(overrides: list[str]) -> Study:
     no_defaults = [f"hydra.sweeper.params.{key}=null" for key, value in defaults.items() if value is not None]
     arguments = [*repeats, *default_axes, *typed, *no_defaults]
     shares_cores = settings["device"] == "cpu" and config.cluster.address is None
-    return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, settings, shares_cores)
+    secret = "nightly.notify.url="
+    shown = [f"{secret}***" if word.lstrip("+").startswith(secret) else word for word in overrides]
+    go_on = redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *shown]))
+    return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, settings, shares_cores, go_on)
 
 
 def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
@@ -217,15 +224,20 @@ def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
     baseline = baseline_of(study, read_nights(study.folder))
     print(f"study:    {study.name}, in {study.folder}")
     print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *study.arguments]))}")
-    print(
-        f"baseline: {f'{baseline.id} ({baseline.verdict})' if baseline else 'none yet: the first good night will be'}"
-    )
-    for waiting in [night.id for night in read_nights(study.folder) if not night.over]:
-        print(f"waits:    {waiting} was interrupted, and goes on if its time is not over")
+    told = f"{baseline.id} ({baseline.verdict})" if baseline else "none yet: the first good night will be"
+    busy = " but for its speeds, as others used the machine" if baseline and baseline.busy else ""
+    print(f"baseline: {told}{busy}")
+    at_work = holder(study.folder)
+    if at_work:
+        print(f"now:      a night runs here ({at_work})")
+    elif due_unfinished(schedule, nights_of(study), now.timestamp()) is not None:
+        until = f"{schedule.after(now).astimezone():%Y-%m-%d %H:%M %Z}"
+        print(f"waits:    a night was interrupted, and until {until} goes on with: {study.go_on}")
     night = now
     for _ in range(_NIGHTS_TOLD):
         night = schedule.after(night)
-        print(f"night:    {night.astimezone():%Y-%m-%d %H:%M %Z} ({night:%H:%M} UTC)")
+        here = night.astimezone()
+        print(f"night:    {here:%Y-%m-%d %H:%M %Z}{f' ({night:%H:%M} UTC)' if here.utcoffset() else ''}")
 
 
 def say(text: str) -> None:

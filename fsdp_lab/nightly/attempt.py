@@ -43,8 +43,11 @@ def set_aside_if_changed(folder: Path, say: Callable[[str], None]) -> bool:
     return True
 
 
-def run_sweep(arguments: Sequence[str], folder: Path) -> int:
+def run_sweep(arguments: Sequence[str], folder: Path, go_on: str) -> int:
     """Start it, or go on with what is there.
+
+    Args:
+        go_on: the command that people are told when it is interrupted.
 
     Returns:
         its exit status: 0, 1 (a trial failed), 2 (refused), or anything else when it was ended.
@@ -53,8 +56,8 @@ def run_sweep(arguments: Sequence[str], folder: Path) -> int:
         UserError: what was begun cannot go on until something is mended; nothing of it is lost.
     """
     if not (folder / "sweep.json").exists():
-        return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)])
-    status = _run(["resume=" + _quoted(folder)])
+        return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)], go_on)
+    status = _run(["resume=" + _quoted(folder)], go_on)
     if status == REFUSED:
         raise UserError(f"the night's sweep in {folder} cannot go on: mend what it says, then start again.")
     return status
@@ -67,11 +70,14 @@ def changed_since(folder: Path) -> list[str]:
     return changes_of_code(read_record(folder, "sweep"))
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], go_on: str) -> int:
+    from fsdp_lab.sweep.names import GOES_ON
+
     # in a session of its own: Ctrl-C comes to us, and we hand it on; it ends with us, however we end
     process = subprocess.Popen(
-        [sys.executable, "-m", "fsdp_lab", *arguments], start_new_session=True, preexec_fn=_end_with_parent
-    )
+        [sys.executable, "-m", "fsdp_lab", *arguments], start_new_session=True, preexec_fn=_end_with_parent,
+        env={**os.environ, GOES_ON: go_on},
+    )  # fmt: skip
     try:
         return process.wait()
     except BaseException:

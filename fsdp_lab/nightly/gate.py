@@ -146,8 +146,8 @@ def _judge(
     limit = metric.tolerance(tolerance)
     worse = metric.worse(a, b)
     regression, note = worse > limit, ""
-    if worse > limit:
-        note = f"worse by more than {limit:g}"
+    if abs(worse) > limit:
+        note = f"worse by more than {limit:g}" if regression else "better"
         # what noise does to a speed is a factor, so ratios are compared as differences of logarithms
         as_ratio = metric.key != FORECAST_ERROR and min(*before, *now, *nights, a) > 0
         there, here, others = ([math.log(v) if as_ratio else v for v in values] for values in (before, now, nights))
@@ -156,10 +156,8 @@ def _judge(
             told = f"{math.expm1(noise) * 100:.0f} %" if as_ratio else metric.tell(noise)
             if abs(median(here) - median(there)) <= noise:
                 regression, note = False, f"within the noise: repeats and nights differ by up to {told}"
-            else:
+            elif regression:
                 note += f", and by more than the noise ({told})"
-    elif worse < -limit:
-        note = "better"
     return Finding(setting, metric.label, metric.tell(a), metric.tell(b), metric.tell_change(a, b), regression, note)
 
 

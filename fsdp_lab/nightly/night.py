@@ -92,7 +92,7 @@ def _sweep(study: Study, night: Night, say: Callable[[str], None]) -> tuple[Nigh
         others = Others()
         try:
             with others:
-                status = run_sweep(study.arguments, folder)
+                status = run_sweep(study.arguments, folder, study.go_on)
             night = dataclasses.replace(night, attempts=night.attempts + 1)  # it ended by itself, we were not ended
         finally:  # of a night in several parts, the worst
             night = _keep(study, night, others=max(night.others, round(others.share, 4)))
@@ -157,7 +157,8 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
     Raises:
         UserError: there is no night with results, or no reason.
     """
-    nights = [night for night in read_nights(study.folder) if night.over and night.verdict != LEFT]
+    every = read_nights(study.folder)
+    nights = [night for night in every if night.over and night.verdict != LEFT]
     if not reason.strip():
         raise UserError('--accept takes a reason, which is recorded: --accept "the new model is larger".')
     if not nights or not nights[-1].results:
@@ -167,7 +168,10 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
         who = getpass.getuser()
     except (KeyError, OSError):
         who = "unknown"
-    accepted = {"reason": reason.strip(), "by": who, "at": night_id(now())}
+    if every[-1].begun > nights[-1].begun:
+        say(f"night {every[-1].id} is not over or was left: the last that is over, {nights[-1].id}, is accepted")
+    before = f"{nights[-1].accepted['reason']}; then: " if nights[-1].accepted else ""
+    accepted = {"reason": before + reason.strip(), "by": who, "at": night_id(now())}
     night = dataclasses.replace(nights[-1], verdict=ACCEPTED, accepted=accepted)
     tag(study, night, [], say)
     write_text(study.folder / night.id / "gate.md", gate_text(night))

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.schema import NotifyConfig
 
+_AFTER = "; it is not sent again, and is in gate.md and MLflow"
+
 
 def check_url(url: str | None) -> None:
     """
@@ -38,12 +40,12 @@ def notify(to: NotifyConfig, verdict: Mapping[str, Any]) -> str | None:
         return None
     body = json.dumps(verdict).encode()
     request = urllib.request.Request(to.url, body, {"Content-Type": "application/json"}, method="POST")
-    host = urlsplit(to.url).hostname
+    host = urlsplit(to.url).netloc.rpartition("@")[2]
     try:
         with urllib.request.urlopen(request, timeout=to.timeout_s):
             return None
     except urllib.error.HTTPError as error:
-        return f"nightly.notify.url: {host} refused the verdict ({error.code} {error.reason})"
+        return f"nightly.notify.url: {host} refused the verdict ({error.code} {error.reason}){_AFTER}"
     except Exception as error:  # noqa: BLE001 - a night is not lost over a webhook, whatever it does
         reason = getattr(error, "reason", None) or type(error).__name__
-        return f"nightly.notify.url: {host} did not take the verdict ({reason})"
+        return f"nightly.notify.url: {host} did not take the verdict ({reason}){_AFTER}"

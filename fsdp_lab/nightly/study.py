@@ -17,6 +17,7 @@ class Study:
         folder: its own, below `nightly.folder`.
         arguments: of its sweep, all axes named, the repeats first: so that they lie as far apart in time as they can.
         settings: what all its trials share.
+        go_on: the command that goes on with an interrupted night.
         shares_cores: it computes on this machine's cores, so that what others do there is felt.
     """
 
@@ -27,3 +28,4 @@ class Study:
     arguments: list[str]
     settings: dict[str, Any]
     shares_cores: bool
+    go_on: str

@@ -67,14 +67,15 @@ def answer(sweep: Sweep) -> Answer:
     points = [{MEMORY: s.median(MEMORY), SPEED: s.median(SPEED)} for s in fitting]
     front = [fitting[i].name for i in pareto_front(points, [(MEMORY, "min"), (SPEED, "max")])]
     if not able:
-        return Answer(None, _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
+        return Answer(None, _so_far(sweep) + _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
     fastest = max(able, key=lambda s: s.median(SPEED))
     close = [s for s in able if _as_fast(s, fastest, sweep.speed_tolerance)]
     least = min(_or_inf(s.median(MEMORY)) for s in close)
     smallest = [s for s in close if _or_inf(s.median(MEMORY)) == least]
     limit = max(s.median(SPEED) for s in smallest) * (1 - sweep.speed_tolerance)
     chosen = min((s for s in smallest if s.median(SPEED) >= limit), key=lambda s: (_not_plain(s), -s.median(SPEED)))
-    return Answer(chosen, _sentence(sweep, chosen, able, best_loss), _command(chosen), _rules(sweep), why_not, front)
+    sentence = _so_far(sweep) + _sentence(sweep, chosen, able, best_loss)
+    return Answer(chosen, sentence, _command(chosen), _rules(sweep), why_not, front)
 
 
 def pareto_front(rows: Sequence[Mapping[str, float]], objectives: Sequence[tuple[str, str]]) -> list[int]:
@@ -94,7 +95,13 @@ def pareto_front(rows: Sequence[Mapping[str, float]], objectives: Sequence[tuple
     ]
 
 
+def _so_far(sweep: Sweep) -> str:
+    count = len(sweep.trials)
+    return f"So far, with {count - sweep.unfinished} of {count} results: " if sweep.unfinished else ""
+
+
 def _rules(sweep: Sweep) -> list[str]:
+    idle = [f"On a CPU {axis} changes nothing: its values count as repeats of a setting." for axis in sweep.idle_axes]
     kind = "validation" if sweep.loss_key == "val/loss" else "training"
     return [
         "It fits: every trial of the setting finished, within the capacity of a device where that is known.",
@@ -104,6 +111,7 @@ def _rules(sweep: Sweep) -> list[str]:
         "(report.speed_tolerance), or whose repeats overlap with its, tie: of these the smallest peak memory is "
         "taken. Of equal peaks the fastest is, and of those within the tolerance of it the plainest "
         f"({words(_PLAIN)}; the first counts most).",
+        *idle,
     ]
 
 
@@ -116,7 +124,11 @@ def _as_fast(setting: Setting, fastest: Setting, tolerance: float) -> bool:
 
 
 def _not_plain(setting: Setting) -> list[bool]:
-    return [setting.values.get(key, value) != value for key, value in _PLAIN.items()]
+    return _departures(setting.values)
+
+
+def _departures(values: Mapping[str, str]) -> list[bool]:
+    return [values.get(key, value) != value for key, value in _PLAIN.items()]
 
 
 def _does_not_fit(setting: Setting) -> str | None:
@@ -151,7 +163,8 @@ def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss:
         if len(sweep.settings) == 1:
             return f"{figures}: the only setting, so there is nothing to choose."
         best_of = f"the best of {len(able)} settings that fit and learned"
-        return f"`{chosen.name}`: {figures}; {best_of if len(able) > 1 else 'no other setting fits and learned'}."
+        alone = "no other has a result yet" if sweep.unfinished else "no other setting fits and learned"
+        return f"`{chosen.name}`: {figures}; {best_of if len(able) > 1 else alone}."
     other = words({key: value for key, value in plain.values.items() if chosen.values.get(key) != value})
     other_memory = plain.median(MEMORY)
     known = math.isfinite(memory) and math.isfinite(other_memory) and other_memory > 0
@@ -173,9 +186,10 @@ def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
 
 
 def _command(setting: Setting) -> str:
+    plainest = min(setting.trials, key=lambda trial: _departures(trial.setting))
     kept = [
         override
-        for override in setting.trials[0].overrides
+        for override in plainest.overrides
         if override.partition("=")[0].lstrip("+") not in REPEATS and not override.startswith(("nightly.", "hydra."))
     ]
     return shlex.join(["python", "-m", "fsdp_lab", *kept])

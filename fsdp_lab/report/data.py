@@ -25,6 +25,7 @@ class Trial:
         epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
         overrides: what has to be typed to train it again, alone.
         run_id: of its MLflow run, "" where it has none.
+        device: what it ran on, `cpu` or the name of the GPU; "" where it did not come so far.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Trial:
     error: str | None = None
     run_id: str = ""
     seconds: float | None = None
+    device: str = ""
 
     @property
     def name(self) -> str:
@@ -93,8 +95,19 @@ class Sweep:
 
     @property
     def setting_axes(self) -> list[str]:
-        """The axes that make a setting: all but the repeats."""
-        return [axis for axis in self.axes if axis not in REPEATS]
+        """The axes that make a setting: all but the repeats, and those that change nothing."""
+        return [axis for axis in self.axes if axis not in REPEATS and axis not in self.idle_axes]
+
+    @cached_property
+    def idle_axes(self) -> list[str]:
+        """The axes whose values are one setting by several names: offload, where all trials ran on a CPU."""
+        on_cpu = {trial.device for trial in self.trials if trial.device} == {"cpu"}
+        return [axis for axis in self.axes if axis.partition(".")[0] == "offload"] if on_cpu else []
+
+    @property
+    def unfinished(self) -> int:
+        """How many trials have no result yet."""
+        return sum(status in ("waiting", "starting", "running", "interrupted") for status in self.statuses)
 
     @cached_property
     def settings(self) -> list[Setting]:

@@ -31,7 +31,7 @@ from fsdp_lab.report.answer import Answer, pareto_front
 from fsdp_lab.report.write import FILES, write_report
 from fsdp_lab.sweep.console import Console, epoch_line, mib
 from fsdp_lab.sweep.interrupt import INTERRUPTED
-from fsdp_lab.sweep.names import command_line, label, relative, resume_command, run_name, short_name
+from fsdp_lab.sweep.names import command_line, go_on_command, label, relative, resume_command, run_name, short_name
 from fsdp_lab.sweep.record import Record, add_trial, write_hydra_folder
 from fsdp_lab.sweep.report import sweep_of
 from fsdp_lab.sweep.results import TrialState, storage, write_results
@@ -379,7 +379,7 @@ class Sweep:
         self.closed = True
         if worst == "interrupted" or error:
             # at once: a store that hangs may be all that follows
-            self.console.say(f"to go on: {resume_command(self.folder)}")
+            self.console.say(f"to go on: {go_on_command(self.folder)}")
         self.write(0)
         for number, state in enumerate(self.states):
             if state.run is None or state.ended:

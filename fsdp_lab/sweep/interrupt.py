@@ -50,8 +50,11 @@ class Deadline:
                 return
 
     def _wait(self) -> None:
-        until = time.monotonic() + _LIMIT_S
+        until, told = time.monotonic() + _LIMIT_S, False
         while not self.over.wait(2.0) and time.monotonic() < until:
+            if self.closing and self.sweep is not None and not told:
+                told = True
+                self.sweep.console.say(f"MLflow and Ray are still being told; it ends within {_LIMIT_S:g} s")
             if not self.closing:  # what was raised at the first signal was swallowed: by a destructor, say
                 os.kill(os.getpid(), signal.SIGINT)
         if not self.over.is_set():

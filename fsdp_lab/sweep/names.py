@@ -12,6 +12,8 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.sweep.record import TYPED_ELSEWHERE
 from fsdp_lab.sweep.results import TrialState, setting
 
+GOES_ON = "FSDP_LAB_GOES_ON"  # set by a night for its sweep
+
 
 def run_name(trial: Trial, swept: Sequence[str]) -> str:
     """Short, for lists: the swept settings, or the main ones for a trial alone."""
@@ -33,6 +35,11 @@ def label(number: int, states: Sequence[TrialState]) -> str:
 def command_line() -> str:
     """As it was typed, for the record."""
     return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in sys.argv[1:])
+
+
+def go_on_command(folder: Path) -> str:
+    """What goes on with an interrupted sweep: for one that belongs to a night, what its night says."""
+    return os.environ.get(GOES_ON) or resume_command(folder)
 
 
 def resume_command(folder: Path) -> str:

@@ -194,6 +194,21 @@ def locked(folder: Path, key: str, name: str = ".lock") -> Iterator[None]:
         os.close(handle)
 
 
+def holder(folder: Path, name: str = ".lock") -> str:
+    """Who has the folder, as `locked` wrote it; "" where nobody has."""
+    try:
+        handle = os.open(folder / name, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return ""
+    except BlockingIOError:
+        return os.read(handle, 200).decode(errors="replace").strip() or "an unknown process"
+    finally:
+        os.close(handle)
+
+
 def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
     """The folder that `resume=...` stands for: a folder, the id of a parent run, or `last`.
 
@@ -203,6 +218,8 @@ def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Pa
     Raises:
         UserError: it stands for none.
     """
+    if not named:
+        raise UserError(f"{key}= names nothing; give the sweep's folder, the id of its parent run, or {key}=last.")
     if named == "last":
         if not _LAST.exists():
             raise UserError(

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.schema import ReportConfig, TrackingConfig
-from fsdp_lab.engine.files import read_latest, read_metrics
+from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
 from fsdp_lab.report import data
 from fsdp_lab.sweep.grid import swept_keys
 from fsdp_lab.sweep.record import Record, read_record, read_trials
@@ -51,6 +51,7 @@ def sweep_of(
             state.error,
             run_id(state.run),
             state.seconds,
+            str((read_any_facts(storage(state.trial, folder)) or {}).get("device", "")),
         )
         for number, state in enumerate(states)
     ]
@@ -113,6 +114,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
             run.tags.get("error"),
             run.run_id,
             run.seconds,
+            run.tags.get("device", ""),
         )
         for number, (run, overrides) in enumerate(zip(runs, typed_overrides, strict=True))
         for words in [{o.partition("=")[0].lstrip("+"): o.partition("=")[2] for o in overrides}]

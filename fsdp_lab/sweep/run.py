@@ -18,7 +18,7 @@ from fsdp_lab.report.write import FILES
 from fsdp_lab.sweep.console import Console
 from fsdp_lab.sweep.driver import Sweep, forecast_requests, to_forecast
 from fsdp_lab.sweep.interrupt import INTERRUPTED, interruptible, sigterm_interrupts
-from fsdp_lab.sweep.names import relative, resume_command
+from fsdp_lab.sweep.names import go_on_command, relative
 from fsdp_lab.sweep.record import Record
 from fsdp_lab.sweep.results import TrialState
 from fsdp_lab.sweep.search import Search
@@ -82,7 +82,7 @@ def run_trials(
             engine.stop_ray()
     console.final(run.answer)
     report = f"report: {relative(folder)}/{FILES[0]}   " if run.answer else ""
-    go_on = f"   to go on: {resume_command(folder)}" if status == INTERRUPTED else ""
+    go_on = f"   to go on: {go_on_command(folder)}" if status == INTERRUPTED else ""
     results = f"results: {relative(folder)}/results.csv   compare: {run.tracker.ui_url or 'make ui'}"
     results += f"   MLflow run: {run.parent_id}" if run.parent_id else ""
     console.rich.print(f"{report}{results}{go_on}", highlight=False, soft_wrap=True)

@@ -75,7 +75,12 @@ def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun
     return StoredRun(
         run.info.run_id,
         dict(run.data.tags),
-        {**dict(run.data.metrics), **({"epoch": float(max(epochs))} if epochs else {})},
+        # as the folder has them: what MLflow counts by is a value there
+        {
+            **{key: v for key, v in run.data.metrics.items() if key != "train/step"},
+            **({"step": int(run.data.metrics["train/step"])} if "train/step" in run.data.metrics else {}),
+            **({"epoch": max(epochs)} if epochs else {}),
+        },
         [epochs[step] for step in sorted(epochs)],
         (ended - begun) / 1000 if ended and begun else None,
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -260,6 +261,20 @@ def test_a_forecast_process_that_is_killed_costs_nothing_but_time():
     assert killed
     assert [forecast.error for forecast in found] == [None] * 3
     assert forecasters() == []
+
+
+@pytest.mark.filterwarnings("ignore:resource_tracker")
+def test_the_death_of_pythons_resource_tracker_costs_no_forecast(monkeypatch: pytest.MonkeyPatch):
+    """It can end between being asked whether it lives and being told of a semaphore: so it says once that it does."""
+    tracker = resource_tracker._resource_tracker
+    tracker.ensure_running()
+    psutil.Process(tracker._pid).kill()
+    psutil.Process(tracker._pid).wait(10)
+    answers = [True]
+    asked = tracker._check_alive
+    monkeypatch.setattr(tracker, "_check_alive", lambda: answers.pop() if answers else asked())
+    (found,) = forecast_all([Request.of(config("model=mlp"), 2)])
+    assert found.error is None and not answers
 
 
 def test_forecasters_end_with_a_parent_that_is_killed():

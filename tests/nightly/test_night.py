@@ -289,6 +289,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
         if number == signal.SIGTERM:
             second = nightly(nights, "--once", *more)
             assert second.returncode == 2 and "is in use by another start (process" in second.stderr
+            assert "now:      a night runs here (process" in nightly(nights, "--check", *more).stdout
             assert nightly(nights, "--continue", *more).returncode == 0
         process.send_signal(number)
         return process.wait(60), children
@@ -297,6 +298,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     assert status == 130
     (night,) = read_nights(folder)
     assert night.verdict == "running" and night.commit != commit
+    assert "goes on with: python -m fsdp_lab.nightly --continue" in nightly(nights, "--check", *more).stdout
 
     status, children = interrupt(signal.SIGKILL)  # with the code as it was: what the other has is put aside
     assert status == -signal.SIGKILL
@@ -350,11 +352,12 @@ def test_a_sweep_that_dies_by_itself_is_told_as_a_failed_night(tmp_path: Path):
         (("nightly.baseline=yesterday",), "nightly.baseline=yesterday is no night of"),
         (("nightly.cron='0 0 31 2 *'",), "never comes"),
         (("nightly.repeats=0",), "nightly.repeats=0 is below 1"),
-        (("nightly.significance=1",), "nightly.significance=1.0 is outside [0, 1)"),
+        (("nightly.significance=1",), "nightly.significance=1.0 is outside (0, 0.5)"),
         (("nightly.notify.url=ftp://x",), "nightly.notify.url is not an http or https address"),
         (("nightly.notify.url='http://[x/hook'",), "nightly.notify.url is not an http or https address"),
         (("nightly.cron=0 2,14 * * *",), "nightly.cron has several values, it takes one"),
         (("resume=last",), "resume=last: a night goes on by itself"),
+        (("repeat=0,1",), "how often a night trains each setting is nightly.repeats"),
         (("nightly.nots=1",), "nightly.nots is not a key"),
         (("--never",), "--never is not an option here"),
         (("--accept",), "--accept takes a reason"),
@@ -389,10 +392,11 @@ def test_a_webhook_that_is_down_or_refuses_changes_nothing():
     from fsdp_lab.nightly.notify import notify
 
     told = notify(NotifyConfig("http://127.0.0.1:9/t0psecret", 2.0), {"verdict": "good"})
-    assert told is not None and "127.0.0.1 did not take the verdict" in told and "t0psecret" not in told
+    assert told is not None and "127.0.0.1:9 did not take the verdict" in told and "t0psecret" not in told
     with webhook(status=500) as (address, got):
         told = notify(NotifyConfig(address, 5.0), {"verdict": "good"})
-    assert told == "nightly.notify.url: 127.0.0.1 refused the verdict (500 Internal Server Error)" and len(got) == 1
+    assert told is not None and "refused the verdict (500 Internal Server Error); it is not sent again" in told
+    assert "t0psecret" not in told and len(got) == 1
     assert notify(NotifyConfig(None), {}) is None
 
 

@@ -54,6 +54,29 @@ def test_of_two_as_fast_and_as_large_the_plainer_is_taken_though_it_is_a_little_
     assert found.setting is not None and found.setting.name == "offload=none"
 
 
+def test_on_a_cpu_offload_is_another_name_and_its_trials_are_repeats():
+    rows = [
+        dataclasses.replace(
+            trial(n, **{"perf/samples_per_s": speed}),
+            setting={"offload": offload, "sharding": "root"}, overrides=[f"offload={offload}"], device=device,
+        )
+        for device in ("cpu", "NVIDIA H200")
+        for n, (offload, speed) in enumerate((("cpu", 300.0), ("none", 200.0)))
+    ]  # fmt: skip
+    found = answer(sweep(rows[:2], axes=["offload", "sharding"]))
+    assert found.setting is not None and found.setting.values == {"sharding": "root"}
+    assert "250 samples/s (median of 2, 200 to 300)" in found.sentence and found.command.endswith("offload=none")
+    assert found.rules[-1] == "On a CPU offload changes nothing: its values count as repeats of a setting."
+    on_gpu = answer(sweep(rows[2:], axes=["offload", "sharding"]))
+    assert on_gpu.setting is not None and on_gpu.setting.values["offload"] == "cpu"
+
+
+def test_a_sweep_that_is_not_over_says_so_first():
+    rows = [*sweep().trials, Trial(6, {"sharding": "ddp", "precision": "fp16"}, "waiting")]
+    assert answer(sweep(rows)).sentence.startswith("So far, with 6 of 7 results: `sharding=per_block precision=bf16`: ")
+    assert answer(sweep([rows[0], rows[6]])).sentence.endswith("no other has a result yet.")
+
+
 def test_plainness_is_worth_no_more_speed_than_the_tolerance():
     rows = [
         Trial(n, {"sharding": sharding}, "finished", {**trial(0).figures, "perf/samples_per_s": speed})

@@ -95,7 +95,9 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple
     assert done.returncode == 0, done.stderr
     here = list(csv.DictReader((tmp_path / "outputs/report" / parent / "report.csv").open()))
     there = list(csv.DictReader((folder / "out/report.csv").open()))
+    assert set(here[0]) == set(there[0]), "the same columns"
     for mine, theirs in zip(here, there, strict=True):
+        assert (mine["epoch"], mine["step"]) == (theirs["epoch"], theirs["step"])
         assert mine["recommended"] == theirs["recommended"] and mine["precision"] == theirs["precision"]
         assert float(mine["val/loss"]) == float(theirs["val/loss"])
         assert float(mine["memory/peak_bytes"]) == float(theirs["memory/peak_bytes"])
