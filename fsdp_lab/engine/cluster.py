@@ -8,6 +8,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,10 @@ def end_descendants() -> None:
     """End what is left of a Ray that was started here: with it, everything below this process."""
     if not _adopting:
         return
+    # Python's own keeper of semaphores ends with this process; ended before, another one is started and complains
+    keeper = getattr(resource_tracker._resource_tracker, "_pid", None)
     for _ in range(3):  # what had a parent a moment ago is ours now
-        below = psutil.Process().children(recursive=True)
+        below = [child for child in psutil.Process().children(recursive=True) if child.pid != keeper]
         for process in below:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
