@@ -147,7 +147,10 @@ class Checkpoints:
                 group = dist.new_group(backend="gloo")
                 assert isinstance(group, dist.ProcessGroup)
                 self._async_group = group
-            future = dcp.async_save({"train": state}, checkpoint_id=making, process_group=self._async_group)
+            # Nothing copied ahead: by then every tensor is on the host, and the saving thread, which has no device of
+            # its own, would ask for a stream of GPU 0 and so open a context there, on every rank.
+            writer = dcp.FileSystemWriter(making, per_thread_copy_ahead=0)
+            future = dcp.async_save({"train": state}, storage_writer=writer, process_group=self._async_group)
             assert isinstance(future, Future)
             metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
             state.remember(metrics)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -334,3 +336,32 @@ def test_killed_while_saving(killed: tuple[Path, dict[str, Told]], where: str) -
     assert not told[where].error
     assert told[where].losses == told["whole"].losses[KILLED[where] :]
     assert names_in(folder / where / "checkpoints") == names(8)
+
+
+def ahead_of_saving(folder: str) -> list[str]:
+    """Train with asynchronous checkpoints where the saving thread takes this machine for one with GPUs; what it asked
+    to be copied ahead on a stream."""
+    import torch
+    from torch.distributed.checkpoint import filesystem
+
+    from fsdp_lab.training import train
+
+    asked = []
+    main = threading.current_thread()
+
+    class Asked(filesystem._OverlappingCpuLoader):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            asked.append(threading.current_thread().name)
+            raise RuntimeError("a stream of GPU 0 was asked for")
+
+    torch.cuda.is_available = lambda: threading.current_thread() is not main
+    filesystem._OverlappingCpuLoader = Asked
+    with contextlib.suppress(RuntimeError):
+        train(config("checkpoint.mode=async"), Path(folder), Memo())
+    return [*asked, *names_in(Path(folder, "checkpoints"))]
+
+
+def test_the_thread_that_saves_asks_for_no_stream_of_a_gpu(tmp_path: Path) -> None:
+    """It has no device of its own: its current stream would be GPU 0's, where every rank would open a context."""
+    (seen,) = run_ranks(1, ahead_of_saving, str(tmp_path))
+    assert seen == names(4)
