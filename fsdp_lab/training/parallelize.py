@@ -35,6 +35,7 @@ from fsdp_lab.config.schema import (
     ShardingConfig,
     TrialConfig,
 )
+from fsdp_lab.training.torch_private import one_post_forward_mesh
 
 TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.float16: torch.float16}
 
@@ -62,9 +63,10 @@ def apply_fully_shard(model: nn.Module, block_class: type[nn.Module], config: Tr
         "offload_policy": offload_policy(config.offload),
         "reshard_after_forward": reshard_after_forward(config.reshard_after_forward),
     }
-    for unit in units:
-        fully_shard(unit, **options)
-    fully_shard(model, **options)
+    with one_post_forward_mesh():
+        for unit in units:
+            fully_shard(unit, **options)
+        fully_shard(model, **options)
     set_prefetch(units, config.sharding)
 
 

@@ -1,0 +1,67 @@
+"""Private names of PyTorch: each is there in this version, does what we think, and can be missed."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fully_shard
+
+from fsdp_lab.forecast.fake import HOST, fake_world
+from fsdp_lab.training import torch_private
+from fsdp_lab.training.distributed import build_mesh
+from fsdp_lab.training.models import model_spec
+from fsdp_lab.training.parallelize import apply_fully_shard
+from tests.ranks import config
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(_fully_shard, torch_private._POST_FORWARD_MESH), (torch._C, torch_private._CLEAR_WORKSPACES)],
+)
+def test_the_name_is_there(module: object, name: str):
+    assert hasattr(module, name), f"this PyTorch has no {name}: the fallback in torch_private.py is in use"
+
+
+def groups_made(num_layers: int, *words: str) -> int:
+    """How many process groups one of 8 workers makes when it shards a ViT of so many blocks."""
+    trial = config(f"model.num_layers={num_layers}", "sharding=per_block", *words)
+    made = []
+    make = dist.distributed_c10d._new_process_group_helper
+    spy = mock.Mock(side_effect=lambda *args, **kwargs: made.append(1) or make(*args, **kwargs))
+    with fake_world(8, HOST) as ranks:
+        spec = model_spec(trial.model)
+        with torch.device("meta"):
+            model = spec.build()
+        mesh = build_mesh(trial.sharding, ranks)
+        with mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", spy):
+            apply_fully_shard(model, spec.block_class, trial, mesh)
+    return len(made)
+
+
+TO_SIZE = ("reshard_after_forward=to_size", "reshard_after_forward.size=2")
+
+
+def test_resharding_to_a_smaller_mesh_takes_no_more_groups_for_more_blocks():
+    assert groups_made(8, *TO_SIZE) == groups_made(2, *TO_SIZE) == 4 + 2, "pairs of workers, and their counterparts"
+    assert groups_made(8, "reshard_after_forward=always") == 0
+
+
+def test_without_the_private_name_pytorchs_own_meshes_are_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_private, "_POST_FORWARD_MESH", "_a_name_that_went_away")
+    assert groups_made(2, *TO_SIZE) == (4 + 2) * 3, "two blocks and the root"
+
+
+def test_without_the_private_name_no_workspace_is_freed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_private, "_CLEAR_WORKSPACES", "_a_name_that_went_away")
+    assert torch_private.free_cublas_workspaces(torch.device("cuda", 0)) is None
+
+
+def test_workspaces_are_what_the_allocator_gets_back(monkeypatch: pytest.MonkeyPatch):
+    """Stands for a GPU's allocator, which cannot be had here: its requested bytes before and after."""
+    monkeypatch.setattr(torch._C, torch_private._CLEAR_WORKSPACES, lambda: stats.pop(0))
+    stats = [{"requested_bytes.all.current": 100.0}, {"requested_bytes.all.current": 36.0}]
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats[0])
+    assert torch_private.free_cublas_workspaces(torch.device("cuda", 0)) == 64
