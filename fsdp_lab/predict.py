@@ -65,7 +65,7 @@ def predict(file: Path, options: dict[str, str]) -> None:
     import torch
     import torch.nn.functional as F
 
-    from fsdp_lab.training.data import ImageDataset, prepare, read_splits
+    from fsdp_lab.training.data import ImageDataset, expand_channels, prepare, read_splits
     from fsdp_lab.training.export import load_exported
 
     exported = load_exported(file)
@@ -75,7 +75,7 @@ def predict(file: Path, options: dict[str, str]) -> None:
     dataset = ImageDataset(split, exported.model)
     with torch.no_grad():
         batches = [dataset[index] for index in torch.arange(len(split)).split(_BATCH)]
-        logits = torch.cat([exported.module(images) for images, _ in batches])
+        logits = torch.cat([exported.module(expand_channels(images, exported.model)) for images, _ in batches])
     guesses = logits.argmax(1)
     loss = F.cross_entropy(logits, split.labels).item()
     accuracy = (guesses == split.labels).float().mean().item()

@@ -163,10 +163,10 @@ def digest(*splits: Split) -> str:
 
 
 class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Whole batches by their indices, as the model takes them.
+    """Whole batches by their indices, scaled and resized.
 
-    An item is `(images float32 (B, C, S, S) in [-1, 1], labels int64 (B,))`; an index of -1 is padding
-    and gets label -1.
+    An item is `(images float32 (B, C, S, S) in [-1, 1], labels int64 (B,))`, with C the channels of the data set:
+    `expand_channels` makes those of the model from them on the device. An index of -1 is padding and gets label -1.
     """
 
     def __init__(self, split: Split, model: ModelConfig) -> None:
@@ -176,16 +176,25 @@ class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
         return len(self.split)
 
     def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        images = as_model_takes_them(self.split.images[indices % len(self.split.images)], self.model)
+        images = scale_and_resize(self.split.images[indices % len(self.split.images)], self.model)
         return images, torch.where(indices < 0, -1, self.split.labels[indices])
 
 
-def as_model_takes_them(images: Tensor, model: ModelConfig) -> Tensor:
-    """uint8 (B, C, H, W) -> float32 (B, model.num_channels, S, S) in [-1, 1]; grey ones are a view in each channel."""
+def scale_and_resize(images: Tensor, model: ModelConfig) -> Tensor:
+    """uint8 (B, C, H, W) -> float32 (B, C, S, S) in [-1, 1]."""
     images = images.float().div_(127.5).sub_(1.0)
     size = model.image_size
     if images.shape[-1] != size:
         images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+    return images
+
+
+def expand_channels(images: Tensor, model: ModelConfig) -> Tensor:
+    """(B, 1 or C, S, S) -> (B, model.num_channels, S, S); a grey image becomes a view in each channel.
+
+    Done after the copy to the device: a view with a stride of 0 cannot be pinned, and would be copied channel by
+    channel.
+    """
     return images.expand(-1, model.num_channels, -1, -1)
 
 

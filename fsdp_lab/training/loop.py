@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from fsdp_lab.config.schema import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
+from fsdp_lab.training.data import expand_channels
 from fsdp_lab.training.distributed import Ranks, sum_over_ranks
 from fsdp_lab.training.memory import MemoryProfile
 from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
@@ -33,7 +34,7 @@ def train_step(state: TrainState, microbatches: list[Batch], config: TrialConfig
     """
     total = torch.zeros((), device=ranks.device)
     for i, (images, labels) in enumerate(microbatches):
-        images, labels = _to_device(images, labels, ranks)
+        images, labels = _to_device(images, labels, config, ranks)
         set_gradient_sync(state.model, sync=i == len(microbatches) - 1)
         with compute_precision(config, ranks.device):
             logits = state.model(images)
@@ -87,6 +88,7 @@ def train_epoch(
                 timer.start()  # the tracked step is slow: not one of the timed
             else:
                 losses.append(train_step(state, microbatches, config, ranks))
+                memory.step_done()
                 timer.step_done()
         except Exception as error:
             error.add_note(f"step {state.step + 1}")
@@ -116,7 +118,7 @@ def evaluate(state: TrainState, loader: DataLoader[Batch], config: TrialConfig, 
     state.model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, correct, images
     for images, labels in loader:
-        images, labels = _to_device(images, labels, ranks)
+        images, labels = _to_device(images, labels, config, ranks)
         with compute_precision(config, ranks.device):
             logits = state.model(images).float()
         sums[0] += F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
@@ -134,5 +136,6 @@ def _by_step(loader: DataLoader[Batch], grad_accum_steps: int) -> Iterable[list[
         yield step
 
 
-def _to_device(images: Tensor, labels: Tensor, ranks: Ranks) -> Batch:
-    return images.to(ranks.device, non_blocking=True), labels.to(ranks.device, non_blocking=True)
+def _to_device(images: Tensor, labels: Tensor, config: TrialConfig, ranks: Ranks) -> Batch:
+    images = images.to(ranks.device, non_blocking=True)
+    return expand_channels(images, config.model), labels.to(ranks.device, non_blocking=True)

@@ -6,8 +6,8 @@ changes in their order, FSDP2 and DDP in the same categories, and the device and
 
 from __future__ import annotations
 
+import gc
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,12 +31,12 @@ from fsdp_lab.config.schema import MemoryProfile as Detail
 from fsdp_lab.config.schema import TrialConfig
 from fsdp_lab.profile import CATEGORIES, PLACES, Event, Profile
 from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.torch_private import free_cublas_workspaces
 
 # Of this process. The first has no optimizer state yet: its profile is kept only until the second has one,
 # for a trial that dies of memory at once.
 TRACKED_STEPS = 2
 SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump takes minutes
-CUDA_BLOCK_BYTES = 512  # what the CUDA allocator rounds up to
 
 # Both trackers' names -> ours. "Other" is what was shown to DDP's tracker from outside: the batch.
 _CATEGORY = {
@@ -62,9 +62,9 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "module")
 class _Recorder(MemTracker):
     """Notes each change that PyTorch's tracker makes to its sums."""
 
-    def __init__(self, *args: Any, device: torch.device, block_bytes: int = 1) -> None:
+    def __init__(self, *args: Any, device: torch.device) -> None:
         super().__init__(*args)
-        self.device, self.block_bytes = device, block_bytes
+        self.device = device
         self.profile = Profile()
         self._fake_mode = active_fake_mode()
         self._phase = "forward"
@@ -75,8 +75,7 @@ class _Recorder(MemTracker):
 
     def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
         on_device = winfo.device == self.device
-        if on_device and self.block_bytes > 1:
-            winfo.mem_consumed = math.ceil(winfo.mem_consumed / self.block_bytes) * self.block_bytes
+        winfo.mem_consumed = winfo.size * winfo.element_size  # as requested: the tracker rounds it up on CUDA
         super()._update_snap(u_type, winfo, *args, **kwargs)
         freed = u_type.name == "DEL"
         serial = self._serials.setdefault(id(winfo), len(self.profile.events))  # an event's index: used once only
@@ -203,20 +202,18 @@ def record_step(
     optimizer: torch.optim.Optimizer,
     batch: Sequence[Tensor],
     device: torch.device,
-    block_bytes: int = 1,
 ) -> Iterator[_Recorder]:
     """Follow every tensor of the step inside.
 
     Args:
         batch: the step's images and labels, which are there before it.
         device: what counts as `device`; tensors elsewhere count as `host`.
-        block_bytes: what an allocation on the device is rounded up to.
     """
     recorder: _Recorder
     if isinstance(model, FSDPModule):
-        recorder = _FsdpRecorder(model, optimizer, device=device, block_bytes=block_bytes)
+        recorder = _FsdpRecorder(model, optimizer, device=device)
     else:
-        recorder = _Recorder(device=device, block_bytes=block_bytes)
+        recorder = _Recorder(device=device)
         recorder.track_external(model, optimizer)
     recorder.follow(batch)
     with _hooks_taken_away(), _GlooOnCopies(), recorder:
@@ -245,8 +242,13 @@ def _hooks_taken_away() -> Iterator[None]:
 class MemoryProfile:
     """Follows the first steps of a run; `figures` has the bytes per rank and of the fullest rank.
 
-    On CUDA the peaks are the allocator's, over all steps; the tracker explains them. What it knows is on disk
-    as soon as it is known: `memory_peaks_rank<r>.json`, and with `timeline` a page and, on CUDA, a snapshot.
+    On CUDA the peaks are the allocator's, over the steps that are not followed where there are any; the tracker
+    explains them. `peak_bytes` are the bytes that tensors asked for, which is what a forecast foretells;
+    `active_bytes` the blocks they lie in, `reserved_bytes` what the process took from the device: what runs out.
+    cuBLAS's workspaces are in the last two, and by themselves in `workspace_bytes`.
+
+    What is known is on disk as soon as it is known: `memory_peaks_rank<r>.json`, and with `timeline` a page and, on
+    CUDA, a snapshot.
     """
 
     def __init__(self, config: TrialConfig, ranks: Ranks, folder: Path) -> None:
@@ -255,8 +257,11 @@ class MemoryProfile:
         self._profile: Profile | None = None
         self._figures: dict[str, float] | None = None
         self._cuda = ranks.device.type == "cuda"
-        if self._cuda and self.detail is not Detail.off:
-            torch.cuda.reset_peak_memory_stats(ranks.device)
+        self._followed: dict[str, float] = {}
+        self._steps_after = 0
+        self._workspaces: int | None = None
+        if self.detail is not Detail.off:
+            start_clean(ranks.device)
 
     def tracks(self) -> bool:
         """Whether the next step is one to follow tensor by tensor."""
@@ -285,8 +290,14 @@ class MemoryProfile:
             finally:
                 if history:
                     torch.cuda.memory._record_memory_history(enabled=None)
-        if self._cuda and self.config.compile:  # dynamo steps aside while a step is followed: that one ran eagerly
-            torch.cuda.reset_peak_memory_stats(self.ranks.device)
+        if self._cuda and not self.tracks():
+            # Following may hold more than training does, and with compile the step ran eagerly.
+            self._followed = allocator_peaks(self.ranks.device)
+            start_clean(self.ranks.device)
+
+    def step_done(self) -> None:
+        """A step that was not followed has been taken."""
+        self._steps_after += 1
 
     def _write(self, profile: Profile | None) -> None:
         if profile is None:
@@ -313,13 +324,35 @@ class MemoryProfile:
         if self._figures is None or self._cuda:  # on CUDA a later step may reach higher
             mine = peak_figures(self._profile.peaks)
             if self._cuda:
-                stats = torch.cuda.memory_stats(self.ranks.device)
-                explained = mine["peak_bytes"]
-                mine["peak_bytes"] = float(stats["active_bytes.all.peak"])
-                mine["reserved_bytes"] = float(stats["reserved_bytes.all.peak"])
-                mine["other_bytes"] = mine["peak_bytes"] - explained
+                mine |= self._allocator_figures(explained=mine["peak_bytes"])
             self._figures = over_ranks(mine)
         return self._figures
+
+    def _allocator_figures(self, explained: float) -> dict[str, float]:
+        peaks = allocator_peaks(self.ranks.device) if self._steps_after or not self._followed else self._followed
+        if self._workspaces is None:  # they stay as they are once the first step has taken them
+            self._workspaces = free_cublas_workspaces(self.ranks.device)
+        figures = {"active_bytes": peaks["active_bytes"], "reserved_bytes": peaks["reserved_bytes"]}
+        if self._workspaces is not None:
+            figures["workspace_bytes"] = float(self._workspaces)
+        figures["peak_bytes"] = peaks["requested_bytes"] - (self._workspaces or 0)
+        figures["other_bytes"] = figures["peak_bytes"] - explained
+        return figures
+
+
+def start_clean(device: torch.device) -> None:
+    """Give back what an earlier trial of this process left on a GPU, and forget its peaks."""
+    if device.type != "cuda":
+        return
+    gc.collect()  # a model and its optimizer are in cycles
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def allocator_peaks(device: torch.device) -> dict[str, float]:
+    """The most bytes since the last reset: requested, in blocks (active), and taken from the GPU (reserved)."""
+    stats = torch.cuda.memory_stats(device)
+    return {name: float(stats[f"{name}.all.peak"]) for name in ("requested_bytes", "active_bytes", "reserved_bytes")}
 
 
 def main_settings(config: TrialConfig) -> dict[str, str]:
@@ -357,7 +390,7 @@ def over_ranks(mine: dict[str, float]) -> dict[str, float]:
     highest = max(everyone, key=lambda figures: figures["peak_bytes"])
     out = {f"memory/{key}": value for key, value in highest.items()}
     for rank, figures in enumerate(everyone):
-        for key in ("peak_bytes", "reserved_bytes", "host_peak_bytes"):
+        for key in ("peak_bytes", "active_bytes", "reserved_bytes", "host_peak_bytes"):
             if key in figures:
                 out[f"memory/rank{rank}/{key}"] = figures[key]
                 out[f"memory/{key}"] = max(out.get(f"memory/{key}", 0.0), figures[key])

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from fsdp_lab.config.schema import (
     LrScheduleConfig,
     LrScheduleName,
+    OffloadTarget,
     OptimizerImplementation,
     OptimizerName,
     PrecisionConfig,
@@ -51,13 +52,25 @@ def implementation(config: TrialConfig) -> dict[str, bool]:
 
 
 def build_scaler(precision: PrecisionConfig, device: torch.device) -> torch.amp.GradScaler:
-    """Dynamic loss scaling for float16; switched off it passes everything through."""
-    return torch.amp.GradScaler(
+    """Dynamic loss scaling for float16; switched off it passes everything through.
+
+    Args:
+        device: where the gradients are. The scale is kept there too: GradScaler copies it, and what it found, to
+            the device of the gradients without waiting, and on a CPU they would be read before they arrive.
+    """
+    scaler = torch.amp.GradScaler(
         device.type,
         init_scale=precision.init_scale,
         growth_interval=precision.growth_interval,
         enabled=precision.loss_scaling,
     )
+    scaler.scale(torch.zeros((), device=device))  # the first tensor that is scaled says where the scale is kept
+    return scaler
+
+
+def gradient_device(config: TrialConfig, device: torch.device) -> torch.device:
+    """Where the optimizer finds parameters and gradients: on the host with offload, else on the device."""
+    return device if config.offload.target is OffloadTarget.none else torch.device("cpu")
 
 
 def build_lr_schedule(

@@ -18,9 +18,9 @@ from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data
 from fsdp_lab.training.distributed import Ranks, build_mesh, setup_distributed
 from fsdp_lab.training.export import export_model
 from fsdp_lab.training.loop import evaluate, train_epoch
-from fsdp_lab.training.memory import MemoryProfile
+from fsdp_lab.training.memory import MemoryProfile, start_clean
 from fsdp_lab.training.models import model_spec
-from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler
+from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
 from fsdp_lab.training.speed import StepTimer, device_peak_flops, speed_metrics, train_flops_per_sample
 from fsdp_lab.training.weights import init_weights
@@ -60,6 +60,7 @@ def train(
     """
     ranks = setup_distributed()
     check_trial(config, ranks.world_size)
+    start_clean(ranks.device)
     mesh = build_mesh(config.sharding, ranks)
     data = load_data(config.data, config.model, ranks)
     train_order = TrainOrder(len(data.train), config.training, ranks)
@@ -77,7 +78,7 @@ def train(
     model = apply_ddp(model, config, ranks.device)
 
     optimizer = build_optimizer(model, config, ranks.world_size)
-    scaler = build_scaler(config.precision, ranks.device)
+    scaler = build_scaler(config.precision, gradient_device(config, ranks.device))
     total_steps = train_order.steps_per_epoch * config.training.epochs
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, train_order.steps_per_epoch, total_steps)
     state = TrainState(model, optimizer, scaler, lr_schedule)

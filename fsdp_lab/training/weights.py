@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_lab.config.schema import Init, OffloadTarget, TrialConfig
+from fsdp_lab.config.schema import Init, TrialConfig
 from fsdp_lab.training.models import ModelSpec
+from fsdp_lab.training.optimizer import gradient_device
 
 _WRAPPER = "_checkpoint_wrapped_module."
 
@@ -44,8 +45,7 @@ def init_weights(model: nn.Module, spec: ModelSpec, config: TrialConfig, device:
     `init=rank0`: only rank 0 ever holds the whole model, in host memory; the others receive it a
     parameter at a time and keep their part. `init=meta`: no rank does.
     """
-    home = device if config.offload.target is OffloadTarget.none else torch.device("cpu")
-    model.to_empty(device=home)
+    model.to_empty(device=gradient_device(config, device))
     seed = config.training.seed
     if config.init is Init.meta:
         with torch.no_grad():

@@ -12,7 +12,18 @@ from sklearn.datasets import load_digits
 from fsdp_lab.config import UserError
 from fsdp_lab.config.schema import DataConfig, DataName, ModelConfig, TrainingConfig
 from fsdp_lab.training import data as module
-from fsdp_lab.training.data import ImageDataset, Split, TrainOrder, ValOrder, digest, prepare, read_digits, read_splits
+from fsdp_lab.training.data import (
+    ImageDataset,
+    Split,
+    TrainOrder,
+    ValOrder,
+    build_loader,
+    digest,
+    expand_channels,
+    prepare,
+    read_digits,
+    read_splits,
+)
 from fsdp_lab.training.distributed import Ranks
 from tests.ranks import config, run_ranks
 from tests.training.reference import digits, resize
@@ -66,9 +77,24 @@ def test_batches_are_resized_and_scaled() -> None:
     assert got.shape == (3, 1, 28, 28)
     assert -1 <= got.min() < got.max() <= 1
     assert got_labels.tolist() == [*labels[[3, 0]].tolist(), -1]
-    rgb, _ = ImageDataset(train, ModelConfig(image_size=8, num_channels=3))[index]
+    rgb_model = ModelConfig(image_size=8, num_channels=3)
+    rgb = expand_channels(ImageDataset(train, rgb_model)[index][0], rgb_model)
+    assert rgb.shape == (3, 3, 8, 8)
     assert torch.equal(rgb[:, 0], rgb[:, 2])
     torch.testing.assert_close(rgb[:, :1], images[index])
+
+
+def test_grey_images_for_a_model_of_three_channels_can_be_pinned() -> None:
+    """Pinning allocates the same strides and copies into them, which PyTorch refuses for a stride of 0. The loader
+    itself skips pinning where there is no accelerator, so the same two steps are taken here."""
+    train, _ = read_digits()
+    model = ModelConfig(image_size=28, num_channels=3)
+    (ranks,) = ranks_of(1)
+    order = TrainOrder(len(train), TrainingConfig(global_batch_size=16), ranks)
+    images, labels = next(iter(build_loader(train, order, DataConfig(), model, ranks)))
+    for tensor in (images, labels):
+        torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    assert expand_channels(images, model).shape == (16, 3, 28, 28)
 
 
 def global_batches(world_size: int, accumulate: int, seed: int = 0, epoch: int = 0) -> list[list[int]]:

@@ -7,10 +7,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, lr_factor
+from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device, lr_factor
 from tests.ranks import config, run_ranks, train_all
 
+HOST = torch.device("cpu")
 HALF_SQRT2 = math.sqrt(2) / 2
 
 
@@ -123,3 +126,42 @@ def test_without_overflow_nothing_is_skipped(scaled: dict[str, tuple[list[float]
     assert losses[-1] < losses[0] - 0.1
     assert scaled["growing"][1]["train/loss_scale"] == 64 * 2 * 2  # doubled after steps 2 and 4
     assert "train/loss_scale" not in scaled["off"][1]
+
+
+class _LateCopies(TorchDispatchMode):
+    """Notes copies from a GPU to the host that nobody waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        to_host = str(kwargs.get("device")) == "cpu" and args and getattr(args[0], "device", HOST).type == "cuda"
+        if func is torch.ops.aten._to_copy.default and to_host and kwargs.get("non_blocking"):
+            self.seen.append(str(args[0].shape))
+        return func(*args, **kwargs)
+
+
+def late_copies(offloaded: str) -> list[str]:
+    """Of one step with loss scaling, a loss on a GPU, and gradients on the host: fake tensors stand for both."""
+    trial = config("precision=fp16", f"offload={offloaded}")
+    with FakeTensorMode(), _LateCopies() as copies:
+        scaler = build_scaler(trial.precision, gradient_device(trial, torch.device("cuda", 0)))
+        scaler.scale(torch.ones((), device="cuda"))
+        parameter = torch.nn.Parameter(torch.ones(3))
+        parameter.grad = torch.ones(3)
+        scaler.unscale_(torch.optim.SGD([parameter]))
+    return copies.seen
+
+
+def test_the_loss_scale_is_where_offloaded_gradients_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GradScaler copies its scale to the gradients' device without waiting: a host may read before it is there."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    assert late_copies("cpu") == []
+    assert late_copies("none"), "a scale on the GPU would be copied late: the check can fail"
+
+
+@pytest.mark.parametrize(("offload", "expected"), [("none", "cuda"), ("cpu", "cpu"), ("cpu_unpinned", "cpu")])
+def test_where_gradients_are(offload: str, expected: str) -> None:
+    assert gradient_device(config(f"offload={offload}"), torch.device("cuda", 0)).type == expected
