@@ -18,7 +18,7 @@ The table, for the worker that holds most, when it holds most:
   grads        gradients, sharded or whole           gathered     parameters put together for use, and what they come in
   activations  what the forward pass keeps, the batch on a GPU, and under DDP the buckets of gradients
   rest         temporaries, reduce buffers, the batch
-  needs        the peak with what no tensor shows (GPUs): context, NCCL, workspaces, fragmentation
+  needs        GPUs: what the allocator will reserve for these tensors, the CUDA context and NCCL's buffers
   host         what lies in host memory while a GPU computes
   fits         whether `needs` is within the capacity
 """
@@ -196,7 +196,8 @@ def tell_allowances(console: Console, found: list[Forecast]) -> None:
     if allowed:
         parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in allowed.items())
         console.print(
-            f"needs = peak + what no tensor shows; allowed for, at most: {parts}. These are assumptions.",
+            f"needs = peak + what no tensor shows, at most: {parts}. Fragmentation is worked out by the allocator's "
+            "rules; the others are assumptions.",
             highlight=False,
         )
 

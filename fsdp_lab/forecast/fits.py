@@ -10,7 +10,7 @@ from functools import cache
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.checks import gpus_here
-from fsdp_lab.config.schema import ForecastDevice
+from fsdp_lab.config.schema import ForecastDevice, Granularity, ReshardPolicy
 
 GIB = 2**30
 _ASK_S = 10.0
@@ -19,15 +19,15 @@ _ASK_S = 10.0
 CONTEXT_BYTES = 600 * 2**20
 NCCL_BYTES = 512 * 2**20  # buffers of the channels of one communicator; none for a single worker
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
-FRAGMENTATION = 0.05  # of the peak: reserved in blocks that hold nothing
 
 
 @dataclass(frozen=True)
 class Forecast:
     """What one worker will hold, in bytes.
 
-    `peaks`: place -> category -> bytes, with `total`, as in `fsdp_lab.profile`. `allowances`: what no tensor
-    shows, by name, on the device; `host_allowances` likewise. `capacity_bytes` None: not known.
+    `peaks`: place -> category -> bytes, with `total`, as in `fsdp_lab.profile`. `reserved_bytes`: what the allocator
+    takes from a GPU; None for a CPU. `allowances`: what no tensor shows, by name, on the device; `host_allowances`
+    likewise. `capacity_bytes` None: not known.
     `largest_microbatch`: images a worker takes at once, 0 where not even one fits; None: not asked.
     `error`: why there is no forecast; then there are no peaks.
     """
@@ -39,6 +39,7 @@ class Forecast:
     host_allowances: dict[str, int] = field(default_factory=dict)
     capacity_bytes: int | None = None
     largest_microbatch: int | None = None
+    reserved_bytes: int | None = None
     error: str | None = None
 
     @property
@@ -63,16 +64,32 @@ class Forecast:
         return self.needed_bytes <= self.capacity_bytes
 
 
-def allowances(peak_bytes: int, num_workers: int, cuda: bool) -> dict[str, int]:
-    """What a device holds besides tensors. A CPU's allocator is the system's: nothing is set aside."""
-    if not cuda:
-        return {}
+def allowances(peak_bytes: int, reserved_bytes: int, num_communicators: int) -> dict[str, int]:
+    """What a GPU holds besides the tensors of the peak.
+
+    Args:
+        reserved_bytes: what the allocator is forecast to take from the GPU, `WORKSPACE_BYTES` among it.
+        num_communicators: see `communicators`.
+    """
     return {
         "CUDA context": CONTEXT_BYTES,
-        "NCCL buffers": NCCL_BYTES if num_workers > 1 else 0,
+        "NCCL buffers": NCCL_BYTES * num_communicators,
         "kernel workspaces": WORKSPACE_BYTES,
-        "fragmentation": int(peak_bytes * FRAGMENTATION),
+        "fragmentation": reserved_bytes - peak_bytes - WORKSPACE_BYTES,
     }
+
+
+def communicators(config: TrialConfig, num_workers: int) -> int:
+    """The NCCL communicators of one worker: one for the world, two for the mesh of hybrid sharding, and one for the
+    smaller mesh of `reshard_after_forward=to_size`. None for a single worker."""
+    if num_workers == 1:
+        return 0
+    sharding, reshard = config.sharding, config.reshard_after_forward
+    if sharding.granularity is Granularity.ddp:
+        return 1
+    dp_shard = num_workers // sharding.dp_replicate
+    smaller = reshard.policy is ReshardPolicy.to_size and reshard.size not in (1, dp_shard)
+    return 1 + (2 if sharding.dp_replicate > 1 else 0) + smaller
 
 
 def for_cuda(config: TrialConfig) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import TrialConfig, UserError, check_trial
 from fsdp_lab.config.schema import Dtype, OffloadConfig, OffloadTarget
+from fsdp_lab.forecast.allocator import reserved_peak
+from fsdp_lab.forecast.attention import cuda_attention
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
-from fsdp_lab.forecast.fits import Forecast, allowances
+from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
 from fsdp_lab.profile import Profile
 from fsdp_lab.training.checkpoint import TrainState
-from fsdp_lab.training.data import as_model_takes_them, image_shape
+from fsdp_lab.training.data import image_shape, scale_and_resize
 from fsdp_lab.training.distributed import Ranks, build_mesh
 from fsdp_lab.training.loop import train_step
-from fsdp_lab.training.memory import CUDA_BLOCK_BYTES, TRACKED_STEPS, main_settings, record_step
+from fsdp_lab.training.memory import TRACKED_STEPS, main_settings, record_step
 from fsdp_lab.training.models import model_spec
-from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler
+from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
 from fsdp_lab.training.timeline import write_timeline
 
@@ -70,14 +72,19 @@ def forecast(
 
 
 def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, capacity: int | None) -> Forecast:
+    """What the device needs for a profile. A CPU's allocator is the system's: nothing is set aside."""
+    if not cuda:
+        return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
+    reserved = reserved_peak(profile, [WORKSPACE_BYTES])
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
     return Forecast(
-        cuda,
+        True,
         num_workers,
         profile.peaks,
-        allowances(profile.peaks["device"]["total"], num_workers, cuda),
-        {"rounding of pinned buffers": pinned_rounding(profile, pinned)} if cuda else {},
+        allowances(profile.peaks["device"]["total"], reserved, communicators(config, num_workers)),
+        {"rounding of pinned buffers": pinned_rounding(profile, pinned)},
         capacity,
+        reserved_bytes=reserved,
     )
 
 
@@ -141,7 +148,7 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
     """What one rank of `num_workers` would hold through its second optimizer step.
 
     Args:
-        cuda: on GPUs: the device and the host apart, the device in the allocator's blocks. Otherwise on CPUs.
+        cuda: on GPUs: the device and the host apart, and the attention of a GPU. Otherwise on CPUs.
 
     Raises:
         ConfigError: a configuration that could not run either.
@@ -156,7 +163,7 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
             model: nn.Module = spec.build()
         apply_to_blocks(model, spec.block_class, config)
         apply_fully_shard(model, spec.block_class, unpinned(config), build_mesh(config.sharding, ranks))
-        with fake_tensors() as values:
+        with fake_tensors() as values, cuda_attention() if cuda else nullcontext():
             try:
                 return _profile(model, config, ranks, values)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -168,14 +175,15 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
 
 
 def _profile(model: nn.Module, config: TrialConfig, ranks: Ranks, values: ValuesOnRequest) -> Profile:
-    materialize(model, ranks.device if config.offload.target is OffloadTarget.none else HOST)
+    home = gradient_device(config, ranks.device)
+    materialize(model, home)
     model = apply_ddp(model, config, ranks.device)
     if isinstance(model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
         model.register_comm_hook(None, allreduce_hook)  # what DDP does in C++, where the fake group has no result
     _mark_forward(model.module if isinstance(model, DistributedDataParallel) else model, values)
 
     optimizer = build_optimizer(model, config, ranks.world_size)
-    scaler = build_scaler(config.precision, ranks.device)
+    scaler = build_scaler(config.precision, home)
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch=1, total_steps=1)
     state = TrainState(model, optimizer, scaler, lr_schedule)
 
@@ -184,8 +192,7 @@ def _profile(model: nn.Module, config: TrialConfig, ranks: Ranks, values: Values
         train_step(state, fake_microbatches(config, ranks), config, ranks)
     microbatches = fake_microbatches(config, ranks)
     batch = [tensor for pair in microbatches for tensor in pair]
-    block_bytes = CUDA_BLOCK_BYTES if ranks.device == ACCELERATOR else 1
-    with record_step(model, optimizer, batch, ranks.device, block_bytes) as recorder:
+    with record_step(model, optimizer, batch, ranks.device) as recorder:
         train_step(state, microbatches, config, ranks)
     return recorder.finish()
 
@@ -219,7 +226,7 @@ def fake_microbatches(config: TrialConfig, ranks: Ranks) -> list[tuple[Tensor, T
     shape = (size, *image_shape(config.data, config.model))
 
     def images() -> Tensor:
-        return as_model_takes_them(torch.empty(shape, dtype=torch.uint8), config.model)
+        return scale_and_resize(torch.empty(shape, dtype=torch.uint8), config.model)
 
     return [(images(), torch.empty(size, dtype=torch.int64)) for _ in range(parts)]
 

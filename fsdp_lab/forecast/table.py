@@ -91,6 +91,7 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
                 "device",
                 "peak_bytes",
                 *(f"{name}_bytes" for name in CATEGORIES),
+                "reserved_bytes",
                 "needed_bytes",
                 "host_bytes",
                 *(f"host_{name}_bytes" for name in CATEGORIES),
@@ -110,12 +111,13 @@ def _cells(row: Row, with_workers: bool) -> list[object]:
     found = row.forecast
     start: list[object] = [*([found.num_workers] if with_workers else []), "cuda" if found.cuda else "cpu"]
     if found.error:
-        return [*start, *[""] * (2 * len(CATEGORIES) + 6), row.page or "", found.error]
+        return [*start, *[""] * (2 * len(CATEGORIES) + 7), row.page or "", found.error]
     device, host = found.peaks["device"], found.peaks.get("host", {})
     return [
         *start,
         found.peak_bytes,
         *(device.get(name, 0) for name in CATEGORIES),
+        "" if found.reserved_bytes is None else found.reserved_bytes,
         found.needed_bytes,
         found.host_bytes,
         *(host.get(name, 0) for name in CATEGORIES),

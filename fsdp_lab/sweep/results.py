@@ -21,9 +21,9 @@ _STORAGE = ".storage"
 # The figures of a trial, the latest of each, that a table of trials shows, in this order.
 COLUMNS = (
     "epoch", "train/loss", "val/loss", "val/accuracy", "perf/samples_per_s", "perf/step_time_p50_s",
-    "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "memory/host_peak_bytes",
-    "forecast/peak_bytes", "forecast/host_bytes", "forecast/error", "forecast/largest_microbatch",
-    "train/skipped_steps", "checkpoint/save_s",
+    "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "memory/reserved_bytes", "memory/host_peak_bytes",
+    "forecast/peak_bytes", "forecast/reserved_bytes", "forecast/host_bytes", "forecast/error",
+    "forecast/largest_microbatch", "train/skipped_steps", "checkpoint/save_s",
 )  # fmt: skip
 
 # All but `interrupted` are results, and final: a setting that does not fit is what the sweep was to find out.
@@ -65,6 +65,7 @@ class TrialState:
         if found is None or found.error:
             return self.forecast_before
         figures = {"forecast/peak_bytes": found.peak_bytes, "forecast/needed_bytes": found.needed_bytes}
+        figures |= {"forecast/reserved_bytes": found.reserved_bytes} if found.reserved_bytes is not None else {}
         figures |= {"forecast/host_bytes": found.host_bytes} if found.host_bytes else {}
         figures |= {"forecast/capacity_bytes": found.capacity_bytes} if found.capacity_bytes is not None else {}
         if found.largest_microbatch is not None:
@@ -77,8 +78,15 @@ class TrialState:
         figures = {**metrics, **self.forecast_figures}
         measured = metrics.get("memory/peak_bytes")
         if measured and "forecast/peak_bytes" in figures:
-            figures["forecast/error"] = figures["forecast/peak_bytes"] / measured - 1
+            figures["forecast/error"] = (figures["forecast/peak_bytes"] + self._workspaces(metrics)) / measured - 1
         return figures
+
+    def _workspaces(self, metrics: dict[str, float]) -> int:
+        """The bytes of cuBLAS's workspaces in the measured peak, where they could not be told from tensors."""
+        on_gpu = "memory/reserved_bytes" in metrics
+        if not on_gpu or "memory/workspace_bytes" in metrics or self.forecast is None:
+            return 0
+        return self.forecast.allowances.get("kernel workspaces", 0)
 
     def begin(self) -> None:
         self.status, self.begun = "running", self.begun or time.time()

@@ -29,7 +29,9 @@ command line; the groups (`sharding`, `precision`, `offload`, `reshard_after_for
 | --- | --- |
 | `train/loss`, `val/loss`, `val/accuracy` | over the global batch or the whole split, one point an epoch |
 | `perf/…` | speed; the unit stands at the end of the name, warm-up steps are left out |
-| `memory/peak_bytes` | the most that any rank held; `memory/rank<r>/…` for each rank |
+| `memory/peak_bytes` | the most that the tensors of any rank held; `memory/rank<r>/…` for each rank |
+| `memory/active_bytes`, `memory/reserved_bytes` | GPUs: the blocks those tensors lie in, and what the process took \
+from the GPU; the second is what runs out. cuBLAS's workspaces (`memory/workspace_bytes`) are in both |
 | `checkpoint/…` | what saving cost |
 | `train/step` | optimizer steps done; the step axis of every metric is the epoch |
 

@@ -19,7 +19,7 @@ from fsdp_lab.config import CombinationError, ConfigError, check_forecast, memor
 from fsdp_lab.config.schema import ForecastConfig, ForecastDevice
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
-from fsdp_lab.forecast.fits import GIB, Forecast, allowances, gpu_memory
+from fsdp_lab.forecast.fits import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators, gpu_memory
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
 from fsdp_lab.forecast.run import Background, Request, forecast_all
 from fsdp_lab.profile import Event, Profile
@@ -72,10 +72,13 @@ def test_offloaded_state_is_counted_on_the_host():
     assert sent["device"]["total"] < kept["device"]["total"]
 
 
-def test_the_device_is_counted_in_the_allocators_blocks():
-    profile = forecast_profile(config("model=mlp"), 2, cuda=True)
-    assert all(event.num_bytes % 512 == 0 for event in profile.events if event.place == "device")
-    assert any(event.num_bytes % 512 for event in forecast_profile(config("model=mlp"), 2, cuda=False).events)
+def test_tensors_are_counted_as_requested_and_what_is_reserved_in_whole_segments():
+    config_ = config("model=mlp")
+    assert any(event.num_bytes % 512 for event in forecast_profile(config_, 2, cuda=True).events)
+    found = forecast(config_, 2, cuda=True)
+    assert found.reserved_bytes is not None and found.reserved_bytes % 2**21 == 0
+    assert found.needed_bytes == found.reserved_bytes + CONTEXT_BYTES + NCCL_BYTES
+    assert forecast(config_, 2, cuda=False).reserved_bytes is None
 
 
 def test_pinned_buffers_are_rounded_up_to_a_power_of_two():
@@ -112,11 +115,27 @@ def test_a_thousand_workers():
 
 
 def test_what_is_allowed_for_is_named():
-    assert allowances(100, 8, cuda=False) == {}
-    assert set(allowances(100, 8, cuda=True)) == {
+    assert forecast(config("model=mlp"), 8, cuda=False).allowances == {}
+    assert set(forecast(config("model=mlp"), 8, cuda=True).allowances) == {
         "CUDA context", "NCCL buffers", "kernel workspaces", "fragmentation",
     }  # fmt: skip
-    assert allowances(100, 1, cuda=True)["NCCL buffers"] == 0
+    assert forecast(config("model=mlp"), 1, cuda=True).allowances["NCCL buffers"] == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "words", "expected"),
+    [
+        (1, [], 0),
+        (8, [], 1),
+        (8, ["sharding=ddp"], 1),
+        (8, ["sharding.dp_replicate=2"], 3),
+        (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=2"], 2),
+        (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=8"], 1),
+        (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=2", "sharding.dp_replicate=2"], 4),
+    ],
+)
+def test_every_communicator_is_counted(workers: int, words: list[str], expected: int):
+    assert communicators(config(*words), workers) == expected
 
 
 def test_fits_compares_all_that_is_needed_with_the_capacity():

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_lab.forecast.fits import WORKSPACE_BYTES
 from fsdp_lab.forecast.forecast import forecast_profile
 from tests.ranks import Memo, config, run_ranks
 
@@ -43,8 +42,9 @@ def measure(words: list[str], folder: str) -> dict[str, float]:
 def test_the_allocators_peak_is_within_ten_percent_of_the_forecast(words: list[str], tmp_path: Path):
     (metrics,) = run_ranks(1, measure, words, str(tmp_path))
     peaks = forecast_profile(config(*TRIAL, *words), 1, cuda=True).peaks
-    foretold = peaks["device"]["total"] + WORKSPACE_BYTES  # cuBLAS takes them from the allocator
-    assert foretold == pytest.approx(metrics["memory/peak_bytes"], rel=0.10)
+    assert peaks["device"]["total"] == pytest.approx(metrics["memory/peak_bytes"], rel=0.10)
+    held = [metrics[f"memory/{key}_bytes"] for key in ("peak", "active", "reserved")]
+    assert held == sorted(held)
     if "offload=cpu" in words:
         assert metrics["memory/host_param_bytes"] == peaks["host"]["param"]
         assert metrics["memory/param_bytes"] == 0

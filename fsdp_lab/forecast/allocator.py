@@ -1,0 +1,174 @@
+"""What CUDA's caching allocator reserves for a step: worked out from the requests, without a GPU.
+
+The rules are those of PyTorch's `CUDACachingAllocator.cpp` with its default settings; the sizes are those of
+`c10/core/AllocatorConfig.h`, which `tests/forecast/test_allocator.py` reads. What a process reserves is what runs
+out: a freed block goes back to the allocator, not to the device, and only the stream that it was made for gets it
+again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+
+from fsdp_lab.profile import Profile
+
+MIN_BLOCK = 512  # every request is rounded up to a multiple
+SMALL_SIZE = 2**20  # the largest request that shares segments of `SMALL_SEGMENT`
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20  # shared by requests below `MIN_OWN_SEGMENT`
+MIN_OWN_SEGMENT = 10 * 2**20
+ROUND_LARGE = 2 * 2**20
+
+# FSDP2 takes these on streams of its own; all else is the compute stream's.
+STREAMS = {"all_gather": "all-gather copy-in", "grad": "reduce-scatter"}
+
+
+@dataclass(eq=False)
+class _Block:
+    """A part of a segment; `before` and `after` are its neighbours in it."""
+
+    size: int
+    pool: tuple[str, bool]  # stream, and whether it is of the small ones
+    address: int
+    before: _Block | None = None
+    after: _Block | None = None
+    free: bool = False
+
+
+class CachingAllocator:
+    """Reserves segments, and cuts and merges the blocks in them.
+
+    `requested`, `active` and `reserved` are the bytes now, `peak_*` the most of each so far, as in
+    `torch.cuda.memory_stats`.
+    """
+
+    def __init__(self) -> None:
+        self.requested = self.active = self.reserved = 0
+        self.peak_requested = self.peak_active = self.peak_reserved = 0
+        self._blocks: dict[Hashable, tuple[_Block, int]] = {}
+        self._free: dict[tuple[str, bool], list[tuple[int, int, _Block]]] = defaultdict(list)
+        self._end = 0  # of the last segment: addresses only tell blocks of one size apart
+
+    def allocate(self, key: Hashable, num_bytes: int, stream: str = "") -> None:
+        """Take `num_bytes` (more than 0) for `key` on a stream."""
+        size = max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
+        block = self._find(size, (stream, size <= SMALL_SIZE)) or self._reserve(size, stream)
+        left = block.size - size
+        if left >= MIN_BLOCK if block.pool[1] else left > SMALL_SIZE:
+            rest = _Block(left, block.pool, block.address + size, block, block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.after, block.size = rest, size
+            self._put(rest)
+        block.free = False
+        self._blocks[key] = block, num_bytes
+        self.requested += num_bytes
+        self.active += block.size
+        self.peak_requested = max(self.peak_requested, self.requested)
+        self.peak_active = max(self.peak_active, self.active)
+
+    def free(self, key: Hashable) -> None:
+        """Give back what `key` holds: to the allocator, which keeps it."""
+        block, num_bytes = self._blocks.pop(key)
+        self.requested -= num_bytes
+        self.active -= block.size
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            self._take(before)
+            block = self._merged(before, block)
+        if after is not None and after.free:
+            self._take(after)
+            block = self._merged(block, after)
+        self._put(block)
+
+    def _find(self, size: int, pool: tuple[str, bool]) -> _Block | None:
+        """The smallest free block that is large enough; of equals the one with the lowest address."""
+        blocks = self._free[pool]
+        index = bisect_left(blocks, size, key=lambda entry: entry[0])
+        return blocks.pop(index)[2] if index < len(blocks) else None
+
+    def _reserve(self, size: int, stream: str) -> _Block:
+        if size <= SMALL_SIZE:
+            segment = SMALL_SEGMENT
+        elif size < MIN_OWN_SEGMENT:
+            segment = LARGE_SEGMENT
+        else:
+            segment = -(-size // ROUND_LARGE) * ROUND_LARGE
+        block = _Block(segment, (stream, size <= SMALL_SIZE), self._end)
+        self._end += segment
+        self.reserved += segment
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return block
+
+    def _put(self, block: _Block) -> None:
+        block.free = True
+        insort(self._free[block.pool], (block.size, block.address, block), key=lambda entry: entry[:2])
+
+    def _take(self, block: _Block) -> None:
+        blocks = self._free[block.pool]
+        index = bisect_left(blocks, (block.size, block.address), key=lambda entry: entry[:2])
+        assert blocks[index][2] is block
+        blocks.pop(index)
+
+    @staticmethod
+    def _merged(left: _Block, right: _Block) -> _Block:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        return left
+
+
+def reserved_peak(profile: Profile, workspaces: Collection[int] = ()) -> int:
+    """The bytes that a process has reserved once it has taken the profile's step several times.
+
+    The first step runs without optimizer state, which comes at its end, into what the step has left free; so the
+    step is played twice.
+
+    Args:
+        workspaces: sizes that are taken before the first step and never given back.
+    """
+    return _Replay(profile, workspaces).run()
+
+
+class _Replay:
+    """Hands an allocator the requests of a profile, in their order, each on its stream."""
+
+    def __init__(self, profile: Profile, workspaces: Collection[int]) -> None:
+        events = [event for event in profile.events if event.place == "device"]
+        begun = sum(event.place == "device" for event in profile.events[: profile.begun])
+        self.before, self.step = events[:begun], events[begun:]
+        self.workspaces = workspaces
+        self.allocator = CachingAllocator()
+        self._held: dict[int, int] = {}
+        category = {event.storage: event.category for event in events}  # its last: some are known late
+        sharded = "all_gather" in category.values()
+        self._stream = {storage: STREAMS.get(name, "") if sharded else "" for storage, name in category.items()}
+
+    def run(self) -> int:
+        for number, size in enumerate(self.workspaces):
+            self.allocator.allocate(("workspace", number), size)
+        there = {event.storage: event for event in self.before}
+        for with_optimizer in (False, True):
+            for event in there.values():  # what the step before gave back too
+                if with_optimizer or event.category != "optimizer":
+                    self._hold(event.storage, event.num_bytes)
+            for event in self.step:
+                if with_optimizer or event.category != "optimizer":
+                    self._hold(event.storage, event.num_bytes)
+            for storage in self._held.keys() - there.keys():  # its like is among what was there before the step
+                self._hold(storage, 0)
+        return self.allocator.peak_reserved
+
+    def _hold(self, storage: int, num_bytes: int) -> None:
+        """Let a storage hold so many bytes from now on."""
+        held = self._held.pop(storage, 0)
+        if held and held != num_bytes:
+            self.allocator.free(storage)
+        if num_bytes and held != num_bytes:
+            self.allocator.allocate(storage, num_bytes, self._stream[storage])
+        if num_bytes:
+            self._held[storage] = num_bytes
