@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import hydra
 import yaml
 
-from fsdp_lab.compose import Trial, check, explain, register_schema, single_trial
-from fsdp_lab.config import ConfigError, UserError, conf_dir, to_dict
+from fsdp_lab.compose import Trial, check, check_overrides, explain, register_schema, single_trial
+from fsdp_lab.config import ConfigError, conf_dir, to_dict
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.files import write_text
 
@@ -25,7 +25,8 @@ def main() -> None:
             key = nightly[0].partition("=")[0]
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or type it there.")
         sys.argv[1:] = multirun_first(resume_first(sys.argv[1:]))
-    except UserError as error:
+        check_overrides(sys.argv[1:])
+    except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)
     register_schema()
     app = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_single)

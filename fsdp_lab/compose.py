@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +35,7 @@ from fsdp_lab.config.checks import check_local_capacity, missing_data_message
 from fsdp_lab.config.schema import NightlyConfig
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
+_KEYS = frozenset(all_keys())
 _REMEDIES = {
     "to Float": "; use a number such as 0.001",
     "to Integer": "; use a whole number",
@@ -81,13 +85,53 @@ def typed_config(cfg: DictConfig, nightly: bool = False) -> TrialConfig:
 
     Args:
         nightly: keep `nightly`. It is no trial's; an address in it may be a secret, not to be in a trial's files.
+
+    Raises:
+        ConfigError: a key that no dataclass has: `+key=value` gets it past Hydra.
     """
     own = OmegaConf.create(cfg)
     with open_dict(own):
         own.pop("hydra", None)
+    if unknown := [key for key in _leaves(own) if key not in _KEYS]:
+        raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {_valid(unknown[0])}")
     config = OmegaConf.to_object(own)
     assert isinstance(config, TrialConfig)
     return config if nightly else replace(config, nightly=NightlyConfig())
+
+
+def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a config; an empty group is a key of its own."""
+    for key in node:
+        value = node._get_node(key)
+        if isinstance(value, DictConfig) and not value._is_none() and len(value):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse what is no name of an option where a group's is wanted, as in `precision=16`: Hydra would end with a
+    traceback of its own.
+
+    Args:
+        arguments: of the command line; options such as `-m` are passed over.
+
+    Raises:
+        ConfigError: with the options of the group.
+        OverrideParseException: an override that cannot be read.
+    """
+    known = groups()
+    words = [a for a in arguments if not a.startswith("-") and a.partition("=")[0].lstrip("+~") in known]
+    for override in OverridesParser.create().parse_overrides(words):
+        given = override.value()
+        values = given.list if isinstance(given, ChoiceSweep) else [given]
+        if (override.is_delete() and given is None) or all(isinstance(value, str | QuotedString | Glob) for value in values):
+            continue
+        group = override.key_or_group
+        raise ConfigError(
+            f"{override.input_line}: {group} is a group, and takes the name of an option. Choose one of: "
+            f"{', '.join(options_of(group))}."
+        )
 
 
 def group_choices(cfg: DictConfig) -> dict[str, str]:
@@ -192,7 +236,10 @@ def _valid(key: str) -> str:
     prefix = key.split(".")[0].lstrip("+~")
     same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
     if "." in key and same:
-        return f"{_meant(key, same)}The keys of {prefix} are: {', '.join(same)}."
+        leaves = {k.rpartition(".")[2]: k for k in same}
+        close = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1)
+        meant = f"Did you mean {leaves[close[0]]}? " if close else ""
+        return f"{meant}The keys of {prefix} are: {', '.join(same)}."
     top = sorted({k.split(".")[0] for k in all_keys()})
     meant = _meant(key, [*top, *all_keys()])
     return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."

@@ -22,6 +22,14 @@ BAD = {
     "unknown group": (["shardin=root"], ["shardin is not a key", "groups are", "sharding", "precision"]),
     "unknown key": (["optimizer.rate=0.1"], ["optimizer.rate is not a key", "optimizer.lr", "optimizer.momentum"]),
     "unknown key of none": (["bogus.key=1"], ["bogus.key is not a key", "optimizer", "training"]),
+    "key that + adds": (["+nonsense=1"], ["nonsense is not a key", "nothing would read it", "keys begin with"]),
+    "key of a group that + adds": (["+training.epoch=5"], ["training.epoch is not", "mean training.epochs?"]),
+    "class of a group that + adds": (["+model._target_=my.Net"], ["model._target_ is not a key", "model.family"]),
+    "number for a group": (["precision=16"], ["precision=16", "is a group", "bf16, bf16_mixed, fp16"]),
+    "nothing for a group": (["offload=null"], ["offload=null", "is a group", "cpu, cpu_unpinned, none"]),
+    "list for a group": (["data=[1,2]"], ["data=[1,2]", "is a group", "digits, fashion_mnist, synthetic"]),
+    "dictionary for a group": (["sharding={a:1}"], ["sharding={a:1}", "is a group", *SHARDINGS]),
+    "too large": (["model.hidden_dim=9223372036854775808"], ["model.hidden_dim=9223372036854775808", "too large"]),
     "text for a number": (["optimizer.lr=abc"], ["optimizer.lr=abc", "Float", "use a number such as 0.001"]),
     "text for a whole number": (["training.epochs=two"], ["training.epochs=two", "Integer", "use a whole number"]),
     "text for a truth value": (["compile=maybe"], ["compile=maybe", "bool", "use true or false"]),
@@ -63,6 +71,8 @@ ONLY_ALONE = {
 }
 ONLY_SWEPT = {
     "interval": (["optimizer.lr=interval(0,1)"], ["optimizer.lr=interval(0,1)", "use a list or range"]),
+    "axis that + adds": (["+training.epoch=1,5"], ["training.epoch is not a key", "mean training.epochs?"]),
+    "numbers for a group": (["precision=16,32"], ["precision=16,32", "is a group", "bf16, bf16_mixed, fp16"]),
     "one bad value of several": (["training.epochs=1,0"], ["training.epochs=0 is below 1"]),
     "unwritable folder": (["hydra.sweep.dir=/proc/nope/x"], ["hydra.sweep.dir=/proc/nope/x", "cannot be written"]),
 }

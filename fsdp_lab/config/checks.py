@@ -53,6 +53,7 @@ _POSITIVE = (
     "cluster.wait_timeout_s", "lr_schedule.gamma", "forecast.capacity_gib", "trial_timeout_s",
     "nightly.significance", "nightly.notify.timeout_s",
 )  # fmt: skip
+LARGEST_INTEGER = 2**53  # what JSON and every database keep exactly
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "report.speed_tolerance")
 
 
@@ -139,6 +140,9 @@ def check_ranges(config: TrialConfig) -> None:
         (_BELOW_ONE, lambda v: 0 <= v < 1, "is outside [0, 1); use for example 0.9"),
         (("nightly.significance",), lambda v: 0 < v < 0.5, "is outside (0, 0.5); use for example 0.005"),
     )
+    for key, value in values.items():
+        if type(value) is int and abs(value) > LARGEST_INTEGER:
+            raise ConfigError(f"{key}={value} is too large; use at most {LARGEST_INTEGER}.")
     for keys, holds, rule in rules:
         for key in keys:
             if values[key] is not None and not holds(values[key]):

@@ -36,7 +36,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fsdp_lab.compose import Trial, explain, group_choices, register_schema, typed_config
+from fsdp_lab.compose import Trial, check_overrides, explain, group_choices, register_schema, typed_config
 from fsdp_lab.config import (
     ConfigError,
     TrialConfig,
@@ -87,6 +87,7 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
     """
     if options := [word for word in overrides if word.startswith("-")]:
         raise ConfigError(f"{options[0]} is not an option here; the options are -m and --help, all else is key=value.")
+    check_overrides(overrides)
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
 

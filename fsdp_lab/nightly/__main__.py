@@ -35,7 +35,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.compose import check, explain, group_choices, register_schema, typed_config
+from fsdp_lab.compose import check, check_overrides, explain, group_choices, register_schema, typed_config
 from fsdp_lab.config import ConfigError, conf_dir, flatten, workers_of
 from fsdp_lab.config.checks import gpus_here
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS
@@ -170,6 +170,7 @@ def read_study(overrides: list[str]) -> Study:
         raise ConfigError(f"{repeats[0]}: how often a night trains each setting is nightly.repeats=3; leave it out.")
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
+    check_overrides(overrides)
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())

@@ -8,7 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_lab.config.schema import TrainingConfig
 from fsdp_lab.report.data import MEMORY, MIB, REPEATS, SPEED, Setting, Sweep, words
+
+# An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
+STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
 
 # The setting that others are compared with is the one that has most of these, the first weighing most; of two that
 # are as fast and as large it is taken: nobody should offload to save nothing.
@@ -60,14 +64,19 @@ def answer(sweep: Sweep) -> Answer:
         if reason := _has_not_learned(sweep, loss, best_loss):
             why_not[setting.name] = reason
     able = [s for s in fitting if s.name not in why_not]
+    timed = [s for s in able if math.isfinite(s.median(SPEED))]
     for setting in able:
-        if not math.isfinite(setting.median(SPEED)):
+        if timed and setting not in timed:
             why_not[setting.name] = "has no samples/s: it ended before a step was timed"
-    able = [s for s in able if s.name not in why_not]
     points = [{MEMORY: s.median(MEMORY), SPEED: s.median(SPEED)} for s in fitting]
     front = [fitting[i].name for i in pareto_front(points, [(MEMORY, "min"), (SPEED, "max")])]
     if not able:
         return Answer(None, _so_far(sweep) + _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
+    if not timed:
+        chosen = min(able, key=lambda s: (_or_inf(s.median(MEMORY)), _not_plain(s)))
+        sentence = _so_far(sweep) + _untimed_sentence(sweep, chosen, able)
+        return Answer(chosen, sentence, _command(chosen), _rules(sweep), why_not, front)
+    able = timed
     fastest = max(able, key=lambda s: s.median(SPEED))
     close = [s for s in able if _as_fast(s, fastest, sweep.speed_tolerance)]
     least = min(_or_inf(s.median(MEMORY)) for s in close)
@@ -177,6 +186,20 @@ def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss:
     )
 
 
+def _untimed_sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting]) -> str:
+    """Where no run was long enough to be timed: memory decides, and what it would take to compare speeds."""
+    memory, loss = chosen.median(MEMORY), chosen.median(sweep.loss_key)
+    figures = f"{sweep.loss_key} {loss:.4f}"
+    if math.isfinite(memory):
+        of = f" of {len(able)} settings that fit and learned" if len(able) > 1 else ""
+        figures = f"{memory / MIB:.2f} MiB at the peak, the least{of}, {figures}"
+    return (
+        f"`{chosen.name}`: {figures}. No step was timed, so speeds are not compared: that takes {STEPS_TO_TIME} "
+        f"optimizer steps or more, because the first {STEPS_TO_TIME - 1} warm up (training.timing_warmup_steps, and "
+        "two that memory_profile follows)."
+    )
+
+
 def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
     if not sweep.trials:
         return "Nothing can be recommended: no trial was begun."
@@ -187,10 +210,14 @@ def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
 
 def _command(setting: Setting) -> str:
     plainest = min(setting.trials, key=lambda trial: _departures(trial.setting))
+    varied = [set(trial.overrides) for trial in setting.trials]
+    common = set.intersection(*varied)  # a seed that was given to all belongs to the setting
     kept = [
         override
         for override in plainest.overrides
-        if override.partition("=")[0].lstrip("+") not in REPEATS and not override.startswith(("nightly.", "hydra."))
+        if not override.startswith(("nightly.", "hydra."))
+        and (override in common or override.partition("=")[0].lstrip("+") not in REPEATS)
+        and override.partition("=")[0] != "repeat"
     ]
     return shlex.join(["python", "-m", "fsdp_lab", *kept])
 

@@ -154,3 +154,37 @@ def test_repeats_that_overlap_tie_and_the_sentence_says_their_spread():
     assert "1,200 samples/s (median of 3, 1,000 to 1,600)" in found.sentence
     apart = answer(sweep([*repeated(3, large), *repeated(5, (1200.0, 1000.0, 1400.0))], axes=axes))
     assert apart.setting is not None and apart.setting.values["sharding"] == "root"
+
+
+def test_runs_too_short_to_be_timed_are_compared_by_memory_and_say_what_is_missing():
+    rows = [trial(0, ROWS[0]), trial(1, ROWS[2])]
+    for row in rows:
+        del row.figures["perf/samples_per_s"]
+    found = answer(sweep(rows))
+    assert found.setting is not None and found.setting.values["sharding"] == "root", "60 MiB against 100"
+    assert found.why_not == {}
+    assert "60.00 MiB at the peak, the least of 2 settings" in found.sentence
+    assert "No step was timed" in found.sentence and "takes 6 optimizer steps or more" in found.sentence
+
+
+def test_one_run_too_short_to_be_timed_does_not_qualify_beside_one_that_was():
+    short = trial(1, ROWS[2])
+    del short.figures["perf/samples_per_s"]
+    found = answer(sweep([trial(0, ROWS[0]), short]))
+    assert found.setting is not None and found.setting.values["sharding"] == "ddp"
+    assert "ended before a step was timed" in found.why_not["sharding=root precision=fp32"]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "kept"),
+    [(["7"], True), (["7", "7"], True), (["0", "1"], False)],  # given to all; given to all; repeats
+)
+def test_the_command_keeps_a_seed_that_all_trials_have(seeds: list[str], kept: bool):
+    rows = [
+        dataclasses.replace(trial(n), overrides=["sharding=ddp", f"training.seed={seed}", f"repeat={n}"])
+        for n, seed in enumerate(seeds)
+    ]
+    axes = ["repeat"] if kept else ["repeat", "training.seed"]
+    command = answer(sweep(rows, axes=axes)).command
+    assert ("training.seed" in command) is kept
+    assert "repeat" not in command and "sharding=ddp" in command
