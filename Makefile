@@ -4,16 +4,19 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= sharding=per_block precision=fp16 -m
 
-.PHONY: sweep test test-fast test-ui lint format ui bench bench-gpu forecast wheel clean
+.PHONY: sweep test test-long test-fast test-ui lint format ui bench check-gpu check-gpu-ray gpu-wheels forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: offload x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
 
-test: $(VENV)/.installed    ## all tests, the slow ones too
-	$(PY) -m pytest
+test: $(VENV)/.installed    ## the tests, but for those that take longest
+	$(PY) -m pytest -m "not long"
+
+test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: kills, nights, every pair of settings
+	$(PY) -m pytest -m long
 
 test-fast: $(VENV)/.installed
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow and not long"
 
 test-ui: $(VENV)/.installed ## MLflow's pages and ours in a real browser, about four minutes; makes docs/screenshots
 	@command -v chromium >/dev/null || { test $$(id -u) = 0 || sudo=sudo; $$sudo apt-get update -qq \
@@ -39,8 +42,14 @@ bench: $(VENV)/.installed   ## sweep and trial against bare scripts; what measur
 	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.memory
 
-bench-gpu:                  ## forecasts against a GPU's allocator; needs torch and torchvision only: PYTHON=...
-	$(PYTHON) -m benchmarks.memory_gpu
+check-gpu:                  ## correctness, memory and speed on this machine's GPUs; needs torch and torchvision only: PYTHON=...
+	$(PYTHON) -m benchmarks.check_gpu $(ARGS)
+
+check-gpu-ray:              ## real sweeps on this machine's GPUs; needs all that fsdp_lab needs: PYTHON=...
+	$(PYTHON) -m benchmarks.check_gpu_ray $(ARGS)
+
+gpu-wheels: $(VENV)/.installed  ## what check-gpu-ray needs beside PyTorch, as wheels in parts, for a machine without network
+	$(PY) -m benchmarks.check_gpu_ray.wheels $(ARGS)
 
 forecast: $(VENV)/.installed  ## the memory of the README's sweep, for GPUs, in half a minute
 	$(PY) -m fsdp_lab.forecast forecast.device=cuda $(SWEEP)
