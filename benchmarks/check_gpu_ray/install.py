@@ -3,8 +3,8 @@
 python3 -m benchmarks.check_gpu_ray.install PARTS... (--target DIR | --venv DIR) [--staging DIR]
 
 PARTS are the parts carried so far, with `manifest.json` among them or beside them; a folder stands for all its parts.
-Each call copies them to the staging folder, so the parts may arrive one call at a time. Once all of them have arrived, they
-are verified, joined, and installed by pip. Standard library only.
+Each call copies them to the staging folder, so the parts may arrive in several calls. Once all have arrived, they are
+verified, joined, and installed by pip. Standard library only.
 Exit status: 0 installed, 1 a damaged file (named) or pip failed, 2 usage, 3 parts are missing (named).
 """
 

@@ -162,7 +162,9 @@ def unpack(manifest: Manifest, staging: Path, folder: Path) -> list[Path]:
         raise DamagedError(damaged)
     folder.mkdir(parents=True, exist_ok=True)
     expected = {wheel.name for wheel in manifest.wheels}
-    with tarfile.open(fileobj=io.BufferedReader(Joined(staging / part.name for part in manifest.parts)), mode="r|") as tar:
+    with tarfile.open(
+        fileobj=io.BufferedReader(Joined(staging / part.name for part in manifest.parts)), mode="r|"
+    ) as tar:
         for member in tar:
             source = tar.extractfile(member)
             if member.name not in expected or source is None:
