@@ -1,0 +1,474 @@
+"""Wheels in parts, the verdicts on what a sweep left, and the command's way from a sweep to its exit status."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.check_gpu_ray import __main__ as command
+from benchmarks.check_gpu_ray import children, install, machine, parts, sweeps, wheels
+from benchmarks.check_gpu_ray.lines import Line, State, Verdict, exit_status, table
+from benchmarks.check_gpu_ray.machine import Machine
+from tests.conftest import ROOT
+
+PASSED, FAILED, NOT_MEASURED = Verdict.passed, Verdict.failed, Verdict.not_measured
+CPU = Machine((), "", {"torch": "2.15.0"}, "abc1234", 16 * 2**30, 2)
+GPU = Machine(("NVIDIA H200",), "580.1", {"torch": "2.15.0"}, "abc1234", 150 * 10**9, 16)
+MIB = 2**20
+
+
+# The wheels, in parts
+
+
+def small_wheels(folder: Path) -> list[Path]:
+    folder.mkdir()
+    paths = [folder / f"{name}-1.0-py3-none-any.whl" for name in ("beta", "alpha", "gamma")]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * (700 + number))
+    return paths
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> tuple[Path, parts.Manifest]:
+    """A folder with the parts of a set, of at most 1,000 bytes each."""
+    out = tmp_path / "packed"
+    out.mkdir()
+    return out, parts.pack(small_wheels(tmp_path / "wheels"), out, 1000, {"python": "3.12"})
+
+
+def test_parts_are_small_and_join_to_the_same_wheels(tmp_path: Path, packed: tuple[Path, parts.Manifest]) -> None:
+    folder, manifest = packed
+    assert len(manifest.parts) > 5
+    assert max(part.bytes for part in manifest.parts) <= 1000
+    assert parts.Manifest.read(folder / parts.MANIFEST) == manifest
+    joined = parts.unpack(manifest, folder, tmp_path / "unpacked")
+    for path in joined:
+        assert path.read_bytes() == (tmp_path / "wheels" / path.name).read_bytes()
+
+
+def test_the_same_wheels_give_the_same_parts(tmp_path: Path, packed: tuple[Path, parts.Manifest]) -> None:
+    folder, manifest = packed
+    for path in (tmp_path / "wheels").iterdir():
+        os.utime(path, (1, 1))
+    again = parts.pack((tmp_path / "wheels").iterdir(), folder, 1000, {"python": "3.12"})
+    assert again == manifest
+    fewer = parts.pack((tmp_path / "wheels").iterdir(), folder, 4000, {"python": "3.12"})
+    assert len(list(folder.glob("*.part"))) == len(fewer.parts) < len(manifest.parts)
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_part_is_named_and_carried_again(
+    tmp_path: Path, packed: tuple[Path, parts.Manifest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, manifest = packed
+    name = manifest.parts[2].name
+    whole = (folder / name).read_bytes()
+    damage(folder / name)
+    with pytest.raises(parts.DamagedError, match=name):
+        parts.unpack(manifest, folder, tmp_path / "unpacked")
+    (folder / name).write_bytes(whole)
+    damage(folder / name)
+    words = [str(folder), "--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")]
+    assert install.main(words) == 1
+    assert f"damaged, carry again: {name}" in capsys.readouterr().err
+    (folder / name).unlink()
+    assert install.main(words) == 3
+    assert f"missing: {name}\n" in capsys.readouterr().err
+
+
+def test_parts_arrive_one_by_one(
+    tmp_path: Path,
+    packed: tuple[Path, parts.Manifest],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, manifest = packed
+    installed: list[list[str]] = []
+    monkeypatch.setattr(
+        install,
+        "install",
+        lambda wheels, target, venv: installed.append([w.name for w in wheels]) or target.mkdir() or 0,
+    )
+    carried = tmp_path / "carried"
+    carried.mkdir()
+    place = ["--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")]
+    for number, part in enumerate(manifest.parts):
+        (folder / part.name).rename(carried / part.name)
+        status = install.main([str(carried / part.name), *place])
+        assert status == 3
+        said = capsys.readouterr().err
+        if number == 0:
+            assert "missing: manifest.json" in said
+            (folder / parts.MANIFEST).rename(carried / parts.MANIFEST)
+            assert install.main([str(carried / parts.MANIFEST), *place]) == 3
+            said = capsys.readouterr().err
+        assert part.name not in said and manifest.parts[-1].name in said
+        (carried / part.name).unlink()
+        if number == len(manifest.parts) - 2:
+            break
+    last = folder / manifest.parts[-1].name
+    assert install.main([str(last), *place]) == 0
+    assert installed == [[wheel.name for wheel in manifest.wheels]]
+    assert install.main([str(last), *place]) == 0  # again: nothing is left to do
+    assert len(installed) == 1
+
+
+@pytest.mark.parametrize("given", ["nothing.part", "wheels.txt", "two sets", "not in the manifest"])
+def test_wrong_files_are_usage_errors(tmp_path: Path, packed: tuple[Path, parts.Manifest], given: str) -> None:
+    folder, manifest = packed
+    (tmp_path / "wheels.txt").write_text("")
+    other = tmp_path / "wheels-00000000-1-of-2.part"
+    other.write_text("")
+    stranger = folder / f"wheels-{manifest.id}-1-of-99.part"
+    stranger.write_text("")
+    files = {
+        "two sets": [str(other), str(folder / manifest.parts[0].name)],
+        "not in the manifest": [str(stranger)],
+    }.get(given, [str(tmp_path / given)])
+    with pytest.raises(SystemExit) as ended:
+        install.main([*files, "--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")])
+    assert ended.value.code == 2
+
+
+def test_installs_with_pip(tmp_path: Path) -> None:
+    """A real wheel, by the command, as the other machine runs it: outside the repository's environment."""
+    wheel = tmp_path / "hello_there-1.0-py3-none-any.whl"
+    info = "hello_there-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("hello_there.py", "said = 'hello'\n")
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: hello-there\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"hello_there.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    parts.pack([wheel], tmp_path, 500, {})
+    site = tmp_path / "site"
+    words = ["-m", "benchmarks.check_gpu_ray.install", str(tmp_path), "--target", str(site)]
+    words += ["--staging", str(tmp_path / "staging")]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (site / "hello_there.py").exists()
+
+
+def test_what_pytorch_brings_stays_at_home() -> None:
+    everything = {"ray": "2", "torch": "2", "numpy": "2", "nvidia-nccl-cu13": "2", "triton": "3", "plotly": "7"}
+    assert wheels.needed(everything, {"torch": "2", "numpy": "2"}, ["Plotly"]) == {"ray": "2"}
+    with pytest.raises(ValueError, match="plottly"):
+        wheels.needed(everything, {}, ["plottly"])
+
+
+def test_wheel_of_finds_the_pinned_version(tmp_path: Path) -> None:
+    for name in ("scikit_learn-1.8.0-cp312-cp312-manylinux.whl", "scikit_learn-1.9.1-cp312-cp312-manylinux.whl"):
+        (tmp_path / name).touch()
+    assert wheels.wheel_of(tmp_path, "scikit-learn", "1.9.1").name.startswith("scikit_learn-1.9.1")
+    with pytest.raises(wheels.StepError, match="no wheel of ray==2"):
+        wheels.wheel_of(tmp_path, "ray", "2")
+
+
+def test_pack_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    everything, of_torch = {"beta": "1.0", "alpha": "1.0", "torch": "2"}, {"torch": "2"}
+    monkeypatch.setattr(wheels, "resolve", lambda requirements, *_: of_torch if requirements else everything)
+    monkeypatch.setattr(wheels, "download", lambda pins, *_: small_wheels(tmp_path / "wheels")[: len(pins)])
+    assert wheels.main(["--out", str(tmp_path / "out")]) == 0
+    assert "2 wheels" in capsys.readouterr().out
+    assert (tmp_path / "out" / ".gitignore").read_text() == "*\n"
+    monkeypatch.setattr(wheels, "resolve", raise_step_error)
+    assert wheels.main(["--out", str(tmp_path / "out")]) == 1
+    for wrong in (["--python", "three"], ["--part-mib", "0"], ["--platform", "windows"]):
+        with pytest.raises(SystemExit) as ended:
+            wheels.main(wrong)
+        assert ended.value.code == 2
+
+
+def raise_step_error(*_: Any) -> dict[str, str]:
+    raise wheels.StepError("no network")
+
+
+# The verdicts
+
+
+def trial(status: str = "finished", **more: Any) -> dict[str, Any]:
+    """A trial as its sweep leaves it; `more` overrides its figures."""
+    content = {
+        "status": status,
+        "train/loss": 1.8017,
+        "val/loss": 1.5933,
+        "forecast/error": 0.0,
+        "peaks": {"memory/peak_bytes": 9.0 * MIB, "memory/rank0/peak_bytes": 9.0 * MIB},
+        "device": "cpu",
+        "world_size": 2,
+        "error": "",
+        "log": "",
+    }
+    return content | more
+
+
+def leave(folder: Path, trials: list[dict[str, Any]], status: int = 0, **more: Any) -> sweeps.Left:
+    """The folder of a sweep with these trials."""
+    keys = ["status", "train/loss", "val/loss", "forecast/error", "error"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "results.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["trial", *keys])
+        rows.writerows([number, *(one[key] for key in keys)] for number, one in enumerate(trials))
+    for number, one in enumerate(trials):
+        mine = folder / str(number)
+        (mine / "logs").mkdir(parents=True)
+        (mine / "logs" / "rank0.log").write_text(one["log"])
+        (mine / "facts.json").write_text(json.dumps({"device": one["device"], "world_size": one["world_size"]}))
+        if one["peaks"]:
+            (mine / "metrics.jsonl").write_text(json.dumps({"epoch": 1, **one["peaks"]}) + "\n")
+    return sweeps.Left(status, folder, **more)
+
+
+def verdicts(sweep: sweeps.Sweep, left: sweeps.Left, where: Machine = CPU) -> dict[str, Verdict]:
+    lines = sweep.judge(left, where, 12.0)
+    assert [line.name for line in lines] == sweep.names
+    return {line.name.partition(": ")[2]: line.verdict for line in lines}
+
+
+def failed(sweep: sweeps.Sweep, left: sweeps.Left, where: Machine = CPU) -> set[str]:
+    return {name for name, verdict in verdicts(sweep, left, where).items() if verdict is FAILED}
+
+
+def test_good_readme_sweep_passes(tmp_path: Path) -> None:
+    found = verdicts(sweeps.readme(CPU), leave(tmp_path, [trial()] * 4))
+    assert set(found) == {"outcomes", "device", "losses", "forecast error"}
+    assert set(found.values()) == {PASSED}
+
+
+@pytest.mark.parametrize(
+    ("trials", "status", "names"),
+    [
+        ([trial()] * 3, 0, {"outcomes"}),
+        ([trial()] * 4, 1, {"outcomes"}),
+        ([trial()] * 3 + [trial("failed", error="boom")], 1, {"outcomes"}),
+        ([trial()] * 3 + [trial(device="NVIDIA H200")], 0, {"device"}),
+        ([trial()] * 3 + [trial(world_size=1)], 0, {"device"}),
+        ([trial()] * 3 + [trial(**{"val/loss": 1.5945})], 0, {"losses"}),
+        ([trial()] * 3 + [trial(**{"train/loss": ""})], 0, {"losses"}),
+        ([trial()] * 3 + [trial(**{"forecast/error": 0.01})], 0, {"forecast error"}),
+        ([trial()] * 3 + [trial(**{"forecast/error": ""})], 0, {"forecast error"}),
+        ([], 1, {"outcomes", "device", "losses", "forecast error"}),
+    ],
+)
+def test_readme_sweep_fails(tmp_path: Path, trials: list[dict[str, Any]], status: int, names: set[str]) -> None:
+    assert failed(sweeps.readme(CPU), leave(tmp_path, trials, status)) == names
+
+
+def test_readme_sweep_on_a_gpu(tmp_path: Path) -> None:
+    """A forecast may be 10 % off; a trial on the CPU is not what was meant; NCCL's version is shown."""
+    on_gpu = trial(device="NVIDIA H200", world_size=1, log="NCCL version 2.30.7+cuda13.2\n")
+    near = leave(tmp_path / "near", [on_gpu | {"forecast/error": -0.09}] * 4)
+    assert failed(sweeps.readme(GPU), near, GPU) == set()
+    device = sweeps.readme(GPU).judge(near, GPU, 1.0)[1]
+    assert device.measured == "NVIDIA H200, 1 worker (NCCL 2.30.7+cuda13.2)"
+    far = leave(tmp_path / "far", [on_gpu | {"forecast/error": -0.8}] * 4)
+    assert failed(sweeps.readme(GPU), far, GPU) == {"forecast error"}
+    on_cpu = leave(tmp_path / "cpu", [trial()] * 4)
+    assert failed(sweeps.readme(GPU), on_cpu, GPU) == {"device"}
+
+
+def test_repeats(tmp_path: Path) -> None:
+    eight = [trial()] * 8
+    assert failed(sweeps.repeats(CPU), leave(tmp_path / "good", eight)) == set()
+    grown = trial(peaks={"memory/peak_bytes": 9.0 * MIB, "memory/rank0/peak_bytes": 9.0 * MIB + 512})
+    assert failed(sweeps.repeats(CPU), leave(tmp_path / "grown", [*eight[:7], grown])) == {"peak memory"}
+    assert failed(sweeps.repeats(CPU), leave(tmp_path / "none", [*eight[:7], trial(peaks={})])) == {"peak memory"}
+    assert failed(sweeps.repeats(CPU), leave(tmp_path / "seven", eight[:7])) == {"outcomes", "peak memory"}
+    assert failed(sweeps.repeats(CPU), leave(tmp_path / "left", eight, processes=("raylet",))) == {"processes"}
+
+
+@pytest.mark.parametrize(("growth", "verdict"), [(0, PASSED), (500 * MIB, FAILED), (None, NOT_MEASURED)])
+def test_gpu_memory_after_repeats(tmp_path: Path, growth: int | None, verdict: Verdict) -> None:
+    left = leave(tmp_path, [trial()] * 8, gpu_growth=growth)
+    assert verdicts(sweeps.repeats(GPU), left, GPU)["GPU memory"] is verdict
+    assert "GPU memory" not in verdicts(sweeps.repeats(CPU), left)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "verdict"),
+    [
+        (["finished", "oom", "finished"], 0, PASSED),
+        (["finished", "failed", "finished"], 1, FAILED),
+        (["finished", "failed", "finished"], 0, FAILED),
+        (["finished", "oom", "oom"], 0, FAILED),
+        (["finished", "finished", "finished"], 0, FAILED),
+        (["finished", "oom", "finished"], 1, FAILED),
+        (["finished", "oom"], 0, FAILED),
+    ],
+)
+def test_out_of_memory(tmp_path: Path, outcomes: list[str], status: int, verdict: Verdict) -> None:
+    left = leave(tmp_path, [trial(outcome) for outcome in outcomes], status)
+    assert verdicts(sweeps.out_of_memory(CPU), left) == {"outcomes": verdict}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "capacity"),
+    [((), 16 * 2**30), ((), 4096 * 2**30), (("A",), 80 * 2**30), (("A",) * 8, 300 * 2**30)],
+)
+def test_too_wide_exceeds_the_memory_with_small_weights(gpus: tuple[str, ...], capacity: int) -> None:
+    sweep = sweeps.out_of_memory(Machine(gpus, "", {}, "", capacity, 16))
+    width = int(sweep.words[0].partition("=")[2].split(",")[1])
+    assert width * 1024 * 17 * 4 > (sweep.memory_limit or capacity)
+    assert width * 8 * 2 * 4 < 1e9
+    assert (sweep.memory_limit is None) == bool(gpus)
+
+
+def test_words_fit_the_machine() -> None:
+    three = Machine(("A",) * 3, "", {}, "", 2**34, 2)
+    assert "training.global_batch_size=63" in sweeps.readme(three).words
+    assert "cluster.cpus_per_worker=0.67" in sweeps.readme(three).words
+    assert not any(word.startswith(("training.", "cluster.")) for word in sweeps.readme(GPU).words)
+
+
+# State, table, exit status, command
+
+
+def test_exit_status() -> None:
+    passed, wrong, unknown = (Line("a", "b", "c", verdict) for verdict in (PASSED, FAILED, NOT_MEASURED))
+    assert exit_status([passed, passed]) == 0
+    assert exit_status([passed, unknown]) == 3
+    assert exit_status([passed, unknown, wrong]) == 1
+    assert "| a | b | c | **FAIL** |  |" in table("about", [wrong])
+
+
+def test_state_counts_for_the_same_key_only(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    state = State(path, {"commit": "a"})
+    state.add(Line("one", "e", "m", PASSED, 3.0))
+    state.add(Line("one", "e", "m", FAILED, 3.0))
+    state.add(Line("two", "e", "m", PASSED, 3.0))
+    with path.open("a") as file:
+        file.write('{"key": {"com')
+    assert {name: line.verdict for name, line in state.read().items()} == {"one": FAILED, "two": PASSED}
+    assert State(path, {"commit": "b"}).read() == {}
+    state.forget(["one"])
+    assert list(state.read()) == ["two"]
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, found: Machine = CPU) -> int:
+    monkeypatch.setattr(command, "look", lambda device, environment: found)
+    return command.main(["--out", str(out), *words])
+
+
+def test_command_goes_on_where_the_limit_cut_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 120 s only the first sweep and the last are begun; the next call runs the one between."""
+    ran = []
+
+    def run_sweep(sweep: sweeps.Sweep, *_: Any) -> list[Line]:
+        ran.append(sweep.name)
+        return [line.judged("as expected", True) for line, _ in sweep.lines]
+
+    monkeypatch.setattr(command, "run_sweep", run_sweep)
+    assert run_command(monkeypatch, tmp_path, "--device", "cpu", "--limit", "120") == 3
+    assert ran == ["readme", "oom"]
+    assert "| repeats: processes | none left |  | not measured |  |" in (tmp_path / "check_gpu_ray.md").read_text()
+    assert run_command(monkeypatch, tmp_path, "--device", "cpu") == 0
+    assert ran == ["readme", "oom", "repeats"]
+    assert "not measured" not in (tmp_path / "check_gpu_ray.md").read_text()
+    assert run_command(monkeypatch, tmp_path, "--device", "cpu", "--only", "oom", "--again") == 0
+    assert ran == ["readme", "oom", "repeats", "oom"]
+
+
+def test_command_names_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], environment: Any, log: Path, *_: Any) -> children.Ran:
+        leave(log.parent / "oom", [trial(), trial("failed"), trial()])
+        return children.Ran(1, 20.0, [])
+
+    monkeypatch.setattr(command.children, "run", run)
+    assert run_command(monkeypatch, tmp_path, "--device", "cpu", "--only", "oom") == 1
+    assert "FAIL: oom: outcomes" in capsys.readouterr().err
+
+
+def test_limit_leaves_a_sweep_unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.children, "run", lambda *_: children.Ran(None, 300.0, []))
+    for _ in range(2):  # the second call tries again
+        assert run_command(monkeypatch, tmp_path, "--device", "cpu", "--only", "oom") == 3
+    assert "ended by the limit after 300 s" in (tmp_path / "check_gpu_ray.md").read_text()
+
+
+def test_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_command(monkeypatch, tmp_path) == 2  # no GPU
+    for wrong in (["--device", "tpu"], ["--limit", "0"], ["--only", "nothing"]):
+        with pytest.raises(SystemExit) as ended:
+            run_command(monkeypatch, tmp_path, *wrong)
+        assert ended.value.code == 2
+
+
+def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\ncase "$1" in *memory*) echo "12, 143771"; echo "7, 143771";; *) echo 580.1;; esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert machine.used_bytes({}) == [12 * MIB, 7 * MIB]
+    assert machine.driver({}) == "580.1"
+    assert machine.nvidia_smi({"CUDA_VISIBLE_DEVICES": ""}) == []
+    tool.write_text('#!/bin/sh\necho "[N/A], [N/A]"\n')
+    assert machine.nvidia_smi({}) == []
+
+
+# Child processes
+
+
+_STRAY = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+
+
+def run_child(tmp_path: Path, source: str, limit_s: float, **more: Any) -> str:
+    """`children.run` in a process of its own, which becomes the parent of orphans: what it says."""
+    call = f"children.run([sys.executable, '-c', {source!r}], dict(os.environ), Path('log'), {limit_s}, **{more!r})"
+    text = f"import os, sys\nfrom pathlib import Path\nfrom benchmarks.check_gpu_ray import children\nran = {call}\n"
+    text += "print(ran.status, ran.left, [p.name() for p in children.descendants()])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_left_process_is_named_and_ended(tmp_path: Path) -> None:
+    assert run_child(tmp_path, _STRAY, 60) == "0 ['sleep'] []"
+
+
+def test_limit_ends_everything(tmp_path: Path) -> None:
+    assert run_child(tmp_path, f"{_STRAY}; import time; time.sleep(60)", 1) == "None [] []"
+
+
+def test_memory_limit_refuses_at_once(tmp_path: Path) -> None:
+    assert run_child(tmp_path, "bytearray(2**33)", 60, memory_limit=2**32) == "1 [] []"
+    assert "MemoryError" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_out_of_memory_for_real(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--only", "oom", "--limit", "540", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.check_gpu_ray", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| oom: outcomes | exit 0: finished, oom, finished | exit 0: finished, oom, finished;" in done.stdout
