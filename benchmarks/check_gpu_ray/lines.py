@@ -40,7 +40,7 @@ class State:
     """Lines that were measured, in a file with one JSON object per line. Only those with the same key count.
 
     Args:
-        key: what the measurements depend on: device, driver, versions, commit.
+        key: what the measurements depend on: device, driver, versions, sources.
     """
 
     def __init__(self, path: Path, key: Mapping[str, str]) -> None:

@@ -20,7 +20,8 @@ from fsdp_lab.config.checks import local_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 120
-_SOURCES = ("fsdp_lab/**/*.py", "hydra_plugins/**/*.py", "conf/**/*.yaml", "benchmarks/check_gpu_ray/*.py")
+# What a measurement comes from: not the tests, not the documents, not what packs the wheels.
+_SOURCES = ("fsdp_lab/**/*.py", "hydra_plugins/**/*.py", "conf/**/*.yaml", "benchmarks/check_gpu_ray/[_clms]*.py")
 # In a process of its own: whoever asks CUDA holds a context, which takes GPU memory, until it ends.
 _PROBE = """
 import json, torch
@@ -42,12 +43,14 @@ print(json.dumps({
 @dataclass(frozen=True)
 class Machine:
     """`gpus`: the names of those that PyTorch sees, empty for a check on the CPU; `capacity_bytes`: the memory of the
-    largest of them, without any the host's (with swap). `versions`: by name, "" for what is not there."""
+    largest of them, without any the host's (with swap). `versions`: by name, "" for what is not there. `sources`: a
+    digest of the code that is measured, which a copy without git or with changes has too."""
 
     gpus: tuple[str, ...]
     driver: str
     versions: dict[str, str]
     commit: str
+    sources: str
     capacity_bytes: int
     cores: int
 
@@ -67,12 +70,13 @@ class Machine:
     @property
     def key(self) -> dict[str, str]:
         """What measurements depend on."""
-        return {"device": self.device, "driver": self.driver, "commit": self.commit, **self.versions}
+        return {"device": self.device, "driver": self.driver, "sources": self.sources, **self.versions}
 
     @property
     def about(self) -> str:
         said = ", ".join(f"{name} {number or 'none'}" for name, number in self.versions.items())
-        return f"{self.device}, driver {self.driver or 'none'}; {said}; commit {self.commit}."
+        code = f"commit {self.commit or 'unknown'} (sources {self.sources})"
+        return f"{self.device}, driver {self.driver or 'none'}; {said}; {code}."
 
 
 def look(device: str, environment: dict[str, str]) -> Machine:
@@ -87,7 +91,7 @@ def look(device: str, environment: dict[str, str]) -> Machine:
     capacity = max([*(mib * 2**20 for mib in listed), *found["total"]], default=memory)
     numbers = {name: version_of(name) for name in ("torch", "ray", "mlflow")}
     numbers |= {"Python": platform.python_version(), "NCCL": found["nccl"]}
-    return Machine(tuple(found["names"]), driver(environment), numbers, commit(), capacity, local_cpus())
+    return Machine(tuple(found["names"]), driver(environment), numbers, commit(), sources(), capacity, local_cpus())
 
 
 def probe(environment: dict[str, str]) -> dict[str, Any]:
@@ -153,18 +157,22 @@ def version_of(name: str) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, and a digest of the sources: a copy may have changes, or no git."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in _SOURCES for path in ROOT.glob(pattern)):
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    """The commit that is checked out; "" without git."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
         )
-        head = done.stdout.strip()
+        return done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        head = ""
-    return f"{head or 'unknown'} (sources {digest.hexdigest()[:8]})"
+        return ""
+
+
+def sources() -> str:
+    """A digest of the code that is measured."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in _SOURCES for path in ROOT.glob(pattern)):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:8]
 
 
 def environment_of(device: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -199,7 +200,9 @@ def judge_gpu_memory(line: Line, left: Left, machine: Machine) -> Line:
 
 
 def _outcomes(status: int, outcomes: Iterable[str]) -> str:
-    return f"exit {status}: " + (", ".join(outcomes) or "no results")
+    runs = [(name, len(list(same))) for name, same in itertools.groupby(outcomes)]
+    said = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in runs)
+    return f"exit {status}: {said or 'no results'}"
 
 
 def _workers(count: int) -> str:

@@ -20,8 +20,8 @@ from benchmarks.check_gpu_ray.machine import Machine
 from tests.conftest import ROOT
 
 PASSED, FAILED, NOT_MEASURED = Verdict.passed, Verdict.failed, Verdict.not_measured
-CPU = Machine((), "", {"torch": "2.15.0"}, "abc1234", 16 * 2**30, 2)
-GPU = Machine(("NVIDIA H200",), "580.1", {"torch": "2.15.0"}, "abc1234", 150 * 10**9, 16)
+CPU = Machine((), "", {"torch": "2.15.0"}, "abc1234", "d1g3st", 16 * 2**30, 2)
+GPU = Machine(("NVIDIA H200",), "580.1", {"torch": "2.15.0"}, "abc1234", "d1g3st", 150 * 10**9, 16)
 MIB = 2**20
 
 
@@ -159,6 +159,7 @@ def test_installs_with_pip(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert (site / "hello_there.py").exists()
+    assert list(site.glob("__pycache__/hello_there.*.pyc"))
 
 
 def test_what_pytorch_brings_stays_at_home() -> None:
@@ -319,7 +320,7 @@ def test_out_of_memory(tmp_path: Path, outcomes: list[str], status: int, verdict
     [((), 16 * 2**30), ((), 4096 * 2**30), (("A",), 80 * 2**30), (("A",) * 8, 300 * 2**30)],
 )
 def test_too_wide_exceeds_the_memory_with_small_weights(gpus: tuple[str, ...], capacity: int) -> None:
-    sweep = sweeps.out_of_memory(Machine(gpus, "", {}, "", capacity, 16))
+    sweep = sweeps.out_of_memory(Machine(gpus, "", {}, "", "", capacity, 16))
     width = int(sweep.words[0].partition("=")[2].split(",")[1])
     assert width * 1024 * 17 * 4 > (sweep.memory_limit or capacity)
     assert width * 8 * 2 * 4 < 1e9
@@ -327,7 +328,7 @@ def test_too_wide_exceeds_the_memory_with_small_weights(gpus: tuple[str, ...], c
 
 
 def test_words_fit_the_machine() -> None:
-    three = Machine(("A",) * 3, "", {}, "", 2**34, 2)
+    three = Machine(("A",) * 3, "", {}, "", "", 2**34, 2)
     assert "training.global_batch_size=63" in sweeps.readme(three).words
     assert "cluster.cpus_per_worker=0.67" in sweeps.readme(three).words
     assert not any(word.startswith(("training.", "cluster.")) for word in sweeps.readme(GPU).words)
