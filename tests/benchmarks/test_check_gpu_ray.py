@@ -79,6 +79,7 @@ def test_damaged_part_is_named_and_carried_again(
     damage(folder / name)
     with pytest.raises(parts.DamagedError, match=name):
         parts.unpack(manifest, folder, tmp_path / "unpacked")
+    assert not (folder / name).exists()
     (folder / name).write_bytes(whole)
     damage(folder / name)
     words = [str(folder), "--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")]
@@ -396,9 +397,11 @@ def test_command_names_what_failed(
 
 
 def test_limit_leaves_a_sweep_unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.children, "run", lambda *_: children.Ran(None, 300.0, []))
+    ran = []
+    monkeypatch.setattr(command.children, "run", lambda *_: ran.append(1) or children.Ran(None, 300.0, []))
     for _ in range(2):  # the second call tries again
         assert run_command(monkeypatch, tmp_path, "--device", "cpu", "--only", "oom") == 3
+    assert len(ran) == 2
     assert "ended by the limit after 300 s" in (tmp_path / "check_gpu_ray.md").read_text()
 
 
