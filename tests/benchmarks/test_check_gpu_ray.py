@@ -144,8 +144,9 @@ def test_wrong_files_are_usage_errors(tmp_path: Path, packed: tuple[Path, parts.
     assert ended.value.code == 2
 
 
-def test_installs_with_pip(tmp_path: Path) -> None:
-    """A real wheel, by the command, as the other machine runs it: outside the repository's environment."""
+@pytest.mark.parametrize("place", ["--target", "--venv"])
+def test_installs_with_pip(tmp_path: Path, place: str) -> None:
+    """A real wheel, by the command that the other machine runs; an environment may have no pip of its own."""
     wheel = tmp_path / "hello_there-1.0-py3-none-any.whl"
     info = "hello_there-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as file:
@@ -155,12 +156,14 @@ def test_installs_with_pip(tmp_path: Path) -> None:
         file.writestr(f"{info}/RECORD", f"hello_there.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
     parts.pack([wheel], tmp_path, 500, {})
     site = tmp_path / "site"
-    words = ["-m", "benchmarks.check_gpu_ray.install", str(tmp_path), "--target", str(site)]
+    if place == "--venv":
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(site)], check=True, timeout=100)
+    words = ["-m", "benchmarks.check_gpu_ray.install", str(tmp_path), place, str(site)]
     words += ["--staging", str(tmp_path / "staging")]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    assert (site / "hello_there.py").exists()
-    assert list(site.glob("__pycache__/hello_there.*.pyc"))
+    assert list(site.rglob("hello_there.py"))
+    assert list(site.rglob("__pycache__/hello_there.*.pyc")) or place == "--venv"
 
 
 def test_what_pytorch_brings_stays_at_home() -> None:
