@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from fsdp_lab import hardware
+from tests import nvml
 from tests.servers import lay_store
 
 if TYPE_CHECKING:
@@ -52,6 +54,29 @@ def run_cli(
 def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`cli(*arguments)` in the test's own folder."""
     return lambda *arguments, **options: run_cli(tmp_path, *arguments, **options)
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stand-in for NVIDIA's NVML, see `tests/nvml.py`."""
+    if nvml.compiler() is None:
+        pytest.skip("no C compiler to make the stand-in for NVML with")
+    return nvml.build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def fake_nvml(nvml_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`fake_nvml(gpus=8, cuda=12020)`: from now on this process has the driver and GPUs that are named."""
+
+    def answer(**answers: object) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(hardware, "_LIBRARY", str(nvml_library))
+        for name, value in nvml.variables(**answers).items():
+            monkeypatch.setenv(name, value)
+        hardware._machine.cache_clear()
+
+    yield answer
+    hardware._machine.cache_clear()
 
 
 def _no_browser() -> str:

@@ -1,4 +1,4 @@
-"""The configuration: every dataclass, enum and rule. Imports nothing of the project and no heavy library."""
+"""The configuration: every dataclass, enum and rule. Imports no heavy library."""
 
 from fsdp_lab.config.checks import (
     check_forecast,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.convert import flatten, to_dict
-from fsdp_lab.config.errors import CombinationError, ConfigError
+from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.schema import (
     AFTERWARDS,
     RESUME_KEYS,
@@ -31,6 +30,7 @@ from fsdp_lab.config.schema import (
     SchedulerName,
     TrialConfig,
 )
+from fsdp_lab.hardware import driver, num_cpus, num_gpus, pytorch_cuda
 
 _AT_LEAST_ONE = (
     "model.image_size", "model.num_channels", "model.patch_size", "model.num_layers", "model.num_heads",
@@ -59,7 +59,7 @@ _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "report.speed_tolerance")
 
 def default_num_workers() -> int:
     """The GPUs that this process may use, or 2 where there are none."""
-    return gpus_here() or 2
+    return num_gpus() or 2
 
 
 def workers_of(config: TrialConfig) -> int:
@@ -69,18 +69,31 @@ def workers_of(config: TrialConfig) -> int:
     return 1 if config.engine is Engine.inline else default_num_workers()
 
 
-def gpus_here() -> int:
-    """The GPUs that this process may use. Asks no library: no slow import."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
-    gpus = Path("/proc/driver/nvidia/gpus")
-    return len(list(gpus.iterdir())) if gpus.is_dir() else 0
+def check_driver() -> None:
+    """Refuse GPUs that this PyTorch cannot use: it has no CUDA, or a newer one than the driver supports.
 
+    Within a major version any driver does (NVIDIA's CUDA compatibility guide, minor version compatibility).
 
-def local_cpus() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    Raises:
+        UserError: with both versions.
+    """
+    found, gpus, built_for = driver(), num_gpus(), pytorch_cuda()
+    if not gpus or found is None:
+        return
+    have = f"this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
+    if built_for is None:
+        which = f"for CUDA {found.cuda[0]}" if found.cuda else "with CUDA"
+        raise UserError(
+            f"{have}, but PyTorch is built without CUDA; install a PyTorch built {which}, or hide the GPUs with "
+            'CUDA_VISIBLE_DEVICES="" to train on the CPU.'
+        )
+    if found.cuda is not None and found.cuda[0] < built_for[0]:
+        whose = "its" if gpus == 1 else "their"
+        raise UserError(
+            f"{have}, but {whose} driver {found.version} supports CUDA {found.cuda[0]}.{found.cuda[1]} at most and "
+            f"PyTorch is built for CUDA {built_for[0]}.{built_for[1]}; update the driver to one that supports CUDA "
+            f"{built_for[0]}, or install a PyTorch built for CUDA {found.cuda[0]}."
+        )
 
 
 def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
@@ -91,7 +104,7 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
     """
     if cluster.address is not None:
         return  # another machine's resources are known when it has been reached
-    needed, cores = num_workers * cluster.cpus_per_worker, local_cpus()
+    needed, cores = num_workers * cluster.cpus_per_worker, num_cpus()
     if needed > cores:
         fits = max(1, int(cores / cluster.cpus_per_worker))
         raise ConfigError(
@@ -340,7 +353,7 @@ def check_forecast(config: TrialConfig) -> None:
     """
     forecast = config.forecast
     for key in ("prune", "largest_microbatch"):
-        if getattr(forecast, key) and forecast.capacity_gib is None and not gpus_here():
+        if getattr(forecast, key) and forecast.capacity_gib is None and not num_gpus():
             raise ConfigError(
                 f"forecast.{key}=true needs to know how much fits, and there is no GPU here to ask; set "
                 "forecast.capacity_gib, for example forecast.capacity_gib=80."

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
+from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
-from fsdp_lab.config.checks import local_cpus
 from fsdp_lab.config.schema import ClusterConfig
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
@@ -80,7 +80,9 @@ def start_ray(cluster: ClusterConfig) -> None:
     if cluster.address is None:
         adopt_orphans()
         # "local" and not None, which would join a Ray that somebody else started on this machine
-        ray.init("local", num_cpus=local_cpus(), include_dashboard=False, **quiet)
+        # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
+        cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
+        ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
         return
     try:
         ray.init(address=cluster.address, **quiet)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from dataclasses import dataclass, field
-from functools import cache
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.config.checks import gpus_here
 from fsdp_lab.config.schema import ForecastDevice, Granularity, ReshardPolicy
+from fsdp_lab.hardware import gpus
+from fsdp_lab.hardware import num_gpus as gpus_here
 
 GIB = 2**30
-_ASK_S = 10.0
 
 # What no tensor shows, on CUDA. Assumptions, on the high side: no GPU has confirmed them yet.
 CONTEXT_BYTES = 600 * 2**20
@@ -105,17 +101,6 @@ def capacity_bytes(config: TrialConfig, cuda: bool) -> int | None:
     return gpu_memory() if cuda and gpus_here() else None
 
 
-@cache
 def gpu_memory() -> int | None:
-    """Bytes of the smallest GPU, from the driver's own tool: asking through PyTorch would take a context on it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    which = ["-i", visible] if visible else []
-    command = [tool, *which, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        out = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
-        return min(int(line) for line in out.split()) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+    """Bytes of the smallest GPU, None without one: from the driver, since PyTorch would take a context on it."""
+    return min((gpu.memory_bytes for gpu in gpus()), default=None)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_lab.config import TrialConfig, UserError, memory_settings
-from fsdp_lab.config.checks import local_cpus
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
+from fsdp_lab.hardware import num_cpus as local_cpus
 
 LIMIT_S = 300.0  # for one forecast; the largest model here takes some ten seconds
 _A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones

@@ -330,7 +330,7 @@ class Sweep:
             self.console.say(f"{label(number, self.states)} has no forecast: {forecast.error}")
         elif forecast.capacity_bytes is None and prune:
             self.say_once(
-                "forecast.prune=true: how much fits is not known (nvidia-smi does not say), so nothing is left "
+                "forecast.prune=true: how much fits is not known (the driver does not say), so nothing is left "
                 "out; set forecast.capacity_gib"
             )
         if forecast.largest_microbatch is not None:

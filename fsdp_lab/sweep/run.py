@@ -9,11 +9,12 @@ from pathlib import Path
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import workers_of
-from fsdp_lab.config.checks import gpus_here
+from fsdp_lab.config.checks import check_driver
 from fsdp_lab.config.schema import Engine
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine.files import read_outcome
 from fsdp_lab.forecast.run import Background
+from fsdp_lab.hardware import num_gpus
 from fsdp_lab.report.write import FILES
 from fsdp_lab.sweep.console import Console
 from fsdp_lab.sweep.driver import Sweep, forecast_requests, to_forecast
@@ -42,13 +43,16 @@ def run_trials(
         the exit status, see `Sweep.close`.
 
     Raises:
-        UserError: MLflow or Ray cannot be reached, or a trial needs more than the cluster has.
+        UserError: MLflow or Ray cannot be reached, a trial needs more than the cluster has, or PyTorch cannot use
+            this machine's GPUs.
     """
     config = first.config
+    if config.cluster.address is None:  # another machine's driver is for its workers to ask
+        check_driver()
     early = None
     if config.engine is Engine.ray and config.cluster.address is None:  # it is this machine that will train
         states_to_forecast = list(to_forecast(states).values())
-        early = Background(forecast_requests(states_to_forecast, gpus_here() > 0, workers_of(config)))
+        early = Background(forecast_requests(states_to_forecast, num_gpus() > 0, workers_of(config)))
     with Console(states, swept) as console, interruptible() as deadline, early or nullcontext():
         run = Sweep(search, states, first, folder, swept, record, console, resumed)
         deadline.sweep = run

@@ -6,9 +6,9 @@ import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import resource_tracker
-from pathlib import Path
 
 import psutil
 import pytest
@@ -198,30 +198,27 @@ def test_bad_input_is_refused_with_its_key(words: list[str], workers: int, named
         forecast_profile(config(*words), workers, cuda=False)
 
 
-def test_pruning_without_a_capacity_is_refused_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_pruning_without_a_capacity_is_refused_where_there_is_no_gpu(fake_nvml: Callable[..., None]):
+    fake_nvml(gpus=0)
     for key in ("prune", "largest_microbatch"):
         with pytest.raises(ConfigError, match=r"forecast\.capacity_gib=80"):
             check_forecast(config(f"forecast.{key}=true"))
     with pytest.raises(ConfigError, match=r"forecast\.enabled=true"):
         check_forecast(config("forecast.prune=true", "forecast.enabled=false", "forecast.capacity_gib=1"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    fake_nvml(gpus=1)
     check_forecast(config("forecast.prune=true"))
 
 
-def test_the_capacity_is_the_gpus_own_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A stand-in for the driver's tool, which cannot exist here: it says what the real one prints."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\n[ "$2" = "0,1" ] && echo 81559 && echo 2\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+def test_the_capacity_is_the_gpus_own_where_none_is_named(
+    fake_nvml: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
+    """The smallest of those that are visible."""
+    fake_nvml(gpus=3, mib="81559,2,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    gpu_memory.cache_clear()
     words = ("model=mlp", "training.global_batch_size=2", "forecast.prune=true", "forecast.largest_microbatch=true")
     (found,) = forecast_all([Request.of(config(*words), 1)])
-    gpu_memory.cache_clear()
     assert found.error is None and found.cuda
-    assert found.capacity_bytes == 2 * 2**20, "the smallest"
+    assert found.capacity_bytes == gpu_memory() == 2 * 2**20, "the smallest"
     assert found.fits is False and found.largest_microbatch == 0
 
 
@@ -344,10 +341,10 @@ def test_a_followed_step_leaves_no_model_behind(sharding: str):
     assert blocks() == before
 
 
-def test_auto_is_for_cpus_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_auto_is_for_cpus_where_there_is_no_gpu(fake_nvml: Callable[..., None]):
+    fake_nvml(gpus=0)
     assert not Request.of(config(), 2).cuda
     asked = replace(config(), forecast=ForecastConfig(device=ForecastDevice.cuda))
     assert Request.of(asked, 2).cuda
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    fake_nvml(gpus=2)
     assert Request.of(config(), 2).cuda

@@ -1,0 +1,224 @@
+"""What is counted as a GPU and a core, against a stand-in for NVIDIA's driver library (tests/nvml.py)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab import hardware
+from fsdp_lab.config import UserError
+from fsdp_lab.config.checks import check_driver, default_num_workers
+from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
+from tests.nvml import variables
+
+FakeNvml = Callable[..., None]
+
+
+@pytest.mark.parametrize("count", [0, 1, 8])
+def test_all_gpus_are_counted_with_their_memory(fake_nvml: FakeNvml, count: int):
+    fake_nvml(gpus=count, mib="143771,81559")
+    found = gpus()
+    assert num_gpus() == len(found) == count
+    assert [gpu.index for gpu in found] == list(range(count))
+    assert [gpu.memory_bytes for gpu in found] == ([143771 * 2**20] + [81559 * 2**20] * 7)[:count]
+    assert all(gpu.name == "NVIDIA H200" and gpu.uuid.startswith("GPU-") for gpu in found)
+    assert len({gpu.uuid for gpu in found}) == count
+    assert default_num_workers() == (count or 2)
+
+
+def test_without_the_library_there_is_nothing(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch):
+    fake_nvml(gpus=2)
+    monkeypatch.setattr(hardware, "_LIBRARY", "libnvidia-ml-that-is-not-there.so.1")
+    assert gpus() == [] and driver() is None and num_gpus() == 0
+
+
+@pytest.mark.parametrize("status", [9, 999])
+def test_a_library_without_its_driver_is_nothing(fake_nvml: FakeNvml, status: int):
+    """9: the driver is not loaded, as in a container that was started without GPUs."""
+    fake_nvml(gpus=2, init=status)
+    assert gpus() == [] and driver() is None
+    check_driver()
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        ("0,1,2", [0, 1, 2]),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1,-1,0", [1]),
+        ("0,7,1", [0]),
+        ("0,,1", [0]),
+        ("1,1", []),
+        ("0,1,1", []),
+        ("1gpu,2nd", [1, 2]),
+        ("GPU-22cafe00-0000-0000-0000-000000000002", [2]),
+        ("GPU-11,GPU-00", [1, 0]),
+        ("GPU-11,GPU-55,GPU-00", [1]),
+        ("GPU-", []),
+        ("GPU-11,GPU-11cafe", []),
+        ("0,GPU-00cafe", []),
+        ("MIG-00", []),
+    ],
+)
+def test_cuda_visible_devices(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, visible: str, indices: list[int]):
+    """As CUDA reads it; it is read at each call, while the driver is asked once."""
+    fake_nvml(gpus=3)
+    assert num_gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.index for gpu in gpus()] == indices
+
+
+@pytest.mark.parametrize(
+    ("mig", "visible", "uuids"),
+    [
+        ("2", None, ["MIG-00beef"]),
+        ("-1,2", None, ["MIG-10beef"]),
+        ("2,2", "MIG-01,MIG-10", ["MIG-01beef"]),
+        ("2,2", "1", ["MIG-10beef"]),
+        ("2", "1", ["GPU-11cafe"]),
+        ("2", "MIG-0", []),
+        ("2", "MIG-05", []),
+        ("0,0", "0,1,2", ["GPU-22cafe"]),
+        ("0", None, ["GPU-11cafe", "GPU-22cafe"]),
+    ],
+)
+def test_a_process_gets_one_mig_instance(
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, mig: str, visible: str | None, uuids: list[str]
+):
+    """Of three GPUs; and one with MIG on but no instance is no device of CUDA's."""
+    fake_nvml(gpus=3, mig=mig)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = gpus()
+    assert [gpu.uuid[:10] for gpu in found] == uuids
+    assert all(gpu.memory_bytes == 18 * 2**30 for gpu in found if gpu.uuid.startswith("MIG"))
+
+
+@pytest.mark.parametrize(
+    ("answers", "cuda"),
+    [
+        ({"cuda": 12020}, (12, 2)),
+        ({"cuda": 12020, "libcuda": 13000}, (13, 0)),  # cuda-compat beside an older driver
+        ({"cuda": 0}, None),
+    ],
+)
+def test_driver(fake_nvml: FakeNvml, answers: dict[str, int], cuda: tuple[int, int] | None):
+    fake_nvml(gpus=1, driver="535.104.05", **answers)
+    found = driver()
+    assert found is not None
+    assert (found.version, found.cuda) == ("535.104.05", cuda)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n", (13, 2)),
+        ("debug = False\ncuda = '12.8'\n", (12, 8)),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n", None),
+        ("cuda = None\n", None),
+        ("", None),
+    ],
+)
+def test_what_pytorch_is_built_for_is_read_from_its_text(
+    monkeypatch: pytest.MonkeyPatch, text: str, version: tuple[int, int] | None
+):
+    monkeypatch.setattr(hardware, "_pytorch_version_file", lambda: text)
+    assert hardware.pytorch_cuda() == version
+
+
+def test_it_is_what_pytorch_says_itself():
+    import torch
+
+    version = hardware.pytorch_cuda()
+    assert (f"{version[0]}.{version[1]}" if version else None) == torch.version.cuda
+
+
+@pytest.mark.parametrize(
+    ("driver_cuda", "built_for", "count"),
+    [(13020, "'13.0'", 8), (13000, "'13.2'", 2), (13000, "'12.8'", 1), (0, "'13.0'", 1), (12000, "'13.0'", 0)],
+)
+def test_a_driver_of_the_same_major_version_or_a_newer_one_will_do(
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, driver_cuda: int, built_for: str, count: int
+):
+    fake_nvml(gpus=count, cuda=driver_cuda)
+    monkeypatch.setattr(hardware, "_pytorch_version_file", lambda: f"cuda = {built_for}\n")
+    check_driver()
+
+
+def test_a_driver_that_is_too_old_is_told_with_both_versions(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch):
+    fake_nvml(gpus=2, driver="535.104", cuda=12020)
+    monkeypatch.setattr(hardware, "_pytorch_version_file", lambda: "cuda = '13.0'\n")
+    with pytest.raises(UserError) as told:
+        check_driver()
+    assert str(told.value) == (
+        "this machine has 2 GPUs, but their driver 535.104 supports CUDA 12.2 at most and PyTorch is built for CUDA "
+        "13.0; update the driver to one that supports CUDA 13, or install a PyTorch built for CUDA 12."
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_driver()
+
+
+def test_a_pytorch_without_cuda_is_told(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch):
+    fake_nvml(gpus=1, cuda=12020)
+    monkeypatch.setattr(hardware, "_pytorch_version_file", lambda: "cuda: Optional[str] = None\n")
+    with pytest.raises(UserError, match=r"has 1 GPU, but PyTorch is built without CUDA; .* built for CUDA 12, or hide"):
+        check_driver()
+
+
+@pytest.mark.timeout(120)
+def test_a_sweep_is_refused_before_ray_starts(cli, nvml_library: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever PyTorch is installed here: this driver is older than any that this project takes."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_library.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables(gpus=1, driver="390.1", cuda=9010).items():
+        monkeypatch.setenv(name, value)
+    done = cli(timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "this machine has 1 GPU, but" in done.stderr
+    assert "Traceback" not in done.stderr and "Ray starts" not in done.stdout
+
+
+def test_it_imports_nothing_slow():
+    script = "import sys, fsdp_lab.hardware; print(sorted({'torch', 'ray', 'numpy', 'yaml'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpu_count", "expected"),
+    [(2, 0, 1), (64, 0, 1), (2, 4, 1), (8, 8, 1), (15, 8, 1), (16, 8, 2), (192, 8, 16), (256, 8, 16), (12, 1, 12),
+     (0.5, 1, 1), (13.0, 2, 6)],
+)  # fmt: skip
+def test_default_cpus_per_worker(cpus: float, gpu_count: int, expected: float):
+    found = default_cpus_per_worker(cpus, gpu_count)
+    assert found == expected and isinstance(found, float)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "cpus", "expected"),
+    [(False, 1, 0), (False, 16, 0), (True, 0.5, 0), (True, 1, 0), (True, 2, 1), (True, 3.5, 2), (True, 5, 4),
+     (True, 16, 4)],
+)  # fmt: skip
+def test_default_loader_workers(cuda: bool, cpus: float, expected: int):
+    assert default_loader_workers(cuda, cpus) == expected
+
+
+def test_the_cores_of_a_worker(monkeypatch: pytest.MonkeyPatch):
+    """Ray's reservation where there is one; under torchrun, which sets OMP_NUM_THREADS=1, a share of the machine."""
+    monkeypatch.setattr(hardware, "num_cpus", lambda: 24)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert worker_cpus() == 24
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert worker_cpus() == 3
+    monkeypatch.setenv(hardware.WORKER_CPUS, "2.5")
+    assert worker_cpus() == 2.5
