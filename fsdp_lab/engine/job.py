@@ -29,7 +29,7 @@ from fsdp_lab.engine.worker import write_failure
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _PEER_S = 1.0
 _TAIL_LINES = 50  # of a log, for the report of a failure
-_FINAL = ("oom", "timeout")  # it would be so again
+_FINAL = ("oom", "timeout", "user")  # it would be so again
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,10 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     cluster = job.config["cluster"]
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(cluster["wait_timeout_s"])
     set_environment()
+    import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch.config import _TorchBackend
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.controller import TrainController
     from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
@@ -118,7 +120,7 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     from ray.util import placement_group
 
     from fsdp_lab.config.schema import ClusterConfig
-    from fsdp_lab.engine.worker import train_worker
+    from fsdp_lab.engine.worker import check_gpu, train_worker
 
     folder = Path(job.folder)
     attempts, kernel_kills_before = itertools.count(), _kernel_kills()
@@ -194,6 +196,17 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
                 if controller.get_worker_group() is not None:  # stopped by Tune, in the middle of a report
                     remove_places(folder)
 
+    class Backend(_TorchBackend):
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            """With a look at the GPUs first: without one NCCL fails here, before our code on the workers is called."""
+            if job.use_gpu:
+                ranks = range(len(worker_group))
+                ray.get([worker_group.execute_single_async(rank, check_gpu, job.folder, rank) for rank in ranks])
+            super().on_start(worker_group, backend_config)
+
+    class Torch(TorchConfig):
+        backend_cls = Backend
+
     class Report(UserCallback):
         def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
             report(metrics[0])
@@ -201,7 +214,7 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     trainer = Trainer(
         train_worker,
         train_loop_config=job.as_dict(),
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if job.use_gpu else "gloo"),
+        torch_config=Torch(backend="cpu:gloo,cuda:nccl" if job.use_gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=job.num_workers,
             use_gpu=job.use_gpu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -14,6 +15,7 @@ from typing import Any
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.engine.files import Progress, append_line, hold_alive, no_space
 from fsdp_lab.files import write_json
+from fsdp_lab.hardware import driver, num_gpus
 
 
 class FolderReporter:
@@ -49,6 +51,31 @@ class RayReporter(FolderReporter):
         import ray.train
 
         ray.train.report(metrics)
+
+
+def check_gpu(folder: str, rank: int) -> None:
+    """Compare the GPU that this worker was given with what PyTorch sees, before NCCL is started on it.
+
+    Raises:
+        UserError: PyTorch sees none. It is left in `failures/`, too.
+    """
+    from fsdp_lab.training.distributed import sees_cuda
+
+    available, built_for = sees_cuda()
+    if available:
+        return
+    found, visible = driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = f"the driver's NVML counts {num_gpus()}"
+    if found is not None:
+        count += f" ({found.version}, up to CUDA {'.'.join(map(str, found.cuda or ('?',)))})"
+    error = UserError(
+        f"rank {rank} on {socket.gethostname()} was given a GPU and PyTorch sees none: torch.cuda.is_available() is "
+        f"False, torch.version.cuda={built_for}, CUDA_VISIBLE_DEVICES={visible}, {count}; `python -c 'import "
+        "torch; torch.cuda.init()'` there says why. Mend the driver or install a PyTorch built for its CUDA, or hide "
+        'the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU.'
+    )
+    record_failure(Path(folder), rank, error, "user")
+    raise error
 
 
 def train_worker(job: dict[str, Any]) -> None:

@@ -32,6 +32,11 @@ def backend_name(device_type: str) -> str:
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
+def sees_cuda() -> tuple[bool, str | None]:
+    """Whether PyTorch sees a GPU, and the CUDA version that it is built for; None: without CUDA."""
+    return torch.cuda.is_available(), torch.version.cuda
+
+
 def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
     """Join the process group that torchrun's variables describe, or the one that a launcher made already.
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from tests.nvml import variables
 from tests.processes import descendants
 from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
 
@@ -41,6 +43,47 @@ def test_more_than_the_cluster_has_is_refused_with_both_numbers():
     )
     assert done.returncode == 0, done.stderr
     assert "cluster.num_workers=2 needs 2 CPU, the cluster has 1 in all; use cluster.num_workers=1" in done.stdout
+
+
+_START = """
+import ray
+from fsdp_lab.config.schema import ClusterConfig
+from fsdp_lab.engine.cluster import num_gpus, start_ray, stop_ray
+start_ray(ClusterConfig())
+print("GPUs:", num_gpus())
+stop_ray()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1,7", 1)])
+def test_ray_here_has_the_gpus_that_we_count(
+    nvml_library: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+):
+    """Of two. Left to itself Ray takes the entries of CUDA_VISIBLE_DEVICES as they are, and counts two for `1,7`."""
+    environment = {**os.environ, **variables(gpus=2), "LD_LIBRARY_PATH": str(nvml_library.parent)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    done = subprocess.run(
+        [sys.executable, "-c", _START], env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert f"GPUs: {count}" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="a minute, most of it Ray's: set FSDP_LAB_EVERY=1")
+@pytest.mark.skipif(torch.cuda.is_available() or not torch.version.cuda, reason="it takes CUDA without a GPU")
+def test_a_trial_whose_gpu_pytorch_does_not_see_says_so(cli, nvml_library: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ray places the worker on a GPU of the stand-in's: told before NCCL fails on it, and not tried again."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_library.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables(gpus=1, cuda=99000).items():
+        monkeypatch.setenv(name, value)
+    done = cli(*PLAIN, "model=mlp", "forecast.enabled=false", "hydra.run.dir=out", timeout=250)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("trial starts") == 1
+    assert "was given a GPU and PyTorch sees none: torch.cuda.is_available() is False" in done.stdout
 
 
 def free_port() -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from fsdp_lab.config import UserError
 from fsdp_lab.engine import job
-from fsdp_lab.engine.files import append_line, clear_left_over, read_latest, read_outcome
-from fsdp_lab.engine.worker import kind_of, record_failure
+from fsdp_lab.engine.files import append_line, clear_left_over, read_failures, read_latest, read_outcome
+from fsdp_lab.engine.worker import check_gpu, kind_of, record_failure
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,25 @@ def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pyt
     outcome = read_outcome(tmp_path)
     assert outcome is not None
     assert outcome.status == "oom" and outcome.error == "rank 0: OutOfMemoryError: CUDA out of memory"
+
+
+def test_a_gpu_that_pytorch_does_not_see_is_told(
+    fake_nvml: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """With all that is needed to find out which of those who count is wrong; and it would be so again."""
+    fake_nvml(gpus=4, driver="580.65.06", cuda=13000)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_gpu(str(tmp_path), 1)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError) as told:
+        check_gpu(str(tmp_path), 1)
+    for words in ("rank 1 on ", "torch.cuda.is_available() is False", f"torch.version.cuda={torch.version.cuda}",
+                  "CUDA_VISIBLE_DEVICES=2,3", "NVML counts 2 (580.65.06, up to CUDA 13.0)"):  # fmt: skip
+        assert words in str(told.value)
+    (failure,) = read_failures(tmp_path)
+    assert (failure["kind"], failure["message"]) == ("user", str(told.value))
 
 
 def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
