@@ -30,7 +30,7 @@ from fsdp_lab.config.schema import (
     SchedulerName,
     TrialConfig,
 )
-from fsdp_lab.hardware import driver, num_cpus, num_gpus, pytorch_cuda
+from fsdp_lab.hardware import cpus_per_gpu, driver, num_cpus, num_gpus, pytorch_cuda
 
 _AT_LEAST_ONE = (
     "model.image_size", "model.num_channels", "model.patch_size", "model.num_layers", "model.num_heads",
@@ -69,6 +69,11 @@ def workers_of(config: TrialConfig) -> int:
     return 1 if config.engine is Engine.inline else default_num_workers()
 
 
+def cpus_per_worker_of(cluster: ClusterConfig) -> float:
+    """What `cluster.cpus_per_worker` stands for on this machine; see `default_cpus_per_worker` for null."""
+    return cpus_per_gpu() if cluster.cpus_per_worker is None else cluster.cpus_per_worker
+
+
 def check_driver() -> None:
     """Refuse GPUs that this PyTorch cannot use: it has no CUDA, or a newer one than the driver supports.
 
@@ -104,13 +109,20 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
     """
     if cluster.address is not None:
         return  # another machine's resources are known when it has been reached
-    needed, cores = num_workers * cluster.cpus_per_worker, num_cpus()
-    if needed > cores:
-        fits = max(1, int(cores / cluster.cpus_per_worker))
+    gpus = num_gpus()
+    if 0 < gpus < num_workers:
         raise ConfigError(
-            f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker="
-            f"{cluster.cpus_per_worker:g} each), this machine has {cores}; use cluster.num_workers={fits}, or "
-            f"cluster.cpus_per_worker={cores / num_workers:.2g} to let workers share cores."
+            f"cluster.num_workers={num_workers} needs a GPU for each, this machine has {gpus}; use "
+            f"cluster.num_workers={gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES='' to train on the CPU."
+        )
+    each, cores = cpus_per_worker_of(cluster), num_cpus()
+    needed = num_workers * each
+    if needed > cores:
+        fits = max(1, int(cores / each))
+        raise ConfigError(
+            f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker={each:g} each), this "
+            f"machine has {cores}; use cluster.num_workers={fits}, or cluster.cpus_per_worker="
+            f"{cores / num_workers:.2g} to let workers share cores."
         )
 
 

@@ -262,10 +262,12 @@ class SchedulerConfig:
 
 @dataclass
 class ClusterConfig:
-    """`num_workers` null: the node's GPUs, or 2 on a CPU. `address` null: Ray is started here."""
+    """`num_workers` null: the node's GPUs, or 2 on a CPU. `cpus_per_worker` null: 1 on a CPU; on GPU nodes the node's
+    cores divided by its GPUs, 1 to 16. `address` null: Ray is started here.
+    """
 
     num_workers: Optional[int] = None
-    cpus_per_worker: float = 1.0
+    cpus_per_worker: Optional[float] = None
     address: Optional[str] = None
     storage_path: Optional[str] = None
     max_failures: int = 1

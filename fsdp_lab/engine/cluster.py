@@ -173,6 +173,25 @@ def resolve_num_workers(cluster: ClusterConfig) -> int:
     return max((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]), default=0) or 2
 
 
+def resolve_cpus_per_worker(cluster: ClusterConfig) -> float:
+    """What `cluster.cpus_per_worker` stands for in the cluster that is there."""
+    if cluster.cpus_per_worker is not None:
+        return cluster.cpus_per_worker
+    import ray
+
+    return cpus_per_worker_on(ray.nodes())
+
+
+def cpus_per_worker_on(nodes: list[dict[str, Any]]) -> float:
+    """The default on these nodes of `ray.nodes()`: what the GPU node with the fewest cores a GPU can give to each.
+
+    Where any node has GPUs, the nodes without get no workers.
+    """
+    resources = [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
+    shares = [hardware.default_cpus_per_worker(r.get("CPU", 0), int(r["GPU"])) for r in resources]
+    return min(shares, default=hardware.default_cpus_per_worker(0, 0))
+
+
 def check_capacity(cluster: ClusterConfig) -> Resources:
     """Compare what a trial needs with all that the cluster has.
 
@@ -189,7 +208,7 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
         )
     num_workers = resolve_num_workers(cluster)
     total = ray.cluster_resources()
-    each = worker_resources(cluster, use_gpu=num_gpus() > 0)
+    each = worker_resources(resolve_cpus_per_worker(cluster), use_gpu=num_gpus() > 0)
     needed = {name: amount * num_workers for name, amount in each.items()}
     for name, amount in needed.items():
         have = total.get(name, 0.0)
@@ -203,9 +222,9 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
     return Resources(needed, total)
 
 
-def worker_resources(cluster: ClusterConfig, use_gpu: bool) -> dict[str, float]:
+def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:
     """Of one worker."""
-    return {"CPU": cluster.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
+    return {"CPU": cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
 
 
 def remove_places(folder: Path) -> None:

@@ -36,13 +36,15 @@ _FINAL = ("oom", "timeout", "user")  # it would be so again
 class Job:
     """What a trial's processes are given. Plain values only: it crosses process borders.
 
-    `config` is `to_dict` of the trial's; `folder` is seen by every node; `launched_in` is where the
-    command was typed, so that relative paths mean the same in every process.
+    `config` is `to_dict` of the trial's; `num_workers` and `cpus_per_worker` are what its keys of these names stand
+    for; `folder` is seen by every node; `launched_in` is where the command was typed, so that relative paths mean the
+    same in every process.
     """
 
     config: dict[str, Any]
     folder: str
     num_workers: int
+    cpus_per_worker: float
     use_gpu: bool
     launched_in: str
 
@@ -119,7 +121,6 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     from ray.train.v2.api.callback import UserCallback
     from ray.util import placement_group
 
-    from fsdp_lab.config.schema import ClusterConfig
     from fsdp_lab.engine.worker import check_gpu, train_worker
 
     folder = Path(job.folder)
@@ -218,7 +219,7 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
         scaling_config=ScalingConfig(
             num_workers=job.num_workers,
             use_gpu=job.use_gpu,
-            resources_per_worker=worker_resources(ClusterConfig(**cluster), job.use_gpu),
+            resources_per_worker=worker_resources(job.cpus_per_worker, job.use_gpu),
         ),
         run_config=RunConfig(
             name=".ray_train",

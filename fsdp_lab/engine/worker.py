@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.engine.files import Progress, append_line, hold_alive, no_space
 from fsdp_lab.files import write_json
-from fsdp_lab.hardware import driver, num_gpus
+from fsdp_lab.hardware import WORKER_CPUS, driver, num_gpus
 
 
 class FolderReporter:
@@ -87,6 +87,7 @@ def train_worker(job: dict[str, Any]) -> None:
     folder = Path(job["folder"])
     if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
         os.chdir(job["launched_in"])
+    os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
     hold_alive(folder)
     redirect_output(folder / "logs" / f"rank{rank}.log")
     config = from_dict(TrialConfig, job["config"])

@@ -46,6 +46,10 @@ _MAY_DIFFER = (
 )  # fmt: skip
 
 
+# What versions wrote out that had no null for these keys: a resume takes it for the null of today.
+_BEFORE_NULL = {"cluster.cpus_per_worker": 1.0, "data.loader_workers": 0}
+
+
 @dataclass(frozen=True)
 class Record:
     """`sweep.json`. `arguments`: as typed, without `-m`; `num_workers`: what null stood for; `code`: file -> digest."""
@@ -270,7 +274,11 @@ def changes_of_config(trial_folder: Path, config: TrialConfig) -> list[str]:
     except ConfigError as error:
         return [f"{path}: {error}"]
     there, here = _settings(before), _settings(config)
-    return [f"{key}={there[key]} there, {value} here" for key, value in here.items() if there[key] != value]
+    return [
+        f"{key}={there[key]} there, {value} here"
+        for key, value in here.items()
+        if there[key] != value and not (value is None and there[key] == _BEFORE_NULL.get(key))
+    ]
 
 
 def _settings(config: TrialConfig) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class NextTrial(Searcher):
             job_config(config),
             str(self.run.folder_of(number)),
             engine.resolve_num_workers(config.cluster),
+            engine.resolve_cpus_per_worker(config.cluster),
             engine.num_gpus() > 0,
             os.getcwd(),
         )

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fsdp_lab import hardware
 from fsdp_lab.config import (
     CombinationError,
     ConfigError,
     TrialConfig,
     UserError,
     check_trial,
+    checks,
     cpu_notes,
     default_num_workers,
     effective_settings,
     from_dict,
     sharding_notes,
 )
-from fsdp_lab.config.checks import missing_data_message
-from fsdp_lab.config.schema import DataConfig, DataName
+from fsdp_lab.config.checks import check_local_capacity, cpus_per_worker_of, missing_data_message
+from fsdp_lab.config.schema import ClusterConfig, DataConfig, DataName
 
 
 def trial(*overrides: str) -> TrialConfig:
@@ -232,3 +236,50 @@ def test_default_num_workers() -> None:
     import torch
 
     assert default_num_workers() == (torch.cuda.device_count() or 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "given", "each"),
+    [
+        (0, 64, None, 1.0),
+        (8, 96, None, 12.0),
+        (8, 4, None, 1.0),
+        (1, 64, None, 16.0),
+        (8, 96, 2.0, 2.0),
+        (0, 2, 0.5, 0.5),
+    ],
+)
+def test_cpus_per_worker_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, given: float | None, each: float
+) -> None:
+    monkeypatch.setattr(hardware, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(hardware, "num_cpus", lambda: cores)
+    assert cpus_per_worker_of(ClusterConfig(cpus_per_worker=given)) == each
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "cluster", "workers", "words"),
+    [
+        (0, 2, ClusterConfig(), 4, "=4 needs 4 CPUs (cluster.cpus_per_worker=1 each), this machine has 2; use cluster."
+         "num_workers=2, or cluster.cpus_per_worker=0.5 to"),
+        (8, 96, ClusterConfig(cpus_per_worker=16), 8, "=8 needs 128 CPUs (cluster.cpus_per_worker=16 each), this"),
+        (8, 4, ClusterConfig(), 8, "=8 needs 8 CPUs (cluster.cpus_per_worker=1 each), this machine has 4; use cluster."
+         "num_workers=4, or cluster.cpus_per_worker=0.5 to"),
+        (2, 96, ClusterConfig(), 3, "=3 needs a GPU for each, this machine has 2; use cluster.num_workers=2, or hide"),
+    ],
+)  # fmt: skip
+def test_more_workers_than_this_machine_can_place(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, cluster: ClusterConfig, workers: int, words: str
+) -> None:
+    for module in (hardware, checks):
+        monkeypatch.setattr(module, "num_gpus", lambda: gpus)
+        monkeypatch.setattr(module, "num_cpus", lambda: cores)
+    with pytest.raises(ConfigError, match=re.escape(f"cluster.num_workers{words}")):
+        check_local_capacity(cluster, workers)
+    check_local_capacity(replace(cluster, address="auto"), workers)
+    check_local_capacity(cluster, 1)
+
+
+@pytest.mark.parametrize(("value", "found"), [(None, None), (1, 1.0), (0.5, 0.5), (16.0, 16.0)])
+def test_cpus_per_worker_as_it_was_and_is_written(value: float | None, found: float | None) -> None:
+    assert from_dict(TrialConfig, {"cluster": {"cpus_per_worker": value}}).cluster.cpus_per_worker == found

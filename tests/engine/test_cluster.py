@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from fsdp_lab.engine.cluster import cpus_per_worker_on
 from tests.nvml import variables
 from tests.processes import descendants
 from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
@@ -24,10 +25,11 @@ _ASK_FOR_TOO_MUCH = """
 import ray
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.schema import ClusterConfig
-from fsdp_lab.engine.cluster import check_capacity, stop_ray
+from fsdp_lab.engine.cluster import check_capacity, resolve_cpus_per_worker, stop_ray
 ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
 assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)).side_by_side == 1
 assert check_capacity(ClusterConfig(num_workers=1, cpus_per_worker=0.25)).side_by_side == 4
+assert resolve_cpus_per_worker(ClusterConfig()) == 1.0
 try:
     check_capacity(ClusterConfig(num_workers=2))
 except ConfigError as error:
@@ -43,6 +45,25 @@ def test_more_than_the_cluster_has_is_refused_with_both_numbers():
     )
     assert done.returncode == 0, done.stderr
     assert "cluster.num_workers=2 needs 2 CPU, the cluster has 1 in all; use cluster.num_workers=1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"),
+    [
+        ([(True, 64, 0)], 1.0),
+        ([(True, 96, 8)], 12.0),
+        ([(True, 4, 0), (True, 96, 8), (True, 32, 8)], 4.0),  # the head's cores are no worker's
+        ([(True, 96, 8), (False, 8, 8)], 12.0),
+        ([], 1.0),
+    ],
+)
+def test_cpus_per_worker_by_the_nodes(nodes: list[tuple[bool, int, int]], each: float):
+    """As `ray.nodes()` has them; a node without GPUs has no such key."""
+    rays = [
+        {"Alive": alive, "Resources": {"CPU": float(cpu), "memory": 1e9} | ({"GPU": float(gpu)} if gpu else {})}
+        for alive, cpu, gpu in nodes
+    ]
+    assert cpus_per_worker_on(rays) == each
 
 
 _START = """

@@ -188,6 +188,25 @@ def test_changed_settings_are_named(compose_trial):
     assert "old_key is not a key" in changes_of_config(trial.folder, TrialConfig())[0]
 
 
+def test_a_number_that_is_null_by_now_is_no_change(compose_trial):
+    """Versions before wrote `cluster.cpus_per_worker: 1.0` and `data.loader_workers: 0` out where nobody typed them."""
+    import yaml
+
+    trial = compose_trial([], 0)
+    write_hydra_folder(trial)
+    path = trial.folder / ".hydra" / "config.yaml"
+    saved = yaml.safe_load(path.read_text())
+    saved["cluster"]["cpus_per_worker"], saved["data"]["loader_workers"] = 1.0, 0
+    path.write_text(yaml.safe_dump(saved))
+    assert changes_of_config(trial.folder, compose_trial([], 0).config) == []
+    (told,) = changes_of_config(trial.folder, compose_trial(["cluster.cpus_per_worker=2"], 0).config)
+    assert told == "cluster.cpus_per_worker=1.0 there, 2.0 here"
+    saved["cluster"]["cpus_per_worker"] = 4.0
+    path.write_text(yaml.safe_dump(saved))
+    (told,) = changes_of_config(trial.folder, compose_trial([], 0).config)
+    assert told == "cluster.cpus_per_worker=4.0 there, None here"
+
+
 def test_overrides_take_the_place_of_those_for_the_same_key():
     assert with_overrides(["a=1", "+b=2", "c=3"], ["b=4", "a=5"]) == ["c=3", "b=4", "a=5"]
 
