@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-import yaml
-
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.schema import TrialConfig
 
@@ -54,6 +52,8 @@ _NAMED_BY_OPTION = {
 @cache
 def said_by_option(group: str, option: str) -> dict[str, Any]:
     """`{"sharding.granularity": "per_block"}`: what the option of a group says by its name already."""
+    import yaml  # neither PyTorch nor torchvision brings it, and training takes no more than these
+
     values = yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text()) or {}
     defaults = flatten(TrialConfig())
     return {f"{group}.{key}": values.get(key, defaults[f"{group}.{key}"]) for key in _NAMED_BY_OPTION.get(group, ())}

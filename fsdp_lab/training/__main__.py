@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError, conf_dir, from_dict, to_dict
 from fsdp_lab.training.checkpoint import Metrics
@@ -47,6 +46,8 @@ def read_config(base: Path | None, overrides: list[str]) -> TrialConfig:
     Raises:
         ConfigError: an unknown key or option, or a value of the wrong type.
     """
+    import yaml  # `fsdp_lab.training` itself needs only PyTorch and torchvision
+
     values = to_dict(TrialConfig())
     if base is not None:
         values = merge(values, yaml.safe_load(base.read_text()) or {})
@@ -69,6 +70,8 @@ def read_option(group: Path, option: str) -> Any:
     options = {file.stem: file for file in sorted(group.glob("*.yaml"))}
     if option not in options:
         raise ConfigError(f"{group.name}={option} is not an option. Choose one of: {', '.join(options)}.")
+    import yaml
+
     return yaml.safe_load(options[option].read_text())
 
 
