@@ -3,7 +3,8 @@
 python -m fsdp_lab.predict run=<MLflow run id>
 python -m fsdp_lab.predict file=outputs/.../model.pt data.root=<folder that has FashionMNIST/>
 
-Takes also `tracking.uri`, `data.download=false` and `out=<folder for predictions.png>`.
+Takes also `device=auto|cpu|cuda` (auto: a GPU where PyTorch sees one), `tracking.uri`, `data.download=false` and
+`out=<folder for predictions.png>`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from fsdp_lab.config import ConfigError, UserError, read_words
 from fsdp_lab.config.schema import DataConfig, DataName, TrackingConfig
 
-KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out")
+KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out", "device")
+DEVICES = ("auto", "cpu", "cuda")
 _FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
 CLASSES = {DataName.fashion_mnist: _FASHION}
 _PICTURES = 32
@@ -37,11 +39,13 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     """`key=value` words as a dictionary.
 
     Raises:
-        ConfigError: an unknown key, or neither or both of `run` and `file`.
+        ConfigError: an unknown key or device, or neither or both of `run` and `file`.
     """
     options = read_words(arguments, KEYS, __doc__ or "")
     if ("run" in options) == ("file" in options):
         raise ConfigError("give one of run=<MLflow run id> and file=<path of a model.pt>.")
+    if options.get("device", "auto") not in DEVICES:
+        raise ConfigError(f"device={options['device']} is not an option. Choose one of: {', '.join(DEVICES)}.")
     return options
 
 
@@ -68,6 +72,7 @@ def predict(file: Path, options: dict[str, str]) -> None:
     from fsdp_lab.training.data import ImageDataset, expand_channels, prepare, read_splits
     from fsdp_lab.training.export import load_exported
 
+    device = torch.device(device_type(options.get("device", "auto"), torch.cuda.is_available()))
     exported = load_exported(file)
     data = data_of(exported.data, options)
     prepare(data)
@@ -75,7 +80,10 @@ def predict(file: Path, options: dict[str, str]) -> None:
     dataset = ImageDataset(split, exported.model)
     with torch.no_grad():
         batches = [dataset[index] for index in torch.arange(len(split)).split(_BATCH)]
-        logits = torch.cat([exported.module(expand_channels(images, exported.model)) for images, _ in batches])
+        module = exported.module.to(device)
+        logits = torch.cat(
+            [module(expand_channels(images.to(device), exported.model)).cpu() for images, _ in batches]
+        )
     guesses = logits.argmax(1)
     loss = F.cross_entropy(logits, split.labels).item()
     accuracy = (guesses == split.labels).float().mean().item()
@@ -84,6 +92,20 @@ def predict(file: Path, options: dict[str, str]) -> None:
     picture = out_folder(options) / "predictions.png"
     draw(split.images[:_PICTURES], guesses[:_PICTURES].tolist(), split.labels[:_PICTURES].tolist(), names, picture)
     print(f"picture: {picture}")
+
+
+def device_type(wanted: str, cuda: bool) -> str:
+    """`cpu` or `cuda`.
+
+    Args:
+        cuda: whether PyTorch sees a GPU.
+
+    Raises:
+        UserError: a GPU is wanted and there is none.
+    """
+    if wanted == "cuda" and not cuda:
+        raise UserError("device=cuda: PyTorch sees no GPU here; use device=cpu, or device=auto.")
+    return "cuda" if cuda and wanted != "cpu" else "cpu"
 
 
 def data_of(recorded: DataConfig, options: dict[str, str]) -> DataConfig:

@@ -150,6 +150,7 @@ def kind_of(error: BaseException) -> str:
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_CUBLAS_BYTES = 64 * 2**20  # what cuBLAS and cuBLASLt want on Hopper, 32 MiB each
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -157,7 +158,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     RuntimeErrors. Told by names: PyTorch may be what could not be imported."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    if not isinstance(error, RuntimeError):
+        return False
+    if "CUBLAS_STATUS_NOT_INITIALIZED" in str(error):  # cuBLAS does not say why it could not start
+        free = free_gpu_bytes()
+        return free is not None and free < _CUBLAS_BYTES
+    return any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+def free_gpu_bytes() -> int | None:
+    """Of the current GPU; None where PyTorch is not there, or cannot say after what happened."""
+    with suppress(Exception):
+        return int(sys.modules["torch"].cuda.mem_get_info()[0])
+    return None
 
 
 def is_peer_failure(error: BaseException) -> bool:

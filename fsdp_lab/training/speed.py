@@ -15,8 +15,9 @@ from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.training.models import model_spec
 
 # Dense matrix peak in FLOP/s by the device's whole name and dtype, from the vendor's data sheets. Other
-# variants of a chip (PCIe, NVL) have other peaks: what is not here has no MFU.
-_HOPPER_SXM = {Dtype.bfloat16: 989e12, Dtype.float16: 989e12}
+# variants of a chip (PCIe, NVL) have other peaks: what is not here has no MFU. float32 is without TF32, which PyTorch
+# leaves off: 67 TFLOP/s in the data sheets "NVIDIA H100 Tensor Core GPU" (SXM) and "NVIDIA H200 Tensor Core GPU" (SXM).
+_HOPPER_SXM = {Dtype.bfloat16: 989e12, Dtype.float16: 989e12, Dtype.float32: 67e12}
 _A100 = {Dtype.bfloat16: 312e12, Dtype.float16: 312e12, Dtype.float32: 19.5e12}
 PEAK_FLOPS = {
     "NVIDIA H200": _HOPPER_SXM,

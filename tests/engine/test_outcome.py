@@ -34,6 +34,25 @@ def test_kinds_of_failure(error: BaseException, kind: str):
     assert kind_of(error) == kind
 
 
+@pytest.mark.parametrize(
+    ("free", "kind"),
+    [(0, "oom"), (64 * 2**20 - 1, "oom"), (64 * 2**20, "error"), (10**11, "error"), (None, "error")],
+)
+def test_cublas_that_did_not_start_is_out_of_memory_where_little_is_left(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, kind: str
+):
+    """A stand-in for the GPU's free memory; None: the device does not answer any more."""
+
+    def mem_get_info() -> tuple[int, int]:
+        if free is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return free, 141 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert kind_of(error) == kind
+
+
 def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ray's part stands in: what is looked at is what is made of the failures that it leaves."""
 

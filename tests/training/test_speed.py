@@ -6,9 +6,10 @@ import pytest
 import torch
 from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
 
+from fsdp_lab.config.schema import Dtype
 from fsdp_lab.training import speed
 from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.speed import StepTimer, percentile, speed_metrics, train_flops_per_sample
+from fsdp_lab.training.speed import StepTimer, device_peak_flops, percentile, speed_metrics, train_flops_per_sample
 from tests.ranks import config
 
 ALONE = Ranks(0, 0, 2, torch.device("cpu"))
@@ -69,6 +70,24 @@ def test_speed_metrics() -> None:
         {"perf/samples_per_s": 4 * 32 / 1.0, "perf/step_time_p50_s": 0.1, "perf/step_time_p95_s": 0.5}
     )  # and no MFU: a CPU's peak is not known
     assert speed_metrics([], trial, ALONE, 1.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", Dtype.float32, 67e12),
+        ("NVIDIA H100 80GB HBM3", Dtype.float32, 67e12),
+        ("NVIDIA H200", Dtype.bfloat16, 989e12),
+        ("NVIDIA A100-SXM4-80GB", Dtype.float32, 19.5e12),
+        ("NVIDIA H100 PCIe", Dtype.float32, None),
+    ],
+)
+def test_peaks(monkeypatch: pytest.MonkeyPatch, name: str, dtype: Dtype, peak: float | None) -> None:
+    """A stand-in for the device, of which only the name is asked."""
+    monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda device: name)
+    trial = config(f"precision.param_dtype={dtype.name}")
+    assert device_peak_flops(trial, Ranks(0, 0, 1, torch.device("cuda"))) == peak
+    assert device_peak_flops(trial, ALONE) is None
 
 
 def test_mfu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,36 @@
+"""Where an exported model is scored; what it scores is compared with the trial in tests/sweep/test_sweep.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.predict import device_type, read_options
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cuda", "found"),
+    [
+        ("auto", True, "cuda"),
+        ("auto", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("cpu", False, "cpu"),
+        ("cuda", True, "cuda"),
+    ],
+)
+def test_device(wanted: str, cuda: bool, found: str) -> None:
+    assert device_type(wanted, cuda) == found
+
+
+def test_a_gpu_that_is_not_there_is_told() -> None:
+    with pytest.raises(UserError, match="device=cuda: PyTorch sees no GPU here; use device=cpu, or device=auto"):
+        device_type("cuda", False)
+
+
+def test_a_device_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_options(["file=model.pt", "device=cpu"]) == {"file": "model.pt", "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"device=tpu is not an option\. Choose one of: auto, cpu, cuda"):
+        read_options(["file=model.pt", "device=tpu"])
+    with pytest.raises(SystemExit):
+        read_options(["--help"])
+    assert "device=auto|cpu|cuda" in capsys.readouterr().out
