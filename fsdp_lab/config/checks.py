@@ -30,7 +30,7 @@ from fsdp_lab.config.schema import (
     SchedulerName,
     TrialConfig,
 )
-from fsdp_lab.hardware import cpus_per_gpu, driver, num_cpus, num_gpus, pytorch_cuda
+from fsdp_lab.hardware import cpus_per_gpu, default_loader_workers, driver, num_cpus, num_gpus, pytorch_cuda
 
 _AT_LEAST_ONE = (
     "model.image_size", "model.num_channels", "model.patch_size", "model.num_layers", "model.num_heads",
@@ -72,6 +72,13 @@ def workers_of(config: TrialConfig) -> int:
 def cpus_per_worker_of(cluster: ClusterConfig) -> float:
     """What `cluster.cpus_per_worker` stands for on this machine; see `default_cpus_per_worker` for null."""
     return cpus_per_gpu() if cluster.cpus_per_worker is None else cluster.cpus_per_worker
+
+
+def loader_workers_of(config: TrialConfig) -> int:
+    """What `data.loader_workers` stands for on this machine; see `default_loader_workers` for null."""
+    if config.data.loader_workers is not None:
+        return config.data.loader_workers
+    return default_loader_workers(num_gpus() > 0, cpus_per_worker_of(config.cluster))
 
 
 def check_driver() -> None:

@@ -105,14 +105,16 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """`num_train`/`num_val`: use only the first so many images; null takes all there are."""
+    """`num_train`/`num_val`: use only the first so many images; null takes all there are. `loader_workers` null: 0 on a
+    CPU; on a GPU one for each core of the worker but one, 4 at most.
+    """
 
     name: DataName = DataName.digits
     root: str = "outputs/data"
     download: bool = True
     num_train: Optional[int] = None
     num_val: Optional[int] = None
-    loader_workers: int = 0
+    loader_workers: Optional[int] = None
 
 
 @dataclass

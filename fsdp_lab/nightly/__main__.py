@@ -37,6 +37,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.compose import check, check_overrides, explain, group_choices, register_schema, typed_config
 from fsdp_lab.config import ConfigError, conf_dir, flatten, workers_of
+from fsdp_lab.config.checks import loader_workers_of
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
@@ -198,6 +199,8 @@ def read_study(overrides: list[str]) -> Study:
         for key, value in flatten(config).items()
         if key.partition(".")[0] not in (*_NOT_OF_A_STUDY, *swept) and key not in swept
     }
+    if "data.loader_workers" in settings:  # as a number: nights before null wrote one, and it changes what is measured
+        settings["data.loader_workers"] = loader_workers_of(config)
     settings |= {"workers": workers_of(config), "device": "cuda" if num_gpus() else "cpu"}
     settings |= {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
     name = choices.get("experiment", "nightly")

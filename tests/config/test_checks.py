@@ -22,7 +22,7 @@ from fsdp_lab.config import (
     from_dict,
     sharding_notes,
 )
-from fsdp_lab.config.checks import check_local_capacity, cpus_per_worker_of, missing_data_message
+from fsdp_lab.config.checks import check_local_capacity, cpus_per_worker_of, loader_workers_of, missing_data_message
 from fsdp_lab.config.schema import ClusterConfig, DataConfig, DataName
 
 
@@ -278,6 +278,20 @@ def test_more_workers_than_this_machine_can_place(
         check_local_capacity(cluster, workers)
     check_local_capacity(replace(cluster, address="auto"), workers)
     check_local_capacity(cluster, 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "settings", "workers"),
+    [(0, 64, (), 0), (8, 96, (), 4), (8, 16, (), 1), (8, 8, (), 0), (8, 96, ("cluster.cpus_per_worker=3",), 2),
+     (8, 96, ("data.loader_workers=0",), 0), (0, 2, ("data.loader_workers=2",), 2)],
+)  # fmt: skip
+def test_loader_workers_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, settings: tuple[str, ...], workers: int
+) -> None:
+    for module in (hardware, checks):
+        monkeypatch.setattr(module, "num_gpus", lambda: gpus)
+        monkeypatch.setattr(module, "num_cpus", lambda: cores)
+    assert loader_workers_of(trial(*settings)) == workers
 
 
 @pytest.mark.parametrize(("value", "found"), [(None, None), (1, 1.0), (0.5, 0.5), (16.0, 16.0)])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from scipy.stats import ttest_ind
 
 from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.nightly.gate import FORECAST_ERROR, LOSS, Finding, Result, compare, table
 from fsdp_lab.report.data import MEMORY, MIB, SPEED
 
@@ -154,3 +155,12 @@ def test_the_table_has_the_regressions_first():
     rows = table(judged(result(memory=120), result())).splitlines()
     assert "| `a` | peak MiB | 100.00 | 120.00 | +20.0 % | **regression**: worse by more than 0.01" in rows[2]
     assert len(rows) == 2 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "workers"), [((), 0), (("data.loader_workers=3",), 3), (("data.loader_workers=null",), 0)]
+)
+def test_a_study_has_the_number_of_loader_workers(fake_nvml: Callable[..., None], words: tuple[str, ...], workers: int):
+    """Nights before null wrote 0 on a CPU, and can stay the baseline."""
+    fake_nvml(gpus=0)
+    assert read_study(["nightly.notify.url=null", *words]).settings["data.loader_workers"] == workers
