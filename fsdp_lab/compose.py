@@ -101,9 +101,9 @@ def typed_config(cfg: DictConfig, nightly: bool = False) -> TrialConfig:
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
     """The dotted keys of a config; an empty group is a key of its own."""
-    for key in node:
-        value = node._get_node(key)
-        if isinstance(value, DictConfig) and not value._is_none() and len(value):
+    for key in map(str, node):
+        value = None if OmegaConf.is_missing(node, key) else node[key]
+        if isinstance(value, DictConfig) and len(value):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
@@ -125,7 +125,9 @@ def check_overrides(arguments: Sequence[str]) -> None:
     for override in OverridesParser.create().parse_overrides(words):
         given = override.value()
         values = given.list if isinstance(given, ChoiceSweep) else [given]
-        if (override.is_delete() and given is None) or all(isinstance(value, str | QuotedString | Glob) for value in values):
+        if (override.is_delete() and given is None) or all(
+            isinstance(value, str | QuotedString | Glob) for value in values
+        ):
             continue
         group = override.key_or_group
         raise ConfigError(

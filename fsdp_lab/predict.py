@@ -81,9 +81,7 @@ def predict(file: Path, options: dict[str, str]) -> None:
     with torch.no_grad():
         batches = [dataset[index] for index in torch.arange(len(split)).split(_BATCH)]
         module = exported.module.to(device)
-        logits = torch.cat(
-            [module(expand_channels(images.to(device), exported.model)).cpu() for images, _ in batches]
-        )
+        logits = torch.cat([module(expand_channels(images.to(device), exported.model)).cpu() for images, _ in batches])
     guesses = logits.argmax(1)
     loss = F.cross_entropy(logits, split.labels).item()
     accuracy = (guesses == split.labels).float().mean().item()

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.config.checks import local_cpus
+from fsdp_lab.hardware import num_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 120
@@ -91,7 +91,7 @@ def look(device: str, environment: dict[str, str]) -> Machine:
     capacity = max([*(mib * 2**20 for mib in listed), *found["total"]], default=memory)
     numbers = {name: version_of(name) for name in ("torch", "ray", "mlflow")}
     numbers |= {"Python": platform.python_version(), "NCCL": found["nccl"]}
-    return Machine(tuple(found["names"]), driver(environment), numbers, commit(), sources(), capacity, local_cpus())
+    return Machine(tuple(found["names"]), driver(environment), numbers, commit(), sources(), capacity, num_cpus())
 
 
 def probe(environment: dict[str, str]) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.schema import ForecastDevice, Granularity, ReshardPolicy
-from fsdp_lab.hardware import gpus
-from fsdp_lab.hardware import num_gpus as gpus_here
+from fsdp_lab.hardware import gpus, num_gpus
 
 GIB = 2**30
 
@@ -91,14 +90,14 @@ def communicators(config: TrialConfig, num_workers: int) -> int:
 def for_cuda(config: TrialConfig) -> bool:
     """Whether the forecast is for GPUs: as `forecast.device` says, or where this machine has one."""
     device = config.forecast.device
-    return device is ForecastDevice.cuda or (device is ForecastDevice.auto and gpus_here() > 0)
+    return device is ForecastDevice.cuda or (device is ForecastDevice.auto and num_gpus() > 0)
 
 
 def capacity_bytes(config: TrialConfig, cuda: bool) -> int | None:
     """`forecast.capacity_gib`, or the memory of the smallest GPU here when the forecast is for GPUs."""
     if config.forecast.capacity_gib is not None:
         return int(config.forecast.capacity_gib * GIB)
-    return gpu_memory() if cuda and gpus_here() else None
+    return gpu_memory() if cuda and num_gpus() else None
 
 
 def gpu_memory() -> int | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fsdp_lab.config import TrialConfig, UserError, memory_settings
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
-from fsdp_lab.hardware import num_cpus as local_cpus
+from fsdp_lab.hardware import num_cpus
 
 LIMIT_S = 300.0  # for one forecast; the largest model here takes some ten seconds
 _A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones
@@ -94,7 +94,7 @@ def forecast_all(
         found[key] = forecast
         on_done(len(found), len(distinct))
 
-    _in_pool(distinct, min(local_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
+    _in_pool(distinct, min(num_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
     # A process that dies takes its pool along, most likely for want of memory: the rest goes one at a time.
     for key in distinct.keys() - found.keys():
         _in_pool({key: distinct[key]}, 1, note, stop)

@@ -282,8 +282,8 @@ def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
 
 # What may differ between the starts of one trial: how long, where, and what is kept of it.
 _MAY_DIFFER = (
-    "training.epochs", "training.max_steps", "training.timing_warmup_steps", "memory_profile", "export", "engine",
-    "objective", "trial_timeout_s", *RESUME_KEYS,
+    "training.epochs", "training.max_steps", "training.timing_warmup_steps", "data.loader_workers", "memory_profile",
+    "export", "engine", "objective", "trial_timeout_s", *RESUME_KEYS,
 )  # fmt: skip
 _ROOMS_THAT_MAY_DIFFER = ("checkpoint.", "cluster.", "forecast.", "search.", "scheduler.", "tracking.")
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from fsdp_lab.config.checks import missing_data_message
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.schema import DataConfig, DataName, ModelConfig, TrainingConfig
+from fsdp_lab.hardware import default_loader_workers, worker_cpus
 from fsdp_lab.training.distributed import Ranks, gather
 
 _SPLIT_SEED = 0  # of digits: fixed, so that the validation images are the same in every run
@@ -252,11 +253,14 @@ def build_loader(
     split: Split, order: Sampler[Tensor], data: DataConfig, model: ModelConfig, ranks: Ranks
 ) -> DataLoader[tuple[Tensor, Tensor]]:
     """A loader of whole microbatches: the sampler's item is the list of indices of one."""
+    loader_workers = data.loader_workers
+    if loader_workers is None:
+        loader_workers = default_loader_workers(ranks.device.type == "cuda", worker_cpus())
     return DataLoader(
         ImageDataset(split, model),
         sampler=order,
         batch_size=None,
-        num_workers=data.loader_workers,
-        persistent_workers=data.loader_workers > 0,
+        num_workers=loader_workers,
+        persistent_workers=loader_workers > 0,
         pin_memory=ranks.device.type == "cuda",
     )
