@@ -6,7 +6,9 @@ import ctypes
 import os
 import socket
 import sys
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -40,6 +42,7 @@ ENVIRONMENT = {
 }
 
 _PROBE_TIMEOUT_S = 8.0
+_TOKEN_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # in Ray's log, or in its error
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,37 @@ def start_ray(cluster: ClusterConfig) -> None:
         cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
         ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
         return
-    try:
-        ray.init(address=cluster.address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise no_ray(cluster.address, error) from error
+    with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
+        try:
+            ray.init(address=cluster.address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            refused = any(sign in printed() + str(error) for sign in _TOKEN_REFUSED)
+            raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
+
+
+@contextmanager
+def kept_stderr() -> Iterator[Callable[[], str]]:
+    """Hold back what this process prints to its standard error, native code included: it is printed at the end, or
+    left out where the block raises. Gives what was printed so far."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+
+        def printed() -> str:
+            kept.seek(0)
+            return kept.read().decode(errors="replace")
+
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield printed
+        except BaseException:
+            os.dup2(shown, 2)
+            raise
+        else:
+            os.dup2(shown, 2)
+            sys.stderr.write(printed())
+        finally:
+            os.close(shown)
 
 
 def probe(address: str) -> None:
@@ -109,6 +139,17 @@ def no_ray(address: str, error: Exception) -> UserError:
     return UserError(
         f"cluster.address={address}: no Ray answers there ({str(error).splitlines()[0]}); start one with "
         "`ray start --head`, or leave cluster.address=null to have it started here."
+    )
+
+
+def wrong_token(address: str) -> UserError:
+    given = "the one in the environment is another one" if os.environ.get("RAY_AUTH_TOKEN") else "none was given"
+    if os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        given = "the one in RAY_AUTH_TOKEN_PATH is another one"
+    return UserError(
+        f"cluster.address={address}: this Ray cluster asks for an authentication token, and {given}; set "
+        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the cluster's: `ray get-auth-token` on its "
+        "head node prints it."
     )
 
 

@@ -189,6 +189,25 @@ def test_a_trial_on_a_busy_cluster_says_what_it_waits_for_and_then_runs(cluster:
     assert results(tmp_path)[0]["status"] == "finished"
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("environment", "given"),
+    [({"RAY_AUTH_MODE": "disabled"}, "none was given"), ({"RAY_AUTH_TOKEN": "0" * 64}, "is another one")],
+)
+def test_a_cluster_that_wants_another_token_is_told_and_nothing_else(
+    cluster: str, cli, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], given: str
+):
+    if "RAY_AUTH_TOKEN" not in environment:
+        monkeypatch.delenv("RAY_AUTH_TOKEN")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = cli(*PLAIN, f"cluster.address={cluster}", "forecast.enabled=false", timeout=120)
+    assert done.returncode in (1, 2)
+    assert f"cluster.address={cluster}: this Ray cluster asks for an authentication token, and" in done.stderr
+    assert given in done.stderr and "RAY_AUTH_TOKEN" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
 @pytest.mark.timeout(120)
 def test_a_cluster_that_is_not_there_is_told(cli):
     address = f"127.0.0.1:{free_port()}"
