@@ -1,0 +1,107 @@
+"""Check on a GPU what the tests can only check on a CPU, and write one table.
+
+python -m benchmarks.check_gpu [--limit 480] [--only PATTERN ...] [--thorough] [--again] [--out FOLDER]
+
+Needs torch and torchvision only. Takes at most `--limit` seconds; a second start goes on with what has no result
+for this device, driver, PyTorch and commit. Exit status: 0 all passed, 1 a line failed, 3 none failed but some were
+not measured, 2 wrong usage or no GPU. `--device cpu` runs the same on two CPU workers and small models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+
+from benchmarks.check_gpu import table
+from benchmarks.check_gpu.launch import Launcher
+from benchmarks.check_gpu.lines import Bench, Line, Result
+from benchmarks.check_gpu.machine import ask, source_id
+from benchmarks.check_gpu.state import State, key_of
+from benchmarks.check_gpu.subjects import all_lines
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_TABLE_S = 5.0  # of the limit, kept for ending processes and writing the table
+_CPU_WORKERS = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = read_arguments(arguments)
+    deadline = time.monotonic() + options.limit - _TABLE_S
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    machine = ask(options.device)
+    if machine is None:
+        print("check_gpu: PyTorch sees no GPU; use --device cpu to see the command work without one", file=sys.stderr)
+        return 2
+    workers = options.workers or machine.devices or _CPU_WORKERS
+    bench = Bench(machine, workers, options.thorough, str(options.out.absolute()), source_id(_ROOT))
+    groups = {
+        group: chosen for group, lines in all_lines(bench).items() if (chosen := selected(lines, options.only))
+    }
+    if not groups:
+        print(f"check_gpu: no line matches --only {' '.join(options.only)}", file=sys.stderr)
+        return 2
+    state = State(options.out, key_of(bench))
+    if options.again:
+        state.forget({line.id for lines in groups.values() for line in lines})
+    run_all(groups, bench, state, deadline)
+    found = table.rows([line for lines in groups.values() for line in lines], state.results())
+    print(table.write(found, bench, options.out))
+    print(f"check_gpu: {table.summary(found)}", file=sys.stderr)
+    return table.exit_status(found)
+
+
+def run_all(groups: dict[tuple[str, int], list[Line]], bench: Bench, state: State, deadline: float) -> None:
+    """Measure what has no result yet, until the deadline or Ctrl-C."""
+    every = [line for lines in groups.values() for line in lines]
+    known = state.results()
+    progress = Progress(len(every), sum(line.id in known for line in every))
+    launcher = Launcher(bench, state, deadline, progress.show)
+    try:
+        for (batch, _), lines in groups.items():
+            left = [line for line in lines if line.id not in known]
+            if left and not launcher.late:
+                launcher.run(batch, left)
+                table.write(table.rows(every, state.results()), bench, Path(bench.folder))
+    except KeyboardInterrupt:
+        print("check_gpu: interrupted; the same command goes on from here", file=sys.stderr)
+
+
+class Progress:
+    """Prints each result as it becomes known."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+        if done:
+            print(f"check_gpu: {done} of {total} lines are known from before", file=sys.stderr)
+
+    def show(self, result: Result) -> None:
+        self.done += 1
+        text = f"[{self.done}/{self.total}] {result.verdict} {result.id}: {result.measured} ({result.seconds:.1f} s)"
+        print(text, file=sys.stderr, flush=True)
+
+
+def selected(lines: list[Line], patterns: list[str]) -> list[Line]:
+    """The lines whose id begins with, or matches, one of the patterns; all of them without any."""
+    return [line for line in lines if not patterns or any(fnmatch(line.id, f"{pattern}*") for pattern in patterns)]
+
+
+def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "benchmarks.check_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds for everything (480)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="lines that begin so: 'parity: *fp16'")
+    parser.add_argument("--thorough", action="store_true", help="all 108 forecasts of two models; raise --limit")
+    parser.add_argument("--again", action="store_true", help="forget the results of these lines first")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--workers", type=int, help="default: all GPUs, or two on a CPU")
+    parser.add_argument("--out", type=Path, default=Path("outputs/check_gpu"), help="results, logs and the table")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Every setting learns, step by step, what one unsharded float32 process learns on the CPU."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+from benchmarks.check_gpu.lines import Bench, Line, Measured
+from benchmarks.check_gpu.settings import Setting, trial, words
+from fsdp_lab.files import write_json
+
+STEPS = 6
+# A large step, and weight decay inside Adam's gradient: without it Adam forgives a gradient that is wrong by a factor.
+LEARNING: Setting = {"model": "vit_tiny", "optimizer.lr": 0.01, "optimizer.weight_decay": 0.1}
+
+# The same arithmetic in another order of summation. Measured on two gloo ranks: 1e-6.
+CPU_FP32 = 1e-5
+# Other kernels, and Adam divides by the root of small second moments, which amplifies rounding in the first steps.
+# TF32 is off. Not calibrated on a GPU yet.
+CUDA_FP32 = 1e-3
+# Eight (bfloat16) or eleven (float16) significant bits. Measured on two gloo ranks: see `tests/benchmarks`.
+HALF = 2e-2
+# A mistake has to lie outside of the tolerance that must find it by this factor.
+CONTROL_FACTOR = 3.0
+
+SHARDINGS: dict[str, Setting] = {
+    "ddp": {"sharding": "ddp"},
+    "per_block": {"sharding": "per_block"},
+    "root": {"sharding": "root"},
+    "per_layer": {"sharding": "per_layer"},
+    "size_based": {"sharding": "size_based", "sharding.min_num_params": 20000},
+}
+FEATURES: dict[str, Setting] = {
+    "accumulation": {"training.grad_accum_steps": 2},
+    "clipping": {"training.max_grad_norm": 0.1},
+    "activation checkpointing": {"activation_checkpointing": "full"},
+    "init=rank0": {"init": "rank0"},
+    "followed step": {"memory_profile": "peaks"},
+}
+PRECISIONS = ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
+CONTROLS: dict[str, Setting] = {
+    "control: gradients added up instead of averaged": {"sharding": "per_block"},
+    "control: learning rate 10 % too high": {"sharding": "per_block", "optimizer.lr": 0.011},
+    "control: learning rate doubled, fp16": {"sharding": "per_block", "precision": "fp16", "optimizer.lr": 0.02},
+}
+
+
+def settings(workers: int) -> Iterator[Setting]:
+    """Every setting once, the plainest first."""
+    resharding: list[Setting] = [{"reshard_after_forward": name} for name in ("default", "always", "never")]
+    sizes = [size for size in range(2, workers) if workers % size == 0][:1] or [workers] * (workers > 1)
+    resharding += [{"reshard_after_forward": "to_size", "reshard_after_forward.size": size} for size in sizes]
+    yield SHARDINGS["ddp"]
+    sharded = [value for name, value in SHARDINGS.items() if name != "ddp"]
+    for offload, sharding, reshard in product(("none", "cpu", "cpu_unpinned"), sharded, resharding):
+        yield {**sharding, "offload": offload, **reshard}
+    for sharding, precision in product(("ddp", "per_block"), PRECISIONS[1:]):
+        yield {**SHARDINGS[sharding], "precision": precision}
+    for sharding, feature in product(("ddp", "per_block"), FEATURES.values()):
+        yield {**SHARDINGS[sharding], **feature}
+    yield {**SHARDINGS["per_block"], "data.loader_workers": 1}
+    if workers >= 4 and workers % 2 == 0:
+        for sharding in sharded:
+            yield {**sharding, "sharding.dp_replicate": 2}
+
+
+def lines(bench: Bench) -> list[Line]:
+    cases = {words(case): case for case in settings(bench.workers)}
+    usual = [
+        Line("parity", name, bench.workers, f"losses within {tolerance(case, bench.cuda):g} of the reference", case)
+        for name, case in cases.items()
+    ]
+    controls = [
+        Line("parity", name, bench.workers, f"losses apart by {CONTROL_FACTOR:g} tolerances or more", case)
+        for name, case in CONTROLS.items()
+    ]
+    return [*usual[:2], *controls, *usual[2:]]
+
+
+def tolerance(case: Setting, cuda: bool) -> float:
+    if case.get("precision", "fp32") != "fp32":
+        return HALF
+    return CUDA_FP32 if cuda else CPU_FP32
+
+
+def full(case: Setting, workers: int) -> Setting:
+    """The case with its learning rate, batch and images."""
+    batch = 32 if 32 % (2 * workers) == 0 else 4 * workers
+    sizes = {"training.global_batch_size": batch, "data.num_train": STEPS * batch, "data.num_val": batch}
+    return {**LEARNING, **sizes, **case}
+
+
+def reference_key(line: Line) -> str:
+    """What of a case a float32 run on one process depends on; the other keys must change nothing."""
+    wanted = {**line.case, "optimizer.lr": LEARNING["optimizer.lr"]}
+    setting = {k: v for k, v in full(wanted, line.workers).items() if k.startswith(("model", "optimizer", "data.num"))}
+    for key in ("training.global_batch_size", "training.max_grad_norm"):
+        setting[key] = full(wanted, line.workers).get(key)
+    wrong = "sum" if "added up" in line.setting else ""
+    return json.dumps({"setting": setting, "wrong": wrong})
+
+
+def prepare(lines: Sequence[Line], bench: Bench) -> None:
+    """Train each distinct reference."""
+    from benchmarks.check_gpu.reference import train_unsharded
+
+    runs = {}
+    for key in dict.fromkeys(reference_key(line) for line in lines):
+        wanted = json.loads(key)
+        runs[key] = asdict(train_unsharded(trial(wanted["setting"]), wanted["wrong"]))
+    write_json(bench.prepared / f"references_x{lines[0].workers}.json", runs)
+
+
+def measure(line: Line, bench: Bench) -> Measured:
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = False  # of the first convolution; matrix products have it off by default
+    reference = json.loads((bench.prepared / f"references_x{line.workers}.json").read_text())[reference_key(line)]
+    losses, val_loss = run(full(line.case, line.workers))
+    expected = [*reference["losses"], reference["val_loss"]]
+    apart = max(abs(a - b) for a, b in zip([*losses, val_loss], expected, strict=True))
+    limit = tolerance(line.case, bench.cuda)
+    passed = apart >= CONTROL_FACTOR * limit if line.setting.startswith("control") else apart <= limit
+    return Measured(passed, f"apart by {apart:.1e}", {"apart": apart, "losses": losses, "reference": expected})
+
+
+def run(setting: Setting) -> tuple[list[float], float]:
+    """The loss of every step, and the validation loss."""
+    from benchmarks.keep import Keep
+    from fsdp_lab.training import train
+
+    losses: list[float] = []
+    keep = Keep()
+    with tempfile.TemporaryDirectory() as folder:
+        train(trial(setting), Path(folder), keep, losses.extend)
+    return losses, keep.metrics["val/loss"]

@@ -1,0 +1,83 @@
+"""The options of `conf/` that the check uses, as plain values: the machine with the GPU may have no YAML reader.
+
+A test compares them with the files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_lab.config import TrialConfig, from_dict, to_dict
+
+Setting = dict[str, Any]  # as typed on the command line: {"sharding": "root", "training.epochs": 1}
+
+
+def _precision(param: str, reduce: str) -> dict[str, Any]:
+    return {"param_dtype": param, "reduce_dtype": reduce, "loss_scaling": param == "float16"}
+
+
+def _vit(layers: int, heads: int, hidden: int, mlp: int) -> dict[str, Any]:
+    return {
+        "family": "vit", "image_size": 224, "num_channels": 3, "patch_size": 16, "num_layers": layers,
+        "num_heads": heads, "hidden_dim": hidden, "mlp_dim": mlp, "num_classes": 1000,
+    }  # fmt: skip
+
+
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "precision": {
+        "fp32": _precision("float32", "float32"),
+        "bf16": _precision("bfloat16", "bfloat16"),
+        "bf16_mixed": _precision("bfloat16", "float32"),
+        "fp16": _precision("float16", "float16"),
+        "fp16_mixed": _precision("float16", "float32"),
+        "grad_bf16": _precision("float32", "bfloat16"),
+    },
+    "model": {
+        "vit_tiny": {
+            "family": "vit", "image_size": 28, "num_channels": 1, "patch_size": 7, "num_layers": 4,
+            "num_heads": 2, "hidden_dim": 64, "mlp_dim": 128, "num_classes": 10,
+        },
+        "vit_b_16": _vit(12, 12, 768, 3072),
+        "vit_l_16": _vit(24, 16, 1024, 4096),
+    },
+    "sharding": {
+        **{name: {"granularity": name} for name in ("ddp", "root", "per_block", "per_layer")},
+        "size_based": {"granularity": "size_based", "min_num_params": None},
+    },
+    "offload": {name: {"target": name} for name in ("none", "cpu", "cpu_unpinned")},
+    "reshard_after_forward": {
+        **{name: {"policy": name} for name in ("always", "never", "default")},
+        "to_size": {"policy": "to_size", "size": None},
+    },
+}  # fmt: skip
+
+# Nothing but training: each subject switches on what it checks.
+BASE: Setting = {
+    "data.name": "synthetic",
+    "training.epochs": 1,
+    "checkpoint.mode": "off",
+    "export": False,
+    "memory_profile": "off",
+    "init": "meta",
+}
+
+
+def trial(setting: Setting) -> TrialConfig:
+    """`BASE` with `setting` on top: options of groups by their names, single keys with dots."""
+    values = to_dict(TrialConfig())
+    for key, value in {**BASE, **setting}.items():
+        if key in OPTIONS:
+            values[key].update(OPTIONS[key][value])
+            continue
+        *path, leaf = key.split(".")
+        node = values
+        for part in path:
+            node = node[part]
+        assert leaf in node, f"{key} is not a key of a trial"
+        node[leaf] = value
+    return from_dict(TrialConfig, values)
+
+
+def words(setting: Setting) -> str:
+    """As typed on the command line."""
+    return " ".join(f"{key}={value}" for key, value in setting.items())
