@@ -38,9 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     workers = options.workers or machine.devices or _CPU_WORKERS
     bench = Bench(machine, workers, options.thorough, str(options.out.absolute()), source_id(_ROOT))
-    groups = {
-        group: chosen for group, lines in all_lines(bench).items() if (chosen := selected(lines, options.only))
-    }
+    groups = {group: chosen for group, lines in all_lines(bench).items() if (chosen := selected(lines, options.only))}
     if not groups:
         print(f"check_gpu: no line matches --only {' '.join(options.only)}", file=sys.stderr)
         return 2

@@ -66,8 +66,9 @@ def attempt(line: Line, bench: Bench) -> tuple[Measured, bool]:
     except Exception as error:  # noqa: BLE001 - a line that fails is a result
         print(f"--- {line.id}", flush=True)
         traceback.print_exc()
-        if hasattr(subject(line.subject), "on_error"):
-            return subject(line.subject).on_error(line, bench, error), True  # type: ignore[attr-defined]
+        on_error = getattr(subject(line.subject), "on_error", None)
+        if on_error is not None and (measured := on_error(line, bench, error)) is not None:
+            return measured, True
         text = next((part for part in reversed(str(error).splitlines()) if part.strip()), "")
         return Measured(False, f"{type(error).__name__}: {text.strip()[:200]}"), True
 

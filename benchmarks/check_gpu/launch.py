@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.check_gpu.child import BEGUN
 from benchmarks.check_gpu.lines import FAIL, Bench, Line, Result
 from benchmarks.check_gpu.state import State
+from benchmarks.check_gpu.subjects import subject
 from fsdp_lab.files import write_json
 
 _LOOK_S = 0.2
@@ -44,9 +45,10 @@ class Launcher:
     def run(self, name: str, lines: Sequence[Line]) -> None:
         """Measure lines of one number of workers. Those left without a result were cut by the deadline."""
         left = {line.id: line for line in lines}
-        reason = self._prepare(name, lines)
+        needing = [line for line in lines if hasattr(subject(line.subject), "prepare")]
+        reason = self._prepare(name, needing) if needing else None
         if reason is not None:
-            self._fail_all(left, f"not prepared: {reason}")
+            self._fail_all({line.id: left.pop(line.id) for line in needing}, f"not prepared: {reason}")
         attempt = 0
         while left and not self.late:
             attempt += 1
@@ -144,10 +146,10 @@ def command(workers: int) -> list[str]:
 
 
 def environment_of(bench: Bench, workers: int) -> dict[str, str]:
-    """The threads that the product gives a worker, and no GPU for `--device cpu`."""
-    threads = min(MAX_OMP_THREADS, bench.cores_per_worker(workers))
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    return environment if bench.cuda else {**environment, "CUDA_VISIBLE_DEVICES": ""}
+    """The threads that the product gives a worker. On a CPU one, and no GPU: others may use the cores."""
+    if not bench.cuda:
+        return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, "OMP_NUM_THREADS": str(min(MAX_OMP_THREADS, bench.cores_per_worker(workers)))}
 
 
 def _child(what: str) -> list[str]:

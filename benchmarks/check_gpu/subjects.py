@@ -7,7 +7,9 @@ from importlib import import_module
 from benchmarks.check_gpu.lines import Bench, Line, Subject
 
 BATCHES: dict[str, tuple[str, ...]] = {
-    "numerics": ("parity",),
+    "numerics": ("parity", "scaling", "checkpoints"),
+    "memory": ("memory", "decoder", "oom", "snapshot"),
+    "speed": ("speed", "rates"),
 }
 
 

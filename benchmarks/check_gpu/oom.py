@@ -1,0 +1,67 @@
+"""Out of memory is an outcome of a trial, and leaves the process fit for the next one."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.check_gpu.lines import Bench, Line, Measured
+from benchmarks.check_gpu.settings import Setting, trial
+
+_GPU_BYTES = 512 * 2**20  # what the trial may have of a GPU: ViT-B's parameters and their gradients do not fit
+_SIZES: Setting = {
+    "training.global_batch_size": 8,
+    "data.num_train": 24,
+    "data.num_val": 8,
+    "memory_profile": "peaks",
+}
+# Its one weight has 784 * 2**40 numbers, more than any address: the allocator refuses and touches nothing.
+_NO_CPU: Setting = {
+    "model.family": "mlp", "model.num_layers": 1, "model.hidden_dim": 2**40, "model.mlp_dim": None,
+    "model.num_heads": None, "model.patch_size": None,
+}  # fmt: skip
+
+
+def lines(bench: Bench) -> list[Line]:
+    return [Line("oom", "too large, then small", 1, "outcome oom; then the small trial finishes")]
+
+
+def measure(line: Line, bench: Bench) -> Measured:
+    """On CUDA the allocator gets a small part of the device; on a CPU the trial wants more than there can be."""
+    import torch
+
+    if bench.cuda:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(_GPU_BYTES / total)
+    try:
+        large, why = outcome({**_SIZES, **({"model": "vit_b_16"} if bench.cuda else _NO_CPU)})
+        gc.collect()
+        if bench.cuda:
+            torch.cuda.empty_cache()
+        small, why_small = outcome({**_SIZES, "model": "vit_tiny"})
+    finally:
+        if bench.cuda:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    left = torch.cuda.memory_allocated() if bench.cuda else 0
+    text = f"outcome {large}, then {small}{': ' + why_small if why_small else ''}"
+    return Measured((large, small) == ("oom", "finished"), text, {"message": why, "left_bytes": left})
+
+
+def outcome(setting: Setting) -> tuple[str, str]:
+    """What the platform makes of the trial: `(status, message)`.
+
+    The status is what `fsdp_lab.engine.job.outcome_of` says, which cannot be imported here: it needs psutil.
+    """
+    from fsdp_lab.engine.files import read_failures
+    from fsdp_lab.engine.worker import FolderReporter, train_and_record
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with suppress(Exception):  # raised for the platform to try again; what counts is on disk
+            train_and_record(trial(setting), folder, 0, FolderReporter(folder, 0, "synthetic"))
+        failures = read_failures(folder)
+        if failures:
+            return failures[0]["kind"], failures[0]["message"]
+        return ("finished", "") if (folder / "metrics.jsonl").exists() else ("no outcome", "")
