@@ -21,7 +21,7 @@ from fsdp_lab.files import write_json
 
 _LOOK_S = 0.2
 _START_S = 120.0  # for a process to import PyTorch, take its device and begin its first line
-_PREPARE_S = 240.0
+_PREPARE_S = 300.0
 _TERM_S = 3.0
 MAX_OMP_THREADS = 16
 

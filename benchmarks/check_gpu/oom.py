@@ -46,6 +46,7 @@ def measure(line: Line, bench: Bench) -> Measured:
             torch.cuda.set_per_process_memory_fraction(1.0)
     left = torch.cuda.memory_allocated() if bench.cuda else 0
     text = f"outcome {large}, then {small}{': ' + why_small if why_small else ''}"
+    text += f", {left / 2**20:.0f} MiB left allocated" if bench.cuda else ""
     return Measured((large, small) == ("oom", "finished"), text, {"message": why, "left_bytes": left})
 
 
