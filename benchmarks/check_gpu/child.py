@@ -85,9 +85,14 @@ def give_back() -> None:
         torch.cuda.empty_cache()
 
 
+def end_with_parent(number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def main() -> None:
-    if sys.platform == "linux":  # torchrun starts its ranks in sessions of their own: they end with it all the same
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)  # torchrun starts its ranks in sessions of their own
     job = json.loads(Path(sys.argv[2]).read_text())
     {"prepare": prepare, "measure": measure}[sys.argv[1]](job)
     sys.stdout.flush()

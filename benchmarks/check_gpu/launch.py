@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from benchmarks.check_gpu.child import BEGUN
+from benchmarks.check_gpu.child import BEGUN, end_with_parent
 from benchmarks.check_gpu.lines import FAIL, Bench, Line, Result
 from benchmarks.check_gpu.state import State
 from benchmarks.check_gpu.subjects import subject
@@ -125,7 +126,12 @@ class _Child:
     def __enter__(self) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
-                self._arguments, stdout=out, stderr=out, env=self._environment, start_new_session=True
+                self._arguments,
+                stdout=out,
+                stderr=out,
+                env=self._environment,
+                start_new_session=True,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # torchrun ends its ranks then
             )
         return self._process
 
@@ -166,6 +172,6 @@ def _begun(path: Path) -> str:
 
 def _last_line(log: Path) -> str:
     """The last words of a process that look like an error, or its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip(" =-\n")]
+    errors = [line for line in lines if ("Error" in line or "Signal" in line) and "ChildFailedError" not in line]
     return (errors or lines or [f"no output, see {log.name}"])[-1][:300]
