@@ -3,8 +3,8 @@
 python -m benchmarks.check_gpu [--limit 480] [--only PATTERN ...] [--thorough] [--again] [--out FOLDER]
 
 Needs torch and torchvision only. Takes at most `--limit` seconds; a second start goes on with what has no result
-for this device, driver, PyTorch and commit. Exit status: 0 all passed, 1 a line failed, 3 none failed but some were
-not measured, 2 wrong usage or no GPU. `--device cpu` runs the same on two CPU workers and small models.
+for this device, driver, PyTorch and these sources. Exit status: 0 all passed, 1 a line failed, 3 none failed but some
+were not measured, 2 wrong usage or no GPU. `--device cpu` runs the same on two CPU workers and small models.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from pathlib import Path
 from benchmarks.check_gpu import table
 from benchmarks.check_gpu.launch import Launcher
 from benchmarks.check_gpu.lines import Bench, Line, Result
-from benchmarks.check_gpu.machine import ask, source_id
+from benchmarks.check_gpu.machine import ROOT, ask, digest
 from benchmarks.check_gpu.state import State, key_of
 from benchmarks.check_gpu.subjects import all_lines
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
 _TABLE_S = 5.0  # of the limit, kept for ending processes and writing the table
 _CPU_WORKERS = 2
 
@@ -37,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("check_gpu: PyTorch sees no GPU; use --device cpu to see the command work without one", file=sys.stderr)
         return 2
     workers = options.workers or machine.devices or _CPU_WORKERS
-    bench = Bench(machine, workers, options.thorough, str(options.out.absolute()), source_id(_ROOT))
+    bench = Bench(machine, workers, options.thorough, str(options.out.absolute()), digest(ROOT))
     groups = {group: chosen for group, lines in all_lines(bench).items() if (chosen := selected(lines, options.only))}
     if not groups:
         print(f"check_gpu: no line matches --only {' '.join(options.only)}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,26 +83,29 @@ def forecast(config: TrialConfig, workers: int, cuda: bool) -> dict[str, Any]:
     """The peak of the second step, as `fsdp_lab.forecast` finds it for the product's own step."""
     import warnings
 
+    from fsdp_lab.forecast.allocator import reserved_peak
+    from fsdp_lab.forecast.attention import cuda_attention
     from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
+    from fsdp_lab.forecast.fits import WORKSPACE_BYTES
     from fsdp_lab.forecast.forecast import materialize, unpinned
-    from fsdp_lab.training.memory import CUDA_BLOCK_BYTES, record_step
+    from fsdp_lab.training.memory import record_step
     from fsdp_lab.training.optimizer import build_optimizer
 
     device = ACCELERATOR if cuda else HOST
     with fake_world(workers, device) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build(unpinned(config), ranks, cuda)
-        with fake_tensors():
+        with fake_tensors(), cuda_attention() if cuda else nullcontext():
             materialize(model, HOST if offloaded(config) else device)
             move_buffers(model, device)
             optimizer = build_optimizer(model, config, workers)
             step(model, optimizer, tokens(cuda), device)
             batch = tokens(cuda)
-            block_bytes = CUDA_BLOCK_BYTES if cuda else 1
-            with record_step(model, optimizer, batch, device, block_bytes) as recorder:
+            with record_step(model, optimizer, batch, device) as recorder:
                 step(model, optimizer, batch, device)
-            peaks = recorder.finish().peaks
-    return {"peak_bytes": peaks["device"]["total"], "reserved_bytes": None, "peaks": peaks}
+            profile = recorder.finish()
+    reserved = reserved_peak(profile, [WORKSPACE_BYTES]) if cuda else None
+    return {"peak_bytes": profile.peaks["device"]["total"], "reserved_bytes": reserved, "peaks": profile.peaks}
 
 
 def offloaded(config: TrialConfig) -> bool:
@@ -118,7 +122,7 @@ def measure(line: Line, bench: Bench) -> Measured:
     import torch
 
     from fsdp_lab.training.distributed import setup_distributed
-    from fsdp_lab.training.memory import record_step
+    from fsdp_lab.training.memory import allocator_figures, record_step, start_clean
     from fsdp_lab.training.optimizer import build_optimizer
 
     ranks, config = setup_distributed(), trial(line.case)
@@ -131,10 +135,11 @@ def measure(line: Line, bench: Bench) -> Measured:
     batch = tokens(bench.cuda)
     if bench.cuda:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        start_clean(ranks.device)
         for _ in range(2):
             step(model, optimizer, batch, ranks.device)
-        metrics = allocator_peaks()
+        torch.cuda.synchronize()
+        metrics = {f"memory/{name}": value for name, value in allocator_figures(ranks.device).items()}
     else:
         with record_step(model, optimizer, batch, ranks.device) as recorder:
             step(model, optimizer, batch, ranks.device)
@@ -142,19 +147,3 @@ def measure(line: Line, bench: Bench) -> Measured:
     measured = judge(metrics, json.loads(_file(bench).read_text())[line.id], bench.cuda)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     return Measured(measured.passed, measured.text, {**metrics, **measured.figures, "num_params": num_params})
-
-
-def allocator_peaks() -> dict[str, float]:
-    """What tensors asked for at the peak, without the workspaces of cuBLAS, and what the allocator reserved."""
-    import torch
-
-    torch.cuda.synchronize()
-    stats = torch.cuda.memory_stats()
-    torch._C._cuda_clearCublasWorkspaces()
-    workspaces = stats["requested_bytes.all.current"] - torch.cuda.memory_stats()["requested_bytes.all.current"]
-    return {
-        "memory/peak_bytes": stats["requested_bytes.all.peak"] - workspaces,
-        "memory/workspace_bytes": workspaces,
-        "memory/active_bytes": stats["active_bytes.all.peak"],
-        "memory/reserved_bytes": stats["reserved_bytes.all.peak"],
-    }

@@ -24,7 +24,6 @@ _LOOK_S = 0.2
 _START_S = 120.0  # for a process to import PyTorch, take its device and begin its first line
 _PREPARE_S = 300.0
 _TERM_S = 3.0
-MAX_OMP_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def environment_of(bench: Bench, workers: int) -> dict[str, str]:
     """The threads that the product gives a worker. On a CPU one, and no GPU: others may use the cores."""
     if not bench.cuda:
         return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, "OMP_NUM_THREADS": str(min(MAX_OMP_THREADS, bench.cores_per_worker(workers)))}
+    return {**os.environ, "OMP_NUM_THREADS": str(bench.cores_per_worker(workers))}
 
 
 def _child(what: str) -> list[str]:

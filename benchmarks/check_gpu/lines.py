@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers
+
 PASS, FAIL, NOT_MEASURED = "pass", "FAIL", "not measured"
 
 
@@ -36,7 +38,7 @@ class Bench:
     workers: int
     thorough: bool
     folder: str
-    source: str  # the commit, or a digest of the sources
+    source: str  # a digest of the sources
 
     @property
     def cuda(self) -> bool:
@@ -48,11 +50,12 @@ class Bench:
         return Path(self.folder, "prepared", self.source)
 
     def cores_per_worker(self, workers: int) -> int:
-        return max(1, self.machine.cores // workers)
+        """What the product gives a worker by default: one on a CPU, else the GPU's share."""
+        return int(default_cpus_per_worker(self.machine.cores, workers if self.cuda else 0))
 
     def loader_workers(self, workers: int) -> int:
         """What the product uses by default: none on a CPU, whose cores train."""
-        return min(4, self.cores_per_worker(workers) - 1) if self.cuda else 0
+        return default_loader_workers(self.cuda, self.cores_per_worker(workers))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

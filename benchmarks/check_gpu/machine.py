@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from benchmarks.check_gpu.lines import Machine
+from fsdp_lab.hardware import driver, num_cpus
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 _ASK_S = 120.0  # a first `import torch` from a cold disk
 
 
@@ -37,13 +37,13 @@ def describe(device: str) -> dict[str, object]:
     if cuda and not torch.cuda.is_available():
         return {}
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cpus()
     return {
         "device": device,
         "name": properties[0].name if cuda else f"CPU ({platform.machine()}, {cores} cores)",
         "devices": len(properties),
         "cores": cores,
-        "driver": driver_version() if cuda else "-",
+        "driver": getattr(driver(), "version", "unknown") if cuda else "-",
         "capability": f"{properties[0].major}.{properties[0].minor}" if cuda else "-",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "-",
@@ -54,40 +54,21 @@ def describe(device: str) -> dict[str, object]:
     }
 
 
-def driver_version() -> str:
-    """By `nvidia-smi`, or by the driver's own library where that tool is not installed."""
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
-        command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
-        if answer.returncode == 0 and answer.stdout.strip():
-            return answer.stdout.split()[0]
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return "unknown"
-    text = ctypes.create_string_buffer(96)
-    if nvml.nvmlInit_v2() != 0 or nvml.nvmlSystemGetDriverVersion(text, len(text)) != 0:
-        return "unknown"
-    return text.value.decode()
-
-
-def source_id(root: Path) -> str:
-    """The commit; with changes that are not committed, or without git, a digest of the sources too."""
+def commit(root: Path) -> str:
+    """The commit, `+changes` where the sources are others; "unknown" without git."""
     git = ["git", "-C", str(root)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run(
             [*git, "status", "--porcelain", "--", "fsdp_lab", "benchmarks"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return f"no-git-{digest(root)}"
-    name = commit.stdout.strip()
-    return f"{name}-{digest(root)}" if changes.stdout.strip() else name
+        return "unknown"
+    return name.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
 def digest(root: Path) -> str:
-    """Of every Python file that takes part."""
+    """Of every Python file that takes part: another commit with the same sources measures the same."""
     import hashlib
 
     sha = hashlib.sha256()

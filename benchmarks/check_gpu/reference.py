@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.training.data import as_model_takes_them, synthetic
+from fsdp_lab.training.data import scale_and_resize, synthetic
 from fsdp_lab.training.models import model_spec
 from fsdp_lab.training.weights import draw
 
@@ -42,7 +42,7 @@ def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
     generator = torch.Generator().manual_seed(config.training.seed * 1_000_003)
     losses = []
     for index in torch.randperm(len(train), generator=generator)[: len(train) // batch * batch].split(batch):
-        images = as_model_takes_them(train.images[index % len(train.images)], config.model)
+        images = scale_and_resize(train.images[index % len(train.images)], config.model)
         each = F.cross_entropy(model(images), train.labels[index], reduction="none")
         optimizer.zero_grad()
         {"sum": 2 * each.mean(), "one_rank": each[: batch // 2].mean()}.get(wrong, each.mean()).backward()
@@ -53,7 +53,7 @@ def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
     val = synthetic(config.data.num_val, config.model, 1)
     with torch.no_grad():
         index = torch.arange(len(val)) % len(val.images)
-        logits = model.eval()(as_model_takes_them(val.images[index], config.model))
+        logits = model.eval()(scale_and_resize(val.images[index], config.model))
     return Run(losses, F.cross_entropy(logits, val.labels).item())
 
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.check_gpu.lines import FAIL, NOT_MEASURED, Bench, Line, Result
+from benchmarks.check_gpu.machine import ROOT, commit
 from fsdp_lab.files import write_text
 
 HEAD = ("check", "setting", "workers", "expected", "measured", "verdict", "seconds")
@@ -40,7 +41,8 @@ def about(bench: Bench) -> str:
         "NCCL": m.nccl,
         "cuDNN": m.cudnn,
         "Python": m.python,
-        "commit": bench.source,
+        "commit": commit(ROOT),
+        "digest of the sources": bench.source,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
     return "\n".join(f"- {name}: {value}" for name, value in parts.items())

@@ -259,7 +259,6 @@ class MemoryProfile:
         self._cuda = ranks.device.type == "cuda"
         self._followed: dict[str, float] = {}
         self._steps_after = 0
-        self._workspaces: int | None = None
         if self.detail is not Detail.off:
             start_clean(ranks.device)
 
@@ -292,7 +291,7 @@ class MemoryProfile:
                     torch.cuda.memory._record_memory_history(enabled=None)
         if self._cuda and not self.tracks():
             # Following may hold more than training does, and with compile the step ran eagerly.
-            self._followed = allocator_peaks(self.ranks.device)
+            self._followed = allocator_figures(self.ranks.device)
             start_clean(self.ranks.device)
 
     def step_done(self) -> None:
@@ -329,15 +328,8 @@ class MemoryProfile:
         return self._figures
 
     def _allocator_figures(self, explained: float) -> dict[str, float]:
-        peaks = allocator_peaks(self.ranks.device) if self._steps_after or not self._followed else self._followed
-        if self._workspaces is None:  # they stay as they are once the first step has taken them
-            self._workspaces = free_cublas_workspaces(self.ranks.device)
-        figures = {"active_bytes": peaks["active_bytes"], "reserved_bytes": peaks["reserved_bytes"]}
-        if self._workspaces is not None:
-            figures["workspace_bytes"] = float(self._workspaces)
-        figures["peak_bytes"] = peaks["requested_bytes"] - (self._workspaces or 0)
-        figures["other_bytes"] = figures["peak_bytes"] - explained
-        return figures
+        figures = self._followed if self._followed and not self._steps_after else allocator_figures(self.ranks.device)
+        return {**figures, "other_bytes": figures["peak_bytes"] - explained}
 
 
 def start_clean(device: torch.device) -> None:
@@ -349,10 +341,18 @@ def start_clean(device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
 
 
-def allocator_peaks(device: torch.device) -> dict[str, float]:
-    """The most bytes since the last reset: requested, in blocks (active), and taken from the GPU (reserved)."""
+def allocator_figures(device: torch.device) -> dict[str, float]:
+    """The most bytes of a GPU's allocator since the last reset.
+
+    `peak_bytes` were requested, `active_bytes` are the blocks for them, `reserved_bytes` were taken from the GPU.
+    `workspace_bytes` are cuBLAS's, left out of the first; without that key PyTorch does not tell them apart.
+    """
     stats = torch.cuda.memory_stats(device)
-    return {name: float(stats[f"{name}.all.peak"]) for name in ("requested_bytes", "active_bytes", "reserved_bytes")}
+    figures = {f"{name}_bytes": float(stats[f"{name}_bytes.all.peak"]) for name in ("active", "reserved")}
+    workspaces = free_cublas_workspaces(device)
+    if workspaces is not None:
+        figures["workspace_bytes"] = float(workspaces)
+    return {"peak_bytes": float(stats["requested_bytes.all.peak"]) - (workspaces or 0), **figures}
 
 
 def main_settings(config: TrialConfig) -> dict[str, str]:
