@@ -196,6 +196,7 @@ def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_setting_that_keeps_every_parameter_unsharded_is_named(tmp_path: Path):
     """With two workers, as one has nothing to shard."""
     ray = (
@@ -401,6 +402,7 @@ def test_a_webhook_that_is_down_or_refuses_changes_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_nights_by_the_schedule(schedule: Scheduled):
     """A night that was missed while nothing ran is run once, the next at its minute; then SIGTERM is a clean end."""
     process, folder, started = schedule.process, schedule.folder, schedule.started
