@@ -304,6 +304,9 @@ class Sweep:
         if state.status != "interrupted":
             self.tracker.recorded(state.run)
 
+    def say(self, text: str) -> None:
+        self.console.say(text)
+
     def say_once(self, text: str) -> None:
         if text not in self.notes_told:
             self.notes_told.add(text)

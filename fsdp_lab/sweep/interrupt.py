@@ -9,22 +9,30 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fsdp_lab.engine import cluster as engine
 
-if TYPE_CHECKING:
-    from fsdp_lab.sweep.driver import Sweep
-
 INTERRUPTED = 130
 _LIMIT_S = 8.0  # then what hangs is left behind
+
+
+class Closable(Protocol):
+    """The sweep, as far as its end is concerned."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def say(self, text: str) -> None: ...
+
+    def close(self, interrupted: bool) -> int: ...
 
 
 class Deadline:
     """From the first interrupt on: whatever hangs, this process has recorded what it knows and is gone in time."""
 
     def __init__(self) -> None:
-        self.sweep: Sweep | None = None
+        self.sweep: Closable | None = None
         self.lost: str | None = None  # a server of Ray's that ended by itself
         self._begun = False
         self.over = threading.Event()
@@ -54,7 +62,7 @@ class Deadline:
         while not self.over.wait(2.0) and time.monotonic() < until:
             if self.closing and self.sweep is not None and not told:
                 told = True
-                self.sweep.console.say(f"MLflow and Ray are still being told; it ends within {_LIMIT_S:g} s")
+                self.sweep.say(f"MLflow and Ray are still being told; it ends within {_LIMIT_S:g} s")
             if not self.closing:  # what was raised at the first signal was swallowed: by a destructor, say
                 os.kill(os.getpid(), signal.SIGINT)
         if not self.over.is_set():

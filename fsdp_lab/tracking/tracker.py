@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -77,8 +78,10 @@ class Tracker:
     memory, and are sent when it answers again; `settle` says how many still wait in the end. The next `resume`
     sends those: `find_runs` says what is there, and what is told again is not written twice.
 
-    A run is named by a handle, which is its id as soon as it has one: see `run_id`. Belongs to one thread: the
-    driver's.
+    A run is named by a handle, which is its id as soon as it has one: see `run_id`.
+
+    Belongs to the driver's thread. The thread that ends an interrupted sweep in time may call it too: while the
+    driver's hangs in a write, what the other one adds waits behind it.
     """
 
     def __init__(self, tracking: TrackingConfig, on_problem: Callable[[str], None] = _to_stderr) -> None:
@@ -87,6 +90,7 @@ class Tracker:
         self._client: MlflowClient | None = None
         self._experiment_id = ""
         self._waiting: deque[_Write] = deque()
+        self._sending = threading.Lock()  # held by the one thread that sends
         self._silent_until = 0.0  # time.monotonic(): no attempt before it
         self._pause_s = _FIRST_PAUSE_S
         self._told: set[str] = set()
@@ -339,7 +343,15 @@ class Tracker:
         self._send()
 
     def _send(self) -> None:
-        """Do what waits, in order. A store that is away is left alone for a while, a refusal is told and left out."""
+        """Do what waits, in order, unless another thread is at it."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._send_in_order()
+            finally:
+                self._sending.release()
+
+    def _send_in_order(self) -> None:
+        """A store that is away is left alone for a while, a refusal is told and left out."""
         assert self._client is not None
         while self._waiting and time.monotonic() >= self._silent_until:
             write = self._waiting[0]
@@ -362,6 +374,9 @@ class Tracker:
                     return
                 self._refused.add(write.run)
                 self._tell(write.what, f"tracking.uri={uri}: MLflow did not take {write.what} ({reason}).")
+            except BaseException:  # an interrupt: the write may have got through
+                write.tried = True
+                raise
             self._waiting.popleft()
             self._pause_s = _FIRST_PAUSE_S
             if not self._waiting and "away" in self._told:

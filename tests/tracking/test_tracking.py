@@ -7,6 +7,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -415,6 +416,47 @@ def test_what_seemed_to_fail_and_got_through_is_not_written_twice(opened: Tracke
     assert {number: (run.handle, run.status, run.recorded) for number, run in found.items()} == {
         "3": (run_id, "finished", True)
     }
+
+
+def test_an_interrupt_in_the_middle_of_a_write_makes_no_second_run(opened: Tracker, tmp_path: Path) -> None:
+    """The store has got the run, and Ctrl-C came before its answer: what follows looks for it first."""
+    client = opened._client
+    assert client is not None
+    create, calls = client.create_run, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(create(*args, **kwargs))
+        raise KeyboardInterrupt
+
+    client.create_run = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        opened.start_trial("t", [], tmp_path, None, "night", "3")
+    assert opened.settle(10) == 0
+    assert list(opened.find_runs("night")) == ["3"] and len(calls) == 1
+
+
+def test_while_one_thread_hangs_in_a_write_another_sends_nothing(opened: Tracker, tmp_path: Path) -> None:
+    """As at the deadline of an interrupt: what is added then waits, and nothing is sent twice."""
+    client = opened._client
+    assert client is not None
+    create, hangs, goes_on, calls = client.create_run, threading.Event(), threading.Event(), []
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        calls.append(threading.current_thread().name)
+        hangs.set()
+        assert goes_on.wait(60)
+        return create(*args, **kwargs)
+
+    client.create_run = hang
+    driver = threading.Thread(target=lambda: opened.start_trial("t", [], tmp_path, None, "night", "3"), name="driver")
+    driver.start()
+    assert hangs.wait(60)
+    opened.start_sweep("night", tmp_path, "command", 1, "night")
+    assert opened.settle(0.0) == 2
+    goes_on.set()
+    driver.join(60)
+    assert opened.settle(10) == 0
+    assert calls == ["driver", "driver"] and set(opened.find_runs("night")) == {"", "3"}
 
 
 def test_a_server_is_written_to_and_its_death_is_told_once(

@@ -1,0 +1,56 @@
+"""The deadline of an interrupt, in a process of its own, which it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+# A store whose client hangs, whatever signal comes, as one in native code does.
+_HANGS = """
+import os, threading, time
+from contextlib import suppress
+from pathlib import Path
+from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.sweep import interrupt
+from fsdp_lab.tracking import Tracker
+
+class Client:
+    def create_run(self, *args, **kwargs):
+        print("create_run by", threading.current_thread().name, flush=True)
+        while True:
+            with suppress(KeyboardInterrupt):
+                time.sleep(60)
+
+class Sweep:
+    closed = False
+    def say(self, text):
+        print(text, flush=True)
+    def close(self, interrupted):
+        self.closed = True
+        print("to go on: resume", flush=True)
+        tracker.finish("handle", "interrupted")
+        print("unsent", tracker.settle(0.0), flush=True)
+
+interrupt._LIMIT_S = 3.0
+tracker = Tracker(TrackingConfig())
+tracker._client = Client()
+with interrupt.interruptible() as deadline:
+    deadline.sweep = Sweep()
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), 2)).start()
+    tracker.start_trial("t", [], Path("."), None)
+"""
+
+
+def test_a_deadline_in_the_middle_of_a_store_write_ends_in_time_and_sends_nothing_twice() -> None:
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _HANGS], cwd=Path(ROOT), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.count("create_run by MainThread") == 1 and done.stdout.count("create_run by") == 1
+    assert "to go on: resume" in done.stdout and "unsent 2" in done.stdout
+    assert time.monotonic() - begun < 30
