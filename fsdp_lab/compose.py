@@ -131,7 +131,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
             continue
         group = override.key_or_group
         raise ConfigError(
-            f"{override.input_line}: {group} is a group, and takes the name of an option. Choose one of: "
+            f"{override.input_line} is not an option: {group} is a group, and takes a name. Choose one of: "
             f"{', '.join(options_of(group))}."
         )
 

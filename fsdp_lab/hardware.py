@@ -10,21 +10,30 @@ import ctypes
 import importlib.util
 import os
 import re
+import shutil
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _LIBRARY = "libnvidia-ml.so.1"
 _TEXT_BYTES = 96  # NVML's longest: a device's name or UUID
 _MAX_CPUS_PER_WORKER = 16
 _MAX_LOADER_WORKERS = 4
+_LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB where nobody asks for more
 # Cores that a launcher gave to this process; see `worker_cpus`.
 WORKER_CPUS = "FSDP_LAB_WORKER_CPUS"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as CUDA counts them: a GPU, or a MIG instance of one. `index`: NVML's, of the whole GPU."""
+    """A device as CUDA counts them: a GPU, or a MIG instance of one.
+
+    `index`: NVML's, of the whole GPU. `uuid` and `name` are "" and `memory_bytes`, what CUDA may have of it, is 0 where
+    the driver does not say.
+    """
 
     index: int
     uuid: str
@@ -47,6 +56,18 @@ class _Physical:
     gpu: Gpu
     mig: bool
     instances: tuple[Gpu, ...] = ()
+
+
+class _MemoryInfo(ctypes.Structure):
+    """`nvmlMemory_v2_t`."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("total", ctypes.c_ulonglong),
+        ("reserved", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class _NvmlError(Exception):
@@ -97,13 +118,27 @@ class _Nvml:
         return handle
 
     def memory(self, handle: ctypes.c_void_p) -> int:
-        total_free_used = (ctypes.c_ulonglong * 3)()
-        self.call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(total_free_used))
-        return int(total_free_used[0])
+        """What CUDA may have of it: the second form tells what the driver keeps for itself."""
+        info = _MemoryInfo(version=ctypes.sizeof(_MemoryInfo) | 2 << 24)
+        try:
+            self.call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(info))
+            return int(info.total - info.reserved)
+        except _NvmlError:  # an older driver
+            total_free_used = (ctypes.c_ulonglong * 3)()
+            self.call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(total_free_used))
+            return int(total_free_used[0])
 
     def gpu(self, index: int, handle: ctypes.c_void_p) -> Gpu:
-        uuid, name = self.text("nvmlDeviceGetUUID", handle), self.text("nvmlDeviceGetName", handle)
-        return Gpu(index, uuid, name, self.memory(handle))
+        """A GPU counts also where a container is not told its name, UUID or memory."""
+        found: dict[str, Any] = {"uuid": "", "name": "", "memory_bytes": 0}
+        for key, ask in (
+            ("uuid", lambda: self.text("nvmlDeviceGetUUID", handle)),
+            ("name", lambda: self.text("nvmlDeviceGetName", handle)),
+            ("memory_bytes", lambda: self.memory(handle)),
+        ):
+            with suppress(_NvmlError):
+                found[key] = ask()
+        return Gpu(index, **found)
 
     def physical(self, index: int) -> _Physical:
         handle = self.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
@@ -234,8 +269,19 @@ def default_cpus_per_worker(cpus: float, gpus: int) -> float:
 
 def default_loader_workers(cuda: bool, cpus_per_worker: float) -> int:
     """Processes that prepare a worker's images: none on a CPU, whose cores all compute; on a GPU one for each core
-    but that of the worker itself, 4 at most."""
-    return max(0, min(_MAX_LOADER_WORKERS, int(cpus_per_worker) - 1)) if cuda else 0
+    but that of the worker itself, 4 at most. None either where shared memory, through which they hand over images, is
+    as small as Docker makes it: what does not fit kills them."""
+    if not cuda or shared_memory() < _LEAST_SHARED_MEMORY:
+        return 0
+    return max(0, min(_MAX_LOADER_WORKERS, int(cpus_per_worker) - 1))
+
+
+def shared_memory() -> int:
+    """The bytes of /dev/shm; as much as can be where there is none."""
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return sys.maxsize
 
 
 def worker_cpus() -> float:

@@ -47,24 +47,38 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
     Device *d = &devices[index][7]; d->gpu = index; d->instance = -1; *handle = d;
     return 0;
 }
+/* FAKE_NVML_SILENT: a container that may count GPUs and nothing more. */
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned length) {
     Device *d = handle;
+    if (getenv("FAKE_NVML_SILENT")) return 4;  /* NVML_ERROR_NO_PERMISSION */
     if (d->instance < 0) snprintf(text, length, "GPU-%d%dcafe00-0000-0000-0000-00000000000%d", d->gpu, d->gpu, d->gpu);
     else snprintf(text, length, "MIG-%d%dbeef00-0000-0000-0000-00000000000%d", d->gpu, d->instance, d->gpu);
     return 0;
 }
 int nvmlDeviceGetName(void *handle, char *text, unsigned length) {
     Device *d = handle;
+    if (getenv("FAKE_NVML_SILENT")) return 4;
     snprintf(text, length, d->instance < 0 ? "NVIDIA H200" : "NVIDIA H200 MIG 1g.18gb");
     return 0;
 }
 /* FAKE_NVML_MIB="143771,81559": of each GPU; the last counts for all after it. */
 int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
     Device *d = handle;
+    if (getenv("FAKE_NVML_SILENT")) return 4;
     const char *at = getenv("FAKE_NVML_MIB");
     for (int gpu = d->gpu; at && gpu > 0 && strchr(at, ','); gpu--) at = strchr(at, ',') + 1;
     memory->total = (d->instance < 0 ? (at && *at ? atoll(at) : 143771) : 18 << 10) << 20;
     memory->free = memory->total; memory->used = 0;
+    return 0;
+}
+/* FAKE_NVML_RESERVED_MIB: what the driver keeps of each GPU; without it NVML is too old to say. */
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory2;
+int nvmlDeviceGetMemoryInfo_v2(void *handle, Memory2 *memory) {
+    const char *reserved = getenv("FAKE_NVML_RESERVED_MIB");
+    if (!reserved || memory->version != (sizeof(Memory2) | 2 << 24)) return 3;
+    Memory plain;
+    nvmlDeviceGetMemoryInfo(handle, &plain);
+    memory->total = plain.total; memory->reserved = (unsigned long long)atoll(reserved) << 20;
     return 0;
 }
 int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending) {

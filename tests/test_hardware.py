@@ -13,6 +13,7 @@ import pytest
 from fsdp_lab import hardware
 from fsdp_lab.config import UserError
 from fsdp_lab.config.checks import check_driver, default_num_workers
+from fsdp_lab.forecast.fits import gpu_memory
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
 from tests.nvml import variables
 
@@ -208,8 +209,25 @@ def test_default_cpus_per_worker(cpus: float, gpu_count: int, expected: float):
     [(False, 1, 0), (False, 16, 0), (True, 0.5, 0), (True, 1, 0), (True, 2, 1), (True, 3.5, 2), (True, 5, 4),
      (True, 16, 4)],
 )  # fmt: skip
-def test_default_loader_workers(cuda: bool, cpus: float, expected: int):
+def test_default_loader_workers(cuda: bool, cpus: float, expected: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hardware, "shared_memory", lambda: 2**30)
     assert default_loader_workers(cuda, cpus) == expected
+
+
+def test_without_shared_memory_no_process_hands_over_images(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hardware, "shared_memory", lambda: 64 * 2**20)  # Docker's default
+    assert default_loader_workers(True, 16) == 0
+
+
+def test_what_the_driver_keeps_for_itself_is_not_cudas(fake_nvml: Callable[..., None]):
+    fake_nvml(gpus=1, mib="143771", reserved_mib=600)
+    assert gpus()[0].memory_bytes == (143771 - 600) * 2**20
+
+
+def test_a_gpu_counts_where_nothing_more_is_told(fake_nvml: Callable[..., None]):
+    fake_nvml(gpus=2, silent=1)
+    assert [(gpu.index, gpu.name, gpu.memory_bytes) for gpu in gpus()] == [(0, "", 0), (1, "", 0)]
+    assert gpu_memory() is None
 
 
 def test_the_cores_of_a_worker(monkeypatch: pytest.MonkeyPatch):

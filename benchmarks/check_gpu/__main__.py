@@ -10,6 +10,7 @@ were not measured, 2 wrong usage or no GPU. `--device cpu` runs the same on two 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from benchmarks.check_gpu.machine import ROOT, ask, digest
 from benchmarks.check_gpu.state import State, key_of
 from benchmarks.check_gpu.subjects import all_lines
 
-_TABLE_S = 5.0  # of the limit, kept for ending processes and writing the table
+_TABLE_S = 10.0  # of the limit, kept for ending processes and writing the table
 _CPU_WORKERS = 2
 
 
@@ -31,9 +32,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = read_arguments(arguments)
     deadline = time.monotonic() + options.limit - _TABLE_S
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    if importlib.util.find_spec("torch") is None:
+        print(
+            f"check_gpu: {sys.executable} has no PyTorch; use a Python with torch and torchvision, for example: make "
+            "check-gpu PYTHON=.venv/bin/python",
+            file=sys.stderr,
+        )
+        return 2
     machine = ask(options.device)
     if machine is None:
-        print("check_gpu: PyTorch sees no GPU; use --device cpu to see the command work without one", file=sys.stderr)
+        print("check_gpu: PyTorch sees no GPU; --device cpu runs the command without one", file=sys.stderr)
         return 2
     workers = options.workers or machine.devices or _CPU_WORKERS
     bench = Bench(machine, workers, options.thorough, str(options.out.absolute()), digest(ROOT))
@@ -64,7 +72,7 @@ def run_all(groups: dict[tuple[str, int], list[Line]], bench: Bench, state: Stat
                 launcher.run(batch, left)
                 table.write(table.rows(every, state.results()), bench, Path(bench.folder))
     except KeyboardInterrupt:
-        print("check_gpu: interrupted; the same command goes on from here", file=sys.stderr)
+        print("check_gpu: interrupted; the same command resumes here", file=sys.stderr)
 
 
 class Progress:
@@ -73,7 +81,7 @@ class Progress:
     def __init__(self, total: int, done: int) -> None:
         self.total, self.done = total, done
         if done:
-            print(f"check_gpu: {done} of {total} lines are known from before", file=sys.stderr)
+            print(f"check_gpu: {done} of {total} checks already have a result (--again repeats them)", file=sys.stderr)
 
     def show(self, result: Result) -> None:
         self.done += 1
@@ -86,17 +94,35 @@ def selected(lines: list[Line], patterns: list[str]) -> list[Line]:
     return [line for line in lines if not patterns or any(fnmatch(line.id, f"{pattern}*") for pattern in patterns)]
 
 
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "benchmarks.check_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds for everything (480)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="lines that begin so: 'parity: *fp16'")
+    parser.add_argument("--limit", type=positive, default=480.0, help="seconds for everything (480)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="only checks whose name starts with a pattern: 'parity:*fp16'",
+    )
     parser.add_argument("--thorough", action="store_true", help="all 108 forecasts of two models; raise --limit")
     parser.add_argument("--again", action="store_true", help="forget the results of these lines first")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--workers", type=int, help="default: all GPUs, or two on a CPU")
-    parser.add_argument("--out", type=Path, default=Path("outputs/check_gpu"), help="results, logs and the table")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (cuda)")
+    parser.add_argument("--workers", type=positive, help="default: all GPUs, or two on a CPU")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/check_gpu"),
+        help="folder of results, logs and the table (outputs/check_gpu)",
+    )
     return parser.parse_args(arguments)
 
 

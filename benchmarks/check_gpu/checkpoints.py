@@ -67,13 +67,14 @@ def measure_contexts(line: Line) -> Measured:
     import torch
     import torch.distributed as dist
 
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    if has_context is None:
-        return Measured(False, "this PyTorch cannot tell which GPUs a process holds")
+    from fsdp_lab.training.torch_private import gpus_with_context
+
     with tempfile.TemporaryDirectory() as folder:
         train_in(Path(shared_name(folder)), "async", line, epochs=1)
-    own = torch.cuda.current_device()
+    held = gpus_with_context()
+    if held is None:
+        return Measured(False, "this PyTorch cannot tell which GPUs a process holds")
     others: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(others, [i for i in range(torch.cuda.device_count()) if i != own and has_context(i)])
+    dist.all_gather_object(others, [i for i in held if i != torch.cuda.current_device()])
     found = {rank: devices for rank, devices in enumerate(others) if devices}
     return Measured(not found, f"{found or 'none'}", {"by_rank": others})

@@ -69,19 +69,26 @@ def attempt(line: Line, bench: Bench) -> tuple[Measured, bool]:
         on_error = getattr(subject(line.subject), "on_error", None)
         if on_error is not None and (measured := on_error(line, bench, error)) is not None:
             return measured, True
-        text = next((part for part in reversed(str(error).splitlines()) if part.strip()), "")
-        return Measured(False, f"{type(error).__name__}: {text.strip()[:200]}"), True
+        return Measured(False, cause(error)), True
+
+
+def cause(error: BaseException) -> str:
+    """The error's type and first line: of CUDA's five lines the last ones are general advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
 def give_back() -> None:
     """Leave nothing on the device to the next line."""
     import torch
 
+    from fsdp_lab.training.torch_private import free_cublas_workspaces
+
     gc.collect()
     if torch.cuda.is_available():
         torch.backends.cudnn.allow_tf32 = True
         torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
+        free_cublas_workspaces(torch.device("cuda", torch.cuda.current_device()))
         torch.cuda.empty_cache()
 
 

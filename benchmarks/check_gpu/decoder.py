@@ -84,10 +84,10 @@ def forecast(config: TrialConfig, workers: int, cuda: bool) -> dict[str, Any]:
     import warnings
 
     from fsdp_lab.forecast.allocator import reserved_peak
-    from fsdp_lab.forecast.attention import cuda_attention
     from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
     from fsdp_lab.forecast.fits import WORKSPACE_BYTES
     from fsdp_lab.forecast.forecast import materialize, unpinned
+    from fsdp_lab.forecast.kernels import cuda_kernels
     from fsdp_lab.training.memory import record_step
     from fsdp_lab.training.optimizer import build_optimizer
 
@@ -95,7 +95,7 @@ def forecast(config: TrialConfig, workers: int, cuda: bool) -> dict[str, Any]:
     with fake_world(workers, device) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build(unpinned(config), ranks, cuda)
-        with fake_tensors(), cuda_attention() if cuda else nullcontext():
+        with fake_tensors(), cuda_kernels() if cuda else nullcontext():
             materialize(model, HOST if offloaded(config) else device)
             move_buffers(model, device)
             optimizer = build_optimizer(model, config, workers)
@@ -104,7 +104,7 @@ def forecast(config: TrialConfig, workers: int, cuda: bool) -> dict[str, Any]:
             with record_step(model, optimizer, batch, device) as recorder:
                 step(model, optimizer, batch, device)
             profile = recorder.finish()
-    reserved = reserved_peak(profile, [WORKSPACE_BYTES]) if cuda else None
+    reserved = reserved_peak(profile, True, [WORKSPACE_BYTES]) if cuda else None
     return {"peak_bytes": profile.peaks["device"]["total"], "reserved_bytes": reserved, "peaks": profile.peaks}
 
 

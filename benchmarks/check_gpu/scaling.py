@@ -14,10 +14,13 @@ GROWTH_INTERVAL = 10
 CLOSE = 0.05
 FALLEN = 0.7  # the last loss over the first: 64 images are soon known by heart
 _LAST = 20
+SKIPPED = 2  # steps that may be skipped on one side only
 
 
 def lines(bench: Bench) -> list[Line]:
-    expected = f"finite and falling; skipped steps, scale and loss (within {CLOSE:.0%}) as with offload=none"
+    expected = (
+        f"finite and falling; skipped steps (±{SKIPPED}), scale (×2) and loss (within {CLOSE:.0%}) as with offload=none"
+    )
     return [Line("scaling", "precision=fp16 offload=cpu", bench.workers, expected, limit_s=180.0)]
 
 
@@ -26,7 +29,8 @@ def measure(line: Line, bench: Bench) -> Measured:
     finite = all(abs(loss) < float("inf") for loss in host["losses"])  # false for NaN too
     first, last, other = host["losses"][0], mean_of_last(host["losses"]), mean_of_last(device["losses"])
     falling = last < FALLEN * first
-    same = (host["skipped"], host["scale"]) == (device["skipped"], device["scale"])
+    # CPU and GPU round differently, so a step near the limit may overflow on one side only.
+    same = abs(host["skipped"] - device["skipped"]) <= SKIPPED and 0.5 <= host["scale"] / device["scale"] <= 2
     close = abs(last - other) <= CLOSE * first
     text = (
         f"loss {first:.3f} to {last:.3f} (offload=none {other:.3f}), skipped {host['skipped']:.0f} "

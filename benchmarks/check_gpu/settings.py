@@ -54,6 +54,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 # Nothing but training: each subject switches on what it checks.
 BASE: Setting = {
     "data.name": "synthetic",
+    "data.loader_workers": 0,
     "training.epochs": 1,
     "checkpoint.mode": "off",
     "export": False,

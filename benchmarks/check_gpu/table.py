@@ -43,7 +43,7 @@ def about(bench: Bench) -> str:
         "Python": m.python,
         "commit": commit(ROOT),
         "digest of the sources": bench.source,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "table written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
     return "\n".join(f"- {name}: {value}" for name, value in parts.items())
 

@@ -129,6 +129,14 @@ def install_set(arguments: argparse.Namespace) -> int:
     if manifest is None:
         print(f"staged in {folder}; missing: {MANIFEST}, which names the other parts", file=sys.stderr)
         return 3
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if arguments.target and (packed_for := manifest.about.get("python", here)) != here:
+        print(
+            f"these wheels are for Python {packed_for}, and this is Python {here}; pack them again with: "
+            f"make gpu-wheels ARGS='--python {here}'",
+            file=sys.stderr,
+        )
+        return 2
     missing = [part.name for part in manifest.parts if not (folder / part.name).is_file()]
     if missing:
         arrived = len(manifest.parts) - len(missing)
@@ -152,12 +160,21 @@ def install_set(arguments: argparse.Namespace) -> int:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.check_gpu_ray.install",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("parts", nargs="+", type=Path, metavar="PARTS")
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--target", type=Path, help="a folder for PYTHONPATH")
     place.add_argument("--venv", type=Path, help="an existing virtual environment")
-    parser.add_argument("--staging", type=Path, default=Path(tempfile.gettempdir(), "fsdp_lab_wheels"))
+    parser.add_argument(
+        "--staging",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "fsdp_lab_wheels"),
+        help="where parts wait for the others (a folder for temporary files)",
+    )
     arguments = parser.parse_args(words)
     try:
         return install_set(arguments)

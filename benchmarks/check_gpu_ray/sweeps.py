@@ -155,7 +155,7 @@ def judge_device(line: Line, left: Left, machine: Machine) -> Line:
     names = set(machine.gpus or ["cpu"])
     holds = bool(seen) and all(name in names and size == machine.num_workers for name, size in seen)
     if not holds and machine.gpus:
-        measured += "; if the number of GPUs was misjudged, set CUDA_VISIBLE_DEVICES"
+        measured += "; GPUs are counted by NVML: does nvidia-smi -L list them?"
     return line.judged(measured + _nccl(left), holds)
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.check_gpu_ray.parts import Manifest, pack
+from benchmarks.check_gpu_ray.parts import MANIFEST, Manifest, pack
 
 ROOT = Path(__file__).resolve().parents[2]
 _TORCH = ("torch", "torchvision")
@@ -126,7 +126,11 @@ def build_set(arguments: argparse.Namespace) -> Manifest:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.check_gpu_ray.wheels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--python", default="3.12", help="version of the target's Python")
     parser.add_argument("--platform", choices=("x86_64", "aarch64"), default="x86_64", help="the target's processor")
     parser.add_argument("--part-mib", type=int, default=48, help="size of a part at most")
@@ -148,6 +152,8 @@ def main(words: list[str] | None = None) -> int:
     print(f"{len(manifest.wheels)} wheels, {size:.0f} MiB, in {len(manifest.parts)} parts in {arguments.out}:")
     for part in manifest.parts:
         print(f"  {part.name}  {part.bytes / 2**20:.1f} MiB")
+    print(f"Carry them and {MANIFEST} to the target machine, and there, as often as it takes to carry all:")
+    print("  python3 -m benchmarks.check_gpu_ray.install PARTS... --target DIR && export PYTHONPATH=DIR")
     return 0
 
 

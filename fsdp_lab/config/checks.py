@@ -125,11 +125,12 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
     each, cores = cpus_per_worker_of(cluster), num_cpus()
     needed = num_workers * each
     if needed > cores:
-        fits = max(1, int(cores / each))
+        fits, share = int(cores / each), math.floor(cores / num_workers * 100) / 100
+        fewer = f"cluster.num_workers={fits}, or " if fits else ""
+        sharing = ", so that workers share cores" if share < 1 else ""
         raise ConfigError(
             f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker={each:g} each), this "
-            f"machine has {cores}; use cluster.num_workers={fits}, or cluster.cpus_per_worker="
-            f"{cores / num_workers:.2g} to let workers share cores."
+            f"machine has {cores}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."
         )
 
 

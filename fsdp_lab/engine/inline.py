@@ -11,7 +11,8 @@ from pathlib import Path
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine.files import Outcome, read_failures, set_aside_failures, write_outcome
 from fsdp_lab.engine.job import first_line, outcome_of
-from fsdp_lab.engine.worker import FolderReporter, train_and_record
+from fsdp_lab.engine.worker import FolderReporter, check_gpu, train_and_record
+from fsdp_lab.hardware import num_gpus
 
 
 class InlineReporter(FolderReporter):
@@ -33,6 +34,8 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None]) 
     begun = time.time()
     set_aside_failures(folder)  # of a start before this one
     try:
+        if num_gpus():
+            check_gpu(str(folder), 0)
         train_and_record(config, folder, 0, InlineReporter(folder, config.data.name.name, on_epoch))
         outcome = outcome_of(read_failures(folder))
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial

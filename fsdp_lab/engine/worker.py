@@ -71,11 +71,27 @@ def check_gpu(folder: str, rank: int) -> None:
     error = UserError(
         f"rank {rank} on {socket.gethostname()} was given a GPU and PyTorch sees none: torch.cuda.is_available() is "
         f"False, torch.version.cuda={built_for}, CUDA_VISIBLE_DEVICES={visible}, {count}; `python -c 'import "
-        "torch; torch.cuda.init()'` there says why. Mend the driver or install a PyTorch built for its CUDA, or hide "
+        "torch; torch.cuda.init()'` there says why. Update the driver or install a PyTorch built for its CUDA, or hide "
         'the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU.'
     )
     record_failure(Path(folder), rank, error, "user")
     raise error
+
+
+def check_no_gpu() -> None:
+    """Refuse to train on a CPU where PyTorch sees GPUs that nobody counted.
+
+    Raises:
+        UserError: as said.
+    """
+    from fsdp_lab.training.distributed import sees_cuda
+
+    if sees_cuda()[0]:
+        raise UserError(
+            f"PyTorch sees GPUs on {socket.gethostname()}, but NVML (libnvidia-ml.so.1), which Ray and fsdp_lab ask, "
+            "counts none, so this trial would train on the CPU; in a container allow the driver's utilities "
+            '(NVIDIA_DRIVER_CAPABILITIES=compute,utility), or hide the GPUs with CUDA_VISIBLE_DEVICES="".'
+        )
 
 
 def train_worker(job: dict[str, Any]) -> None:
@@ -91,14 +107,23 @@ def train_worker(job: dict[str, Any]) -> None:
     hold_alive(folder)
     redirect_output(folder / "logs" / f"rank{rank}.log")
     config = from_dict(TrialConfig, job["config"])
-    train_and_record(config, folder, rank, RayReporter(folder, rank, config.data.name.name))
+    reporter = RayReporter(folder, rank, config.data.name.name)
+    train_and_record(config, folder, rank, reporter, on_cpu=not job["use_gpu"])
 
 
-def train_and_record(config: TrialConfig, folder: Path, rank: int, reporter: FolderReporter) -> None:
-    """Train; what goes wrong is left in `failures/`, and raised where another attempt may go better."""
+def train_and_record(
+    config: TrialConfig, folder: Path, rank: int, reporter: FolderReporter, on_cpu: bool = False
+) -> None:
+    """Train; what goes wrong is left in `failures/`, and raised where another attempt may go better.
+
+    Args:
+        on_cpu: whether the trial is meant to train on a CPU; a GPU that PyTorch sees all the same is an error.
+    """
     try:
         from fsdp_lab.training import DivergedError, train
 
+        if on_cpu:
+            check_no_gpu()
         train(config, folder, reporter)
     except UserError as error:
         record_failure(folder, rank, error, "user")

@@ -12,7 +12,8 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
   forecast.folder              where the CSV and the timelines go; null: outputs/forecast/<date>/<time>
   forecast.prune, forecast.enabled   for sweeps: leave out what cannot fit; forecast at all
 
-The table, for the worker that holds most, when it holds most:
+The table, for the worker that holds most, when it holds most; the smallest peak first:
+  workers      how many train together
   peak         all tensors at once: the sum of the columns that follow
   params       its shard of the parameters           optimizer    its shard of the optimizer's state
   grads        gradients, sharded or whole           gathered     parameters put together for use, and what they come in
@@ -20,14 +21,14 @@ The table, for the worker that holds most, when it holds most:
   rest         temporaries, reduce buffers, the batch
   needs        GPUs: what the allocator will reserve for these tensors, the CUDA context and NCCL's buffers
   host         what lies in host memory while a GPU computes
-  fits         whether `needs` is within the capacity
+  capacity     forecast.capacity_gib                  fits         whether `needs` is within it
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -148,7 +149,8 @@ def run(plan: Plan, swept: list[str]) -> int:
     tell_allowances(console, found)
     write_csv(folder / "forecast.csv", rows, swept)
     drawn = "forecast.png, " if swept and write_plot(folder / "forecast.png", rows, swept) else ""
-    written = f"{drawn}{len(list(folder.glob('timeline_*.html')))} timeline page(s)"
+    pages_written = len(list(folder.glob("timeline_*.html")))
+    written = f"{drawn}{pages_written} timeline page{'' if pages_written == 1 else 's'}"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
     failed = [f for f in found if f.error]
     for reason in sorted({f.error for f in failed if f.error}):
@@ -171,12 +173,13 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
         {t.config.training.global_batch_size // r.num_workers for t, r in zip(trials, requests, strict=True)}
     )
     images = sorted({(t.config.model.image_size, t.config.model.num_channels) for t in trials})
-    fixed.append(f"{' or '.join(map(str, sizes))} images a worker and step")
-    fixed.append(f"of {' or '.join(f'{size}x{size}x{channels}' for size, channels in images)}")
-    console.print(f"{len(trials)} setting(s): {' '.join(fixed)}", highlight=False, markup=False)
+    shapes = " or ".join(f"{size}x{size}x{channels}" for size, channels in images)
+    fixed.append(f"{' or '.join(map(str, sizes))} images of {shapes} per worker and step")
+    count = f"{len(trials)} setting{'s' if len(trials) > 1 else ''}"
+    console.print(f"{count}: {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)
     kind = "GPUs" if cuda else "CPUs; forecast.device=cuda forecasts for GPUs"
-    console.print(f"for {kind}; the second optimizer step of the fullest worker", highlight=False)
+    console.print(f"for {kind}; the second optimizer step, on the worker that needs most memory", highlight=False)
     notes = [note for r in requests for note in (*sharding_notes(r.config), *(() if r.cuda else cpu_notes(r.config)))]
     if any(request.config.compile for request in requests):
         notes.append(
@@ -189,18 +192,25 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
 
 
 def tell_allowances(console: Console, found: list[Forecast]) -> None:
-    """What no tensor shows, and what is set aside for it."""
-    allowed: dict[str, int] = {}
-    for forecast in found:
-        for name, size in {**forecast.allowances, **forecast.host_allowances}.items():
-            allowed[name] = max(size, allowed.get(name, 0))
-    if allowed:
-        parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in allowed.items())
-        console.print(
-            f"needs = peak + what no tensor shows, at most: {parts}. Fragmentation is worked out by the allocator's "
-            "rules; the others are assumptions.",
-            highlight=False,
-        )
+    """What `needs` and `host` hold beside tensors."""
+    on_device = _largest(forecast.allowances for forecast in found)
+    if on_device:
+        computed = on_device.pop("fragmentation")
+        assumed = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in on_device.items())
+        line = f"needs = peak + {assumed} (assumed) + fragmentation, up to {computed / 2**20:,.0f} MiB (computed)"
+        on_host = _largest(forecast.host_allowances for forecast in found)
+        rounding = sum(on_host.values())
+        line += f"; host includes up to {rounding / 2**20:,.0f} MiB for {', '.join(on_host)}" if rounding else ""
+        console.print(f"{line}.", highlight=False)
+
+
+def _largest(all_sizes: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The largest of each name."""
+    largest: dict[str, int] = {}
+    for sizes in all_sizes:
+        for name, size in sizes.items():
+            largest[name] = max(size, largest.get(name, 0))
+    return largest
 
 
 if __name__ == "__main__":

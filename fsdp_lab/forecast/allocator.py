@@ -122,22 +122,23 @@ class CachingAllocator:
         return left
 
 
-def reserved_peak(profile: Profile, workspaces: Collection[int] = ()) -> int:
+def reserved_peak(profile: Profile, sharded: bool, workspaces: Collection[int] = ()) -> int:
     """The bytes that a process has reserved once it has taken the profile's step several times.
 
     The first step runs without optimizer state, which comes at its end, into what the step has left free; so the
     step is played twice.
 
     Args:
+        sharded: by FSDP2, which has streams of its own, with a single worker too.
         workspaces: sizes that are taken before the first step and never given back.
     """
-    return _Replay(profile, workspaces).run()
+    return _Replay(profile, sharded, workspaces).run()
 
 
 class _Replay:
     """Hands an allocator the requests of a profile, in their order, each on its stream."""
 
-    def __init__(self, profile: Profile, workspaces: Collection[int]) -> None:
+    def __init__(self, profile: Profile, sharded: bool, workspaces: Collection[int]) -> None:
         events = [event for event in profile.events if event.place == "device"]
         begun = sum(event.place == "device" for event in profile.events[: profile.begun])
         self.before, self.step = events[:begun], events[begun:]
@@ -145,7 +146,6 @@ class _Replay:
         self.allocator = CachingAllocator()
         self._held: dict[int, int] = {}
         category = {event.storage: event.category for event in events}  # its last: some are known late
-        sharded = "all_gather" in category.values()
         self._stream = {storage: STREAMS.get(name, "") if sharded else "" for storage, name in category.items()}
 
     def run(self) -> int:

@@ -101,5 +101,5 @@ def capacity_bytes(config: TrialConfig, cuda: bool) -> int | None:
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the smallest GPU, None without one: from the driver, since PyTorch would take a context on it."""
-    return min((gpu.memory_bytes for gpu in gpus()), default=None)
+    """Bytes of the smallest GPU, or None. The driver is asked: PyTorch would take a context on the GPU."""
+    return min((gpu.memory_bytes for gpu in gpus() if gpu.memory_bytes), default=None)

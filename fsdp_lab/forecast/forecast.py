@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import TrialConfig, UserError, check_trial
-from fsdp_lab.config.schema import Dtype, OffloadConfig, OffloadTarget
+from fsdp_lab.config.schema import Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.forecast.allocator import reserved_peak
-from fsdp_lab.forecast.attention import cuda_attention
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
+from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.profile import Profile
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.data import image_shape, scale_and_resize
@@ -75,7 +75,7 @@ def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, 
     """What the device needs for a profile. A CPU's allocator is the system's: nothing is set aside."""
     if not cuda:
         return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
-    reserved = reserved_peak(profile, [WORKSPACE_BYTES])
+    reserved = reserved_peak(profile, config.sharding.granularity is not Granularity.ddp, [WORKSPACE_BYTES])
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
     return Forecast(
         True,
@@ -163,7 +163,7 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
             model: nn.Module = spec.build()
         apply_to_blocks(model, spec.block_class, config)
         apply_fully_shard(model, spec.block_class, unpinned(config), build_mesh(config.sharding, ranks))
-        with fake_tensors() as values, cuda_attention() if cuda else nullcontext():
+        with fake_tensors() as values, cuda_kernels() if cuda else nullcontext():
             try:
                 return _profile(model, config, ranks, values)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:

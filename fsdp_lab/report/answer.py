@@ -194,9 +194,9 @@ def _untimed_sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting]) ->
         of = f" of {len(able)} settings that fit and learned" if len(able) > 1 else ""
         figures = f"{memory / MIB:.2f} MiB at the peak, the least{of}, {figures}"
     return (
-        f"`{chosen.name}`: {figures}. No step was timed, so speeds are not compared: that takes {STEPS_TO_TIME} "
-        f"optimizer steps or more, because the first {STEPS_TO_TIME - 1} warm up (training.timing_warmup_steps, and "
-        "two that memory_profile follows)."
+        f"`{chosen.name}`: {figures}. No step was timed, so speeds are not compared. The first {STEPS_TO_TIME - 1} "
+        f"steps are not timed (training.timing_warmup_steps={STEPS_TO_TIME - 3}, and 2 that memory_profile=peaks "
+        f"follows): run {STEPS_TO_TIME} or more."
     )
 
 

@@ -148,7 +148,8 @@ class Checkpoints:
                 assert isinstance(group, dist.ProcessGroup)
                 self._async_group = group
             # Nothing copied ahead: by then every tensor is on the host, and the saving thread, which has no device of
-            # its own, would ask for a stream of GPU 0 and so open a context there, on every rank.
+            # its own, would ask for a stream of GPU 0 and so open a context there, on every rank. The writer is the
+            # stager too, and blocks as the default one does.
             writer = dcp.FileSystemWriter(making, per_thread_copy_ahead=0)
             future = dcp.async_save({"train": state}, storage_writer=writer, process_group=self._async_group)
             assert isinstance(future, Future)

@@ -257,8 +257,8 @@ class MemoryProfile:
         self._profile: Profile | None = None
         self._figures: dict[str, float] | None = None
         self._cuda = ranks.device.type == "cuda"
-        self._followed: dict[str, float] = {}
-        self._steps_after = 0
+        self._measured: dict[str, float] = {}  # by the allocator; again only after a step, which takes workspaces anew
+        self._steps_since = 0
         if self.detail is not Detail.off:
             start_clean(ranks.device)
 
@@ -291,12 +291,12 @@ class MemoryProfile:
                     torch.cuda.memory._record_memory_history(enabled=None)
         if self._cuda and not self.tracks():
             # Following may hold more than training does, and with compile the step ran eagerly.
-            self._followed = allocator_figures(self.ranks.device)
+            self._measured = allocator_figures(self.ranks.device)
             start_clean(self.ranks.device)
 
     def step_done(self) -> None:
         """A step that was not followed has been taken."""
-        self._steps_after += 1
+        self._steps_since += 1
 
     def _write(self, profile: Profile | None) -> None:
         if profile is None:
@@ -328,8 +328,9 @@ class MemoryProfile:
         return self._figures
 
     def _allocator_figures(self, explained: float) -> dict[str, float]:
-        figures = self._followed if self._followed and not self._steps_after else allocator_figures(self.ranks.device)
-        return {**figures, "other_bytes": figures["peak_bytes"] - explained}
+        if self._steps_since or not self._measured:
+            self._measured, self._steps_since = allocator_figures(self.ranks.device), 0
+        return {**self._measured, "other_bytes": self._measured["peak_bytes"] - explained}
 
 
 def start_clean(device: torch.device) -> None:

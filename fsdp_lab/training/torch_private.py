@@ -15,6 +15,7 @@ from torch.distributed.fsdp import _fully_shard as package
 
 _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
 _CLEAR_WORKSPACES = "_cuda_clearCublasWorkspaces"
+_HAS_CONTEXT = "_cuda_hasPrimaryContext"
 
 
 @contextmanager
@@ -55,3 +56,9 @@ def free_cublas_workspaces(device: torch.device) -> int | None:
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     free()
     return int(before - torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+
+
+def gpus_with_context() -> list[int] | None:
+    """The GPUs on which this process has opened a context; None where this PyTorch does not tell."""
+    has_context: Callable[[int], bool] | None = getattr(torch._C, _HAS_CONTEXT, None)
+    return None if has_context is None else [i for i in range(torch.cuda.device_count()) if has_context(i)]

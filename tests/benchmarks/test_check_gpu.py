@@ -18,6 +18,7 @@ import yaml
 
 from benchmarks.check_gpu import __main__ as command
 from benchmarks.check_gpu import launch, memory, oom, parity, table
+from benchmarks.check_gpu.child import cause
 from benchmarks.check_gpu.launch import Launcher
 from benchmarks.check_gpu.lines import FAIL, NOT_MEASURED, PASS, Bench, Line, Machine, Result
 from benchmarks.check_gpu.machine import digest
@@ -278,3 +279,15 @@ def processes_of(folder: Path) -> list[str]:
         if str(folder) in text and int(path.parent.name) != os.getpid():
             found.append(text)
     return found
+
+
+def test_an_error_of_cuda_is_told_by_its_first_line():
+    """Its last lines are advice that is always the same; and the context is of no more use after it."""
+    text = (
+        "CUDA error: an illegal memory access was encountered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+    assert cause(RuntimeError(text)) == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert cause(ValueError()) == "ValueError: "

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.check_gpu_ray import __main__ as command
-from benchmarks.check_gpu_ray import children, install, machine, parts, sweeps, wheels
+from benchmarks.check_gpu_ray import children, command, install, machine, parts, sweeps, wheels
 from benchmarks.check_gpu_ray.lines import Line, State, Verdict, exit_status, table
 from benchmarks.check_gpu_ray.machine import Machine
 from tests.conftest import ROOT
 
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 PASSED, FAILED, NOT_MEASURED = Verdict.passed, Verdict.failed, Verdict.not_measured
 CPU = Machine((), "", {"torch": "2.15.0"}, "abc1234", "d1g3st", 16 * 2**30, 2)
 GPU = Machine(("NVIDIA H200",), "580.1", {"torch": "2.15.0"}, "abc1234", "d1g3st", 150 * 10**9, 16)
@@ -41,7 +41,7 @@ def packed(tmp_path: Path) -> tuple[Path, parts.Manifest]:
     """A folder with the parts of a set, of at most 1,000 bytes each."""
     out = tmp_path / "packed"
     out.mkdir()
-    return out, parts.pack(small_wheels(tmp_path / "wheels"), out, 1000, {"python": "3.12"})
+    return out, parts.pack(small_wheels(tmp_path / "wheels"), out, 1000, {"python": HERE})
 
 
 def test_parts_are_small_and_join_to_the_same_wheels(tmp_path: Path, packed: tuple[Path, parts.Manifest]) -> None:
@@ -58,9 +58,9 @@ def test_the_same_wheels_give_the_same_parts(tmp_path: Path, packed: tuple[Path,
     folder, manifest = packed
     for path in (tmp_path / "wheels").iterdir():
         os.utime(path, (1, 1))
-    again = parts.pack((tmp_path / "wheels").iterdir(), folder, 1000, {"python": "3.12"})
+    again = parts.pack((tmp_path / "wheels").iterdir(), folder, 1000, {"python": HERE})
     assert again == manifest
-    fewer = parts.pack((tmp_path / "wheels").iterdir(), folder, 4000, {"python": "3.12"})
+    fewer = parts.pack((tmp_path / "wheels").iterdir(), folder, 4000, {"python": HERE})
     assert len(list(folder.glob("*.part"))) == len(fewer.parts) < len(manifest.parts)
 
 
@@ -480,3 +480,23 @@ def test_out_of_memory_for_real(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "| oom: outcomes | exit 0: finished, oom, finished | exit 0: finished, oom, finished;" in done.stdout
+
+
+def test_wheels_for_another_python_are_refused_before_the_rest_is_carried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "parts"
+    out.mkdir()
+    parts.pack(small_wheels(tmp_path / "wheels"), out, 1000, {"python": "3.99"})
+    place = ["--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")]
+    assert install.main([str(out / parts.MANIFEST), *place]) == 2
+    said = capsys.readouterr().err
+    assert "these wheels are for Python 3.99" in said and f"make gpu-wheels ARGS='--python {HERE}'" in said
+
+
+def test_what_is_not_installed_is_named_without_a_traceback(tmp_path: Path):
+    """A Python with nothing but its own library."""
+    for name, words in (("check_gpu", "has no PyTorch"), ("check_gpu_ray", "has no torch, torchvision, ray")):
+        command = [sys.executable, "-S", "-E", "-m", f"benchmarks.{name}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -261,10 +261,14 @@ def test_cpus_per_worker_of_this_machine(
     ("gpus", "cores", "cluster", "workers", "words"),
     [
         (0, 2, ClusterConfig(), 4, "=4 needs 4 CPUs (cluster.cpus_per_worker=1 each), this machine has 2; use cluster."
-         "num_workers=2, or cluster.cpus_per_worker=0.5 to"),
+         "num_workers=2, or cluster.cpus_per_worker=0.5, so"),
         (8, 96, ClusterConfig(cpus_per_worker=16), 8, "=8 needs 128 CPUs (cluster.cpus_per_worker=16 each), this"),
         (8, 4, ClusterConfig(), 8, "=8 needs 8 CPUs (cluster.cpus_per_worker=1 each), this machine has 4; use cluster."
-         "num_workers=4, or cluster.cpus_per_worker=0.5 to"),
+         "num_workers=4, or cluster.cpus_per_worker=0.5, so"),
+        (0, 2, ClusterConfig(), 7, "=7 needs 7 CPUs (cluster.cpus_per_worker=1 each), this machine has 2; use cluster."
+         "num_workers=2, or cluster.cpus_per_worker=0.28, so"),
+        (0, 2, ClusterConfig(cpus_per_worker=9), 1, "=1 needs 9 CPUs (cluster.cpus_per_worker=9 each), this machine has"
+         " 2; use cluster.cpus_per_worker=2."),
         (2, 96, ClusterConfig(), 3, "=3 needs a GPU for each, this machine has 2; use cluster.num_workers=2, or hide"),
     ],
 )  # fmt: skip
@@ -277,7 +281,10 @@ def test_more_workers_than_this_machine_can_place(
     with pytest.raises(ConfigError, match=re.escape(f"cluster.num_workers{words}")):
         check_local_capacity(cluster, workers)
     check_local_capacity(replace(cluster, address="auto"), workers)
-    check_local_capacity(cluster, 1)
+    if suggested := re.search(r"cluster\.cpus_per_worker=([\d.]*\d)(?:\.$|, so)", words):
+        check_local_capacity(replace(cluster, cpus_per_worker=float(suggested[1])), workers)
+    if (cluster.cpus_per_worker or 1) <= cores:
+        check_local_capacity(cluster, 1)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_lab.config import UserError
+from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine import job
 from fsdp_lab.engine.files import append_line, clear_left_over, read_failures, read_latest, read_outcome
-from fsdp_lab.engine.worker import check_gpu, kind_of, record_failure
+from fsdp_lab.engine.inline import run_inline
+from fsdp_lab.engine.worker import FolderReporter, check_gpu, kind_of, record_failure, train_and_record
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,28 @@ def test_a_gpu_that_pytorch_does_not_see_is_told(
         assert words in str(told.value)
     (failure,) = read_failures(tmp_path)
     assert (failure["kind"], failure["message"]) == ("user", str(told.value))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_gpu_that_nobody_counted_is_told(on_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Without a word the trial would train on the CPU, beside a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("fsdp_lab.training.train", lambda *args: None)
+    train_and_record(TrialConfig(), tmp_path, 0, FolderReporter(tmp_path, 0, "digits"), on_cpu=on_cpu)
+    found = [(failure["kind"], failure["message"]) for failure in read_failures(tmp_path)]
+    assert [kind for kind, _ in found] == (["user"] if on_cpu else [])
+    assert all("PyTorch sees GPUs" in text and "NVIDIA_DRIVER_CAPABILITIES" in text for _, text in found)
+
+
+def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
+    fake_nvml: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    fake_nvml(gpus=1, cuda=99000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_inline(TrialConfig(), tmp_path, lambda: None)
+    outcome = read_outcome(tmp_path)
+    assert outcome is not None and outcome.status == "failed"
+    assert "was given a GPU and PyTorch sees none" in str(outcome.error)
 
 
 def test_profiles_of_another_command_are_taken_away(tmp_path: Path):

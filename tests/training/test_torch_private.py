@@ -19,7 +19,11 @@ from tests.ranks import config
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(_fully_shard, torch_private._POST_FORWARD_MESH), (torch._C, torch_private._CLEAR_WORKSPACES)],
+    [
+        (_fully_shard, torch_private._POST_FORWARD_MESH),
+        (torch._C, torch_private._CLEAR_WORKSPACES),
+        (torch._C, torch_private._HAS_CONTEXT),
+    ],
 )
 def test_the_name_is_there(module: object, name: str):
     assert hasattr(module, name), f"this PyTorch has no {name}: the fallback in torch_private.py is in use"
