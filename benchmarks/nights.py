@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from fsdp_lab.metrics import SPEED
 from fsdp_lab.nightly.nights import read_nights
-from fsdp_lab.report.data import SPEED
 
 # two settings, three repeats each, in the sweep's own process: some fifteen seconds a night
 TINY = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from fsdp_lab.config.schema import (
     TrialConfig,
 )
 from fsdp_lab.hardware import cpus_per_gpu, default_loader_workers, driver, num_cpus, num_gpus, pytorch_cuda
+from fsdp_lab.metrics import can_be_objective, objective_keys
 
 _AT_LEAST_ONE = (
     "model.image_size", "model.num_channels", "model.patch_size", "model.num_layers", "model.num_heads",
@@ -301,14 +301,6 @@ def _check_precision(config: TrialConfig) -> None:
         )
 
 
-_METRICS = (
-    "train/loss", "train/lr", "train/loss_scale", "train/skipped_steps", "val/loss", "val/accuracy",
-    "perf/samples_per_s", "perf/step_time_p50_s", "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes",
-    "memory/reserved_bytes", "memory/host_peak_bytes", "checkpoint/save_s", "checkpoint/blocked_s", "checkpoint/bytes",
-)  # fmt: skip
-_MEMORY_METRIC = re.compile(r"memory/(rank\d+/)?[a-z_]+_bytes")  # of a category, or of a rank
-
-
 def objectives(config: TrialConfig) -> list[tuple[str, str]]:
     """`(metric, "min" or "max")` of each objective.
 
@@ -329,10 +321,11 @@ def _objective(word: str, key: str) -> tuple[str, str]:
     metric, _, direction = word.rpartition(":")
     if direction not in ("min", "max"):
         raise ConfigError(f"{key}={word} says no direction; use {word}:min or {word}:max.")
-    if metric not in _METRICS and not _MEMORY_METRIC.fullmatch(metric):
-        close = difflib.get_close_matches(metric, _METRICS, n=1)
+    if not can_be_objective(metric):
+        known = objective_keys()
+        close = difflib.get_close_matches(metric, known, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"{key}={word} is not a metric of a trial; {meant}the metrics are: {', '.join(_METRICS)}.")
+        raise ConfigError(f"{key}={word} is not a metric of a trial; {meant}the metrics are: {', '.join(known)}.")
     return metric, direction
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median, variance
 
 from fsdp_lab.config.schema import ToleranceConfig
-from fsdp_lab.report.data import MEMORY, MIB, SPEED
+from fsdp_lab.metrics import SPEED, Gate, Metric, gated
 
-LOSS, FORECAST_ERROR = "loss", "forecast/error"
+LOSS = "loss"  # the validation loss, or the training loss where there is none
 _FEWEST_NIGHTS = 4  # from so many on, how much nights differ from one another is known
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
 
@@ -35,38 +35,46 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """`worse`: how much worse b is than a, as what its tolerance is given in."""
+class Judged:
+    """A metric as it is declared, and how the gate judges it."""
 
-    key: str
-    label: str
-    tolerance: Callable[[ToleranceConfig], float]
-    worse: Callable[[float, float], float]
-    tell: Callable[[float], str]
-    tell_change: Callable[[float, float], str]
+    metric: Metric
+    gate: Gate
+
+    @property
+    def key(self) -> str:
+        """Its key in a night's results."""
+        return self.gate.key or self.metric.key
+
+    @property
+    def label(self) -> str:
+        return self.gate.label or self.metric.label
+
+    @property
+    def as_ratio(self) -> bool:
+        return self.gate.kind == "ratio"
+
+    def worse(self, a: float, b: float) -> float:
+        """How much worse b is than a, as what the tolerance is given in."""
+        if not self.as_ratio:
+            return abs(b) - abs(a)
+        more = (b - a) / abs(a or 1)
+        return -more if self.metric.better == "max" else more
+
+    def tell_change(self, a: float, b: float) -> str:
+        if not self.as_ratio:
+            return self.metric.text(abs(b) - abs(a))
+        return f"{(b / a - 1) * 100:+.1f} %" if a else ""
 
 
-def _ratio(a: float, b: float) -> str:
-    return f"{(b / a - 1) * 100:+.1f} %" if a else ""
-
-
-def _more(a: float, b: float) -> float:
-    return (b - a) / abs(a or 1)
-
-
-METRICS = (
-    Metric(MEMORY, "peak MiB", lambda t: t.peak_memory, _more, lambda v: f"{v / MIB:.2f}", _ratio),
-    Metric(SPEED, "samples/s", lambda t: t.samples_per_s, lambda a, b: -_more(a, b), lambda v: f"{v:.0f}", _ratio),
-    Metric(LOSS, "final loss", lambda t: t.loss, _more, lambda v: f"{v:.4f}", _ratio),
-    Metric(
-        FORECAST_ERROR,
-        "forecast error",
-        lambda t: t.forecast_error,
-        lambda a, b: abs(b) - abs(a),
-        lambda v: f"{v:+.4f}",
-        lambda a, b: f"{abs(b) - abs(a):+.4f}",
-    ),
-)
+def judged_metrics() -> list[Judged]:
+    """What a night is judged by, in the order of the tolerances."""
+    return [
+        Judged(metric, gate)
+        for field in fields(ToleranceConfig)
+        for metric, gate in gated()
+        if gate.tolerance == field.name
+    ]
 
 
 @dataclass(frozen=True)
@@ -112,30 +120,30 @@ def compare(
             )
         if now is None:
             continue
-        for metric in METRICS:
-            if metric.key == SPEED and (not before.values.get(SPEED) or SPEED not in now.values):
-                findings.append(Finding(setting, metric.label, "", "", "", False, f"not judged: {no_speed}"))
+        for judged in judged_metrics():
+            if judged.key == SPEED and (not before.values.get(SPEED) or SPEED not in now.values):
+                findings.append(Finding(setting, judged.label, "", "", "", False, f"not judged: {no_speed}"))
                 continue
-            if not before.values.get(metric.key) or metric.key not in now.values:
+            if not before.values.get(judged.key) or judged.key not in now.values:
                 continue
-            if not now.values[metric.key]:
+            if not now.values[judged.key]:
                 if now.share:
                     gone = "nothing is measured any more"
-                    there = metric.tell(median(before.values[metric.key]))
-                    findings.append(Finding(setting, metric.label, there, "none", "", True, gone))
+                    there = judged.metric.text(median(before.values[judged.key]))
+                    findings.append(Finding(setting, judged.label, there, "none", "", True, gone))
                 continue
             nights = [
-                median(v) for night in earlier if setting in night and (v := night[setting].values.get(metric.key))
+                median(v) for night in earlier if setting in night and (v := night[setting].values.get(judged.key))
             ]
-            values = before.values[metric.key], now.values[metric.key]
-            findings.append(_judge(setting, metric, *values, nights, tolerance, significance))
+            values = before.values[judged.key], now.values[judged.key]
+            findings.append(_judge(setting, judged, *values, nights, tolerance, significance))
     new = [setting for setting in tonight if setting not in baseline]
     return [*findings, *(Finding(s, "result", "", tonight[s].finished, "", False, "new") for s in new)]
 
 
 def _judge(
     setting: str,
-    metric: Metric,
+    judged: Judged,
     before: Sequence[float],
     now: Sequence[float],
     nights: Sequence[float],
@@ -143,22 +151,23 @@ def _judge(
     significance: float,
 ) -> Finding:
     a, b = median(before), median(now)
-    limit = metric.tolerance(tolerance)
-    worse = metric.worse(a, b)
+    limit = getattr(tolerance, judged.gate.tolerance)
+    worse = judged.worse(a, b)
     regression, note = worse > limit, ""
     if abs(worse) > limit:
         note = f"worse by more than {limit:g}" if regression else "better"
         # what noise does to a speed is a factor, so ratios are compared as differences of logarithms
-        as_ratio = metric.key != FORECAST_ERROR and min(*before, *now, *nights, a) > 0
+        as_ratio = judged.as_ratio and min(*before, *now, *nights, a) > 0
         there, here, others = ([math.log(v) if as_ratio else v for v in values] for values in (before, now, nights))
         noise = _noise(there, here, others, significance)
         if noise is not None:
-            told = f"{math.expm1(noise) * 100:.0f} %" if as_ratio else metric.tell(noise)
+            told = f"{math.expm1(noise) * 100:.0f} %" if as_ratio else judged.metric.text(noise)
             if abs(median(here) - median(there)) <= noise:
                 regression, note = False, f"within the noise: repeats and nights differ by up to {told}"
             elif regression:
                 note += f", and by more than the noise ({told})"
-    return Finding(setting, metric.label, metric.tell(a), metric.tell(b), metric.tell_change(a, b), regression, note)
+    texts = judged.metric.text(a), judged.metric.text(b), judged.tell_change(a, b)
+    return Finding(setting, judged.label, *texts, regression, note)
 
 
 def _noise(before: Sequence[float], now: Sequence[float], nights: Sequence[float], significance: float) -> float | None:

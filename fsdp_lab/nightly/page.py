@@ -11,9 +11,8 @@ from statistics import median
 from typing import Any
 
 from fsdp_lab.files import write_text
-from fsdp_lab.nightly.gate import METRICS
+from fsdp_lab.nightly.gate import judged_metrics
 from fsdp_lab.nightly.nights import ACCEPTED, Night
-from fsdp_lab.report.data import MEMORY, MIB
 from fsdp_lab.report.plots import COLORS
 from fsdp_lab.report.write import page
 
@@ -25,9 +24,9 @@ def write_page(path: Path, study: str, nights: Sequence[Night]) -> None:
     """Write the page of the nights that are over."""
     shown = [night for night in nights if night.over][-_MOST_NIGHTS:]
     charts = [
-        (f"metric-{place}", f"{metric.label} by night", figure)
-        for place, metric in enumerate(METRICS)
-        if (figure := _chart(metric.key, metric.label, shown)) is not None
+        (f"metric-{place}", f"{judged.label} by night", figure)
+        for place, judged in enumerate(judged_metrics())
+        if (figure := _chart(judged.key, judged.label, shown, judged.metric.scale)) is not None
     ]
     body = [f'<h2>{html.escape(heading)}</h2><div id="{name}-chart"></div>' for name, heading, _ in charts]
     about = (
@@ -48,10 +47,9 @@ def changes(before: Night, night: Night) -> list[str]:
     return found
 
 
-def _chart(key: str, label: str, nights: Sequence[Night]) -> Any | None:
+def _chart(key: str, label: str, nights: Sequence[Night], scale: float = 1) -> Any | None:
     import plotly.graph_objects as go
 
-    scale = MIB if key == MEMORY else 1
     settings = list(dict.fromkeys(setting for night in nights for setting in night.results))
     figure = go.Figure()
     for place, setting in enumerate(settings):

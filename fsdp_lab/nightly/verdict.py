@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.config import UserError
-from fsdp_lab.nightly.gate import FORECAST_ERROR, LOSS, Finding, Result, compare, table
+from fsdp_lab.metrics import SPEED
+from fsdp_lab.nightly.gate import LOSS, Finding, Result, compare, judged_metrics, table
 from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, last_good
 from fsdp_lab.nightly.study import Study
-from fsdp_lab.report.data import MEMORY, SPEED, Sweep
+from fsdp_lab.report.data import Sweep
 
 _MOST_EARLIER = 10  # nights by which noise is judged
 
@@ -80,7 +81,7 @@ def judge(
 
 def results_of(sweep: Sweep) -> dict[str, Result]:
     """What a sweep's settings are compared by."""
-    keys = {MEMORY: MEMORY, SPEED: SPEED, LOSS: sweep.loss_key, FORECAST_ERROR: FORECAST_ERROR}
+    keys = {found.key: sweep.loss_key if found.key == LOSS else found.metric.key for found in judged_metrics()}
     return {
         setting.name: Result(
             [trial.status for trial in setting.trials], {name: setting.of(key) for name, key in keys.items()}

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.config.schema import TrainingConfig
-from fsdp_lab.report.data import MEMORY, MIB, REPEATS, SPEED, Setting, Sweep, words
+from fsdp_lab.metrics import MEMORY, MIB, SPEED, VAL_LOSS, declared
+from fsdp_lab.report.data import REPEATS, Setting, Sweep, words
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
@@ -69,7 +70,7 @@ def answer(sweep: Sweep) -> Answer:
         if timed and setting not in timed:
             why_not[setting.name] = "has no samples/s: it ended before a step was timed"
     points = [{MEMORY: s.median(MEMORY), SPEED: s.median(SPEED)} for s in fitting]
-    front = [fitting[i].name for i in pareto_front(points, [(MEMORY, "min"), (SPEED, "max")])]
+    front = [fitting[i].name for i in pareto_front(points, [(key, declared(key).better) for key in (MEMORY, SPEED)])]
     if not able:
         return Answer(None, _so_far(sweep) + _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
     if not timed:
@@ -111,7 +112,7 @@ def _so_far(sweep: Sweep) -> str:
 
 def _rules(sweep: Sweep) -> list[str]:
     idle = [f"On a CPU {axis} changes nothing: its values count as repeats of a setting." for axis in sweep.idle_axes]
-    kind = "validation" if sweep.loss_key == "val/loss" else "training"
+    kind = "validation" if sweep.loss_key == VAL_LOSS else "training"
     return [
         "It fits: every trial of the setting finished, within the capacity of a device where that is known.",
         f"It learned: its last {kind} loss is within {sweep.loss_tolerance:.3g} of the best, as a ratio "

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 
-MEMORY, SPEED = "memory/peak_bytes", "perf/samples_per_s"
-MIB = 2**20
+from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS
+
 # Axes that tell one attempt at a setting from another, not one setting from another.
 REPEATS = ("repeat", "training.seed")
 
@@ -121,7 +121,7 @@ class Sweep:
     @cached_property
     def loss_key(self) -> str:
         """What a trial has learned is told by the loss on images that it has not seen, where there are any."""
-        return "val/loss" if any("val/loss" in trial.figures for trial in self.trials) else "train/loss"
+        return VAL_LOSS if any(VAL_LOSS in trial.figures for trial in self.trials) else TRAIN_LOSS
 
     def url(self, trial: Trial) -> str:
         """Where the trial's run is shown; "" where that is not known."""

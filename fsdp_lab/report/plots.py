@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from fsdp_lab.metrics import MEMORY, MIB, SPEED, TRAIN_LOSS, VAL_LOSS, declared, table_columns
 from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.data import MEMORY, MIB, SPEED, Sweep, Trial, as_number
+from fsdp_lab.report.data import Sweep, Trial, as_number
 from fsdp_lab.report.effects import effects
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; on white their yellow is too faint for lines.
@@ -16,7 +17,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star-triangle-up", "pentagon", "hexagram")
 _GREY = "#888888"
 _MOST_COLORS = len(COLORS)
-_NAMES = {MEMORY: "peak MiB", SPEED: "samples/s", "val/loss": "val loss", "train/loss": "train loss"}
 _CATEGORY_COLORS = {
     "param": "#0072B2", "optimizer": "#D55E00", "buffer": "#000000", "input": "#8C6D31", "grad": "#009E73",
     "unsharded_param": "#56B4E9", "all_gather": "#3B4CC0", "activation": "#E69F00", "unsharded_grad": "#7FC97F",
@@ -126,7 +126,7 @@ def losses(sweep: Sweep) -> Any | None:
     """A line a trial that reported, also those that did not finish; a menu changes between the losses."""
     import plotly.graph_objects as go
 
-    kinds = [k for k in ("val/loss", "train/loss") if any(k in m for t in sweep.trials for m in t.epochs)]
+    kinds = [k for k in (VAL_LOSS, TRAIN_LOSS) if any(k in m for t in sweep.trials for m in t.epochs)]
     if not kinds:
         return None
     figure = go.Figure()
@@ -157,7 +157,7 @@ def losses(sweep: Sweep) -> Any | None:
                 hovertemplate=html.escape(trial.name) + "<br>epoch %{x}: %{y:.4f}<extra></extra>",
             )
             named.add(value)
-    _lay_out(figure, "epoch", _NAMES[kinds[0]], 480)
+    _lay_out(figure, "epoch", declared(kinds[0]).label, 480)
     most = max(m["epoch"] for t in reported for m in t.epochs)
     figure.update_xaxes(tickformat="d", dtick=max(1, round(most / 12)))
     if dash_axis:
@@ -165,8 +165,8 @@ def losses(sweep: Sweep) -> Any | None:
     buttons = []
     for place, kind in enumerate(kinds):
         visible = [i // len(reported) == place for i in range(len(kinds) * len(reported))]
-        change = [{"visible": visible}, {"yaxis.title.text": _NAMES[kind]}]
-        buttons.append({"label": _NAMES[kind], "method": "update", "args": change})
+        change = [{"visible": visible}, {"yaxis.title.text": declared(kind).label}]
+        buttons.append({"label": declared(kind).label, "method": "update", "args": change})
     scales = [{"label": s, "method": "relayout", "args": [{"yaxis.type": s}]} for s in ("linear", "log")]
     menus = [{"buttons": b, "x": x, "y": 1.16, "xanchor": "left"} for b, x in ((buttons, 0), (scales, 0.16))]
     figure.update_layout(updatemenus=menus)
@@ -182,10 +182,9 @@ def parallel(sweep: Sweep) -> Any | None:
         return None
     columns = [(axis, [t.setting.get(axis, "") for t in shown]) for axis in sweep.setting_axes]
     scaled = [_scaled_axis(texts) for _, texts in columns]
-    for key in (MEMORY, SPEED, sweep.loss_key):
-        scale = MIB if key == MEMORY else 1
-        scaled.append(_scaled_numbers([t.figures[key] / scale for t in shown]))
-    names = [axis for axis, _ in columns] + [_NAMES[MEMORY], _NAMES[SPEED], _NAMES[sweep.loss_key]]
+    metrics = [declared(key) for key in (MEMORY, SPEED, sweep.loss_key)]
+    scaled += [_scaled_numbers([t.figures[metric.key] / metric.scale for t in shown]) for metric in metrics]
+    names = [axis for axis, _ in columns] + [metric.label for metric in metrics]
     color_axis, _ = _axes_for_style(sweep)
     colors = _styles(sweep, color_axis, COLORS)
     figure = go.Figure()
@@ -234,7 +233,7 @@ def axis_effects(sweep: Sweep) -> Any | None:
         vertical_spacing=0.06, horizontal_spacing=0.02,
     )  # fmt: skip
     for row, metric in enumerate(metrics, 1):
-        scale = MIB if metric == MEMORY else 1
+        scale = declared(metric).scale
         for column, axis in enumerate(axes, 1):
             found = effects(sweep, axis, metric)
             numbers = [as_number(e.value) for e in found]
@@ -257,7 +256,7 @@ def axis_effects(sweep: Sweep) -> Any | None:
             else:  # "1e-3" is a name here, and the room at the sides keeps points off the frame
                 figure.update_xaxes(type="category", range=[-0.5, len(found) - 0.5], row=row, col=column)
             figure.update_xaxes(showticklabels=row == len(metrics), row=row, col=column)
-        figure.update_yaxes(title_text=_NAMES[metric], row=row, col=1)
+        figure.update_yaxes(title_text=declared(metric).label, row=row, col=1)
     _lay_out(figure, None, None, 120 + 210 * len(metrics))
     return figure
 
@@ -365,15 +364,7 @@ def _hover(sweep: Sweep, trials: Sequence[Trial]) -> dict[str, Any]:
 
 def _hover_text(trial: Trial) -> str:
     lines = [f"trial {trial.number}", *(f"{key}={value}" for key, value in trial.setting.items())]
-    for key, form, scale in (
-        (SPEED, "{:,.0f} samples/s", 1),
-        (MEMORY, "{:.2f} MiB at the peak", MIB),
-        ("forecast/peak_bytes", "{:.2f} MiB forecast", MIB),
-        ("val/loss", "val loss {:.4f}", 1),
-        ("val/accuracy", "val accuracy {:.3f}", 1),
-    ):
-        if _has(trial, key):
-            lines.append(form.format(trial.figures[key] / scale))
+    lines += [c.text(trial.figures[c.key]) for c in table_columns("hover") if _has(trial, c.key)]
     return "<br>".join(html.escape(line) for line in lines)
 
 

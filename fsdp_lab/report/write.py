@@ -8,43 +8,17 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from fsdp_lab.files import write_text
+from fsdp_lab.metrics import MEMORY, SPEED, Metric, declared, table_columns
 from fsdp_lab.report.answer import Answer, answer
-from fsdp_lab.report.data import MEMORY, MIB, SPEED, Sweep, Trial
+from fsdp_lab.report.data import Sweep, Trial
 from fsdp_lab.report.effects import effects
 from fsdp_lab.report.plots import figures
 
 FILES = ("report.html", "report.md", "report.csv")
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A figure in the table of trials. `best`: whether less or more is better, `min` or `max`; "" for neither."""
-
-    head: str
-    key: str
-    form: str
-    best: str = ""
-    scale: float = 1
-
-
-_COLUMNS = (
-    _Column("epoch", "epoch", "{:.0f}"),
-    _Column("train loss", "train/loss", "{:.4f}", "min"),
-    _Column("val loss", "val/loss", "{:.4f}", "min"),
-    _Column("val accuracy", "val/accuracy", "{:.3f}", "max"),
-    _Column("samples/s", SPEED, "{:.1f}", "max"),
-    _Column("step p50 ms", "perf/step_time_p50_s", "{:.2f}", "min", 1e-3),
-    _Column("peak MiB", MEMORY, "{:.2f}", "min", MIB),
-    _Column("host peak MiB", "memory/host_peak_bytes", "{:.2f}", "min", MIB),
-    _Column("forecast MiB", "forecast/peak_bytes", "{:.2f}", "", MIB),
-    _Column("forecast error", "forecast/error", "{:+.4f}"),
-    _Column("MFU", "perf/mfu", "{:.3f}", "max"),
-)
 _ENDED_BADLY = ("failed", "oom", "diverged", "stopped", "skipped", "interrupted")
 
 
@@ -134,7 +108,7 @@ def _about(sweep: Sweep) -> list[tuple[str, str]]:
 def _trial_table(sweep: Sweep, chosen: Sequence[Trial]) -> str:
     columns = _columns(sweep)
     best = _best(sweep, columns)
-    heads = ("trial", *sweep.axes, "status", *(c.head for c in columns))
+    heads = ("trial", *sweep.axes, "status", *(c.label for c in columns))
     rows = []
     for trial in sweep.trials:
         url = sweep.url(trial)
@@ -146,8 +120,8 @@ def _trial_table(sweep: Sweep, chosen: Sequence[Trial]) -> str:
         cells.append(f"<td>{html.escape(trial.status)}</td>")
         for column in columns:
             value = trial.figures.get(column.key)
-            text = "" if value is None else column.form.format(value / column.scale)
-            css = "number best" if column.key in best and value == best[column.key] else "number"
+            text = column.text(value)
+            css = "number best" if value is not None and value == best[column.key] else "number"
             cells.append(f'<td class="{css}" data-value="{"" if value is None else value}">{text}</td>')
         words = html.escape(f"{trial.name} {trial.status}".lower())
         css = ' class="chosen"' if trial in chosen else ""
@@ -192,14 +166,14 @@ def to_markdown(sweep: Sweep, found: Answer) -> str:
         row = [str(trial.number), *(trial.setting.get(axis, "") for axis in sweep.axes), trial.status]
         for column in columns:
             value = trial.figures.get(column.key)
-            text = "" if value is None else column.form.format(value / column.scale)
-            row.append(f"**{text}**" if column.key in best and value == best[column.key] else text)
+            text = column.text(value)
+            row.append(f"**{text}**" if value is not None and value == best[column.key] else text)
         rows.append(row)
-    line(_markdown_table(("trial", *sweep.axes, "status", *(c.head for c in columns)), rows))
+    line(_markdown_table(("trial", *sweep.axes, "status", *(c.label for c in columns)), rows))
     line(f"Pareto front of peak memory and samples/s: {', '.join(f'`{name}`' for name in found.front) or 'none'}.\n")
     if len(sweep.settings) > 1:
         line("## What each axis does alone: means over the other axes ± one standard deviation\n")
-        heads = ("axis", "value", "settings", "samples/s", "peak MiB", sweep.loss_key.replace("/", " "))
+        heads = ("axis", "value", "settings", *(declared(key).label for key in (SPEED, MEMORY, sweep.loss_key)))
         line(_markdown_table(heads, _effect_rows(sweep)))
     if found.why_not:
         line("## Settings that do not qualify\n")
@@ -212,19 +186,16 @@ def to_markdown(sweep: Sweep, found: Answer) -> str:
 
 def _effect_rows(sweep: Sweep) -> list[list[str]]:
     rows = []
+    metrics = [declared(key) for key in (SPEED, MEMORY, sweep.loss_key)]
     for axis in sweep.setting_axes:
-        by_metric = [
-            {effect.value: effect for effect in effects(sweep, axis, metric)}
-            for metric in (SPEED, MEMORY, sweep.loss_key)
-        ]
+        by_metric = [{effect.value: effect for effect in effects(sweep, axis, metric.key)} for metric in metrics]
         for value in dict.fromkeys(value for found in by_metric for value in found):
             counts = [str(found[value].count) for found in by_metric if value in found]
             row = [axis, value, counts[0]]
-            forms = ("{:.0f} ± {:.0f}", "{:.2f} ± {:.2f}", "{:.4f} ± {:.4f}")
-            for found, form, scale in zip(by_metric, forms, (1, MIB, 1), strict=True):
+            for found, metric in zip(by_metric, metrics, strict=True):
                 effect = found.get(value)
-                text = form.format(effect.mean / scale, effect.spread / scale) if effect else ""
-                row.append(text if effect and effect.count > 1 else text.partition(" ")[0])
+                spread = f" ± {metric.text(effect.spread)}" if effect and effect.count > 1 else ""
+                row.append(metric.text(effect.mean) + spread if effect else "")
             rows.append(row)
     return rows
 
@@ -256,22 +227,14 @@ def to_csv(sweep: Sweep, found: Answer) -> str:
     return out.getvalue()
 
 
-def _columns(sweep: Sweep) -> list[_Column]:
-    return [c for c in _COLUMNS if any(c.key in trial.figures for trial in sweep.trials)]
+def _columns(sweep: Sweep) -> list[Metric]:
+    return [c for c in table_columns("report") if any(c.key in trial.figures for trial in sweep.trials)]
 
 
-def _best(sweep: Sweep, columns: Sequence[_Column]) -> dict[str, float]:
-    """Metric -> the best value of a finished trial; nothing is best of one, or where all are the same."""
-    best: dict[str, float] = {}
-    for column in columns:
-        having = [
-            trial.figures[column.key]
-            for trial in sweep.trials
-            if trial.status == "finished" and math.isfinite(trial.figures.get(column.key, math.nan))
-        ]
-        if column.best and len(set(having)) > 1:
-            best[column.key] = (min if column.best == "min" else max)(having)
-    return best
+def _best(sweep: Sweep, columns: Sequence[Metric]) -> dict[str, float | None]:
+    """Metric -> the best value of a finished trial; None where none is better, or all are the same."""
+    finished = [trial.figures for trial in sweep.trials if trial.status == "finished"]
+    return {c.key: c.best_of([f[c.key] for f in finished if math.isfinite(f.get(c.key, math.nan))]) for c in columns}
 
 
 def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_lab.metrics import Metric, table_columns
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.sweep.results import TrialState, setting
 
@@ -85,71 +86,35 @@ class Console:
         """A row a trial; `*` marks the best of a column, `>` the recommended trials."""
         ended = sum(state.ended and state.status != "interrupted" for state in self.states)
         table = Table(title=f"{ended} of {len(self.states)} trials have a result, {time.time() - self.begun:.0f} s")
-        for name in (
-            "trial",
-            *self.swept,
-            "status",
-            "epoch",
-            "train loss",
-            "val loss",
-            "val acc",
-            "samples/s",
-            "peak MiB",
-            "forecast MiB",
-            "turnaround s",
-            *(["pareto"] if self.front else []),
-        ):
+        columns = table_columns("terminal")
+        pareto = ["pareto"] if self.front else []
+        heads = ("trial", *self.swept, "status", *(column.label for column in columns), "turnaround s", *pareto)
+        for name in heads:
             table.add_column(name, justify="left" if name in self.swept or name == "status" else "right")
-        best = self._best()
+        best = self._best(columns)
         front = self.front() if self.front else ()
         for number, state in rows:
+            figures, best_here = state.figures(), best if state.status == "finished" else {}
             table.add_row(
                 Text(f"> {number}", style="bold green") if number in chosen else str(number),
                 *(str(setting(state.trial, key)) for key in self.swept),
                 Text(state.status, style=_STYLE[state.status]),  # no markup: a line said above the table turns it off
-                _number(state.metrics, "epoch", "{:.0f}"),
-                *(
-                    Text(f"*{text}", style="bold green") if key in best and is_best(state, key, best) else Text(text)
-                    for key, text in (
-                        ("train/loss", _number(state.metrics, "train/loss", "{:.4f}")),
-                        ("val/loss", _number(state.metrics, "val/loss", "{:.4f}")),
-                        ("val/accuracy", _number(state.metrics, "val/accuracy", "{:.3f}")),
-                        ("perf/samples_per_s", _number(state.metrics, "perf/samples_per_s", "{:.0f}")),
-                        ("memory/peak_bytes", mib(state.metrics.get("memory/peak_bytes"))),
-                        ("forecast/peak_bytes", mib(state.figures().get("forecast/peak_bytes"))),
-                    )
-                ),
+                *(_cell(column, figures.get(column.key), best_here) for column in columns),
                 "" if state.turnaround_s is None else f"{state.turnaround_s:.1f}",
                 *(["yes" if number in front else ""] if self.front else []),
             )
         return table
 
-    def _best(self) -> dict[str, float]:
-        """For each figure the best value of a finished trial; none where all have the same."""
-        finished = [s.metrics for s in self.states if s.status == "finished"]
-        best: dict[str, float] = {}
-        for key, choose in (
-            ("val/loss", min),
-            ("val/accuracy", max),
-            ("perf/samples_per_s", max),
-            ("memory/peak_bytes", min),
-        ):
-            having = [metrics[key] for metrics in finished if key in metrics]
-            if len(set(having)) > 1:
-                best[key] = choose(having)
-        return best
+    def _best(self, columns: Sequence[Metric]) -> dict[str, float | None]:
+        """For each column the best value of a finished trial; None where all have the same, or none is better."""
+        finished = [state.figures() for state in self.states if state.status == "finished"]
+        return {c.key: c.best_of([figures[c.key] for figures in finished if c.key in figures]) for c in columns}
 
 
-def is_best(state: TrialState, key: str, best: dict[str, float]) -> bool:
-    return state.status == "finished" and state.metrics.get(key) == best[key]
-
-
-def _number(metrics: Mapping[str, float], key: str, form: str) -> str:
-    return form.format(metrics[key]) if key in metrics else ""
-
-
-def mib(num_bytes: float | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
+def _cell(column: Metric, value: float | None, best: Mapping[str, float | None]) -> Text:
+    if value is not None and value == best.get(column.key):
+        return Text(f"*{column.text(value)}", style="bold green")
+    return Text(column.text(value))
 
 
 def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int) -> str:
@@ -159,14 +124,8 @@ def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int) ->
         f"epoch {metrics['epoch']:.0f}/{epochs}",
     ]
     parts += [
-        f"{label} {text}"
-        for label, text in (
-            ("train loss", _number(metrics, "train/loss", "{:.4f}")),
-            ("val loss", _number(metrics, "val/loss", "{:.4f}")),
-            ("val acc", _number(metrics, "val/accuracy", "{:.3f}")),
-            ("samples/s", _number(metrics, "perf/samples_per_s", "{:.0f}")),
-            ("peak MiB", mib(metrics.get("memory/peak_bytes"))),
-        )
-        if text
+        f"{column.label} {column.text(metrics[column.key])}"
+        for column in table_columns("terminal")
+        if column.key in metrics and column.key != "epoch"
     ]
     return "  ".join(parts)

@@ -27,9 +27,10 @@ from fsdp_lab.engine.files import (
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes
 from fsdp_lab.forecast.run import Forecaster, Request
+from fsdp_lab.metrics import mib
 from fsdp_lab.report.answer import Answer, pareto_front
 from fsdp_lab.report.write import FILES, write_report
-from fsdp_lab.sweep.console import Console, epoch_line, mib
+from fsdp_lab.sweep.console import Console, epoch_line
 from fsdp_lab.sweep.interrupt import INTERRUPTED
 from fsdp_lab.sweep.names import command_line, go_on_command, label, relative, resume_command, run_name, short_name
 from fsdp_lab.sweep.record import Record, add_trial, write_hydra_folder

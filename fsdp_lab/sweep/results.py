@@ -15,16 +15,9 @@ from typing import Any
 from fsdp_lab.compose import Trial
 from fsdp_lab.files import write_text
 from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, table_columns
 
 _STORAGE = ".storage"
-
-# The figures of a trial, the latest of each, that a table of trials shows, in this order.
-COLUMNS = (
-    "epoch", "train/loss", "val/loss", "val/accuracy", "perf/samples_per_s", "perf/step_time_p50_s",
-    "perf/step_time_p95_s", "perf/mfu", "memory/peak_bytes", "memory/reserved_bytes", "memory/host_peak_bytes",
-    "forecast/peak_bytes", "forecast/reserved_bytes", "forecast/host_bytes", "forecast/error",
-    "forecast/largest_microbatch", "train/skipped_steps", "checkpoint/save_s",
-)  # fmt: skip
 
 # All but `interrupted` are results, and final: a setting that does not fit is what the sweep was to find out.
 ENDED = ("finished", "failed", "interrupted", "oom", "diverged", "stopped", "skipped")
@@ -76,9 +69,9 @@ class TrialState:
         """The metrics of an epoch, the last by default, with what was forecast beside what was measured."""
         metrics = self.metrics if metrics is None else metrics
         figures = {**metrics, **self.forecast_figures}
-        measured = metrics.get("memory/peak_bytes")
+        measured = metrics.get(MEMORY)
         if measured and "forecast/peak_bytes" in figures:
-            figures["forecast/error"] = (figures["forecast/peak_bytes"] + self._workspaces(metrics)) / measured - 1
+            figures[FORECAST_ERROR] = (figures["forecast/peak_bytes"] + self._workspaces(metrics)) / measured - 1
         return figures
 
     def _workspaces(self, metrics: dict[str, float]) -> int:
@@ -126,15 +119,16 @@ def write_results(
     front: Collection[int] = (),
     run_id: Callable[[str | None], str] = lambda handle: handle or "",
 ) -> None:
-    """A row a trial; written anew after each change, under a temporary name first.
+    """A row a trial, with the latest of each figure; written anew after each change, under a temporary name first.
 
     Args:
         front: the trials of the Pareto set, where there are several objectives.
     """
+    measured = [column.key for column in table_columns("csv")]
     text = io.StringIO(newline="")
     rows = csv.writer(text)
     rows.writerow(
-        ["trial", "status", *swept, *COLUMNS, "pareto", "turnaround_s", "seconds", "error", "run_id", "folder"]
+        ["trial", "status", *swept, *measured, "pareto", "turnaround_s", "seconds", "error", "run_id", "folder"]
     )
     for number, state in enumerate(states):
         figures = state.figures()
@@ -143,7 +137,7 @@ def write_results(
                 number,
                 "waiting" if state.status == "starting" else state.status,
                 *(setting(state.trial, key) for key in swept),
-                *(figures.get(key, "") for key in COLUMNS),
+                *(figures.get(key, "") for key in measured),
                 "yes" if number in front else "",
                 "" if state.turnaround_s is None else round(state.turnaround_s, 2),
                 "" if state.seconds is None else round(state.seconds, 2),

@@ -10,9 +10,9 @@ import pytest
 from scipy.stats import ttest_ind
 
 from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED
 from fsdp_lab.nightly.__main__ import read_study
-from fsdp_lab.nightly.gate import FORECAST_ERROR, LOSS, Finding, Result, compare, table
-from fsdp_lab.report.data import MEMORY, MIB, SPEED
+from fsdp_lab.nightly.gate import LOSS, Finding, Result, compare, table
 
 TOLERANCE = ToleranceConfig()
 

@@ -8,11 +8,11 @@ import sys
 import time
 
 from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.metrics import MEMORY, SPEED
 from fsdp_lab.nightly.gate import Result, compare
 from fsdp_lab.nightly.nights import GOOD, Night
 from fsdp_lab.nightly.others import Others
 from fsdp_lab.nightly.verdict import reference, without_speed
-from fsdp_lab.report.data import MEMORY, SPEED
 
 BURN = "import time\nend = time.time() + 4\nwhile time.time() < end: pass"
 # a grandchild whose parent has gone is nobody's descendant

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_lab.nightly.gate import FORECAST_ERROR, LOSS, Result
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED
+from fsdp_lab.nightly.gate import LOSS, Result
 from fsdp_lab.nightly.nights import ACCEPTED, GOOD, REGRESSION, Night, night_id, read_nights, write_night
 from fsdp_lab.nightly.page import _chart, changes, write_page
-from fsdp_lab.report.data import MEMORY, MIB, SPEED
 
 SETTINGS = ("sharding=ddp", "sharding=per_block")
 

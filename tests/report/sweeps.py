@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_lab.report.data import MIB, Sweep, Trial
+from fsdp_lab.metrics import MIB
+from fsdp_lab.report.data import Sweep, Trial
 
 # sharding, precision, status, MiB, samples/s, val loss
 ROWS = (

@@ -1,0 +1,286 @@
+"""Every metric of a trial, declared once: its key, unit and direction, how tables show it, what a night tolerates.
+
+Tables, plots, the check of objectives, the nightly gate and MLflow's description read `METRICS`. To add a metric, add a
+line there and the code that measures it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
+TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
+MIB = 2**20
+
+Table = Literal["csv", "terminal", "report", "hover"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one table shows a metric, where that differs from the metric itself.
+
+    Attributes:
+        label, form: None for the metric's own.
+        last: it stands after the columns that do not say so.
+        marks_best: whether the table marks the best value.
+    """
+
+    label: str | None = None
+    form: str | None = None
+    last: bool = False
+    marks_best: bool = True
+
+
+_SHOWN = Column()
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How the nightly gate judges a metric.
+
+    Attributes:
+        tolerance: a key of `nightly.tolerance`.
+        kind: what the tolerance limits: a `ratio` to the baseline's value, or the `distance` from 0, in the metric's
+            own unit.
+        key, label: of the metric in the results and the table of a night; None for the metric's own.
+    """
+
+    tolerance: str
+    kind: Literal["ratio", "distance"] = "ratio"
+    key: str | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a trial, or a family of them.
+
+    Attributes:
+        key: as it is measured and logged. `<...>` in it stands for a category or a rank.
+        label: how tables and plots call it, with the unit that they show.
+        unit: of the value under `key`; "" for none.
+        about: a line in the description of the MLflow experiment; "" for what is not logged under this key.
+        better: `min` or `max`; "" for neither.
+        form: a format for `value / scale`.
+        scale: how many of `unit` are one of the unit that is shown.
+        objective: an objective or a scheduler may name it.
+        mib_key: under this key MLflow also gets the value in MiB, because its pages show bytes with all their digits.
+        csv, terminal, report: its column of `results.csv`, of the terminal's table and of the report's; None for none.
+        hover: its line beside a point of the report's plots; the form has the words.
+    """
+
+    key: str
+    label: str
+    unit: str
+    about: str
+    better: Literal["min", "max", ""] = ""
+    form: str = "{:.4g}"
+    scale: float = 1
+    objective: bool = True
+    mib_key: str = ""
+    csv: Column | None = None
+    terminal: Column | None = None
+    report: Column | None = None
+    hover: Column | None = None
+    gate: Gate | None = None
+
+    @property
+    def is_family(self) -> bool:
+        return "<" in self.key
+
+    def matches(self, key: str) -> bool:
+        """Whether the key is this metric's, or one of this family's."""
+        if not self.is_family:
+            return key == self.key
+        return re.fullmatch(re.sub("<[a-z]+>", "[a-z_]+", self.key.replace("<r>", r"\d+")), key) is not None
+
+    def text(self, value: float | None) -> str:
+        """The value as tables show it; "" for None."""
+        return "" if value is None else self.form.format(value / self.scale)
+
+    def best_of(self, values: Collection[float]) -> float | None:
+        """The best value; None where neither direction is better, or all values are the same."""
+        if not self.better or len(set(values)) < 2:
+            return None
+        return min(values) if self.better == "min" else max(values)
+
+
+# Tables and messages keep this order.
+METRICS = (
+    Metric(
+        "epoch", "epoch", "", "", form="{:.0f}", objective=False,
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
+    ),
+    Metric(
+        TRAIN_LOSS, "train loss", "", "the mean of the epoch's steps, each over the global batch; a point an epoch",
+        better="min", form="{:.4f}",
+        csv=_SHOWN, terminal=Column(marks_best=False), report=_SHOWN,
+    ),
+    Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
+    Metric("train/loss_scale", "loss scale", "", "what fp16's losses are multiplied by", form="{:.0f}"),
+    Metric(
+        "train/skipped_steps", "skipped steps", "steps", "steps whose fp16 gradients overflowed, in the epoch",
+        better="min", form="{:.0f}", csv=Column(last=True),
+    ),
+    Metric(
+        "train/step", "step", "steps", "optimizer steps done; the step axis of every metric is the epoch",
+        form="{:.0f}", objective=False,
+    ),
+    Metric(
+        VAL_LOSS, "val loss", "", "the mean over the whole validation split",
+        better="min", form="{:.4f}",
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="val loss {:.4f}", last=True),
+        # by the train loss, where there is no validation split
+        gate=Gate("loss", key="loss", label="final loss"),
+    ),
+    Metric(
+        "val/accuracy", "val accuracy", "", "over the whole validation split",
+        better="max", form="{:.3f}",
+        csv=_SHOWN, terminal=Column("val acc"), report=_SHOWN, hover=Column(form="val accuracy {:.3f}", last=True),
+    ),
+    Metric(
+        SPEED, "samples/s", "samples/s", "of all ranks together; warm-up steps are left out, here and below",
+        better="max", form="{:.0f}",
+        csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"), hover=Column(form="{:,.0f} samples/s"),
+        gate=Gate("samples_per_s"),
+    ),
+    Metric(
+        "perf/step_time_p50_s", "step p50 ms", "s", "the median time of an optimizer step",
+        better="min", form="{:.2f}", scale=1e-3, csv=_SHOWN, report=_SHOWN,
+    ),
+    Metric(
+        "perf/step_time_p95_s", "step p95 ms", "s", "95 % of the steps took no longer",
+        better="min", form="{:.2f}", scale=1e-3, csv=_SHOWN,
+    ),
+    Metric(
+        "perf/mfu", "MFU", "", "the share of the device's peak FLOP/s that the model used, where the peak is known",
+        better="max", form="{:.3f}", csv=_SHOWN, report=Column(last=True),
+    ),
+    Metric(
+        MEMORY, "peak MiB", "bytes", "the most that the tensors of any rank held",
+        better="min", form="{:.2f}", scale=MIB, mib_key="memory/peak_mib",
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{:.2f} MiB at the peak"),
+        gate=Gate("peak_memory"),
+    ),
+    Metric(
+        "memory/reserved_bytes", "reserved MiB", "bytes",
+        "GPUs: what a process took from the GPU; this is what runs out",
+        better="min", form="{:.2f}", scale=MIB, mib_key="memory/reserved_mib", csv=_SHOWN,
+    ),
+    Metric(
+        "memory/host_peak_bytes", "host peak MiB", "bytes", "GPUs: the most that tensors of any rank held on the host",
+        better="min", form="{:.2f}", scale=MIB, mib_key="memory/host_peak_mib", csv=_SHOWN, report=_SHOWN,
+    ),
+    Metric(
+        "memory/<category>_bytes", "MiB", "bytes", "what the rank with the highest peak held at it: `param`, `grad`, "
+        "`activation` …; `host_…` on the host; GPUs: `active`, the blocks that tensors lie in, and `workspace`, "
+        "cuBLAS's own, which is in `active` and `reserved`",
+        better="min", form="{:.2f}", scale=MIB,
+    ),
+    Metric(
+        "memory/rank<r>/<total>_bytes", "MiB", "bytes", "`peak`, `active`, `reserved` and `host_peak` of each rank",
+        better="min", form="{:.2f}", scale=MIB,
+    ),
+    Metric(
+        "forecast/peak_bytes", "forecast MiB", "bytes", "the peak that was forecast before the trial ran",
+        form="{:.2f}", scale=MIB, objective=False, mib_key="forecast/peak_mib",
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{:.2f} MiB forecast"),
+    ),
+    Metric(
+        "forecast/reserved_bytes", "forecast reserved MiB", "bytes", "GPUs: what a process was to take from the GPU",
+        form="{:.2f}", scale=MIB, objective=False, csv=_SHOWN,
+    ),
+    Metric(
+        "forecast/host_bytes", "forecast host MiB", "bytes", "what tensors were to hold on the host",
+        form="{:.2f}", scale=MIB, objective=False, csv=_SHOWN,
+    ),
+    Metric(
+        "forecast/needed_bytes", "needed MiB", "bytes", "the forecast with what libraries are allowed for",
+        form="{:.2f}", scale=MIB, objective=False,
+    ),
+    Metric(
+        "forecast/capacity_bytes", "capacity MiB", "bytes", "what a device has, where that is known",
+        form="{:.2f}", scale=MIB, objective=False,
+    ),
+    Metric(
+        FORECAST_ERROR, "forecast error", "", "`forecast / measured - 1`, of the peaks",
+        form="{:+.4f}", objective=False,
+        csv=_SHOWN, report=_SHOWN, gate=Gate("forecast_error", kind="distance"),
+    ),
+    Metric(
+        "forecast/largest_microbatch", "largest microbatch", "samples", "the largest that fits by the forecast",
+        form="{:.0f}", objective=False, csv=_SHOWN,
+    ),
+    Metric(
+        "checkpoint/save_s", "save s", "s", "the time until a checkpoint was written",
+        better="min", form="{:.2f}", csv=Column(last=True),
+    ),
+    Metric(
+        "checkpoint/blocked_s", "blocked s", "s", "the time that training waited for it", better="min", form="{:.2f}"
+    ),
+    Metric(
+        "checkpoint/bytes", "checkpoint MiB", "bytes", "its size on the disk, of all ranks",
+        better="min", form="{:.2f}", scale=MIB,
+    ),
+)  # fmt: skip
+
+
+def declared(key: str) -> Metric:
+    """The declaration of a metric, or of its family.
+
+    Raises:
+        KeyError: there is none.
+    """
+    exact = [metric for metric in METRICS if metric.key == key]
+    for metric in exact or METRICS:
+        if metric.matches(key):
+            return metric
+    raise KeyError(f"{key} is not declared in fsdp_lab.metrics")
+
+
+def table_columns(table: Table) -> list[Metric]:
+    """The metrics that a table shows, in its order, with its labels and forms."""
+    shown = [(column, metric) for metric in METRICS if (column := getattr(metric, table)) is not None]
+    return [
+        dataclasses.replace(
+            metric,
+            label=column.label or metric.label,
+            form=column.form or metric.form,
+            better=metric.better if column.marks_best else "",
+        )
+        for column, metric in sorted(shown, key=lambda pair: pair[0].last)
+    ]
+
+
+def gated() -> list[tuple[Metric, Gate]]:
+    """The metrics that the nightly gate judges."""
+    return [(metric, metric.gate) for metric in METRICS if metric.gate is not None]
+
+
+def objective_keys() -> list[str]:
+    """What an objective may name, without the families."""
+    return [metric.key for metric in METRICS if metric.objective and not metric.is_family]
+
+
+def can_be_objective(key: str) -> bool:
+    """Whether an objective may name the metric, or one of its family."""
+    return any(metric.objective and metric.matches(key) for metric in METRICS)
+
+
+def mib_figures(figures: Mapping[str, float]) -> dict[str, float]:
+    """What MLflow gets in MiB beside the bytes."""
+    return {m.mib_key: figures[m.key] / MIB for m in METRICS if m.mib_key and m.key in figures}
+
+
+def is_mib_key(key: str) -> bool:
+    """Whether MLflow has the figure in bytes too, so that the folder has it there alone."""
+    return any(metric.mib_key == key for metric in METRICS if metric.mib_key)
+
+
+def mib(num_bytes: float) -> str:
+    """Bytes as tables show them, without the unit."""
+    return f"{num_bytes / MIB:.2f}"
