@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.metrics import is_mib_key
 from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, sqlite_file
 from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, redact
 
@@ -75,9 +76,9 @@ def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun
     return StoredRun(
         run.info.run_id,
         dict(run.data.tags),
-        # as the folder has them: what MLflow counts by is a value there
+        # as the folder has them: what MLflow counts by is a value there, and bytes are bytes alone
         {
-            **{key: v for key, v in run.data.metrics.items() if key != "train/step"},
+            **{key: v for key, v in run.data.metrics.items() if key != "train/step" and not is_mib_key(key)},
             **({"step": int(run.data.metrics["train/step"])} if "train/step" in run.data.metrics else {}),
             **({"epoch": max(epochs)} if epochs else {}),
         },

@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.schema import TrackingConfig
-from fsdp_lab.tracking.tags import HOW_TO_READ, one_line, redact
+from fsdp_lab.tracking.tags import how_to_read, one_line, redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -217,7 +217,7 @@ def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) 
         try:
             location = artifacts.as_uri() if artifacts else None
             # the UI would guess the kind, and ask, otherwise
-            tags = {"mlflow.note.content": HOW_TO_READ, "mlflow.experimentKind": "custom_model_development"}
+            tags = {"mlflow.note.content": how_to_read(), "mlflow.experimentKind": "custom_model_development"}
             return client.create_experiment(name, location, tags)
         except MlflowException:
             found = client.get_experiment_by_name(name)  # another sweep was quicker
@@ -229,7 +229,7 @@ def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) 
             f"restore --experiment-id {found.experiment_id}`, or give another tracking.experiment."
         )
     if "mlflow.note.content" not in found.tags:
-        client.set_experiment_tag(found.experiment_id, "mlflow.note.content", HOW_TO_READ)
+        client.set_experiment_tag(found.experiment_id, "mlflow.note.content", how_to_read())
     return str(found.experiment_id)
 
 

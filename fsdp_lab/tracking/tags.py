@@ -13,10 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab import metrics
 from fsdp_lab.config.convert import flatten, said_by_option
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS, TrialConfig
 
-HOW_TO_READ = """\
+_HOW_TO_READ = """\
 **How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
 children is a trial that was started alone.
 
@@ -25,15 +26,9 @@ The answer: open a sweep and look at `report.html` among its artifacts. It says 
 To compare settings yourself: select the trials of a sweep and press *Compare*. The parameters are the keys of the \
 command line; the groups (`sharding`, `precision`, `offload`, `reshard_after_forward` …) stand by their option's name.
 
-| metric | what it is |
-| --- | --- |
-| `train/loss`, `val/loss`, `val/accuracy` | over the global batch or the whole split, one point an epoch |
-| `perf/…` | speed; the unit stands at the end of the name, warm-up steps are left out |
-| `memory/peak_bytes` | the most that the tensors of any rank held; `memory/rank<r>/…` for each rank |
-| `memory/active_bytes`, `memory/reserved_bytes` | GPUs: the blocks those tensors lie in, and what the process took \
-from the GPU; the second is what runs out. cuBLAS's workspaces (`memory/workspace_bytes`) are in both |
-| `checkpoint/…` | what saving cost |
-| `train/step` | optimizer steps done; the step axis of every metric is the epoch |
+| metric | unit | what it is |
+| --- | --- | --- |
+METRICS
 
 A night's sweep has the tag `nightly.verdict` (good, regression, accepted); `nightly.regressions` names what got \
 worse.
@@ -41,6 +36,18 @@ worse.
 The tag `status` says how a trial ended, `error` why it failed. The data set of a trial stands with its \
 digest under *Datasets*: two trials with equal digests saw the same images.
 """
+
+
+def how_to_read() -> str:
+    """The description of the experiment, with a row for each metric."""
+    rows = []
+    for metric in metrics.METRICS:
+        named = [(metric.key, metric.unit), *([(metric.mib_key, "MiB")] if metric.mib_key else [])]
+        if metric.about:
+            keys, units = ", ".join(f"`{key}`" for key, _ in named), ", ".join(unit for _, unit in named)
+            rows.append(f"| {keys} | {units} | {metric.about} |")
+    return _HOW_TO_READ.replace("METRICS", "\n".join(rows))
+
 
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"

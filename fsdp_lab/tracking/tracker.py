@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.schema import TrackingConfig, TrialConfig
+from fsdp_lab.metrics import mib_figures
 from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs, ui_url
 from fsdp_lab.tracking.tags import (
     RECORDED_TAG,
@@ -231,13 +232,15 @@ class Tracker:
         self._write("facts", run_id, write)
 
     def log_epoch(self, run_id: str, metrics: Mapping[str, float]) -> None:
-        """The metrics of a finished epoch, at step `metrics["epoch"]`; `step` is kept as `train/step`.
+        """The metrics of a finished epoch, at step `metrics["epoch"]`, some bytes also in MiB; `step` is kept as
+        `train/step`.
 
         A trial that was resumed tells its old epochs again: an epoch that is in MLflow already is left
         alone, one that was lost with the store away is filled in.
         """
         epoch = int(metrics["epoch"])
         names = {"train/step" if k == "step" else k: float(v) for k, v in metrics.items() if k != "epoch"}
+        names |= mib_figures(names)  # in the same batch, so that an epoch has both or neither
         now = int(time.time() * 1000)
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:

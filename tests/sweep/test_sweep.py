@@ -13,6 +13,7 @@ import yaml
 from mlflow.entities import Run
 
 from fsdp_lab.config import TrialConfig, from_dict
+from fsdp_lab.metrics import declared, is_mib_key
 from tests.conftest import STORE, run_cli
 from tests.ranks import Memo, run_ranks
 from tests.sweep.conftest import PLAIN, TINY, artifacts, history, results, runs, store
@@ -107,6 +108,8 @@ def test_metrics_stand_at_their_epoch(swept: Swept, children: list[Run]):
             assert [step for step, _ in points] == [1, 2], key
         assert {"memory/rank0/peak_bytes", "memory/rank1/peak_bytes", "checkpoint/save_s"} <= run.data.metrics.keys()
         assert history(swept.folder, run, "train/step") == [(1, 4), (2, 8)]
+        for key in run.data.metrics:
+            assert is_mib_key(key) or declared(key), "what is measured is declared"
 
 
 def test_the_forecast_stands_beside_what_was_measured(swept: Swept, children: list[Run]):
@@ -116,6 +119,7 @@ def test_the_forecast_stands_beside_what_was_measured(swept: Swept, children: li
         assert float(row["forecast/error"]) == 0
         assert run.data.metrics["forecast/peak_bytes"] == run.data.metrics["memory/peak_bytes"]
         assert run.data.metrics["forecast/error"] == 0
+        assert run.data.metrics["memory/peak_mib"] == run.data.metrics["memory/peak_bytes"] / 2**20
     assert "forecast MiB" in swept.done.stdout
 
 

@@ -25,7 +25,7 @@ from fsdp_lab.config.schema import (
     TrackingConfig,
     TrialConfig,
 )
-from fsdp_lab.tracking import Tracker, TrackingError, tracker
+from fsdp_lab.tracking import Tracker, TrackingError, read_sweep, tracker
 from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, redact, trial_params
 from tests.servers import end, free_port, mlflow_server
 
@@ -192,6 +192,34 @@ def test_metrics_stand_at_their_epoch_and_an_epoch_told_again_stands_once(
     assert history(run_id, "val/accuracy") == [(1, 0.75), (2, 0.75)]
     (_, first_loss), (step, last_loss) = history(run_id, "train/loss")
     assert (first_loss, step, last_loss != last_loss) == (1.5, 2, True)
+    assert problems == []
+
+
+def test_headline_bytes_are_in_the_store_in_mib_too_and_are_read_back_as_bytes_alone(
+    opened: Tracker, store: TrackingConfig, tmp_path: Path, problems: list[str]
+) -> None:
+    run_id = start(opened, tmp_path)
+    forecast = {"epoch": 0.0, "forecast/peak_bytes": 3 * 2**20}
+    measured = METRICS | {"memory/peak_bytes": 9222256.0, "memory/param_bytes": 2**20}
+    for metrics in (forecast, forecast, measured, measured):
+        opened.log_epoch(run_id, metrics)
+    assert history(run_id, "memory/peak_mib") == [(1, 9222256 / 2**20)]
+    assert history(run_id, "forecast/peak_mib") == [(0, 3.0)]
+    again = Tracker(store, problems.append)  # a resume sends what the store has not got, and only that
+    again.open()
+    again._ids[run_id] = run_id
+    again.check_epochs(run_id)
+    for metrics in (forecast, measured, measured | {"epoch": 2, "memory/peak_bytes": 2.0**21}):
+        again.log_epoch(run_id, metrics)
+    assert history(run_id, "memory/peak_mib") == [(1, 9222256 / 2**20), (2, 2.0)]
+    assert history(run_id, "forecast/peak_mib") == [(0, 3.0)]
+    assert [key for key in read(run_id).data.metrics if key.endswith("_mib")] == [
+        "forecast/peak_mib",
+        "memory/peak_mib",
+    ]
+    _, (trial,) = read_sweep(store, run_id)
+    assert trial.metrics["memory/peak_bytes"] == 2**21
+    assert not any(key.endswith("_mib") for key in trial.metrics)
     assert problems == []
 
 
