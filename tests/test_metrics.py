@@ -1,0 +1,144 @@
+"""The declaration of metrics, and that everything which shows one reads it."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import dataclasses
+import io
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+from rich.console import Console as RichConsole
+
+from fsdp_lab import metrics
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import ConfigError, TrialConfig, objectives
+from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.metrics import METRICS, Column, Gate, Metric, declared
+from fsdp_lab.nightly.gate import LOSS, compare, judged_metrics
+from fsdp_lab.nightly.verdict import results_of
+from fsdp_lab.report.answer import answer
+from fsdp_lab.report.plots import figures
+from fsdp_lab.report.write import to_markdown
+from fsdp_lab.sweep.console import Console, epoch_line
+from fsdp_lab.sweep.results import TrialState, write_results
+from fsdp_lab.tracking.tags import how_to_read
+from tests.conftest import ROOT
+from tests.report.sweeps import ROWS, sweep, trial
+
+KEY = "perf/stalled_s"
+ADDED = Metric(
+    KEY, "stalled ms", "s", "the time in which nothing was computed", better="min", form="{:.1f}", scale=1e-3,
+    csv=Column(), terminal=Column("stall"), report=Column(), hover=Column(form="{:.1f} ms stalled"),
+    gate=Gate("samples_per_s"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> Metric:
+    """A metric that is declared in this test alone."""
+    monkeypatch.setattr(metrics, "METRICS", (*METRICS, ADDED))
+    return ADDED
+
+
+def finished(number: int, figures: dict[str, float]) -> TrialState:
+    one = Trial(number, TrialConfig(), {}, [], Path(), DictConfig({}))
+    return TrialState(one, "finished", metrics={"epoch": 1.0, **figures})
+
+
+def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Path):
+    write_results(tmp_path / "results.csv", [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0})], [])
+    (row,) = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
+    assert row[KEY] == "0.0123" and "perf/undeclared" not in row
+    columns = list(row)
+    assert columns.index("forecast/largest_microbatch") + 1 == columns.index(KEY) < columns.index("checkpoint/save_s")
+
+
+def test_an_added_metric_is_on_the_terminal(added: Metric):
+    states = [finished(0, {KEY: 0.0123}), finished(1, {KEY: 0.0456})]
+    console, shown = Console(states, []), io.StringIO()
+    console.rich = RichConsole(file=shown, width=160)
+    console.final()
+    assert "stall" in shown.getvalue() and "*12.3" in shown.getvalue() and " 45.6" in shown.getvalue()
+    assert epoch_line(0, states[0].metrics, 2) == "trial 0:  epoch 1/2  stall 12.3"
+
+
+def test_an_added_metric_is_in_the_report(added: Metric):
+    made = sweep([trial(i, ROWS[i], **{KEY: 0.01 * (i + 1)}) for i in (0, 2)])
+    table = to_markdown(made, answer(made)).partition("## Trials")[2]
+    assert "| forecast error | stalled ms |" in table and "| **10.0** |" in table and "| 30.0 |" in table
+    points = {name: figure for name, _, figure in figures(made, answer(made))}["memory-speed"].data[0]
+    assert "10.0 ms stalled" in points.text[0]
+
+
+def test_an_added_metric_is_judged_at_night(added: Metric):
+    before, now = (results_of(sweep([trial(0, ROWS[0], **{KEY: seconds})])) for seconds in (0.010, 0.020))
+    found = [f for f in compare(now, before, [], ToleranceConfig(), 0.005) if f.regression]
+    assert [(f.metric, f.baseline, f.tonight, f.change) for f in found] == [("stalled ms", "10.0", "20.0", "+100.0 %")]
+
+
+def test_an_added_metric_may_be_an_objective_and_is_described(added: Metric):
+    config = dataclasses.replace(TrialConfig(), objective=[f"{KEY}:min"])
+    assert objectives(config) == [(KEY, "min")]
+    assert f"| `{KEY}` | s | the time in which nothing was computed |" in how_to_read()
+
+
+def test_without_a_declaration_it_is_no_objective():
+    with pytest.raises(ConfigError, match=f"objective={KEY}:min is not a metric of a trial; .*train/loss"):
+        objectives(dataclasses.replace(TrialConfig(), objective=[f"{KEY}:min"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("memory/peak_bytes", "memory/peak_bytes"),  # of its own, though its family has the same form
+        ("memory/unsharded_param_bytes", "memory/<category>_bytes"),
+        ("memory/rank12/host_peak_bytes", "memory/rank<r>/<total>_bytes"),
+        ("memory/rank/peak_bytes", None),
+        ("memory/peak_mib", None),
+        ("memory/<category>_bytes", None),
+        ("val/los", None),
+    ],
+)
+def test_a_family_has_the_keys_of_its_form(key: str, expected: str | None):
+    if expected is None:
+        with pytest.raises(KeyError, match=re.escape(key)):
+            declared(key)
+    else:
+        assert declared(key).key == expected
+
+
+def test_keys_are_declared_once_and_labels_of_a_table_differ():
+    keys = [metric.key for metric in METRICS] + [metric.mib_key for metric in METRICS if metric.mib_key]
+    assert len(set(keys)) == len(keys)
+    for table in ("csv", "terminal", "report"):
+        labels = [metric.label for metric in metrics.table_columns(table)]
+        assert len(set(labels)) == len(labels) > 5
+
+
+def test_the_gate_has_a_metric_for_each_tolerance():
+    judged = judged_metrics()
+    assert [each.gate.tolerance for each in judged] == [field.name for field in dataclasses.fields(ToleranceConfig)]
+    assert LOSS in [each.key for each in judged]
+    assert all(each.metric.better or not each.as_ratio for each in judged), "which way is worse"
+
+
+_KEY = re.compile(r"(train|val|perf|memory|forecast|checkpoint)/[a-z0-9_]+")
+
+
+def literals(file: Path) -> set[str]:
+    """The texts of a file, without the parts of f-strings."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in parts]
+    return {node.value for node in constants if isinstance(node.value, str)}
+
+
+def test_every_key_in_the_code_is_declared():
+    used = {key for file in (ROOT / "fsdp_lab").rglob("*.py") for key in literals(file) if _KEY.fullmatch(key)}
+    assert len(used) > 20
+    for key in sorted(used - {metric.mib_key for metric in METRICS}):
+        declared(key)
