@@ -101,3 +101,41 @@ def test_a_file_imports_only_what_its_room_may_see(file: Path):
 )
 def test_the_rules_find_what_breaks_them(room: str, source: str):
     assert len(broken_rules(room, source)) == 1
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def cycles(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> what it imports that imports it in turn, straight or by others; inside functions too."""
+    imported: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        # `from fsdp_lab.room import name`: the name is a module, or of the room's own file
+        names = (next((n for n in (name, name.rpartition(".")[0]) if n in sources), module) for name in imports(source))
+        imported[module] = set(names) - {module}
+    reached = {module: set(names) for module, names in imported.items()}
+    for between in sources:
+        for names in reached.values():
+            if between in names:
+                names |= reached[between]
+    found = {module: {n for n in names if module in reached[n]} for module, names in imported.items()}
+    return {module: names for module, names in found.items() if names}
+
+
+def test_no_module_imports_one_that_imports_it():
+    found = cycles({module_of(file): file.read_text() for file in FILES})
+    assert found == {}, "move what both need into a module of its own"
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"a": "import b", "b": "import c", "c": ""}, {}),
+        ({"a": "import b", "b": "def f():\n import c", "c": "from a import x"}, {"a": {"b"}, "b": {"c"}, "c": {"a"}}),
+        ({"p": "from p.a import x", "p.a": "from p import x"}, {"p": {"p.a"}, "p.a": {"p"}}),
+        ({"p": "", "p.a": "from p import b", "p.b": "import c", "c": "import p.b"}, {"p.b": {"c"}, "c": {"p.b"}}),
+    ],
+)
+def test_a_cycle_is_found_however_long(sources: dict[str, str], expected: dict[str, set[str]]):
+    assert cycles(sources) == expected
