@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ ENVIRONMENT = {
 
 _PROBE_TIMEOUT_S = 8.0
 _TOKEN_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # in Ray's log, or in its error
+
+
+_servers: dict[str, psutil.Process] = {}  # of a Ray that was started here
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ def start_ray(cluster: ClusterConfig) -> None:
         # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
         cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
         ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
+        _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})
         return
     with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
         try:
@@ -155,6 +160,7 @@ def wrong_token(address: str) -> UserError:
 
 def stop_ray() -> None:
     """Leave Ray; a Ray that was started here ends with all its processes."""
+    _servers.clear()
     shutdown = getattr(sys.modules.get("ray"), "shutdown", None)
     if shutdown is not None:  # else Ctrl-C came while Ray was being imported
         shutdown()
@@ -189,11 +195,15 @@ def end_descendants() -> None:
 
 def lost_server() -> str | None:
     """The server of a Ray that was started here that has ended by itself, by its name; None where all is well."""
-    import ray
+    return next((name for name, server in _servers.items() if has_ended(server)), None)
 
-    node = ray._private.worker._global_node
-    dead: list[Any] = node.dead_processes() if node is not None else []
-    return next((name for name, _ in dead if name in ("raylet", "gcs_server")), None)
+
+def has_ended(process: psutil.Process) -> bool:
+    """A zombie has ended too."""
+    try:
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def num_gpus() -> int:
@@ -273,12 +283,22 @@ def remove_places(folder: Path) -> None:
 
     Ray does not do it by itself where the trial's process was killed, or stopped by a scheduler.
     """
-    from ray.util import get_placement_group, placement_group_table, remove_placement_group
+    from ray import PlacementGroupID
+    from ray.util import placement_group_table, remove_placement_group
+    from ray.util.placement_group import PlacementGroup
 
-    for group in placement_group_table().values():
-        if group["name"].rpartition("#")[0] == str(folder) and group["state"] != "REMOVED":
-            with suppress(ValueError):  # gone in the meantime
-                remove_placement_group(get_placement_group(group["name"]))
+    (mark,) = places_mark(folder).items()
+    for number, group in placement_group_table().items():
+        ours = group["name"].rpartition("#")[0] == str(folder)
+        marked = any(mark in bundle.items() for bundle in group["bundles"].values())
+        if (ours or marked) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
+
+
+def places_mark(folder: Path) -> dict[str, float]:
+    """A resource of the workers of the trial in a folder by which their places are known, where they have no name: up
+    to one MiB of the memory that Ray counts, of which it has thousands."""
+    return {"memory": float(1 + zlib.crc32(str(folder).encode()) % 2**20)}
 
 
 def driver_node() -> dict[str, float]:

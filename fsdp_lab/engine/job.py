@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.engine.cluster import remove_places, set_environment, worker_resources
+from fsdp_lab.engine import ray_private
+from fsdp_lab.engine.attempts import Attempts
+from fsdp_lab.engine.cluster import places_mark, remove_places, set_environment, worker_resources
 from fsdp_lab.engine.files import (
     Outcome,
     read_failures,
@@ -24,12 +25,11 @@ from fsdp_lab.engine.files import (
     wait_until_alone,
     write_outcome,
 )
-from fsdp_lab.engine.worker import write_failure
+from fsdp_lab.engine.worker import check_gpu, train_worker, write_failure
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
-_PEER_S = 1.0
+_LOOK_S = 0.25  # for reports, where Ray's controller is another process
 _TAIL_LINES = 50  # of a log, for the report of a failure
-_FINAL = ("oom", "timeout", "user")  # it would be so again
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def outcome_of(failures: list[dict[str, Any]]) -> Outcome:
 
 
 def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[], None] = lambda: None) -> None:
-    """Build the `TorchTrainer` and wait for it.
+    """Train with Ray Train and wait for it. However this is left, the workers and their places are gone afterwards.
 
     Ray Train's controller runs here, in Tune's own process, and not in one more: it would import all of Ray Train
-    anew for each trial. However this is left, the workers and their places are gone afterwards.
+    anew for each trial. That takes private names; a Ray without them has its controller where it wants it.
 
     Args:
         report: told the metrics of every epoch.
@@ -105,101 +105,85 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
         ray.train.TrainingFailedError: workers failed more than `cluster.max_failures` times, or could not be
             placed within `cluster.wait_timeout_s`.
     """
-    cluster = job.config["cluster"]
+    cluster, folder = job.config["cluster"], Path(job.folder)
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(cluster["wait_timeout_s"])
     set_environment()
-    import ray
+    attempts = Attempts(folder, begins)
+    if ray_private.missing():
+        fit_by_ray(job, report, attempts)
+    else:
+        settings = trainer_settings(job, cluster["max_failures"], [reporting(report)])
+        ray_private.fit_here(settings, job.folder, attempts, ray_is_ours=cluster["address"] is None)
+
+
+def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: Attempts) -> None:
+    """As `fit`, by what Ray Train promises: its controller is a process of its own, new for each attempt, so that the
+    rules for another one are ours. What the workers report is read from the trial's folder."""
+    from ray.train import TrainingFailedError
+    from ray.train.torch import TorchTrainer
+
+    folder, left = Path(job.folder), job.config["cluster"]["max_failures"]
+    reports = NewReports(folder)
+    while True:
+        attempts.begin()
+        done = in_background(TorchTrainer(**trainer_settings(job, marks=places_mark(folder))).fit)
+        try:
+            while not wait([done], _LOOK_S).done:
+                reports.pass_on(report)
+            reports.pass_on(report)
+        finally:
+            if not done.done():  # stopped by Tune, in the middle of a report
+                attempts.stop()
+        try:
+            done.result()
+            return
+        except TrainingFailedError as error:
+            worth_it = getattr(error, "worker_failures", None) or ray_private.failed_to_start(error)
+            if attempts.is_final(error) or not worth_it or left == 0:
+                raise
+        left -= 1
+        attempts.retry()
+
+
+def trainer_settings(
+    job: Job, max_failures: int = 0, callbacks: Sequence[Any] = (), marks: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The arguments of a `TorchTrainer`.
+
+    Args:
+        max_failures: what Ray itself tries again.
+        marks: resources of a worker that only tell whose it is.
+    """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-    from ray.train.torch.config import _TorchBackend
-    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-    from ray.train.v2._internal.execution.controller import TrainController
-    from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
-    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-    from ray.train.v2._internal.execution.worker_group import WorkerGroup
-    from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
-    from ray.train.v2.api.callback import UserCallback
-    from ray.util import placement_group
 
-    from fsdp_lab.engine.worker import check_gpu, train_worker
+    return {
+        "train_loop_per_worker": train_worker,
+        "train_loop_config": job.as_dict(),
+        "torch_config": torch_config(job),
+        "scaling_config": ScalingConfig(
+            num_workers=job.num_workers,
+            use_gpu=job.use_gpu,
+            resources_per_worker={**worker_resources(job.cpus_per_worker, job.use_gpu), **(marks or {})},
+        ),
+        "run_config": RunConfig(
+            name=".ray_train",
+            storage_path=job.folder,
+            failure_config=FailureConfig(  # the controller's: workers that were killed while they started
+                max_failures=max_failures,
+                controller_failure_limit=max_failures,  # type: ignore[call-arg]
+            ),
+            callbacks=list(callbacks),
+        ),
+    }
 
-    folder = Path(job.folder)
-    attempts, kernel_kills_before = itertools.count(), _kernel_kills()
 
-    class Workers(WorkerGroup):
-        """In a placement group with a name, by which anybody can free it; and in processes that Ray keeps ready:
-        what it would hand over as their environment they have from the driver's."""
+def torch_config(job: Job) -> Any:
+    """Ray's, with a look at the GPUs first: without one NCCL fails there, before our code on the workers is called."""
+    import ray
+    from ray.train.torch import TorchConfig
 
-        def _create_placement_group(self, scaling_config: Any, context: Any) -> Any:
-            begins()
-            bundles = [context.resources_per_worker] * context.num_workers
-            name = f"{job.folder}#{os.getpid()}.{next(attempts)}"
-            return DefaultPlacementGroupHandle(placement_group(bundles, context.placement_strategy, name=name))
-
-        @staticmethod
-        def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-            return {} if cluster["address"] is None else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
-
-    class Failures(DefaultFailurePolicy):
-        group: Callable[[], Any]
-
-        def make_decision(self, training_failed_error: Any) -> Any:
-            note_deaths(folder, getattr(training_failed_error, "worker_failures", {}), kernel_kills_before)
-            failures = read_failures(folder)
-            if failures and failures[0]["kind"] == "peer" and self.group() is not None:
-                # Who lost a peer knows it at once; that the peer was killed, and for want of what, takes Ray a moment.
-                time.sleep(_PEER_S)
-                note_deaths(folder, self.group().poll_status(_PEER_S).errors, kernel_kills_before)
-                failures = read_failures(folder)
-            if failures and failures[0]["kind"] in _FINAL:
-                return FailureDecision.RAISE
-            if isinstance(getattr(training_failed_error, "controller_failure", None), WorkerGroupStartupTimeoutError):
-                return FailureDecision.RAISE  # there is no place for them, and there was none for a long time
-            decision = super().make_decision(training_failed_error)
-            if decision is FailureDecision.RETRY:
-                set_aside_failures(folder)
-            return decision
-
-    class NoAutoscaler(FixedScalingPolicy):
-        """For a Ray that was started here: the coordinator of autoscaling is one more process, slow to start."""
-
-        def _maybe_send_resource_request(self) -> None:
-            pass
-
-        def after_controller_start(self, train_run_context: Any) -> None:
-            pass
-
-        async def before_controller_shutdown(self) -> None:
-            pass
-
-    class Controller(TrainController):
-        worker_group_cls = Workers
-
-    class Trainer(TorchTrainer):
-        def _create_default_callbacks(self) -> list[Any]:
-            """Without two that start one more process for each trial: Ray's placement-group cleaner, which asks a
-            dashboard that is not there, and the manager of Ray's data sets, of which there are none."""
-            callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-            return [
-                c for c in callbacks if type(c).__name__ not in ("PlacementGroupCleanerCallback", "DatasetsCallback")
-            ]
-
-        def _initialize_and_run_controller(self, **settings: Any) -> Any:
-            settings["failure_policy"] = failures = Failures(self.run_config.failure_config)  # type: ignore[arg-type]
-            if cluster["address"] is None:
-                settings["scaling_policy"] = NoAutoscaler(self.scaling_config)  # type: ignore[arg-type]
-            controller = Controller(**settings)
-            failures.group = controller.get_worker_group
-            try:
-                asyncio.run(controller.run())
-                return controller.get_result()
-            finally:
-                if controller.get_worker_group() is not None:  # stopped by Tune, in the middle of a report
-                    remove_places(folder)
-
-    class Backend(_TorchBackend):
+    class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            """With a look at the GPUs first: without one NCCL fails here, before our code on the workers is called."""
             if job.use_gpu:
                 ranks = range(len(worker_group))
                 ray.get([worker_group.execute_single_async(rank, check_gpu, job.folder, rank) for rank in ranks])
@@ -208,54 +192,51 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     class Torch(TorchConfig):
         backend_cls = Backend
 
+    return Torch(backend="cpu:gloo,cuda:nccl" if job.use_gpu else "gloo")
+
+
+def reporting(report: Callable[[dict[str, float]], None]) -> Any:
+    """A callback of Ray Train's controller that passes on the metrics of rank 0."""
+    from ray.train import UserCallback
+
     class Report(UserCallback):
         def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
             report(metrics[0])
 
-    trainer = Trainer(
-        train_worker,
-        train_loop_config=job.as_dict(),
-        torch_config=Torch(backend="cpu:gloo,cuda:nccl" if job.use_gpu else "gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=job.num_workers,
-            use_gpu=job.use_gpu,
-            resources_per_worker=worker_resources(job.cpus_per_worker, job.use_gpu),
-        ),
-        run_config=RunConfig(
-            name=".ray_train",
-            storage_path=job.folder,
-            failure_config=FailureConfig(  # the controller's: workers that were killed while they started
-                max_failures=cluster["max_failures"],
-                controller_failure_limit=cluster["max_failures"],  # type: ignore[call-arg]
-            ),
-            callbacks=[Report()],  # type: ignore[list-item]
-        ),
-    )
-    trainer.fit()
+    return Report()
 
 
-def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kills_before: int) -> None:
-    """Write down the ranks that ended without a word: killed by a person, by Ray for want of memory, by the kernel."""
-    for rank, error in worker_failures.items():
-        if (folder / "failures" / f"rank{rank}.json").exists():
-            continue
-        step = read_progress(folder).get("step")
-        where = f"rank {rank}" + (f", step {step:.0f}" if step else "")
-        causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
-        by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
-        out_of_memory = by_ray or _kernel_kills() > kernel_kills_before
-        why = "was killed for want of host memory" if out_of_memory else "ended without a word, as one that is killed"
-        text = "".join(traceback.format_exception(error))
-        write_failure(folder, rank, "oom" if out_of_memory else "killed", f"{where}: its process {why}", text)
+class NewReports:
+    """The epochs that a trial's folder gets from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._read = self._path.stat().st_size if self._path.exists() else 0
+
+    def pass_on(self, report: Callable[[dict[str, float]], None]) -> None:
+        """Report every whole line that was not there the last time."""
+        with suppress(FileNotFoundError), self._path.open("rb") as lines:
+            lines.seek(self._read)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+                with suppress(json.JSONDecodeError):  # a worker was killed in the middle of writing
+                    report(json.loads(line))
 
 
-def _kernel_kills() -> int:
-    """How often the kernel has killed for want of memory; a machine that does not count says 0."""
-    with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    """Do it in a thread that keeps no process from ending."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by who asks for the result
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="fit", daemon=True).start()
+    return result
 
 
 @contextmanager

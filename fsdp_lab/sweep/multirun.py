@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -141,13 +140,14 @@ class Composer:
             return None
         naming = cfg.hydra.job.config.override_dirname
         cfg.hydra.overrides.task = list(overrides)
-        cfg.hydra.job.override_dirname = get_overrides_dirname(
-            overrides=parsed,
-            exclude_keys=naming.exclude_keys,
-            item_sep=naming.item_sep,
-            kv_sep=naming.kv_sep,
-        )
+        kept = [override for override in parsed if override.key_or_group not in naming.exclude_keys]
+        cfg.hydra.job.override_dirname = dirname(kept, naming.item_sep, naming.kv_sep)
         return cfg
+
+
+def dirname(overrides: Sequence[Override], item_sep: str, kv_sep: str) -> str:
+    """What Hydra makes of overrides for `${hydra.job.override_dirname}`; its own function is private."""
+    return item_sep.join(sorted(override.input_line or "" for override in overrides)).replace("=", kv_sep)
 
 
 def write_multirun(folder: Path, config: DictConfig, record: Record, trials: Sequence[Trial]) -> None:

@@ -9,14 +9,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ray import tune
-from ray.tune.execution import class_cache
-from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 from ray.tune.search import Searcher
 
 from fsdp_lab.config import ConfigError, check_trial, stops_on, to_dict
 from fsdp_lab.config.schema import SchedulerName, TrialConfig
 from fsdp_lab.engine import cluster as engine
+from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.files import read_outcome, why_unwritten
 from fsdp_lab.engine.job import Job, trial_function
 
@@ -32,10 +31,9 @@ def tune_all(run: Sweep) -> None:
     # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
     logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
     if run.config.cluster.address is None:
-        # They are in the environment of every process of a Ray that was started here. Handed over once more, they would
-        # make it an environment of its own, and the processes that Ray keeps ready would be of no use.
-        class_cache.DEFAULT_ENV_VARS.clear()
-        class_cache.ENV_VARS_TO_PROPAGATE.clear()
+        ray_private.keep_ready_processes()
+    if missing := ray_private.missing():
+        run.console.say(ray_private.slower(missing))
     places = Places(run)
     first = [state for state in run.states if not state.ended]
     side_by_side = min((places.of(state.trial.config).side_by_side for state in first), default=0)
@@ -55,7 +53,7 @@ def tune_all(run: Sweep) -> None:
             name=".ray_tune",
             storage_path=str(run.folder),
             verbose=0,
-            callbacks=[DriverCallback(run, places), NoTuneLines()],
+            callbacks=[DriverCallback(run, places), *ray_private.quiet_tune()],
             # a trial whose own process was killed; what goes wrong in it is the job's to try again
             failure_config=tune.FailureConfig(max_failures=run.config.cluster.max_failures),
         ),
@@ -174,13 +172,6 @@ def scheduler(run: Sweep) -> TrialScheduler:
     base.on_trial_result = not_at_the_end  # type: ignore[method-assign, assignment]
     base.on_trial_complete = only_with_a_result  # type: ignore[method-assign, assignment]
     return base
-
-
-class NoTuneLines(TrialProgressCallback):
-    """In the place of Tune's own, which prints a line for a trial that ended without a report."""
-
-    def _print(self, msg: str) -> None:
-        pass
 
 
 class DriverCallback(tune.Callback):

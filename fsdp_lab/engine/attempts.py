@@ -1,0 +1,79 @@
+"""What is made of workers that fail: whether another attempt may go better, and what the trial's folder says of it."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_lab.engine.cluster import remove_places
+from fsdp_lab.engine.files import read_failures, read_progress, set_aside_failures
+from fsdp_lab.engine.ray_private import failed_to_be_placed
+from fsdp_lab.engine.worker import write_failure
+
+_PEER_S = 1.0
+_FINAL = ("oom", "timeout", "user")  # it would be so again
+
+
+class Attempts:
+    """The attempts of one trial. Plain calls, whoever runs Ray Train's controller.
+
+    Args:
+        begin: called when the workers of an attempt are about to start.
+    """
+
+    def __init__(self, folder: Path, begin: Callable[[], None]) -> None:
+        self.folder, self.begin = folder, begin
+        self._kernel_kills_before = _kernel_kills()
+
+    def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]] = lambda wait_s: {}) -> bool:
+        """Whether it would go wrong again; the ranks that ended without a word are written down.
+
+        Args:
+            poll: waits so many seconds and gives the errors of the workers that are there yet, by rank.
+        """
+        self._note_deaths(getattr(error, "worker_failures", {}))
+        failures = read_failures(self.folder)
+        if failures and failures[0]["kind"] == "peer":
+            # Who lost a peer knows it at once; that the peer was killed, and for want of what, takes Ray a moment.
+            time.sleep(_PEER_S)
+            self._note_deaths(poll(_PEER_S))
+            failures = read_failures(self.folder)
+        return bool(failures and failures[0]["kind"] in _FINAL) or failed_to_be_placed(error)
+
+    def retry(self) -> None:
+        """Another attempt follows."""
+        set_aside_failures(self.folder)
+
+    def stop(self) -> None:
+        """End the workers, and the attempt with them."""
+        remove_places(self.folder)
+
+    def _note_deaths(self, errors: dict[int, Exception]) -> None:
+        note_deaths(self.folder, errors, self._kernel_kills_before)
+
+
+def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kills_before: int) -> None:
+    """Write down the ranks that ended without a word: killed by a person, by Ray for want of memory, by the kernel."""
+    for rank, error in worker_failures.items():
+        if (folder / "failures" / f"rank{rank}.json").exists():
+            continue
+        step = read_progress(folder).get("step")
+        where = f"rank {rank}" + (f", step {step:.0f}" if step else "")
+        causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
+        by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
+        out_of_memory = by_ray or _kernel_kills() > kernel_kills_before
+        why = "was killed for want of host memory" if out_of_memory else "ended without a word, as one that is killed"
+        text = "".join(traceback.format_exception(error))
+        write_failure(folder, rank, "oom" if out_of_memory else "killed", f"{where}: its process {why}", text)
+
+
+def _kernel_kills() -> int:
+    """How often the kernel has killed for want of memory; a machine that does not count says 0."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,232 @@
+"""Every private name of Ray that is used, and what to do without it.
+
+`tests/engine/test_ray_private.py` tries each name. A Ray that lacks one of `CONTROLLER` trains through its public
+interface instead (`fit_by_ray` in `job.py`), some seconds a trial slower; without one of `OTHERS` nothing else changes
+than what the entry says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_lab.engine.attempts import Attempts
+
+_TRAIN = "ray.train.v2._internal"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name in a module, dotted, and the parameters that we give it or take in its place (None: not called)."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+
+    def lacks(self) -> str | None:
+        """What this Ray does not have, for people to read; None where it is as we need it."""
+        shown = f"{self.module}.{self.name}"
+        try:
+            found: Any = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return shown
+        if self.parameters is None:
+            return None
+        has = inspect.signature(found).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in has.values())
+        unknown = [name for name in self.parameters if name not in has and not takes_any]
+        return f"{shown}({', '.join(unknown)})" if unknown else None
+
+
+# What it takes to run Ray Train's controller in the trial's own process.
+CONTROLLER = (
+    Name(
+        f"{_TRAIN}.execution.controller", "TrainController", ("train_run_context", "scaling_policy", "failure_policy")
+    ),
+    Name(f"{_TRAIN}.execution.controller", "TrainController.worker_group_cls"),
+    Name(f"{_TRAIN}.execution.controller", "TrainController.run", ("self",)),
+    Name(f"{_TRAIN}.execution.controller", "TrainController.get_result", ("self",)),
+    Name(f"{_TRAIN}.execution.controller", "TrainController.get_worker_group", ("self",)),
+    Name(f"{_TRAIN}.execution.failure_handling", "DefaultFailurePolicy", ("failure_config",)),
+    Name(f"{_TRAIN}.execution.failure_handling", "DefaultFailurePolicy.make_decision", ("training_failed_error",)),
+    Name(f"{_TRAIN}.execution.failure_handling", "FailureDecision.RAISE"),
+    Name(f"{_TRAIN}.execution.failure_handling", "FailureDecision.RETRY"),
+    Name(f"{_TRAIN}.execution.scaling_policy", "FixedScalingPolicy", ("scaling_config",)),
+    Name(
+        f"{_TRAIN}.execution.worker_group",
+        "WorkerGroupContext",
+        ("num_workers", "resources_per_worker", "placement_strategy"),
+    ),
+    Name(
+        f"{_TRAIN}.execution.worker_group",
+        "WorkerGroup._create_placement_group",
+        ("scaling_config", "worker_group_context"),
+    ),
+    Name(f"{_TRAIN}.execution.worker_group", "WorkerGroup._get_worker_runtime_env", ("custom_runtime_env",)),
+    Name(f"{_TRAIN}.execution.worker_group", "WorkerGroup.poll_status", ("timeout",)),
+    Name(f"{_TRAIN}.execution.worker_group.placement_group_handle", "DefaultPlacementGroupHandle", ("pg",)),
+    Name("ray.train.torch", "TorchTrainer._create_default_callbacks", ("self",)),
+    Name("ray.train.torch", "TorchTrainer._initialize_and_run_controller", ("self", "scaling_policy")),
+)
+# Without these something is slower, or one more line is printed; nothing fails.
+OTHERS = (
+    # 2.54 has a policy that asks no coordinator; there is nothing to leave out
+    Name(f"{_TRAIN}.execution.scaling_policy", "FixedScalingPolicy._maybe_send_resource_request", ("self",)),
+    Name(f"{_TRAIN}.execution.scaling_policy", "FixedScalingPolicy.after_controller_start", ("train_run_context",)),
+    Name(f"{_TRAIN}.execution.scaling_policy", "FixedScalingPolicy.before_controller_shutdown", ("self",)),
+    # one more process for each trial
+    Name(f"{_TRAIN}.callbacks.placement_group_callback", "PlacementGroupCleanerCallback"),
+    Name(f"{_TRAIN}.callbacks", "DatasetsCallback"),
+    # by its name: workers that found no place are not tried again
+    Name(f"{_TRAIN}.exceptions", "WorkerGroupStartupTimeoutError"),
+    Name(f"{_TRAIN}.exceptions", "WorkerGroupStartupFailedError"),
+    # Tune's processes start anew instead of coming from those that Ray keeps ready
+    Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
+    Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
+    # Tune prints a line for a trial that ended without a report
+    Name("ray.tune.progress_reporter", "TrialProgressCallback._print", ("self", "msg")),
+)
+
+
+def missing(names: Sequence[Name] = CONTROLLER) -> list[str]:
+    """Those of the names that this Ray does not have as we use them."""
+    return [lacking for name in names if (lacking := name.lacks()) is not None]
+
+
+def slower(missing: Sequence[str]) -> str:
+    """What a user is told of names that are missing."""
+    import ray
+
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"Ray {ray.__version__} lacks {missing[0]}{more}; trials start a few seconds slower"
+
+
+def fit_here(settings: dict[str, Any], group_name: str, attempts: Attempts, ray_is_ours: bool) -> None:
+    """Run `TorchTrainer(**settings)` with its controller in this process, which has imported Ray Train already.
+
+    Args:
+        group_name: of the workers' placement groups, with a number for each attempt; anybody can free them by it.
+        ray_is_ours: it was started here: no autoscaler, and workers have their environment from the driver.
+    """
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup
+    from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+    from ray.util import placement_group
+
+    numbers = itertools.count()
+
+    class Workers(WorkerGroup):
+        """In a placement group with a name; and in processes that Ray keeps ready: what it would hand over as their
+        environment they have from the driver's."""
+
+        def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
+            attempts.begin()
+            bundles = [worker_group_context.resources_per_worker] * worker_group_context.num_workers
+            name = f"{group_name}#{os.getpid()}.{next(numbers)}"
+            group = placement_group(bundles, worker_group_context.placement_strategy, name=name)
+            return DefaultPlacementGroupHandle(group)
+
+        @staticmethod
+        def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+            return {} if ray_is_ours else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+
+    class Failures(DefaultFailurePolicy):
+        group: Callable[[], Any]
+
+        def make_decision(self, training_failed_error: Any) -> Any:
+            if attempts.is_final(training_failed_error, self._poll):
+                return FailureDecision.RAISE
+            decision = super().make_decision(training_failed_error)
+            if decision is FailureDecision.RETRY:
+                attempts.retry()
+            return decision
+
+        def _poll(self, timeout_s: float) -> dict[int, Exception]:
+            return self.group().poll_status(timeout_s).errors if self.group() is not None else {}
+
+    class NoAutoscaler(FixedScalingPolicy):
+        """For a Ray that was started here: the coordinator of autoscaling is one more process, slow to start."""
+
+        def _maybe_send_resource_request(self) -> None:
+            pass
+
+        def after_controller_start(self, train_run_context: Any) -> None:
+            pass
+
+        async def before_controller_shutdown(self) -> None:
+            pass
+
+    class Controller(TrainController):
+        worker_group_cls = Workers
+
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without two that start one more process for each trial: Ray's placement-group cleaner, which asks a
+            dashboard that is not there, and the manager of Ray's data sets, of which there are none."""
+            callbacks = super()._create_default_callbacks()  # type: ignore[misc]
+            return [
+                c for c in callbacks if type(c).__name__ not in ("PlacementGroupCleanerCallback", "DatasetsCallback")
+            ]
+
+        def _initialize_and_run_controller(self, **settings: Any) -> Any:
+            settings["failure_policy"] = failures = Failures(self.run_config.failure_config)  # type: ignore[arg-type]
+            if ray_is_ours:
+                settings["scaling_policy"] = NoAutoscaler(self.scaling_config)  # type: ignore[arg-type]
+            controller = Controller(**settings)
+            failures.group = controller.get_worker_group
+            try:
+                asyncio.run(controller.run())
+                return controller.get_result()
+            finally:
+                if controller.get_worker_group() is not None:  # stopped by Tune, in the middle of a report
+                    attempts.stop()
+
+    Trainer(**settings).fit()
+
+
+def failed_to_be_placed(error: Exception) -> bool:
+    """Whether workers waited for their places as long as they may, and there were none."""
+    return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError"
+
+
+def failed_to_start(error: Exception) -> bool:
+    """Whether workers were there and ended before they were asked to train."""
+    return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupFailedError"
+
+
+def keep_ready_processes() -> None:
+    """Let Tune hand no variables over. Those of a Ray that was started here are in the environment of every process of
+    its already; handed over once more, they would make it an environment of its own, and the processes that Ray keeps
+    ready would be of no use."""
+    if missing([name for name in OTHERS if name.module == "ray.tune.execution.class_cache"]):
+        return
+    from ray.tune.execution import class_cache
+
+    class_cache.DEFAULT_ENV_VARS.clear()
+    class_cache.ENV_VARS_TO_PROPAGATE.clear()
+
+
+def quiet_tune() -> list[Any]:
+    """Callbacks in the place of Tune's own, which prints a line for a trial that ended without a report."""
+    try:
+        from ray.tune.progress_reporter import TrialProgressCallback
+    except ImportError:
+        return []
+
+    class NoTuneLines(TrialProgressCallback):
+        def _print(self, msg: str) -> None:
+            pass
+
+    return [NoTuneLines()]
