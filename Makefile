@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= sharding=per_block precision=fp16 -m
 
-.PHONY: sweep test test-long test-fast test-ui lint format ui bench check-gpu check-gpu-ray gpu-wheels forecast wheel clean
+.PHONY: sweep test test-long test-fast test-oldest test-ui lint format ui bench check-gpu check-gpu-ray gpu-wheels forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: offload x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -18,16 +18,20 @@ test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: kills, 
 test-fast: $(VENV)/.installed
 	$(PY) -m pytest -m "not slow and not long"
 
+test-oldest: $(VENV)/.installed ## a sweep with the oldest versions that pyproject.toml declares, in an environment of its own
+	$(PY) -m tests.oldest
+
 test-ui: $(VENV)/.installed ## MLflow's pages and ours in a real browser, about four minutes; makes docs/screenshots
 	@command -v chromium >/dev/null || { test $$(id -u) = 0 || sudo=sudo; $$sudo apt-get update -qq \
 	  && $$sudo apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,browser]"
 	FSDP_LAB_UI=1 FSDP_LAB_SCREENSHOTS=docs/screenshots $(PY) -m pytest -m ui
 
-lint: $(VENV)/.installed    ## ruff, with the rooms' import rules, and mypy
+lint: $(VENV)/.installed    ## ruff, with the rooms' import rules, mypy, and what is imported against what is declared
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m deptry .
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix .
