@@ -201,7 +201,7 @@ def lost_server() -> str | None:
 def has_ended(process: psutil.Process) -> bool:
     """A zombie has ended too."""
     try:
-        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
