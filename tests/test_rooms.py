@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "compose": {"config"},
     "profile": set(),
     "tracking": {"config"},
-    "training": {"hardware", "config", "profile"},
+    "training": {"hardware", "files", "config", "profile"},
     "forecast": {"hardware", "files", "config", "profile", "training"},
     "forecast.__main__": {"config", "compose", "forecast", "sweep", "training"},
     "engine": {"hardware", "files", "config", "training"},

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
+from fsdp_lab.files import whole
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.profile import CATEGORIES
 
@@ -80,9 +81,8 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> Table:
 
 
 def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
-    """Every figure in bytes, a row a configuration, under a temporary name first."""
-    making = path.with_name(f".{path.name}.making")
-    with making.open("w", newline="") as out:
+    """Every figure in bytes, a row a configuration."""
+    with whole(path) as making, making.open("w", newline="") as out:
         lines = csv.writer(out)
         lines.writerow(
             [
@@ -104,7 +104,6 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
         )
         for row in rows:
             lines.writerow([*row.settings, *_cells(row, "cluster.num_workers" not in swept)])
-    making.rename(path)
 
 
 def _cells(row: Row, with_workers: bool) -> list[object]:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from fsdp_lab.config.convert import from_dict, to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.schema import DataConfig, ModelConfig, TrialConfig
+from fsdp_lab.files import whole
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.training.models import model_spec
 
@@ -37,18 +38,15 @@ def export_model(model: nn.Module, config: TrialConfig, ranks: Ranks, path: Path
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if not ranks.is_first:
         return
-    making = path.with_name(f".{path.name}.making")
-    torch.save(
-        {
-            "format": FORMAT,
-            "torch_version": str(torch.__version__),
-            "model": to_dict(config.model),
-            "data": to_dict(config.data),
-            "state_dict": {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)},
-        },
-        making,
-    )
-    making.rename(path)
+    content = {
+        "format": FORMAT,
+        "torch_version": str(torch.__version__),
+        "model": to_dict(config.model),
+        "data": to_dict(config.data),
+        "state_dict": {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)},
+    }
+    with whole(path) as making:
+        torch.save(content, making)
 
 
 def load_exported(path: Path) -> ExportedModel:

@@ -7,7 +7,6 @@ changes in their order, FSDP2 and DDP in the same categories, and the device and
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config.schema import MemoryProfile as Detail
 from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.files import write_json
 from fsdp_lab.profile import CATEGORIES, PLACES, Event, Profile
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.training.torch_private import free_cublas_workspaces
@@ -301,11 +301,8 @@ class MemoryProfile:
     def _write(self, profile: Profile | None) -> None:
         if profile is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         content = {"step": self._tracked, "rank": self.ranks.rank, "peaks": profile.peaks}
-        making = self._file("peaks", "making")
-        making.write_text(json.dumps(content, indent=1))
-        making.rename(self._file("peaks", "json"))
+        write_json(self._file("peaks", "json"), content)
         if self.detail is Detail.timeline:
             from fsdp_lab.training.timeline import write_timeline
 

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.files import write_text
 from fsdp_lab.profile import CATEGORIES, PLACES, Profile
 
 _PLACEHOLDER = "TIMELINE_DATA"
@@ -26,9 +27,7 @@ def write_timeline(profile: Profile, path: Path, title: str, facts: dict[str, st
     """
     template = resources.files("fsdp_lab.training").joinpath("timeline.html").read_text(encoding="utf-8")
     before, after = template.split(_PLACEHOLDER)
-    making = path.with_name(f".{path.name}.making")
-    making.write_text(before + _json(profile, title, facts) + after, encoding="utf-8")
-    making.rename(path)
+    write_text(path, before + _json(profile, title, facts) + after)
 
 
 def _json(profile: Profile, title: str, facts: dict[str, str]) -> str:
