@@ -92,6 +92,29 @@ def test_ray_here_has_the_gpus_that_we_count(
     assert f"GPUs: {count}" in done.stdout, done.stderr
 
 
+_LOSE_A_SERVER = """
+import sys, time, psutil
+from fsdp_lab.config.schema import ClusterConfig
+from fsdp_lab.engine.cluster import lost_server, start_ray, stop_ray
+start_ray(ClusterConfig())
+assert lost_server() is None
+next(child for child in psutil.Process().children() if child.name() == sys.argv[1]).kill()
+time.sleep(0.5)
+print("lost:", lost_server(), flush=True)
+stop_ray()
+print("after:", lost_server())
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_a_server_of_rays_that_ended_is_named(server: str):
+    done = subprocess.run(
+        [sys.executable, "-c", _LOSE_A_SERVER, server], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert f"lost: {server}" in done.stdout, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="a minute, most of it Ray's: set FSDP_LAB_EVERY=1")
 @pytest.mark.skipif(torch.cuda.is_available() or not torch.version.cuda, reason="it takes CUDA without a GPU")
