@@ -14,12 +14,10 @@ import sys
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError, UserError, read_words
-from fsdp_lab.config.schema import DataConfig, DataName, TrackingConfig
+from fsdp_lab.config.schema import DataConfig, TrackingConfig
 
 KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out", "device")
 DEVICES = ("auto", "cpu", "cuda")
-_FASHION = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
-CLASSES = {DataName.fashion_mnist: _FASHION}
 _PICTURES = 32
 _BATCH = 256
 
@@ -69,14 +67,16 @@ def predict(file: Path, options: dict[str, str]) -> None:
     import torch
     import torch.nn.functional as F
 
-    from fsdp_lab.training.data import ImageDataset, expand_channels, prepare, read_splits
     from fsdp_lab.training.export import load_exported
+    from fsdp_lab.workloads.build import build_source
+    from fsdp_lab.workloads.vision.images import ImageDataset, expand_channels
 
     device = torch.device(device_type(options.get("device", "auto"), torch.cuda.is_available()))
     exported = load_exported(file)
     data = data_of(exported.data, options)
-    prepare(data)
-    split = read_splits(data, exported.model)[1].first(data.num_val)
+    source = build_source(data, exported.model)
+    source.prepare()
+    split = source.read()[1].first(data.num_val)
     dataset = ImageDataset(split, exported.model)
     with torch.no_grad():
         batches = [dataset[index] for index in torch.arange(len(split)).split(_BATCH)]
@@ -85,8 +85,8 @@ def predict(file: Path, options: dict[str, str]) -> None:
     guesses = logits.argmax(1)
     loss = F.cross_entropy(logits, split.labels).item()
     accuracy = (guesses == split.labels).float().mean().item()
-    print(f"{len(split)} test images of {data.name.name}: accuracy {accuracy:.4f}, loss {loss:.4f}")
-    names = CLASSES.get(data.name, tuple(str(i) for i in range(exported.model.num_classes)))
+    print(f"{len(split)} test images of {data.name}: accuracy {accuracy:.4f}, loss {loss:.4f}")
+    names = source.class_names or tuple(str(i) for i in range(exported.model.num_classes))
     picture = out_folder(options) / "predictions.png"
     draw(split.images[:_PICTURES], guesses[:_PICTURES].tolist(), split.labels[:_PICTURES].tolist(), names, picture)
     print(f"picture: {picture}")

@@ -49,7 +49,7 @@ for name in {MODULES!r}:
 
 from dataclasses import replace
 from fsdp_lab.config import TrialConfig, check_trial, conf_dir
-from fsdp_lab.config.schema import DataConfig, DataName, TrainingConfig
+from fsdp_lab.config.schema import DataConfig, TrainingConfig
 from fsdp_lab.training import train
 
 class Memo:
@@ -58,7 +58,7 @@ class Memo:
     def epoch(self, metrics, checkpoint): print("loss", metrics["train/loss"])
 
 check_trial(TrialConfig(), 1)
-data = DataConfig(name=DataName.synthetic, num_train=16, num_val=8)
+data = DataConfig(name="synthetic", num_train=16, num_val=8)
 trial = replace(TrialConfig(), data=data, training=TrainingConfig(epochs=1, max_steps=1, global_batch_size=8))
 check_trial(trial, 1)
 train(trial, Path(sys.argv[1]), Memo())

@@ -21,16 +21,17 @@ MAY_IMPORT = {
     "compose": {"config"},
     "profile": set(),
     "tracking": {"config"},
-    "training": {"hardware", "files", "config", "profile"},
-    "forecast": {"hardware", "files", "config", "profile", "training"},
+    "workloads": {"config"},
+    "training": {"hardware", "files", "config", "profile", "workloads"},
+    "forecast": {"hardware", "files", "config", "profile", "training", "workloads"},
     "forecast.__main__": {"config", "compose", "forecast", "sweep", "training"},
     "engine": {"hardware", "files", "config", "training"},
     "report": {"files", "config"},
     "report.__main__": {"config", "compose", "report", "sweep", "tracking"},
-    "sweep": {"hardware", "files", "config", "compose", "training", "forecast", "engine", "report", "tracking"},
+    "sweep": {"hardware", "files", "config", "compose", "workloads", "forecast", "engine", "report", "tracking"},
     "nightly": {"files", "config", "report", "sweep", "tracking"},
     "nightly.__main__": {"hardware", "config", "compose", "nightly", "sweep", "tracking"},
-    "predict": {"config", "training", "tracking"},
+    "predict": {"config", "training", "tracking", "workloads"},
     "__main__": {"files", "config", "compose", "training", "engine", "sweep", "tracking"},
     "hydra_plugins": {"config", "sweep"},
 }
@@ -39,7 +40,8 @@ OWNERS = {
     "mlflow": {"tracking"},
     "hydra": {"compose", "__main__", "forecast.__main__", "nightly.__main__", "sweep", "hydra_plugins"},
     "omegaconf": {"compose", "__main__", "sweep", "hydra_plugins"},
-    "torch": {"training", "forecast", "predict"},
+    "torch": {"workloads", "training", "forecast", "predict"},
+    "torchvision": {"workloads"},
 }
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
 
@@ -88,6 +90,8 @@ def test_a_file_imports_only_what_its_room_may_see(file: Path):
     ("room", "source"),
     [
         ("training", "import ray"),
+        ("training", "from torchvision.models import VisionTransformer"),
+        ("workloads", "from fsdp_lab.training.distributed import ParallelDims"),
         ("training", "def f():\n    from fsdp_lab.engine import cluster"),
         ("tracking", "from fsdp_lab.sweep.results import TrialState"),
         ("engine", "from fsdp_lab.sweep import run"),

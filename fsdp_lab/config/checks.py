@@ -11,15 +11,14 @@ from typing import Any
 
 from fsdp_lab.config.convert import flatten, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
+from fsdp_lab.config.names import module_of
 from fsdp_lab.config.schema import (
     AFTERWARDS,
     RESUME_KEYS,
     ClusterConfig,
     DataConfig,
-    DataName,
     Dtype,
     Engine,
-    Family,
     Granularity,
     MemoryProfile,
     OffloadTarget,
@@ -145,6 +144,8 @@ def check_trial(config: TrialConfig, num_workers: int) -> None:
         CombinationError: values that have no meaning together.
     """
     check_ranges(config)
+    module_of("model.family", config.model.family)
+    module_of("data.name", config.data.name)
     _check_model(config)
     _check_mesh(config, num_workers)
     _check_batch(config, num_workers)
@@ -184,7 +185,7 @@ def check_ranges(config: TrialConfig) -> None:
 
 def _check_model(config: TrialConfig) -> None:
     model = config.model
-    if model.family is not Family.vit:
+    if model.family != "vit":
         return
     for key in ("patch_size", "num_heads", "mlp_dim"):
         if getattr(model, key) is None:
@@ -414,7 +415,7 @@ def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     return {
         **{key: values[key] for key in ("sharding", "offload", "reshard_after_forward", "model")},
         "num_workers": num_workers,
-        "data": config.data.name.name,  # grey images are held once for all channels
+        "data": config.data.name,  # grey images are held once for all channels
         "precision": {k: v for k, v in values["precision"].items() if k.endswith("_dtype") or k == "loss_scaling"},
         "activation_checkpointing": values["activation_checkpointing"],
         "optimizer": [
@@ -465,7 +466,7 @@ _FASHION_MNIST_FILES = (
 
 def missing_data_message(data: DataConfig) -> str | None:
     """What is wrong with `data.root`, or None when the images are there or need no files."""
-    if data.name is not DataName.fashion_mnist:
+    if data.name != "fashion_mnist":
         return None
     folder = Path(data.root).absolute() / "FashionMNIST" / "raw"
     missing = [name for name in _FASHION_MNIST_FILES if not (folder / name).is_file()]

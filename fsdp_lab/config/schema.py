@@ -11,17 +11,6 @@ from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python this project supports
 
 
-class Family(Enum):
-    vit = "vit"
-    mlp = "mlp"
-
-
-class DataName(Enum):
-    digits = "digits"
-    fashion_mnist = "fashion_mnist"
-    synthetic = "synthetic"
-
-
 class Granularity(Enum):
     ddp = "ddp"
     root = "root"
@@ -90,9 +79,10 @@ class MemoryProfile(Enum):
 
 @dataclass
 class ModelConfig:
-    """An image classifier. `patch_size`, `num_heads` and `mlp_dim` belong to the ViT family only."""
+    """An image classifier. `family` is a name of `names.py`; `patch_size`, `num_heads` and `mlp_dim` belong to the ViT
+    family only."""
 
-    family: Family = Family.vit
+    family: str = "vit"
     image_size: int = 28
     num_channels: int = 1
     patch_size: Optional[int] = 7
@@ -105,11 +95,11 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """`num_train`/`num_val`: use only the first so many images; null takes all there are. `loader_workers` null: 0 on a
-    CPU; on a GPU one for each core of the worker but one, 4 at most.
+    """`name` is one of `names.py`. `num_train`/`num_val`: use only the first so many samples; null takes all there are.
+    `loader_workers` null: 0 on a CPU; on a GPU one for each core of the worker but one, 4 at most.
     """
 
-    name: DataName = DataName.digits
+    name: str = "digits"
     root: str = "outputs/data"
     download: bool = True
     num_train: Optional[int] = None

@@ -107,7 +107,7 @@ def train_worker(job: dict[str, Any]) -> None:
     hold_alive(folder)
     redirect_output(folder / "logs" / f"rank{rank}.log")
     config = from_dict(TrialConfig, job["config"])
-    reporter = RayReporter(folder, rank, config.data.name.name)
+    reporter = RayReporter(folder, rank, config.data.name)
     train_and_record(config, folder, rank, reporter, on_cpu=not job["use_gpu"])
 
 

@@ -1,6 +1,6 @@
 """The memory profile of a trial that does not run.
 
-The functions of `training/` are called in the order of `training.train`, under fake tensors: what is
+The model is built by `training.build` and stepped by `training.loop`, as in training, under fake tensors: what is
 forecast is the training code itself, not a model of it.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,15 +26,15 @@ from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tens
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
 from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.profile import Profile
-from fsdp_lab.training.checkpoint import TrainState
-from fsdp_lab.training.data import image_shape, scale_and_resize
-from fsdp_lab.training.distributed import Ranks, build_mesh
+from fsdp_lab.training.build import build
+from fsdp_lab.training.data import microbatch_size
+from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
 from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.memory import TRACKED_STEPS, main_settings, record_step
-from fsdp_lab.training.models import model_spec
-from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
-from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
+from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.training.timeline import write_timeline
+from fsdp_lab.workloads.base import Batch, Workload, tensors_of
+from fsdp_lab.workloads.build import build_workload
 
 _MICROBATCH_LIMIT = 2**20  # where memory does not stop it, the search does
 
@@ -54,7 +54,7 @@ def forecast(
     """What one worker will hold.
 
     Args:
-        largest: find the most images that it could take at once, too.
+        largest: find the most samples that it could take at once, too.
         page: where to write the timeline of the step.
 
     Raises:
@@ -63,7 +63,8 @@ def forecast(
     profile = forecast_profile(config, num_workers, cuda)
     found = _weigh(profile, config, num_workers, cuda, capacity_bytes)
     if page is not None:
-        what = {"for": "GPUs" if cuda else "CPUs", "workers": str(num_workers), **main_settings(config)}
+        model = build_workload(config.model, config.data).model.description
+        what = {"for": "GPUs" if cuda else "CPUs", "workers": str(num_workers), **main_settings(config, model)}
         with suppress(OSError):  # a full disk costs the page, not the forecast
             write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
@@ -93,7 +94,7 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
     of two.
 
     Args:
-        pinned: the categories. The loader pins images; `offload=cpu` parameters and gradients, and not the
+        pinned: the categories. The loader pins batches; `offload=cpu` parameters and gradients, and not the
             optimizer's state.
     """
     alive: dict[int, tuple[str, int]] = {}
@@ -105,7 +106,7 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
 
 
 def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int) -> int:
-    """The most images that one worker can take at once, with the same accumulation; 0 when not even one fits.
+    """The most samples that one worker can take at once, with the same accumulation; 0 when not even one fits.
 
     The peak grows with the batch in straight pieces, each steeper than the one before, so a line through two
     sizes points at or beyond the answer: few forecasts are needed, and the answer and its successor are both
@@ -158,43 +159,40 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
     device = ACCELERATOR if cuda else HOST
     with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run
-        spec = model_spec(config.model)
-        with torch.device("meta"):
-            model: nn.Module = spec.build()
-        apply_to_blocks(model, spec.block_class, config)
-        apply_fully_shard(model, spec.block_class, unpinned(config), build_mesh(config.sharding, ranks))
-        with fake_tensors() as values, cuda_kernels() if cuda else nullcontext():
-            try:
-                return _profile(model, config, ranks, values)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise NeedsValuesError(
-                    f"the forecast runs on tensors without values, and {error.func} asks for one in the forward "
-                    "pass of the model; measure this model with memory_profile=peaks, or take the decision that "
-                    "hangs on a value (.item(), if tensor:, nonzero) out of the forward pass."
-                ) from error
+        workload = build_workload(config.model, config.data)
+        dims = build_parallel_dims(config.sharding, ranks)
+        try:
+            return _profile(workload, config, dims, device, cuda)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise NeedsValuesError(
+                f"the forecast runs on tensors without values, and {error.func} asks for one in the forward "
+                "pass of the model; measure this model with memory_profile=peaks, or take the decision that "
+                "hangs on a value (.item(), if tensor:, nonzero) out of the forward pass."
+            ) from error
 
 
-def _profile(model: nn.Module, config: TrialConfig, ranks: Ranks, values: ValuesOnRequest) -> Profile:
-    home = gradient_device(config, ranks.device)
-    materialize(model, home)
-    model = apply_ddp(model, config, ranks.device)
-    if isinstance(model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
-        model.register_comm_hook(None, allreduce_hook)  # what DDP does in C++, where the fake group has no result
-    _mark_forward(model.module if isinstance(model, DistributedDataParallel) else model, values)
+def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, cuda: bool) -> Profile:
+    with ExitStack() as fake:
 
-    optimizer = build_optimizer(model, config, ranks.world_size)
-    scaler = build_scaler(config.precision, home)
-    lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch=1, total_steps=1)
-    state = TrainState(model, optimizer, scaler, lr_schedule)
+        def without_values(model: nn.Module) -> None:
+            """From here to the end of the step every new tensor is a fake one."""
+            values = fake.enter_context(fake_tensors())
+            if cuda:
+                fake.enter_context(cuda_kernels())
+            materialize(model, gradient_device(config, device))
+            _mark_forward(model, values)
 
-    model.train()
-    for _ in range(TRACKED_STEPS - 1):
-        train_step(state, fake_microbatches(config, ranks), config, ranks)
-    microbatches = fake_microbatches(config, ranks)
-    batch = [tensor for pair in microbatches for tensor in pair]
-    with record_step(model, optimizer, batch, ranks.device) as recorder:
-        train_step(state, microbatches, config, ranks)
-    return recorder.finish()
+        state = build(workload.model, unpinned(config), dims, device, materialize=without_values)
+        if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
+            # what DDP does in C++, where the fake group has no result
+            state.model.register_comm_hook(None, allreduce_hook)
+        state.model.train()
+        for _ in range(TRACKED_STEPS - 1):
+            train_step(state, workload.task, fake_microbatches(workload, config, dims), config, device)
+        microbatches = fake_microbatches(workload, config, dims)
+        with record_step(state.model, state.optimizer, tensors_of(microbatches), device) as recorder:
+            train_step(state, workload.task, microbatches, config, device)
+        return recorder.finish()
 
 
 def unpinned(config: TrialConfig) -> TrialConfig:
@@ -219,16 +217,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model._apply(fresh)
 
 
-def fake_microbatches(config: TrialConfig, ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+def fake_microbatches(workload: Workload, config: TrialConfig, dims: ParallelDims) -> list[Batch]:
     """What the loader gives one rank for one optimizer step."""
-    parts = config.training.grad_accum_steps
-    size = config.training.global_batch_size // ranks.world_size // parts
-    shape = (size, *image_shape(config.data, config.model))
-
-    def images() -> Tensor:
-        return scale_and_resize(torch.empty(shape, dtype=torch.uint8), config.model)
-
-    return [(images(), torch.empty(size, dtype=torch.int64)) for _ in range(parts)]
+    size = microbatch_size(config.training, dims)
+    return [workload.data.example_batch(size) for _ in range(config.training.grad_accum_steps)]
 
 
 def _mark_forward(model: nn.Module, values: ValuesOnRequest) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import TrialConfig, UserError
-from fsdp_lab.config.schema import DataName, TrackingConfig
+from fsdp_lab.config.schema import TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_json, read_latest, read_outcome
 from fsdp_lab.sweep.record import (
     Record,
@@ -103,18 +103,17 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
     for state in states:
         facts = read_any_facts(storage(state.trial, folder))
         data = state.trial.config.data
-        if facts and data.name is not DataName.synthetic:  # which is made from its settings
-            found.setdefault(f"{data.name.name} {data.root} {data.num_train} {data.num_val}", facts["data_digest"])
+        if facts and data.name != "synthetic":  # which is made from its settings
+            found.setdefault(f"{data.name} {data.root} {data.num_train} {data.num_val}", facts["data_digest"])
     changed = []
     for state in states:
         data = state.trial.config.data
-        before = found.pop(f"{data.name.name} {data.root} {data.num_train} {data.num_val}", None)
+        before = found.pop(f"{data.name} {data.root} {data.num_train} {data.num_val}", None)
         if before is None:
             continue
-        from fsdp_lab.training.data import digest, read_splits
+        from fsdp_lab.workloads import build_workload
 
-        train, val, _ = read_splits(data, state.trial.config.model)
-        now = digest(train.first(data.num_train), val.first(data.num_val))
+        now = build_workload(state.trial.config.model, data).data.load().digest
         if now != before:
-            changed.append(f"data={data.name.name}: its digest was {before} and is {now}")
+            changed.append(f"data={data.name}: its digest was {before} and is {now}")
     return changed

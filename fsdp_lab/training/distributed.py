@@ -1,9 +1,9 @@
-"""Process group, device and mesh: the same code on GPUs with NCCL and on CPUs with gloo."""
+"""Process group, device, and how the ranks divide the work: the same code on GPUs with NCCL and on CPUs with gloo."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -58,13 +58,51 @@ def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
     return Ranks(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
 
-def build_mesh(sharding: ShardingConfig, ranks: Ranks) -> DeviceMesh:
-    """`(dp_shard,)`, or `(dp_replicate, dp_shard)` when the parameters are replicated between groups."""
+@dataclass(frozen=True)
+class ParallelDims:
+    """How the ranks divide the work: `dp_replicate` groups of `dp_shard` shards of `tp` tensor-parallel ranks.
+
+    `tp` is 1: there is no tensor parallelism yet. Whatever divides samples, or averages over their parts, asks for the
+    data-parallel degree and rank, not for the world's size.
+
+    `mesh`: `(dp_shard,)`, or `(dp_replicate, dp_shard)` when parameters are replicated between groups; None where
+    only the numbers are wanted. `dp_group`: the ranks that hold the other samples of a batch; None: all ranks.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    rank: int = 0
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    dp_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def dp_degree(self) -> int:
+        """The number of parts that a global batch is divided into."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        """The part that is this rank's; tensor-parallel ranks share one."""
+        return self.rank // self.tp
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a tensor up over the data-parallel ranks, in place."""
+        dist.all_reduce(values, group=self.dp_group)
+        return values
+
+
+def build_parallel_dims(sharding: ShardingConfig, ranks: Ranks) -> ParallelDims:
+    """Divide the ranks and make their mesh. DDP replicates over all of them; its mesh is not used."""
     device_type = ranks.device.type
     if sharding.granularity is Granularity.ddp or sharding.dp_replicate == 1:
-        return init_device_mesh(device_type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
+        mesh = init_device_mesh(device_type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
+        if sharding.granularity is Granularity.ddp:
+            return ParallelDims(dp_replicate=ranks.world_size, rank=ranks.rank, mesh=mesh)
+        return ParallelDims(dp_shard=ranks.world_size, rank=ranks.rank, mesh=mesh)
     shape = (sharding.dp_replicate, ranks.world_size // sharding.dp_replicate)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return ParallelDims(*shape, rank=ranks.rank, mesh=mesh)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.schema import DataConfig, ModelConfig, TrialConfig
 from fsdp_lab.files import whole
 from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.models import model_spec
+from fsdp_lab.workloads.build import build_model_spec
 
 FORMAT = 1
 
@@ -66,6 +66,6 @@ def load_exported(path: Path) -> ExportedModel:
         raise UserError(f"{path} is not a model that this version exported (format {FORMAT} is what it reads).")
     model = from_dict(ModelConfig, content["model"], "model.")
     data = from_dict(DataConfig, content["data"], "data.")
-    module = model_spec(model).build()
+    module = build_model_spec(model).build()
     module.load_state_dict(content["state_dict"])
     return ExportedModel(module.eval(), model, data)

@@ -7,38 +7,37 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.schema import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
-from fsdp_lab.training.data import expand_channels
-from fsdp_lab.training.distributed import Ranks, sum_over_ranks
+from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.memory import MemoryProfile
 from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
 from fsdp_lab.training.speed import StepTimer
-
-Batch = tuple[Tensor, Tensor]
+from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 
 
 class DivergedError(RuntimeError):
     """The loss of a step, or of a validation, is NaN or infinite."""
 
 
-def train_step(state: TrainState, microbatches: list[Batch], config: TrialConfig, ranks: Ranks) -> Tensor:
+def train_step(
+    state: TrainState, task: Task, microbatches: list[Batch], config: TrialConfig, device: torch.device
+) -> Tensor:
     """One optimizer step over the microbatches of this rank.
 
     Returns:
         this rank's mean loss over its part of the global batch, detached, on the device: no sync point.
     """
-    total = torch.zeros((), device=ranks.device)
-    for i, (images, labels) in enumerate(microbatches):
-        images, labels = _to_device(images, labels, config, ranks)
+    total = torch.zeros((), device=device)
+    for i, batch in enumerate(microbatches):
+        batch = to_device(batch, device)
         set_gradient_sync(state.model, sync=i == len(microbatches) - 1)
-        with compute_precision(config, ranks.device):
-            logits = state.model(images)
-        loss = F.cross_entropy(logits.float(), labels) / len(microbatches)
+        with compute_precision(config, device):
+            outputs = task.forward(state.model, batch)
+        loss = task.loss(outputs, batch) / len(microbatches)
         state.scaler.scale(loss).backward()
         total += loss.detach()
     if config.training.max_grad_norm is not None:
@@ -57,9 +56,11 @@ def train_step(state: TrainState, microbatches: list[Batch], config: TrialConfig
 
 def train_epoch(
     state: TrainState,
+    task: Task,
     loader: DataLoader[Batch],
     config: TrialConfig,
-    ranks: Ranks,
+    device: torch.device,
+    dims: ParallelDims,
     timer: StepTimer,
     memory: MemoryProfile,
     on_step: Callable[[int], None],
@@ -82,12 +83,11 @@ def train_epoch(
         on_step(state.step + 1)
         try:
             if memory.tracks():
-                batch = [tensor for pair in microbatches for tensor in pair]
-                with memory.track(state.model, state.optimizer, batch):
-                    losses.append(train_step(state, microbatches, config, ranks))
+                with memory.track(state.model, state.optimizer, tensors_of(microbatches)):
+                    losses.append(train_step(state, task, microbatches, config, device))
                 timer.start()  # the tracked step is slow: not one of the timed
             else:
-                losses.append(train_step(state, microbatches, config, ranks))
+                losses.append(train_step(state, task, microbatches, config, device))
                 memory.step_done()
                 timer.step_done()
         except Exception as error:
@@ -95,7 +95,7 @@ def train_epoch(
             raise
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
-    step_losses = (sum_over_ranks(torch.stack(losses)) / ranks.world_size).tolist()
+    step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
     mean = sum(step_losses) / len(step_losses)
     if not math.isfinite(mean):
         bad = next(i for i, loss in enumerate(step_losses) if not math.isfinite(loss))
@@ -109,33 +109,37 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, loader: DataLoader[Batch], config: TrialConfig, ranks: Ranks) -> Metrics:
-    """Loss and accuracy over the whole validation split, each image counted once.
+def evaluate(
+    state: TrainState,
+    task: Task,
+    loader: DataLoader[Batch],
+    config: TrialConfig,
+    device: torch.device,
+    dims: ParallelDims,
+) -> Metrics:
+    """The task's metrics over the whole validation split, each sample counted once.
 
     Raises:
         DivergedError: the loss is not finite.
     """
     state.model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, correct, images
-    for images, labels in loader:
-        images, labels = _to_device(images, labels, config, ranks)
-        with compute_precision(config, ranks.device):
-            logits = state.model(images).float()
-        sums[0] += F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += (labels >= 0).sum()
-    loss, correct, count = sum_over_ranks(sums).tolist()
-    if not math.isfinite(loss):
-        raise DivergedError(f"the validation loss after step {state.step} is {loss}")
-    return {"val/loss": loss / count, "val/accuracy": correct / count}
+    totals: dict[str, Tensor] = {}  # by metric: sum and count
+    for batch in loader:
+        batch = to_device(batch, device)
+        with compute_precision(config, device):
+            outputs = task.forward(state.model, batch)
+        for name, (total, count) in task.metrics(outputs, batch).items():
+            sums = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
+            sums[0] += total
+            sums[1] += count
+    reduced = dims.sum(torch.stack(list(totals.values()))).tolist()
+    means = {name: total / count for name, (total, count) in zip(totals, reduced, strict=True)}
+    if not math.isfinite(means["loss"]):
+        raise DivergedError(f"the validation loss after step {state.step} is {means['loss']}")
+    return {f"val/{name}": mean for name, mean in means.items()}
 
 
 def _by_step(loader: DataLoader[Batch], grad_accum_steps: int) -> Iterable[list[Batch]]:
     batches = iter(loader)
     while step := list(islice(batches, grad_accum_steps)):
         yield step
-
-
-def _to_device(images: Tensor, labels: Tensor, config: TrialConfig, ranks: Ranks) -> Batch:
-    images = images.to(ranks.device, non_blocking=True)
-    return expand_channels(images, config.model), labels.to(ranks.device, non_blocking=True)

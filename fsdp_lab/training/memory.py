@@ -206,7 +206,7 @@ def record_step(
     """Follow every tensor of the step inside.
 
     Args:
-        batch: the step's images and labels, which are there before it.
+        batch: the step's tensors, which are there before it.
         device: what counts as `device`; tensors elsewhere count as `host`.
     """
     recorder: _Recorder
@@ -251,8 +251,9 @@ class MemoryProfile:
     CUDA, a snapshot.
     """
 
-    def __init__(self, config: TrialConfig, ranks: Ranks, folder: Path) -> None:
-        self.config, self.detail, self.ranks, self.folder = config, config.memory_profile, ranks, folder
+    def __init__(self, config: TrialConfig, model: str, ranks: Ranks, folder: Path) -> None:
+        self.config, self.model, self.ranks, self.folder = config, model, ranks, folder
+        self.detail = config.memory_profile
         self._tracked = 0
         self._profile: Profile | None = None
         self._figures: dict[str, float] | None = None
@@ -306,7 +307,7 @@ class MemoryProfile:
         if self.detail is Detail.timeline:
             from fsdp_lab.training.timeline import write_timeline
 
-            facts = {"rank": f"{self.ranks.rank} of {self.ranks.world_size}", **main_settings(self.config)}
+            facts = {"rank": f"{self.ranks.rank} of {self.ranks.world_size}", **main_settings(self.config, self.model)}
             title = f"Optimizer step {self._tracked}, measured"
             write_timeline(profile, self._file("timeline", "html"), title, facts)
 
@@ -353,11 +354,11 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
     return {"peak_bytes": float(stats["requested_bytes.all.peak"]) - (workspaces or 0), **figures}
 
 
-def main_settings(config: TrialConfig) -> dict[str, str]:
-    """What the reader of a page wants to know of the step."""
-    model, training = config.model, config.training
+def main_settings(config: TrialConfig, model: str) -> dict[str, str]:
+    """What the reader of a page wants to know of the step; `model` in a few words."""
+    training = config.training
     return {
-        "model": f"{model.family.name}, {model.num_layers} layers of {model.hidden_dim}",
+        "model": model,
         "sharding": config.sharding.granularity.name,
         "computes in": config.precision.param_dtype.name,
         "reduces in": config.precision.reduce_dtype.name,

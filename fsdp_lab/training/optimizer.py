@@ -20,10 +20,10 @@ from fsdp_lab.config.schema import (
 )
 
 
-def build_optimizer(model: nn.Module, config: TrialConfig, world_size: int) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters."""
     optimizer = config.optimizer
-    lr = optimizer.lr * (world_size if optimizer.scale_lr else 1)
+    lr = optimizer.lr * (dp_degree if optimizer.scale_lr else 1)
     kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **implementation(config)}
     parameters = [p for p in model.parameters() if p.requires_grad]
     match optimizer.name:

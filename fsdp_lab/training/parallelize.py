@@ -37,12 +37,13 @@ from fsdp_lab.config.schema import (
 )
 from fsdp_lab.training.torch_private import one_post_forward_mesh
 
+BlockClasses = tuple[type[nn.Module], ...]
 TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.float16: torch.float16}
 
 
-def apply_to_blocks(model: nn.Module, block_class: type[nn.Module], config: TrialConfig) -> None:
+def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: TrialConfig) -> None:
     """Activation checkpointing, then compile, of every block, in place."""
-    names = [name for name, module in model.named_modules() if isinstance(module, block_class)]
+    names = [name for name, module in model.named_modules() if isinstance(module, block_classes)]
     if config.activation_checkpointing is ActivationCheckpointing.full:
         for name in names:
             parent, _, leaf = name.rpartition(".")
@@ -52,11 +53,11 @@ def apply_to_blocks(model: nn.Module, block_class: type[nn.Module], config: Tria
             model.get_submodule(name).compile()
 
 
-def apply_fully_shard(model: nn.Module, block_class: type[nn.Module], config: TrialConfig, mesh: DeviceMesh) -> None:
+def apply_fully_shard(model: nn.Module, block_classes: BlockClasses, config: TrialConfig, mesh: DeviceMesh) -> None:
     """Shard the model in place: the units bottom-up, then the root. `ddp` has no units: nothing happens."""
     if config.sharding.granularity is Granularity.ddp:
         return
-    units = sharding_units(model, block_class, config.sharding)
+    units = sharding_units(model, block_classes, config.sharding)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mp_policy(config.precision),
@@ -70,13 +71,13 @@ def apply_fully_shard(model: nn.Module, block_class: type[nn.Module], config: Tr
     set_prefetch(units, config.sharding)
 
 
-def sharding_units(model: nn.Module, block_class: type[nn.Module], sharding: ShardingConfig) -> list[nn.Module]:
+def sharding_units(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
     """The modules that become units of their own, children before parents, without the root."""
     match sharding.granularity:
         case Granularity.root:
             return []
         case Granularity.per_block:
-            blocks = [m for m in model.modules() if isinstance(m, block_class)]
+            blocks = [m for m in model.modules() if isinstance(m, block_classes)]
             wrapped = {id(m): w for w in model.modules() for m in w.children() if hasattr(w, "checkpoint_fn")}
             return [wrapped.get(id(m), m) for m in blocks]
         case Granularity.per_layer:

@@ -6,13 +6,10 @@ import itertools
 import time
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.config.schema import Dtype, ModelConfig, TrialConfig
+from fsdp_lab.config.schema import Dtype, TrialConfig
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.models import model_spec
 
 # Dense matrix peak in FLOP/s by the device's whole name and dtype, from the vendor's data sheets. Other
 # variants of a chip (PCIe, NVL) have other peaks: what is not here has no MFU. float32 is without TF32, which PyTorch
@@ -99,14 +96,3 @@ def device_peak_flops(config: TrialConfig, ranks: Ranks) -> float | None:
         return None
     name = torch.cuda.get_device_name(ranks.device)
     return PEAK_FLOPS.get(name, {}).get(config.precision.param_dtype)
-
-
-def train_flops_per_sample(config: ModelConfig) -> float:
-    """Matrix FLOPs of forward and backward for one image: counted on `meta`, the backward as twice the
-    forward. Recomputation is not counted: MFU is about the model's own work."""
-    with torch.device("meta"):
-        model: nn.Module = model_spec(config).build().eval()
-        image = torch.empty(1, config.num_channels, config.image_size, config.image_size)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(image)
-    return 3.0 * counter.get_total_flops()

@@ -1,6 +1,6 @@
 """One trial, from a config to an exported model: read it from top to bottom.
 
-The order is FSDP2's: shard bottom-up, materialise, and only then the optimizer.
+What makes the model and its optimizer is in `build.py`, what a step does in `loop.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import torch
 
 from fsdp_lab.config.checks import check_trial, cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.schema import TrialConfig
-from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
-from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data
-from fsdp_lab.training.distributed import Ranks, build_mesh, setup_distributed
+from fsdp_lab.training.build import build
+from fsdp_lab.training.checkpoint import Checkpoints, Metrics
+from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data, microbatch_size
+from fsdp_lab.training.distributed import Ranks, build_parallel_dims, setup_distributed
 from fsdp_lab.training.export import export_model
 from fsdp_lab.training.loop import evaluate, train_epoch
 from fsdp_lab.training.memory import MemoryProfile, start_clean
-from fsdp_lab.training.models import model_spec
-from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
-from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
-from fsdp_lab.training.speed import StepTimer, device_peak_flops, speed_metrics, train_flops_per_sample
+from fsdp_lab.training.speed import StepTimer, device_peak_flops, speed_metrics
 from fsdp_lab.training.weights import init_weights
+from fsdp_lab.workloads.build import build_workload
 
 
 class Reporter(Protocol):
@@ -61,44 +60,44 @@ def train(
     ranks = setup_distributed()
     check_trial(config, ranks.world_size)
     start_clean(ranks.device)
-    mesh = build_mesh(config.sharding, ranks)
-    data = load_data(config.data, config.model, ranks)
-    train_order = TrainOrder(len(data.train), config.training, ranks)
-    microbatch_size = config.training.global_batch_size // ranks.world_size // config.training.grad_accum_steps
-    train_loader = build_loader(data.train, train_order, config.data, config.model, ranks)
-    val_order = ValOrder(len(data.val), microbatch_size, ranks)
-    val_loader = build_loader(data.val, val_order, config.data, config.model, ranks)
+    dims = build_parallel_dims(config.sharding, ranks)
+    workload = build_workload(config.model, config.data)
+    spec, task = workload.model, workload.task
+    data = load_data(workload.data, ranks)
+    train_order = TrainOrder(len(data.train), config.training, dims)
+    train_loader = build_loader(data.train, train_order, config.data.loader_workers, ranks.device)
+    val_order = ValOrder(len(data.val), microbatch_size(config.training, dims), dims)
+    val_loader = build_loader(data.val, val_order, config.data.loader_workers, ranks.device)
 
-    spec = model_spec(config.model)
-    with torch.device("meta"):
-        model = spec.build()
-    apply_to_blocks(model, spec.block_class, config)
-    apply_fully_shard(model, spec.block_class, config, mesh)
-    init_weights(model, spec, config, ranks.device)
-    model = apply_ddp(model, config, ranks.device)
-
-    optimizer = build_optimizer(model, config, ranks.world_size)
-    scaler = build_scaler(config.precision, gradient_device(config, ranks.device))
     total_steps = train_order.steps_per_epoch * config.training.epochs
-    lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, train_order.steps_per_epoch, total_steps)
-    state = TrainState(model, optimizer, scaler, lr_schedule)
+    state = build(
+        spec,
+        config,
+        dims,
+        ranks.device,
+        materialize=lambda model: init_weights(model, spec, config, ranks.device),
+        steps_per_epoch=train_order.steps_per_epoch,
+        total_steps=total_steps,
+    )
     checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
 
-    reporter.facts(_facts(config, ranks, model, data.digest, len(data.train), len(data.val), resumed_from))
+    reporter.facts(_facts(config, ranks, state.model, data.digest, len(data.train), len(data.val), resumed_from))
     for metrics in state.history:
         reporter.epoch(metrics, resumed_from)
 
-    memory = MemoryProfile(config, ranks, folder)
+    memory = MemoryProfile(config, spec.description, ranks, folder)
     timer = StepTimer(config.training.timing_warmup_steps, ranks)
-    flops = train_flops_per_sample(config.model) if device_peak_flops(config, ranks) else 0.0
+    flops = workload.train_flops_per_sample() if device_peak_flops(config, ranks) else 0.0
     max_steps = config.training.max_steps or total_steps
     while state.epoch < config.training.epochs and state.step < max_steps:
         train_order.go_to(state.epoch, state.epoch_step)
-        metrics, step_losses = train_epoch(state, train_loader, config, ranks, timer, memory, reporter.step)
+        metrics, step_losses = train_epoch(
+            state, task, train_loader, config, ranks.device, dims, timer, memory, reporter.step
+        )
         on_step_losses(step_losses)
         metrics.update(speed_metrics(timer.take(), config, ranks, flops))
-        metrics.update(evaluate(state, val_loader, config, ranks))
+        metrics.update(evaluate(state, task, val_loader, config, ranks.device, dims))
         metrics.update(memory.figures())
         metrics.update(epoch=state.epoch + 1, step=state.step)
         if state.epoch_step >= train_order.steps_per_epoch:  # else max_steps cut it short: a resume takes the rest
@@ -113,7 +112,7 @@ def train(
         reporter.epoch(metrics, checkpoints.last_whole())
 
     if config.export:
-        export_model(model, config, ranks, folder / "model.pt")
+        export_model(state.model, config, ranks, folder / "model.pt")
 
 
 def _facts(

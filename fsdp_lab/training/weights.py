@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_lab.config.schema import Init, TrialConfig
-from fsdp_lab.training.models import ModelSpec
 from fsdp_lab.training.optimizer import gradient_device
+from fsdp_lab.workloads.base import ModelSpec
 
 _WRAPPER = "_checkpoint_wrapped_module."
 

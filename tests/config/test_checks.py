@@ -23,7 +23,7 @@ from fsdp_lab.config import (
     sharding_notes,
 )
 from fsdp_lab.config.checks import check_local_capacity, cpus_per_worker_of, loader_workers_of, missing_data_message
-from fsdp_lab.config.schema import ClusterConfig, DataConfig, DataName
+from fsdp_lab.config.schema import ClusterConfig, DataConfig
 
 
 def trial(*overrides: str) -> TrialConfig:
@@ -211,7 +211,7 @@ def test_note_on_resharding_what_is_not_sharded() -> None:
 
 
 def test_missing_data_message(tmp_path: Path) -> None:
-    data = DataConfig(name=DataName.fashion_mnist, root=str(tmp_path))
+    data = DataConfig(name="fashion_mnist", root=str(tmp_path))
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     files = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]

@@ -175,8 +175,9 @@ class Curious(nn.Module):
 
 
 def test_a_model_that_needs_real_values_is_told_the_operation(monkeypatch: pytest.MonkeyPatch):
-    spec = module.model_spec(config().model)
-    monkeypatch.setattr(module, "model_spec", lambda _: replace(spec, build=Curious, block_class=nn.Linear))
+    workload = module.build_workload(config().model, config().data)
+    curious = replace(workload, model=replace(workload.model, build=Curious, block_classes=(nn.Linear,)))
+    monkeypatch.setattr(module, "build_workload", lambda *_: curious)
     with pytest.raises(NeedsValuesError, match=r"_local_scalar_dense.* asks for one in the forward pass"):
         forecast_profile(config(), 2, cuda=False)
     # and nothing is left over that would stop the next one

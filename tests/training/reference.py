@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.training.models import model_spec
 from fsdp_lab.training.weights import draw
+from fsdp_lab.workloads.build import build_model_spec
 
 
 @dataclass
@@ -43,7 +43,7 @@ def resize(images: Tensor, size: int) -> Tensor:
 
 
 def first_weights(config: TrialConfig) -> dict[str, Tensor]:
-    spec = model_spec(config.model)
+    spec = build_model_spec(config.model)
     with torch.device("meta"):
         model = spec.build()
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
@@ -68,7 +68,7 @@ def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
     """
     (train_x, train_y), (val_x, val_y) = digits()
     count, batch, size = config.data.num_train or 1437, config.training.global_batch_size, config.model.image_size
-    model = model_spec(config.model).build()
+    model = build_model_spec(config.model).build()
     model.load_state_dict(first_weights(config))
     optimizer = build_optimizer(model, config)
     losses: list[float] = []

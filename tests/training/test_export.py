@@ -87,7 +87,7 @@ def test_the_loaded_model_scores_what_training_reported(exported: dict[str, Expo
     assert accuracy == pytest.approx(exported[name].accuracy, abs=1e-12)
     assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(exported[name].loss, abs=1e-5)
     assert not loaded.module.training
-    assert loaded.data.name.name == "digits"
+    assert loaded.data.name == "digits"
 
 
 def test_only_one_file_is_written(exported: dict[str, Exported]) -> None:

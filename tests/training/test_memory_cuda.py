@@ -69,7 +69,7 @@ def followed(allocator: Allocator, monkeypatch: pytest.MonkeyPatch, folder: Path
     """A profile after the two steps that are followed; the second held 700 bytes of tensors."""
     monkeypatch.setattr(module, "record_step", lambda *args: FakeRecorder(700))
     trial = replace(config(), memory_profile=Detail.peaks)
-    memory = MemoryProfile(trial, Ranks(0, 0, 1, GPU), folder)
+    memory = MemoryProfile(trial, "a model", Ranks(0, 0, 1, GPU), folder)
     while memory.tracks():
         with memory.track(torch.nn.Linear(1, 1), None, []):  # type: ignore[arg-type]
             allocator.hold(1000, 2000, 4000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -197,9 +197,9 @@ def initial_weights(cases: list[Case]) -> list[tuple[dict[str, torch.Tensor], in
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from fsdp_lab.training import weights
-    from fsdp_lab.training.distributed import build_mesh, setup_distributed
-    from fsdp_lab.training.models import model_spec
-    from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
+    from fsdp_lab.training.build import build
+    from fsdp_lab.training.distributed import build_parallel_dims, setup_distributed
+    from fsdp_lab.workloads.build import build_model_spec
 
     real_draw, drawn = weights.draw, [0]
 
@@ -212,14 +212,10 @@ def initial_weights(cases: list[Case]) -> list[tuple[dict[str, torch.Tensor], in
     for case in cases:
         drawn[0] = 0
         trial = config(*case)
-        spec = model_spec(trial.model)
-        with torch.device("meta"):
-            model = spec.build()
-        apply_to_blocks(model, spec.block_class, trial)
-        apply_fully_shard(model, spec.block_class, trial, build_mesh(trial.sharding, ranks))
-        weights.init_weights(model, spec, trial, ranks.device)
-        model = apply_ddp(model, trial, ranks.device)
-        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        spec, dims = build_model_spec(trial.model), build_parallel_dims(trial.sharding, ranks)
+        init = partial(weights.init_weights, spec=spec, config=trial, device=ranks.device)
+        state = build(spec, trial, dims, ranks.device, materialize=init)
+        full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         results.append((dict(full), drawn[0]))
     return results
 

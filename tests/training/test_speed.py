@@ -9,7 +9,8 @@ from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
 from fsdp_lab.config.schema import Dtype
 from fsdp_lab.training import speed
 from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.speed import StepTimer, device_peak_flops, percentile, speed_metrics, train_flops_per_sample
+from fsdp_lab.training.speed import StepTimer, device_peak_flops, percentile, speed_metrics
+from fsdp_lab.workloads import build_workload
 from tests.ranks import config
 
 ALONE = Ranks(0, 0, 2, torch.device("cpu"))
@@ -27,7 +28,8 @@ def test_percentile(count: int, q: float, expected: int) -> None:
 
 def test_mlp_flops() -> None:
     """A product of 1024 x 1024 and one of 1024 x 10: two operations each, and twice that again backwards."""
-    assert train_flops_per_sample(config("model=mlp").model) == 3 * 2 * (1024 * 1024 + 1024 * 10)
+    trial = config("model=mlp")
+    assert build_workload(trial.model, trial.data).train_flops_per_sample() == 3 * 2 * (1024 * 1024 + 1024 * 10)
 
 
 @pytest.mark.parametrize(("name", "weights"), [("vit_b_16", ViT_B_16_Weights), ("vit_l_16", ViT_L_16_Weights)])
@@ -35,7 +37,7 @@ def test_vit_flops_are_torchvisions(name: str, weights: object) -> None:
     """Torchvision publishes giga multiply-adds of the forward pass; ours are operations, three times that."""
     published = weights.IMAGENET1K_V1.meta["_ops"] * 1e9  # type: ignore[attr-defined]
     trial = config(f"model={name}", "data=synthetic")
-    assert train_flops_per_sample(trial.model) == pytest.approx(6 * published, rel=0.01)
+    assert build_workload(trial.model, trial.data).train_flops_per_sample() == pytest.approx(6 * published, rel=0.01)
 
 
 class Clock:

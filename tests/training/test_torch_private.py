@@ -11,9 +11,9 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from fsdp_lab.forecast.fake import HOST, fake_world
 from fsdp_lab.training import torch_private
-from fsdp_lab.training.distributed import build_mesh
-from fsdp_lab.training.models import model_spec
+from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.training.parallelize import apply_fully_shard
+from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
 
 
@@ -36,12 +36,12 @@ def groups_made(num_layers: int, *words: str) -> int:
     make = dist.distributed_c10d._new_process_group_helper
     spy = mock.Mock(side_effect=lambda *args, **kwargs: made.append(1) or make(*args, **kwargs))
     with fake_world(8, HOST) as ranks:
-        spec = model_spec(trial.model)
+        spec = build_model_spec(trial.model)
         with torch.device("meta"):
             model = spec.build()
-        mesh = build_mesh(trial.sharding, ranks)
+        mesh = build_parallel_dims(trial.sharding, ranks).mesh
         with mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", spy):
-            apply_fully_shard(model, spec.block_class, trial, mesh)
+            apply_fully_shard(model, spec.block_classes, trial, mesh)
     return len(made)
 
 

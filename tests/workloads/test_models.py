@@ -10,15 +10,15 @@ import torchvision
 from torch import nn
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.training.models import model_spec
 from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
+from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
 from tests.training.reference import first_weights
 
 
 def build(trial: TrialConfig, device: str = "meta") -> nn.Module:
     with torch.device(device):
-        return model_spec(trial.model).build()
+        return build_model_spec(trial.model).build()
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -67,9 +67,10 @@ def test_mlp_is_1024_1024_10() -> None:
     [("vit_tiny", torchvision.models.vision_transformer.EncoderBlock, 4), ("mlp", nn.Sequential, 1)],
 )
 def test_a_model_names_its_block(family: str, block: type[nn.Module], count: int) -> None:
-    spec = model_spec(config(f"model={family}").model)
-    assert issubclass(spec.block_class, block)
-    assert sum(isinstance(m, spec.block_class) for m in spec.build().modules()) == count
+    spec = build_model_spec(config(f"model={family}").model)
+    (block_class,) = spec.block_classes
+    assert issubclass(block_class, block)
+    assert sum(isinstance(m, block_class) for m in spec.build().modules()) == count
 
 
 def test_weights_follow_torchvisions_own_initialisation() -> None:
@@ -120,11 +121,11 @@ ATTENTION_AND_REST = [f"{layer}{part}" for layer in LAYERS for part in (".self_a
 
 def unit_names(*overrides: str) -> list[str]:
     trial = config(*overrides)
-    spec = model_spec(trial.model)
+    spec = build_model_spec(trial.model)
     model = build(trial)
-    apply_to_blocks(model, spec.block_class, trial)
+    apply_to_blocks(model, spec.block_classes, trial)
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(unit)] for unit in sharding_units(model, spec.block_class, trial.sharding)]
+    return [names[id(unit)] for unit in sharding_units(model, spec.block_classes, trial.sharding)]
 
 
 @pytest.mark.parametrize(

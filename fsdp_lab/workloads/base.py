@@ -1,0 +1,105 @@
+"""The contract between what is trained and what trains it: all that training, memory and forecasts see of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+# Tensors in any nesting of tuples, lists and dictionaries. Only the task and the data set look inside.
+Batch = Any
+# (module that holds the parameter, its full name, tensor to fill, generator)
+DrawParameter = Callable[[nn.Module, str, Tensor, torch.Generator], None]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to build a model, the classes of its repeating blocks, and how to draw one parameter's first value.
+
+    `description`: the model in a few words, for the reader of a memory timeline.
+    """
+
+    build: Callable[[], nn.Module]
+    block_classes: tuple[type[nn.Module], ...]
+    draw_parameter: DrawParameter
+    description: str
+
+
+class Dataset(Protocol):
+    """Serves whole batches by the indices of their items; -1 stands for padding, which no metric counts."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Tensor, /) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """Both splits. `digest` differs when an item does."""
+
+    train: Dataset
+    val: Dataset
+    digest: str
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Where batches come from.
+
+    `prepare` downloads what is missing; one process of each node calls it, before any calls `load`. Both raise
+    UserError. `example_batch(size)` has the shapes, types and allocations of a batch that the loader serves, from
+    uninitialised memory: forecasts call it under fake tensors, and FLOPs are counted with it on `meta`.
+    """
+
+    prepare: Callable[[], None]
+    load: Callable[[], Data]
+    example_batch: Callable[[int], Batch]
+
+
+class Task(Protocol):
+    """What the model learns from a batch. Called with batches on the model's device."""
+
+    unit: str  # what is counted: samples
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Return the model's outputs. Only this runs under autocast."""
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the mean loss of the batch, a scalar."""
+
+    def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return `name -> (sum, count)`, `loss` among them; sums and counts are added up over batches and ranks."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a data set and a task."""
+
+    model: ModelSpec
+    data: DataSpec
+    task: Task
+
+    def train_flops_per_sample(self) -> float:
+        """Count the matrix FLOPs of forward and backward for one sample on `meta`, the backward as twice the
+        forward. Recomputation is not counted: MFU is about the model's own work."""
+        with torch.device("meta"):
+            model = self.model.build().eval()
+            batch = self.data.example_batch(1)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            self.task.forward(model, batch)
+        return 3.0 * counter.get_total_flops()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to the device, without waiting where its memory is pinned."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Return the tensors of a batch, or of a list of batches, in their order."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

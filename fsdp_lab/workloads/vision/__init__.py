@@ -1,0 +1,1 @@
+"""Image classification: the models, the data sets and the task, one file each."""

@@ -1,0 +1,46 @@
+"""A multilayer perceptron."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.config.schema import ModelConfig
+from fsdp_lab.workloads.base import ModelSpec
+
+
+def build_model(config: ModelConfig) -> ModelSpec:
+    description = f"{config.family}, {config.num_layers} layers of {config.hidden_dim}"
+    return ModelSpec(lambda: Mlp(config), (MlpBlock,), draw_linear, description)
+
+
+class MlpBlock(nn.Sequential):
+    """Linear and ReLU."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(nn.Linear(num_in, num_out), nn.ReLU())
+
+
+class Mlp(nn.Module):
+    """`num_layers` hidden blocks over the flattened image, then a linear head: 1024-1024-10 by default."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        num_inputs = config.num_channels * config.image_size**2
+        widths = [num_inputs] + [config.hidden_dim] * config.num_layers
+        self.blocks = nn.Sequential(*(MlpBlock(a, b) for a, b in itertools.pairwise(widths)))
+        self.head = nn.Linear(config.hidden_dim, config.num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(images.flatten(1)))
+
+
+@torch.no_grad()
+def draw_linear(owner: nn.Module, name: str, out: Tensor, generator: torch.Generator) -> None:
+    """PyTorch's own default for a linear layer: uniform within 1/sqrt(fan_in)."""
+    assert isinstance(owner, nn.Linear)
+    bound = 1 / math.sqrt(owner.in_features)
+    out.uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,135 @@
+"""What the package does not know trains like its own: a registered model and data set, and another kind of batch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_lab.config import ConfigError, check_trial
+from fsdp_lab.config.names import DATA_SETS, MODELS, register_data_set, register_model
+from fsdp_lab.forecast import forecast
+from fsdp_lab.training import train
+from fsdp_lab.workloads import Data, DataSpec, ModelSpec, Workload
+from tests.ranks import Memo, config, run_ranks
+from tests.workloads import tiny
+
+WORDS = ("model.family=tiny", "model.image_size=4", "model.num_layers=2", "data.name=tiny", "model.num_classes=2",
+         "optimizer.lr=0.01", "data.num_train=null", "data.num_val=null", "memory_profile=peaks")  # fmt: skip
+
+
+def train_tiny(words: list[str]) -> dict[str, float]:
+    register_model("tiny", "tests.workloads.tiny")
+    register_data_set("tiny", "tests.workloads.tiny")
+    return train_here(words)
+
+
+def train_here(words: list[str]) -> dict[str, float]:
+    memo = Memo()
+    with tempfile.TemporaryDirectory() as folder:
+        train(config(*WORDS, *words), Path(folder), memo)
+    return memo.told[-1]
+
+
+@pytest.mark.parametrize("sharding", ["per_block", "ddp"])
+def test_a_model_and_a_data_set_of_another_package_learn(sharding: str) -> None:
+    told, other = run_ranks(2, train_tiny, [f"sharding={sharding}", "training.epochs=5"])
+    assert told["val/loss"] == other["val/loss"]
+    assert told["val/accuracy"] == 1.0, "dark and bright are easily told apart"
+    assert told["memory/param_bytes"] > 0
+
+
+def test_their_memory_is_forecast_to_the_byte() -> None:
+    register_model("tiny", "tests.workloads.tiny")
+    register_data_set("tiny", "tests.workloads.tiny")
+    try:
+        peaks = forecast.forecast_profile(config(*WORDS), 2, cuda=False).peaks["device"]
+    finally:
+        del MODELS["tiny"], DATA_SETS["tiny"]
+    told, _ = run_ranks(2, train_tiny, ["training.max_steps=2"])
+    assert peaks["total"] == told["memory/peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model.family=cnn", "model.family=cnn is not an option. Choose one of: vit, mlp."),
+        ("data.name=cifar", "data.name=cifar is not an option. Choose one of: digits, fashion_mnist, synthetic."),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_that_are_known(word: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_trial(config(word), 2)
+    assert str(caught.value) == message
+
+
+class Sums:
+    """Batches are dictionaries, and what is learned is no class: the sum of two numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.terms = torch.linspace(-1, 1, 2 * count).view(count, 2)
+
+    def __len__(self) -> int:
+        return len(self.terms)
+
+    def __getitem__(self, indices: Tensor) -> dict[str, Any]:
+        terms = self.terms[indices]
+        return {"terms": terms, "nested": {"sum": terms.sum(1), "counted": indices >= 0}}
+
+
+class Addition:
+    unit = "sums"
+
+    def forward(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return model(batch["terms"]).squeeze(1)
+
+    def loss(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+        return F.mse_loss(outputs.float(), batch["nested"]["sum"])
+
+    def metrics(self, outputs: Tensor, batch: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        counted = batch["nested"]["counted"]
+        errors = (outputs.float() - batch["nested"]["sum"])[counted]
+        return {"loss": (errors.square().sum(), counted.sum()), "off_by": (errors.abs().sum(), counted.sum())}
+
+
+def addition(*_: object) -> Workload:
+    def example(size: int) -> dict[str, Any]:
+        nested = {"sum": torch.empty(size), "counted": torch.empty(size, dtype=torch.bool)}
+        return {"terms": torch.empty(size, 2), "nested": nested}
+
+    model = ModelSpec(lambda: nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1)), (nn.Linear,), tiny.draw, "adder")
+    data = DataSpec(lambda: None, lambda: Data(Sums(64), Sums(9), "digest"), example)
+    return Workload(model, data, Addition())
+
+
+def train_addition(words: list[str]) -> dict[str, float]:
+    with (
+        mock.patch("fsdp_lab.training.train.build_workload", addition),
+        mock.patch("fsdp_lab.training.train.check_trial"),
+    ):
+        return train_here(words)
+
+
+def test_training_does_not_look_into_a_batch() -> None:
+    told, _ = run_ranks(2, train_addition, ["training.epochs=40", "optimizer.lr=0.05"])
+    assert told["val/loss"] < 0.05 and told["val/off_by"] < 0.3
+    assert told["train/loss"] < 0.1
+
+
+def test_a_forecast_does_not_look_into_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, _ = run_ranks(2, train_addition, ["training.max_steps=2"])
+    monkeypatch.setattr(forecast, "build_workload", addition)
+    peaks = forecast.forecast_profile(config(), 2, cuda=False).peaks["device"]
+    assert {name: size for name, size in peaks.items() if name != "total"} == {
+        name: told[f"memory/{name}_bytes"] for name in peaks if name != "total"
+    }
+
+
+def test_flops_are_those_of_the_task() -> None:
+    assert addition().train_flops_per_sample() == 3 * 2 * (2 * 8 + 8)
