@@ -14,9 +14,9 @@ BROUGHT = (
     "networkx", "jinja2", "markupsafe", "fsspec", "triton", "nvidia", "fsdp_lab",
 )  # fmt: skip
 MODULES = (
-    "fsdp_lab.hardware", "fsdp_lab.config", "fsdp_lab.training", "fsdp_lab.training.__main__", "fsdp_lab.forecast.fake",
-    "fsdp_lab.forecast.fits", "fsdp_lab.forecast.forecast", "fsdp_lab.forecast.run", "fsdp_lab.engine.worker",
-    "fsdp_lab.engine.files",
+    "fsdp_lab.hardware", "fsdp_lab.config", "fsdp_lab.workloads", "fsdp_lab.training", "fsdp_lab.training.__main__",
+    "fsdp_lab.forecast.fake", "fsdp_lab.forecast.fits", "fsdp_lab.forecast.forecast", "fsdp_lab.forecast.run",
+    "fsdp_lab.engine.worker", "fsdp_lab.engine.files",
 )  # fmt: skip
 
 _SCRIPT = f"""

@@ -50,13 +50,15 @@ def build(config: TrialConfig, ranks: Ranks, cuda: bool) -> nn.Module:
     import torch
 
     from benchmarks.check_gpu.llama import SMALL, TINY, Block, Llama
-    from fsdp_lab.training.distributed import build_mesh
+    from fsdp_lab.training.distributed import build_parallel_dims
     from fsdp_lab.training.parallelize import apply_fully_shard, apply_to_blocks
 
     with torch.device("meta"):
         model = Llama(SMALL if cuda else TINY)
-    apply_to_blocks(model, Block, config)
-    apply_fully_shard(model, Block, config, build_mesh(config.sharding, ranks))
+    mesh = build_parallel_dims(config.sharding, ranks).mesh
+    assert mesh is not None
+    apply_to_blocks(model, (Block,), config)
+    apply_fully_shard(model, (Block,), config, mesh)
     return model
 
 

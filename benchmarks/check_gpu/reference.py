@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.training.data import scale_and_resize, synthetic
-from fsdp_lab.training.models import model_spec
 from fsdp_lab.training.weights import draw
+from fsdp_lab.workloads.build import build_model_spec
+from fsdp_lab.workloads.vision.images import preprocess
+from fsdp_lab.workloads.vision.synthetic import synthetic
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
     generator = torch.Generator().manual_seed(config.training.seed * 1_000_003)
     losses = []
     for index in torch.randperm(len(train), generator=generator)[: len(train) // batch * batch].split(batch):
-        images = scale_and_resize(train.images[index % len(train.images)], config.model)
+        images = preprocess(train.images[index % len(train.images)], config.model)
         each = F.cross_entropy(model(images), train.labels[index], reduction="none")
         optimizer.zero_grad()
         {"sum": 2 * each.mean(), "one_rank": each[: batch // 2].mean()}.get(wrong, each.mean()).backward()
@@ -53,13 +54,13 @@ def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
     val = synthetic(config.data.num_val, config.model, 1)
     with torch.no_grad():
         index = torch.arange(len(val)) % len(val.images)
-        logits = model.eval()(scale_and_resize(val.images[index], config.model))
+        logits = model.eval()(preprocess(val.images[index], config.model))
     return Run(losses, F.cross_entropy(logits, val.labels).item())
 
 
 def build(config: TrialConfig) -> nn.Module:
     """The model with its first weights."""
-    spec = model_spec(config.model)
+    spec = build_model_spec(config.model)
     model = spec.build()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -83,12 +83,15 @@ def compare_bare(bench: Bench) -> Measured:
 def mfu_of(samples_per_s: float, bench: Bench) -> float | None:
     """The share of the devices' dense bfloat16 peak; None where that is not known."""
     from fsdp_lab.config.schema import Dtype
-    from fsdp_lab.training.speed import PEAK_FLOPS, train_flops_per_sample
+    from fsdp_lab.training.speed import PEAK_FLOPS
+    from fsdp_lab.workloads import build_workload
 
     peak = PEAK_FLOPS.get(bench.machine.name, {}).get(Dtype.bfloat16) if bench.cuda else None
     if peak is None:
         return None
-    return samples_per_s * train_flops_per_sample(trial(setting_of(bench, "off")).model) / (peak * bench.workers)
+    config = trial(setting_of(bench, "off"))
+    flops = build_workload(config.model, config.data).train_flops_per_sample()
+    return samples_per_s * flops / (peak * bench.workers)
 
 
 def compare_profile(bench: Bench) -> Measured:

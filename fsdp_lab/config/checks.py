@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_lab.config.convert import flatten, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
-from fsdp_lab.config.names import module_of
+from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.schema import (
     AFTERWARDS,
     RESUME_KEYS,

@@ -79,8 +79,8 @@ class MemoryProfile(Enum):
 
 @dataclass
 class ModelConfig:
-    """An image classifier. `family` is a name of `names.py`; `patch_size`, `num_heads` and `mlp_dim` belong to the ViT
-    family only."""
+    """An image classifier. `family` is a name of the registry; `patch_size`, `num_heads` and `mlp_dim` belong to the
+    ViT family only."""
 
     family: str = "vit"
     image_size: int = 28
@@ -95,8 +95,8 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """`name` is one of `names.py`. `num_train`/`num_val`: use only the first so many samples; null takes all there are.
-    `loader_workers` null: 0 on a CPU; on a GPU one for each core of the worker but one, 4 at most.
+    """`name` is one of the registry. `num_train`/`num_val`: use only the first so many samples; null takes all there
+    are. `loader_workers` null: 0 on a CPU; on a GPU one for each core of the worker but one, 4 at most.
     """
 
     name: str = "digits"

@@ -1,4 +1,4 @@
-"""MLflow: the only room that imports it. One writer, the driver."""
+"""MLflow: the only package that imports it. One writer, the driver."""
 
 from fsdp_lab.tracking.read import annotate, fetch_artifact, find_sweep_run, folder_of_run, read_sweep
 from fsdp_lab.tracking.store import TrackingError, runs_url

@@ -123,7 +123,7 @@ def test_every_option_of_every_group_is_read(option: str) -> None:
         assert flat[f"{group}.{key}"] == (float(value) if isinstance(value, str) and value[0].isdigit() else value)
 
 
-def test_the_config_room_imports_nothing_heavy() -> None:
+def test_the_config_package_imports_nothing_heavy() -> None:
     """Bad input is told in a moment: no torch, ray, mlflow or hydra behind `fsdp_lab.config`."""
     look = "import sys, fsdp_lab.config; print(sorted({'torch','ray','mlflow','hydra','omegaconf'} & set(sys.modules)))"
     ran = subprocess.run(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import ConfigError, check_trial
-from fsdp_lab.config.names import DATA_SETS, MODELS, register_data_set, register_model
+from fsdp_lab.config.registry import DATA_SETS, MODELS, register_data_set, register_model
 from fsdp_lab.forecast import forecast
 from fsdp_lab.training import train
 from fsdp_lab.workloads import Data, DataSpec, ModelSpec, Workload
