@@ -148,11 +148,11 @@ def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
         "fsdp_lab/training/loop.py",
         ("in _by_step(loader, config.training.grad_accum_steps):", "in _sleepy(loader, config):"),
         (
-            "def _to_device(",
+            "def _by_step(",
             "def _sleepy(loader, config):\n    import time\n"
             "    for step in _by_step(loader, config.training.grad_accum_steps):\n"
             "        time.sleep(0.15 * (config.precision.param_dtype.name == 'bfloat16'))\n        yield step\n\n\n"
-            "def _to_device(",
+            "def _by_step(",
         ),
     )
     folder = nights / "nights/nightly"
@@ -263,7 +263,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     """By SIGTERM, with other code in between, with the store away, by kill."""
     more = (*INLINE, "training.epochs=20", "nightly.folder=others", "nightly.repeats=2")
     folder = nights / "others/nightly"
-    other = changed_code(tmp_path / "code", "fsdp_lab/training/loop.py", ("def _to_device(", "\ndef _to_device("))
+    other = changed_code(tmp_path / "code", "fsdp_lab/training/loop.py", ("def _by_step(", "\ndef _by_step("))
 
     commit = read_nights(nights / "nights/nightly")[0].commit  # of the code as it is; of the copy there is none
     assert commit
