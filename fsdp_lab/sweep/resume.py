@@ -99,21 +99,20 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
     """Compare the digests that trials reported with those of the data as it is now."""
     if all(state.ended for state in states):
         return []
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, TrialConfig]] = {}  # what was reported, and a config that could read the data
     for state in states:
         facts = read_any_facts(storage(state.trial, folder))
         data = state.trial.config.data
         if facts and data.name != "synthetic":  # which is made from its settings
-            found.setdefault(f"{data.name} {data.root} {data.num_train} {data.num_val}", facts["data_digest"])
-    changed = []
-    for state in states:
-        data = state.trial.config.data
-        before = found.pop(f"{data.name} {data.root} {data.num_train} {data.num_val}", None)
-        if before is None:
-            continue
-        from fsdp_lab.workloads import build_workload
+            key = f"{data.name} {data.root} {data.num_train} {data.num_val}"
+            found.setdefault(key, (facts["data_digest"], state.trial.config))
+    if not found:
+        return []
+    from fsdp_lab.workloads import build_workload
 
-        now = build_workload(state.trial.config.model, data).data.load().digest
+    changed = []
+    for before, config in found.values():
+        now = build_workload(config.model, config.data).data.load().digest
         if now != before:
-            changed.append(f"data={data.name}: its digest was {before} and is {now}")
+            changed.append(f"data={config.data.name}: its digest was {before} and is {now}")
     return changed
