@@ -65,8 +65,8 @@ class ParallelDims:
     `tp` is 1: there is no tensor parallelism yet. Whatever divides samples, or averages over their parts, asks for the
     data-parallel degree and rank, not for the world's size.
 
-    `mesh`: `(dp_shard,)`, or `(dp_replicate, dp_shard)` when parameters are replicated between groups; None where
-    only the numbers are wanted. `dp_group`: the ranks that hold the other samples of a batch; None: all ranks.
+    `mesh`: the axes that are divided, `(dp_shard,)`, `(dp_replicate, dp_shard)` or, for DDP, `(dp_replicate,)`; None
+    where only the numbers are wanted. `dp_group`: the ranks that hold the other samples of a batch; None: all ranks.
     """
 
     dp_replicate: int = 1
@@ -93,16 +93,15 @@ class ParallelDims:
 
 
 def build_parallel_dims(sharding: ShardingConfig, ranks: Ranks) -> ParallelDims:
-    """Divide the ranks and make their mesh. DDP replicates over all of them; its mesh is not used."""
-    device_type = ranks.device.type
-    if sharding.granularity is Granularity.ddp or sharding.dp_replicate == 1:
-        mesh = init_device_mesh(device_type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
-        if sharding.granularity is Granularity.ddp:
-            return ParallelDims(dp_replicate=ranks.world_size, rank=ranks.rank, mesh=mesh)
-        return ParallelDims(dp_shard=ranks.world_size, rank=ranks.rank, mesh=mesh)
-    shape = (sharding.dp_replicate, ranks.world_size // sharding.dp_replicate)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    return ParallelDims(*shape, rank=ranks.rank, mesh=mesh)
+    """Divide the ranks and make their mesh. DDP replicates over all of them, and does not use its mesh."""
+    if sharding.granularity is Granularity.ddp:
+        shape = {"dp_replicate": ranks.world_size}
+    elif sharding.dp_replicate == 1:
+        shape = {"dp_shard": ranks.world_size}
+    else:
+        shape = {"dp_replicate": sharding.dp_replicate, "dp_shard": ranks.world_size // sharding.dp_replicate}
+    mesh = init_device_mesh(ranks.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    return ParallelDims(shape.get("dp_replicate", 1), shape.get("dp_shard", 1), rank=ranks.rank, mesh=mesh)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
