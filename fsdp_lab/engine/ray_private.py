@@ -14,10 +14,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fsdp_lab.engine.attempts import Attempts
+from typing import Any, Protocol
 
 _TRAIN = "ray.train.v2._internal"
 
@@ -110,7 +107,19 @@ def slower(missing: Sequence[str]) -> str:
     return f"Ray {ray.__version__} lacks {missing[0]}{more}; trials start a few seconds slower"
 
 
-def fit_here(settings: dict[str, Any], group_name: str, attempts: Attempts, ray_is_ours: bool) -> None:
+class Rules(Protocol):
+    """What is asked about the attempts of a trial: see `attempts.Attempts`."""
+
+    begin: Callable[[], None]
+
+    def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]]) -> bool: ...
+
+    def retry(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_ours: bool) -> None:
     """Run `TorchTrainer(**settings)` with its controller in this process, which has imported Ray Train already.
 
     Args:
