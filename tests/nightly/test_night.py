@@ -332,7 +332,7 @@ def test_a_sweep_that_dies_by_itself_is_told_as_a_failed_night(tmp_path: Path):
         tmp_path / "code",
         "fsdp_lab/sweep/run.py",
         (
-            "    config = first.config\n    early = None\n",
+            "    early = None\n",
             "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
         ),
     )
