@@ -212,6 +212,7 @@ def test_a_trial_on_a_busy_cluster_says_what_it_waits_for_and_then_runs(cluster:
     assert results(tmp_path)[0]["status"] == "finished"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("environment", "given"),

@@ -91,6 +91,7 @@ def nights(two_nights: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+@pytest.mark.long
 def test_the_same_code_twice_passes(two_nights: Path):
     first, second = read_nights(two_nights / "nights/nightly")
     assert (first.verdict, first.baseline) == ("good", None)
@@ -105,6 +106,7 @@ def test_the_same_code_twice_passes(two_nights: Path):
     assert first.id in page and second.id in page and "peak MiB by night" in page
 
 
+@pytest.mark.long
 def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two_nights: Path):
     folder = two_nights / "nights/nightly"
     nights = read_nights(folder)
@@ -140,6 +142,7 @@ def webhook(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
         server.shutdown()
 
 
+@pytest.mark.long
 def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
     nights: Path, two_nights: Path, tmp_path: Path
 ):
@@ -259,6 +262,7 @@ def schedule(two_nights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.mark.usefixtures("schedule")  # its waiting is spent here
+@pytest.mark.long
 def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_path: Path):
     """By SIGTERM, with other code in between, with the store away, by kill."""
     more = (*INLINE, "training.epochs=20", "nightly.folder=others", "nightly.repeats=2")

@@ -16,7 +16,7 @@ from tests.conftest import command_line
 from tests.processes import descendants, still_running
 from tests.sweep.conftest import PLAIN, TINY, artifacts, history, results, runs, started, wait_for, workers_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 FAST = (*TINY, *PLAIN, "model=mlp", "forecast.enabled=false")
 FREED_S = 2.0
