@@ -264,7 +264,7 @@ def test_the_command_checks_a_cpu_and_goes_on_where_it_was_interrupted(tmp_path:
     with check(*words, cwd=tmp_path) as second:
         out, errors = second.communicate(timeout=200)
     assert second.returncode == 0, errors
-    assert "lines are known from before" in errors and errors.count("] pass") < out.count("| pass |") == 6
+    assert "checks already have a result" in errors and errors.count("] pass") < out.count("| pass |") == 6
     assert not processes_of(tmp_path)
 
 
