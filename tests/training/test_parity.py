@@ -243,6 +243,7 @@ def test_the_seed_changes_the_weights() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_compiled_blocks() -> None:
     case = (*SHARDINGS["per_block"], "compile=true", "activation_checkpointing=full", *VIT)
     assert_same(run(2, [case]), case, FP32_TOLERANCE)
