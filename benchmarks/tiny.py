@@ -20,8 +20,8 @@ import psutil
 
 from fsdp_lab.__main__ import main
 from fsdp_lab.engine import inline
-from fsdp_lab.sweep import multirun
-from fsdp_lab.sweep import run as sweep_run
+from fsdp_lab.sweep import multirun, start
+from fsdp_lab.sweep.executors import inline as executor
 
 
 def run(count: int, folder: str) -> list[tuple[float, float]]:
@@ -61,17 +61,17 @@ def run(count: int, folder: str) -> list[tuple[float, float]]:
         before.append(time.perf_counter())
         return plan(*args, **kwargs)  # type: ignore[arg-type]
 
-    run_trials = sweep_run.run_trials
+    start_sweep = start.start_sweep
 
-    def timed_run(*args: object, **kwargs: object) -> int:
+    def timed_start(plan: object) -> int:
         before.append(time.perf_counter())
-        return run_trials(*args, **kwargs)  # type: ignore[arg-type]
+        return start_sweep(plan)  # type: ignore[arg-type]
 
     with (
         mock.patch.object(inline, "train_and_record", timed),
-        mock.patch.object(inline, "run_inline", timed_reports),
+        mock.patch.object(executor, "run_inline", timed_reports),
         mock.patch.object(multirun, "plan_sweep", timed_plan),
-        mock.patch.object(sweep_run, "run_trials", timed_run),
+        mock.patch.object(start, "start_sweep", timed_start),
     ):
         main()
     planned = (before[1] - before[0]) / count

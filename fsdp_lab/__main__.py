@@ -12,9 +12,10 @@ import hydra
 import yaml
 
 from fsdp_lab.compose import Trial, check, check_overrides, explain, register_schema, single_trial
-from fsdp_lab.config import ConfigError, conf_dir, to_dict
+from fsdp_lab.config import ConfigError, conf_dir, objectives, to_dict
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.files import write_text
+from fsdp_lab.status import ExitCode
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
     except KeyboardInterrupt:
         end_interrupted()
     except SystemExit as end:
-        if end.code == 130:
+        if end.code == ExitCode.interrupted:
             end_interrupted()
         raise
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
@@ -49,7 +50,7 @@ def end_interrupted() -> NoReturn:
     stop_ray()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(130)
+    os._exit(ExitCode.interrupted)
 
 
 def run_single(cfg: Any) -> None:
@@ -59,11 +60,11 @@ def run_single(cfg: Any) -> None:
         check(trial.config)
         if cfg.nightly.notify.url is not None:  # a preset's; Hydra has written it down already
             write_config(trial.folder / ".hydra" / "config.yaml", trial)
-        status = run_alone(trial)
+        code = run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
-    if status:
-        sys.exit(status)
+    if code:
+        sys.exit(code)
 
 
 def write_config(path: Path, trial: Trial) -> None:
@@ -71,12 +72,13 @@ def write_config(path: Path, trial: Trial) -> None:
     write_text(path, yaml.safe_dump(to_dict(trial.config), sort_keys=False))
 
 
-def run_alone(trial: Trial) -> int:
+def run_alone(trial: Trial) -> ExitCode:
     """A trial with no sweep around it; its exit status."""
     from fsdp_lab.sweep.record import Record, begin_folder, locked, read_record, remember_last
-    from fsdp_lab.sweep.results import TrialState
     from fsdp_lab.sweep.resume import check_unchanged, resumed_states
-    from fsdp_lab.sweep.run import run_trials
+    from fsdp_lab.sweep.runner import SweepPlan
+    from fsdp_lab.sweep.start import start_sweep
+    from fsdp_lab.sweep.state import SweepState, TrialState
 
     folder, resumed = trial.folder, trial.config.resume is not None
     with locked(folder, "hydra.run.dir"):
@@ -90,7 +92,8 @@ def run_alone(trial: Trial) -> int:
             begin_folder(folder, [trial])
             record.write(folder)
             states = [TrialState(trial)]
-        return run_trials(None, states, trial, folder, [], record, resumed)
+        state = SweepState(states, objectives(trial.config))
+        return start_sweep(SweepPlan(state, trial.config, folder, [], record, resumed=resumed))
 
 
 def leave(error: Exception) -> NoReturn:
@@ -99,7 +102,7 @@ def leave(error: Exception) -> NoReturn:
     if message is None:
         raise error
     print(f"fsdp_lab: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(ExitCode.refused)
 
 
 def resume_first(arguments: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from fsdp_lab import __main__ as trial_command
 from fsdp_lab.compose import groups
 from fsdp_lab.config import all_keys
 from fsdp_lab.forecast import __main__ as forecast_command
-from fsdp_lab.sweep import run
+from fsdp_lab.sweep import start
 
 VALUES = (
     "", "null", "true", "off", "-1", "0", "1", "3", "1.5", "1e400", "-inf", "nan", "abc", "'a b'", "é", "[]", "[1,2]",
@@ -50,7 +50,7 @@ def commands() -> list[list[str]]:
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "run_trials", lambda *args: 0)
+    monkeypatch.setattr(start, "start_sweep", lambda plan: 0)
     monkeypatch.setattr(forecast_command, "run", lambda plan, swept: 0)
 
 

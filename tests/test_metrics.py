@@ -23,8 +23,11 @@ from fsdp_lab.nightly.verdict import results_of
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.plots import figures
 from fsdp_lab.report.write import to_markdown
-from fsdp_lab.sweep.console import Console, epoch_line
-from fsdp_lab.sweep.results import TrialState, write_results
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.listeners.results_csv import write_results
+from fsdp_lab.sweep.listeners.table import epoch_line
+from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.tracking.tags import how_to_read
 from tests.conftest import ROOT
 from tests.report.sweeps import ROWS, sweep, trial
@@ -46,7 +49,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Metric:
 
 def finished(number: int, figures: dict[str, float]) -> TrialState:
     one = Trial(number, TrialConfig(), {}, [], Path(), DictConfig({}))
-    return TrialState(one, "finished", metrics={"epoch": 1.0, **figures})
+    return TrialState(one, TrialStatus.finished, metrics={"epoch": 1.0, **figures})
 
 
 def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Path):
@@ -59,8 +62,8 @@ def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Pat
 
 def test_an_added_metric_is_on_the_terminal(added: Metric):
     states = [finished(0, {KEY: 0.0123}), finished(1, {KEY: 0.0456})]
-    console, shown = Console(states, []), io.StringIO()
-    console.rich = RichConsole(file=shown, width=160)
+    shown = io.StringIO()
+    console = Console(SweepState(states, []), [], RichConsole(file=shown, width=160))
     console.final()
     assert "stall" in shown.getvalue() and "*12.3" in shown.getvalue() and " 45.6" in shown.getvalue()
     assert epoch_line(0, states[0].metrics, 2) == "trial 0:  epoch 1/2  stall 12.3"

@@ -28,13 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.files import write_json
+from fsdp_lab.status import TrialStatus
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: finished, failed, oom, diverged, stopped or skipped; `error` is one line for people."""
+    """How a trial ended. `error` is one line for people; `seconds` from its begin to its end."""
 
-    status: str
+    status: TrialStatus
     error: str | None = None
     seconds: float | None = None
 
@@ -94,7 +95,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 def read_outcome(folder: Path) -> Outcome | None:
     content = read_json(folder / "outcome.json")
-    return Outcome(**content) if content else None
+    return Outcome(**{**content, "status": TrialStatus(content["status"])}) if content else None
 
 
 class Progress:

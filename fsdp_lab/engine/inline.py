@@ -20,7 +20,7 @@ class InlineReporter(FolderReporter):
         super().__init__(folder, 0, data_name)
         self.on_epoch = on_epoch
 
-    def tell(self, metrics: dict[str, float]) -> None:
+    def wake(self, epoch: float) -> None:
         self.on_epoch()
 
 

@@ -26,6 +26,7 @@ from fsdp_lab.engine.files import (
     write_outcome,
 )
 from fsdp_lab.engine.worker import check_gpu, train_worker, write_failure
+from fsdp_lab.status import TrialStatus
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.25  # for reports, where Ray's controller is another process
@@ -65,7 +66,7 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
     Only a disk that is full or away keeps it from that: the driver finds no outcome, and looks at the disk.
 
     Args:
-        report: told the metrics of every epoch, and not to be called after it has raised.
+        report: given `{"epoch": n}` when the folder has the metrics of one more; not called after it has raised.
     """
     folder, begun = Path(job.folder), time.time()
     try:
@@ -86,9 +87,9 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
 def outcome_of(failures: list[dict[str, Any]]) -> Outcome:
     """What the failures of a trial, the cause first, make of it."""
     if not failures:
-        return Outcome("finished")
+        return Outcome(TrialStatus.finished)
     kind = failures[0]["kind"]
-    return Outcome(kind if kind in ("oom", "diverged") else "failed", failures[0]["message"])
+    return Outcome(TrialStatus(kind) if kind in ("oom", "diverged") else TrialStatus.failed, failures[0]["message"])
 
 
 def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[], None] = lambda: None) -> None:
@@ -98,7 +99,7 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     anew for each trial. That takes private names; a Ray without them has its controller where it wants it.
 
     Args:
-        report: told the metrics of every epoch.
+        report: given `{"epoch": n}` when the folder has the metrics of one more.
         begins: called when the workers of an attempt are about to start.
 
     Raises:
@@ -196,7 +197,7 @@ def torch_config(job: Job) -> Any:
 
 
 def reporting(report: Callable[[dict[str, float]], None]) -> Any:
-    """A callback of Ray Train's controller that passes on the metrics of rank 0."""
+    """A callback of Ray Train's controller that passes on what rank 0 reports."""
     from ray.train import UserCallback
 
     class Report(UserCallback):
@@ -222,7 +223,7 @@ class NewReports:
                     return
                 self._read += len(line)
                 with suppress(json.JSONDecodeError):  # a worker was killed in the middle of writing
-                    report(json.loads(line))
+                    report({"epoch": json.loads(line)["epoch"]})
 
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:

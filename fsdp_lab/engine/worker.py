@@ -34,23 +34,23 @@ class FolderReporter:
             self.progress.step(step)
 
     def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
-        """On disk first, then told: what the driver knows, the folder knows too."""
+        """Write the metrics into the folder, the only way by which they reach the driver, then wake it."""
         if self.first:
             append_line(self.folder / "metrics.jsonl", json.dumps(metrics))
             self.progress.reported()
-        self.tell(metrics)
+        self.wake(metrics["epoch"])
 
-    def tell(self, metrics: dict[str, float]) -> None:
-        """The driver reads the folder; this wakes it."""
+    def wake(self, epoch: float) -> None:
+        """Let the driver look at the folder."""
 
 
 class RayReporter(FolderReporter):
     """Ray gets no checkpoint: its manager would refuse a run whose older ones our retention removed."""
 
-    def tell(self, metrics: dict[str, float]) -> None:
+    def wake(self, epoch: float) -> None:
         import ray.train
 
-        ray.train.report(metrics)
+        ray.train.report({"epoch": epoch})
 
 
 def check_gpu(folder: str, rank: int) -> None:

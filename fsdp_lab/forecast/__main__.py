@@ -52,8 +52,8 @@ from fsdp_lab.config import (
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
 from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
+from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan, plan_sweep
-from fsdp_lab.sweep.results import setting
 
 _FILE_WIDTH = 200  # of a table that goes to a file or a pipe, which says no width
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from fsdp_lab.config import UserError
 from fsdp_lab.report.data import Sweep
+from fsdp_lab.status import ExitCode
 
 _LIBC = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
-REFUSED = 2  # the exit status of a sweep with bad input
 _END_LIMIT_S = 60.0  # of a sweep that was told to end
 _LOCK_LIMIT_S = 120.0  # of what a killed night left, to end
 
@@ -58,7 +58,7 @@ def run_sweep(arguments: Sequence[str], folder: Path, go_on: str) -> int:
     if not (folder / "sweep.json").exists():
         return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)], go_on)
     status = _run(["resume=" + _quoted(folder)], go_on)
-    if status == REFUSED:
+    if status == ExitCode.refused:
         raise UserError(f"the night's sweep in {folder} cannot go on: mend what it says, then start again.")
     return status
 

@@ -10,6 +10,7 @@ from statistics import median, variance
 
 from fsdp_lab.config.schema import ToleranceConfig
 from fsdp_lab.metrics import SPEED, Gate, Metric, gated
+from fsdp_lab.status import TrialStatus
 
 LOSS = "loss"  # the validation loss, or the training loss where there is none
 _FEWEST_NIGHTS = 4  # from so many on, how much nights differ from one another is known
@@ -20,18 +21,18 @@ _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standar
 class Result:
     """A setting's results of a night: how each repeat ended, and metric -> the values of those that finished."""
 
-    statuses: list[str]
+    statuses: list[TrialStatus]
     values: dict[str, list[float]]
 
     @property
     def finished(self) -> str:
-        others = [status for status in self.statuses if status != "finished"]
+        others = [status for status in self.statuses if status != TrialStatus.finished]
         words = f" ({', '.join(dict.fromkeys(others))})" if others else ""
         return f"{len(self.statuses) - len(others)} of {len(self.statuses)} finished{words}"
 
     @property
     def share(self) -> float:
-        return self.statuses.count("finished") / len(self.statuses)
+        return self.statuses.count(TrialStatus.finished) / len(self.statuses)
 
 
 @dataclass(frozen=True)

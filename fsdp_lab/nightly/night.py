@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_lab.config import UserError
 from fsdp_lab.files import write_text
-from fsdp_lab.nightly.attempt import REFUSED, results_in, run_sweep, set_aside_if_changed
+from fsdp_lab.nightly.attempt import results_in, run_sweep, set_aside_if_changed
 from fsdp_lab.nightly.nights import (
     ACCEPTED,
     FAILED,
@@ -28,12 +28,12 @@ from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.tell import tag, tell
 from fsdp_lab.nightly.verdict import baseline_of, gate_text, judge
 from fsdp_lab.report.data import Sweep
+from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.tracking import TrackingError, find_sweep_run
 from fsdp_lab.tracking.tags import machine_tags
 
 NOTHING_FINISHED, REGRESSED = 1, 3
 _MOST_ATTEMPTS = 3  # of a sweep in one night that keeps being killed
-_NO_RESULT = ("waiting", "starting", "running", "interrupted")
 
 
 def run_night(study: Study, due: float, say: Callable[[str], None], now: Callable[[], float] = time.time) -> int:
@@ -54,7 +54,8 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
     night = _begin(study, nights, due, now, say)
     night, status = _sweep(study, night, say)
     sweep, sweep_id = results_in(study.folder / night.id / "sweep")
-    if status == REFUSED or sweep is None or _lacks_results(sweep) or "finished" not in sweep.statuses:
+    refused = status == ExitCode.refused
+    if refused or sweep is None or _lacks_results(sweep) or TrialStatus.finished not in sweep.statuses:
         night = dataclasses.replace(night, verdict=FAILED, ended=now())
     else:
         busy = study.shares_cores and night.others > study.nightly.others_cpu
@@ -75,7 +76,7 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
     prune(study, say)
     say(f"night {night.id}: {night.verdict}   page: {study.folder / 'nights.html'}")
     if night.verdict == FAILED:
-        return REFUSED if status == REFUSED else NOTHING_FINISHED
+        return ExitCode.refused if status == ExitCode.refused else NOTHING_FINISHED
     return REGRESSED if night.verdict == REGRESSION else 0
 
 
@@ -97,14 +98,14 @@ def _sweep(study: Study, night: Night, say: Callable[[str], None]) -> tuple[Nigh
         finally:  # of a night in several parts, the worst
             night = _keep(study, night, others=max(night.others, round(others.share, 4)))
         sweep, _ = results_in(folder)
-        if status == REFUSED or (sweep is not None and not _lacks_results(sweep)):
+        if status == ExitCode.refused or (sweep is not None and not _lacks_results(sweep)):
             break
         say(f"the night's sweep ended by itself, with status {status} and trials without a result")
     return night, status
 
 
 def _lacks_results(sweep: Sweep) -> bool:
-    return any(status in _NO_RESULT for status in sweep.statuses)
+    return any(not status.is_result for status in sweep.statuses)
 
 
 def _keep(study: Study, night: Night, **changed: Any) -> Night:

@@ -22,6 +22,7 @@ from typing import Any
 from fsdp_lab.config import UserError
 from fsdp_lab.files import write_json
 from fsdp_lab.nightly.gate import Result
+from fsdp_lab.status import TrialStatus
 
 RUNNING, GOOD, REGRESSION, ACCEPTED, FAILED, LEFT = "running", "good", "regression", "accepted", "failed", "left"
 
@@ -91,7 +92,10 @@ def read_nights(folder: Path) -> list[Night]:
     for path in sorted(folder.glob("*/night.json")):
         try:
             content = {key: value for key, value in json.loads(path.read_text()).items() if key in known}
-            content["results"] = {setting: Result(**result) for setting, result in content["results"].items()}
+            content["results"] = {
+                setting: Result([TrialStatus(status) for status in result["statuses"]], result["values"])
+                for setting, result in content["results"].items()
+            }
             found.append(Night(**content))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(

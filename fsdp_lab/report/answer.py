@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fsdp_lab.config.schema import TrainingConfig
 from fsdp_lab.metrics import MEMORY, MIB, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, words
+from fsdp_lab.status import TrialStatus
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
@@ -25,12 +26,12 @@ _PLAIN = {
     "activation_checkpointing": "none",
 }
 _WHY_NOT = {
-    "oom": "ran out of memory",
-    "diverged": "diverged",
-    "failed": "failed",
-    "stopped": "was stopped early",
-    "skipped": "was not started: by its forecast it cannot fit",
-    "interrupted": "was interrupted",
+    TrialStatus.oom: "ran out of memory",
+    TrialStatus.diverged: "diverged",
+    TrialStatus.failed: "failed",
+    TrialStatus.stopped: "was stopped early",
+    TrialStatus.skipped: "was not started: by its forecast it cannot fit",
+    TrialStatus.interrupted: "was interrupted",
 }
 
 
@@ -142,7 +143,7 @@ def _departures(values: Mapping[str, str]) -> list[bool]:
 
 
 def _does_not_fit(setting: Setting) -> str | None:
-    ended = Counter(trial.status for trial in setting.trials if trial.status != "finished")
+    ended = Counter(trial.status for trial in setting.trials if trial.status != TrialStatus.finished)
     if ended:
         status, count = ended.most_common(1)[0]
         of = f" in {count} of {len(setting.trials)} trials" if len(setting.trials) > 1 else ""

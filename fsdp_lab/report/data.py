@@ -9,6 +9,7 @@ from functools import cached_property
 from statistics import median
 
 from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.status import TrialStatus
 
 # Axes that tell one attempt at a setting from another, not one setting from another.
 REPEATS = ("repeat", "training.seed")
@@ -20,7 +21,6 @@ class Trial:
 
     Attributes:
         setting: what it has for each axis of the sweep, as typed.
-        status: finished, failed, oom, diverged, stopped, skipped, interrupted, running or waiting.
         figures: metric key -> its latest value, with what was forecast; bytes, samples/s, seconds.
         epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
         overrides: what has to be typed to train it again, alone.
@@ -30,7 +30,7 @@ class Trial:
 
     number: int
     setting: dict[str, str]
-    status: str
+    status: TrialStatus
     figures: dict[str, float] = field(default_factory=dict)
     epochs: Sequence[dict[str, float]] = ()
     overrides: Sequence[str] = ()
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def finished(self) -> list[Trial]:
-        return [trial for trial in self.trials if trial.status == "finished"]
+        return [trial for trial in self.trials if trial.status == TrialStatus.finished]
 
     def of(self, key: str) -> list[float]:
         """The values of a metric in the finished trials that have it."""
@@ -90,7 +90,7 @@ class Sweep:
     about: Sequence[tuple[str, str]] = ()
 
     @property
-    def statuses(self) -> list[str]:
+    def statuses(self) -> list[TrialStatus]:
         return [trial.status for trial in self.trials]
 
     @property
@@ -107,7 +107,7 @@ class Sweep:
     @property
     def unfinished(self) -> int:
         """How many trials have no result yet."""
-        return sum(status in ("waiting", "starting", "running", "interrupted") for status in self.statuses)
+        return sum(not status.is_result for status in self.statuses)
 
     @cached_property
     def settings(self) -> list[Setting]:

@@ -11,6 +11,7 @@ from fsdp_lab.metrics import MEMORY, MIB, SPEED, TRAIN_LOSS, VAL_LOSS, declared,
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import Sweep, Trial, as_number
 from fsdp_lab.report.effects import effects
+from fsdp_lab.status import TrialStatus
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; on white their yellow is too faint for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
@@ -347,7 +348,7 @@ def _scaled_numbers(values: Sequence[float]) -> tuple[list[float], list[tuple[fl
 
 
 def _finished(sweep: Sweep) -> list[Trial]:
-    return [trial for trial in sweep.trials if trial.status == "finished"]
+    return [trial for trial in sweep.trials if trial.status == TrialStatus.finished]
 
 
 def _has(trial: Trial, *keys: str) -> bool:

@@ -17,9 +17,9 @@ from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import Sweep, Trial
 from fsdp_lab.report.effects import effects
 from fsdp_lab.report.plots import figures
+from fsdp_lab.status import TrialStatus
 
 FILES = ("report.html", "report.md", "report.csv")
-_ENDED_BADLY = ("failed", "oom", "diverged", "stopped", "skipped", "interrupted")
 
 
 def write_report(sweep: Sweep, folder: Path) -> Answer:
@@ -56,7 +56,7 @@ def to_html(sweep: Sweep, found: Answer) -> str:
     if found.why_not:
         parts.append("<h2>Settings that do not qualify, and why</h2>")
         parts.append(_plain_table(("setting", "why not"), found.why_not.items()))
-    if ended := [t for t in sweep.trials if t.status in _ENDED_BADLY]:
+    if ended := [t for t in sweep.trials if t.status.ended and t.status is not TrialStatus.finished]:
         parts.append("<h2>What failed, was stopped or was skipped</h2>")
         rows = [(str(t.number), t.name.partition(": ")[2], t.status, t.error or "") for t in ended]
         parts.append(_plain_table(("trial", "setting", "ended", "reason"), rows))
@@ -178,7 +178,7 @@ def to_markdown(sweep: Sweep, found: Answer) -> str:
     if found.why_not:
         line("## Settings that do not qualify\n")
         line(_markdown_table(("setting", "why not"), [[f"`{name}`", why] for name, why in found.why_not.items()]))
-    if ended := [t for t in sweep.trials if t.status in _ENDED_BADLY]:
+    if ended := [t for t in sweep.trials if t.status.ended and t.status is not TrialStatus.finished]:
         line("## What failed, was stopped or was skipped\n")
         line(_markdown_table(("trial", "ended", "reason"), [[str(t.number), t.status, t.error or ""] for t in ended]))
     return out.getvalue()
@@ -233,7 +233,7 @@ def _columns(sweep: Sweep) -> list[Metric]:
 
 def _best(sweep: Sweep, columns: Sequence[Metric]) -> dict[str, float | None]:
     """Metric -> the best value of a finished trial; None where none is better, or all are the same."""
-    finished = [trial.figures for trial in sweep.trials if trial.status == "finished"]
+    finished = [trial.figures for trial in sweep.trials if trial.status is TrialStatus.finished]
     return {c.key: c.best_of([f[c.key] for f in finished if math.isfinite(f.get(c.key, math.nan))]) for c in columns}
 
 

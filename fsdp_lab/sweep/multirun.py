@@ -31,9 +31,10 @@ from fsdp_lab.sweep.record import (
     with_overrides,
     write_hydra_folder,
 )
-from fsdp_lab.sweep.results import TrialState
 from fsdp_lab.sweep.resume import check_unchanged, resumed_states
+from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
+from fsdp_lab.sweep.state import SweepState, TrialState
 
 _KEYS = frozenset(all_keys())
 
@@ -94,11 +95,12 @@ def run_multirun(
         for line in notes:
             print(line, flush=True)
 
-        from fsdp_lab.sweep.run import run_trials
+        from fsdp_lab.sweep.start import start_sweep
 
-        status = run_trials(search, states, first, folder, swept, record, resumed)
-    if status:
-        sys.exit(status)
+        state = SweepState(states, objectives(first.config))
+        code = start_sweep(SweepPlan(state, first.config, folder, swept, record, search, resumed))
+    if code:
+        sys.exit(code)
 
 
 class Composer:

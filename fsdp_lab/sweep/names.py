@@ -7,12 +7,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.sweep.record import TYPED_ELSEWHERE
-from fsdp_lab.sweep.results import TrialState, setting
+from fsdp_lab.sweep.state import TrialState
 
 GOES_ON = "FSDP_LAB_GOES_ON"  # set by a night for its sweep
+
+
+def setting(trial: Trial, key: str) -> Any:
+    """What a trial has for a swept key: a group's option, or a value."""
+    return trial.choices.get(key, trial.values.get(key))
 
 
 def run_name(trial: Trial, swept: Sequence[str]) -> str:

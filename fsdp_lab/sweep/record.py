@@ -32,7 +32,7 @@ from fsdp_lab.config import ConfigError, TrialConfig, UserError, flatten, from_d
 from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS, TrackingConfig
 from fsdp_lab.engine.files import append_line, clear_left_over
 from fsdp_lab.files import write_json, write_text
-from fsdp_lab.sweep.results import name_storage, storage
+from fsdp_lab.sweep.paths import name_storage, storage
 from fsdp_lab.tracking.tags import redact
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed

@@ -17,10 +17,13 @@ from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.schema import ReportConfig, TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
 from fsdp_lab.report import data
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys
+from fsdp_lab.sweep.names import setting
+from fsdp_lab.sweep.paths import storage
 from fsdp_lab.sweep.record import Record, read_record, read_trials
-from fsdp_lab.sweep.results import TrialState, setting, storage
 from fsdp_lab.sweep.resume import resumed_states
+from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking import fetch_artifact, read_sweep, runs_url
 from fsdp_lab.tracking.tags import redact
 
@@ -30,13 +33,13 @@ def sweep_of(
     swept: Sequence[str],
     folder: Path,
     record: Record,
-    run_id: Callable[[str | None], str],
+    run_id: Callable[[int], str],
     parent: str = "",
 ) -> data.Sweep:
     """What the driver knows.
 
     Args:
-        run_id: of a trial's handle.
+        run_id: the id of a trial's run, by its number.
         parent: the id of the sweep's own run, where it is known.
     """
     config = states[0].trial.config
@@ -44,12 +47,12 @@ def sweep_of(
         data.Trial(
             number,
             {key: typed(setting(state.trial, key)) for key in swept},
-            "waiting" if state.status == "starting" else state.status,
+            state.status,
             state.figures(),
             list(read_metrics(storage(state.trial, folder))),
             [redact(override) for override in state.trial.overrides],
             state.error,
-            run_id(state.run),
+            run_id(number),
             state.seconds,
             str((read_any_facts(storage(state.trial, folder)) or {}).get("device", "")),
         )
@@ -86,10 +89,8 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, TrialConfig]:
     for state in states:
         state.metrics = state.metrics or read_latest(storage(state.trial, folder))
     ids = _run_ids(folder)
-    for number, state in enumerate(states):
-        state.run = ids.get(str(number))
     swept = swept_keys([trial.overrides for trial in trials]) if record.multirun else []
-    return sweep_of(states, swept, folder, record, lambda handle: handle or ""), record, trials[0].config
+    return sweep_of(states, swept, folder, record, lambda number: ids.get(str(number), "")), record, trials[0].config
 
 
 def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
@@ -107,7 +108,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
         data.Trial(
             number,
             {axis: words.get(axis, "") for axis in axes},
-            run.tags.get("status", "running"),
+            TrialStatus(run.tags.get("status", TrialStatus.running)),
             run.metrics,
             run.epochs,
             overrides,
@@ -144,7 +145,7 @@ def require_results(sweep: data.Sweep, which: str) -> None:
     Raises:
         UserError: no trial of the sweep has finished.
     """
-    if "finished" not in (statuses := sweep.statuses):
+    if TrialStatus.finished not in (statuses := sweep.statuses):
         told = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
         raise UserError(f"sweep={which}: no trial has finished ({told}), so there is nothing to compare.")
 

@@ -9,6 +9,8 @@ from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.config.schema import TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_json, read_latest, read_outcome
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.paths import storage
 from fsdp_lab.sweep.record import (
     Record,
     changes_of_code,
@@ -18,7 +20,7 @@ from fsdp_lab.sweep.record import (
     read_record,
     with_overrides,
 )
-from fsdp_lab.sweep.results import TrialState, storage
+from fsdp_lab.sweep.state import TrialState
 
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:
@@ -50,14 +52,13 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: TrialConfig) -
         state = TrialState(trial, goes_on=True)
         where = storage(trial, folder)
         outcome = read_outcome(where)
-        if outcome is not None and outcome.status == "failed" and config.resume_failed:
+        if outcome is not None and outcome.status is TrialStatus.failed and config.resume_failed:
             outcome = None  # it is taken away when the trial begins
         state.forecast_before = read_json(where / "forecast.json") or {}
         state.turnaround_s = (read_json(where / "turnaround.json") or {}).get("turnaround_s")
         if outcome is not None:
             state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
             state.metrics = read_latest(where)
-            state.facts_told = True
         states.append(state)
     return states
 

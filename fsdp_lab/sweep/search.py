@@ -18,8 +18,8 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.compose import check as check_here
 from fsdp_lab.config import CombinationError, ConfigError, TrialConfig, effective_settings, flatten, workers_of
 from fsdp_lab.config.schema import SearchConfig, SearchName
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
-from fsdp_lab.sweep.results import ENDED
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -30,16 +30,17 @@ _MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that
 
 
 class Search(Protocol):
-    """Gives the next trial, and is told how each ended. `say`: where it tells what was refused."""
-
-    say: Callable[[str], None]
+    """Gives the next trial, and is told how each ended."""
 
     def has_more(self) -> bool: ...
 
     def next(self) -> Trial | None:
         """The next trial; None when there are no more."""
 
-    def tell(self, trial: Trial, status: str, metrics: Mapping[str, float]) -> None:
+    def notes(self) -> list[str]:
+        """What the user should know of since the last call: what was refused, and why."""
+
+    def tell(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
         """How a trial ended, with the latest value of each metric."""
 
 
@@ -136,7 +137,7 @@ class OptunaSearch:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._settings, self._space, self._objectives = settings, space, list(objectives)
         self._compose, self._check = compose, check
-        self.say: Callable[[str], None] = print
+        self._notes: list[str] = []
         self._made = 0
         self._asked: dict[int, optuna.Trial] = {}  # by the trial's number
         self._seen: dict[str, int] = {}
@@ -158,7 +159,7 @@ class OptunaSearch:
         seed = self._settings.seed + 1_000_003 * known
         return RandomSampler(seed) if self._settings.name is SearchName.random else TPESampler(seed=seed)
 
-    def go_on(self, trials: Sequence[tuple[Trial, str, Mapping[str, float]]]) -> None:
+    def go_on(self, trials: Sequence[tuple[Trial, TrialStatus, Mapping[str, float]]]) -> None:
         """Take over the trials of the start before, in their order: `(trial, status, metrics)` of each.
 
         The sampler begins anew: what it suggests from here on is not what it would have suggested.
@@ -170,7 +171,7 @@ class OptunaSearch:
             self._seen[_settings_of(trial)] = self._made
             self._tried.add(tuple(trial.overrides))
             self._made += 1
-            if status in ENDED:
+            if status.ended:
                 self.tell(trial, status, metrics)
 
     def has_more(self) -> bool:
@@ -222,13 +223,17 @@ class OptunaSearch:
             return trial
         if reason and not self._made:
             raise ConfigError(reason)
-        self.say(
+        self._notes.append(
             f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {_MOST_REFUSED} "
             "suggestions in a row were tried already or have no meaning"
         )
         return None
 
-    def tell(self, trial: Trial, status: str, metrics: Mapping[str, float]) -> None:
+    def notes(self) -> list[str]:
+        notes, self._notes = self._notes, []
+        return notes
+
+    def tell(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
         """Finished trials count with their latest values. Of one objective also the stopped ones, as Optuna's pruned;
         any other end has no value."""
         from optuna.trial import TrialState
@@ -238,11 +243,10 @@ class OptunaSearch:
         if asked is None:
             return
         values = [metrics.get(metric, math.nan) for metric, _ in self._objectives]
-        if not all(math.isfinite(value) for value in values) or status not in ("finished", "stopped"):
-            self._fail(asked)
-        elif status == "finished":
+        known = all(math.isfinite(value) for value in values)
+        if known and status is TrialStatus.finished:
             self._study.tell(asked, values)
-        elif len(values) == 1:
+        elif known and status is TrialStatus.stopped and len(values) == 1:
             asked.report(values[0], int(metrics.get("epoch", 0)))
             self._study.tell(asked, state=TrialState.PRUNED)
         else:
@@ -252,7 +256,7 @@ class OptunaSearch:
         self._fail(asked)
         if reason not in self._refused:
             self._refused.add(reason)
-            self.say(f"not tried: {' '.join(overrides)}: {reason}")
+            self._notes.append(f"not tried: {' '.join(overrides)}: {reason}")
 
     def _fail(self, asked: Any) -> None:
         from optuna.trial import TrialState

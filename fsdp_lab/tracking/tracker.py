@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.schema import TrackingConfig, TrialConfig
 from fsdp_lab.metrics import mib_figures
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs, ui_url
 from fsdp_lab.tracking.tags import (
     RECORDED_TAG,
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 
 # How a trial ended -> what MLflow calls it. Out of memory is a result for us and a failure there.
 _RUN_STATUS = {
-    "finished": "FINISHED",
-    "failed": "FAILED",
-    "oom": "FAILED",
-    "diverged": "FAILED",
-    "interrupted": "KILLED",
-    "stopped": "KILLED",
-    "skipped": "KILLED",
+    TrialStatus.finished: "FINISHED",
+    TrialStatus.failed: "FAILED",
+    TrialStatus.oom: "FAILED",
+    TrialStatus.diverged: "FAILED",
+    TrialStatus.interrupted: "KILLED",
+    TrialStatus.stopped: "KILLED",
+    TrialStatus.skipped: "KILLED",
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts while the store is away
 _AWAY = (401, 403, 408, 429)
@@ -273,11 +274,13 @@ class Tracker:
         inside = "/".join(part for part in (folder, path.name if path.is_dir() else "") if part)
         self._write("files", run_id, lambda client, id_, again: getattr(client, log)(id_, str(path), inside or None))
 
-    def finish(self, run_id: str, status: str, error: str | None = None, artifacts: Sequence[Path] = ()) -> None:
+    def finish(
+        self, run_id: str, status: TrialStatus, error: str | None = None, artifacts: Sequence[Path] = ()
+    ) -> None:
         """End a run; the first ending that reached the store stands, later calls do nothing.
 
         Args:
-            status: finished, failed, oom, diverged, interrupted, stopped or skipped; kept as a tag.
+            status: one that ends a trial; kept as a tag.
             error: why it failed, kept as the tag `error`: one line of at most 500 characters.
             artifacts: files and folders to copy first.
         """
@@ -290,7 +293,7 @@ class Tracker:
             self.log_artifact(run_id, path)
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
-            client.set_tag(id_, "status", status)
+            client.set_tag(id_, "status", str(status))
             if error:
                 client.set_tag(id_, "error", one_line(error, _ERROR_LENGTH))
             client.set_terminated(id_, _RUN_STATUS[status], ended)

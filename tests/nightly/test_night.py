@@ -334,9 +334,9 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
 def test_a_sweep_that_dies_by_itself_is_told_as_a_failed_night(tmp_path: Path):
     dying = changed_code(
         tmp_path / "code",
-        "fsdp_lab/sweep/run.py",
+        "fsdp_lab/sweep/start.py",
         (
-            "    early = None\n",
+            "    console = Console(plan.state, plan.swept)\n",
             "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
         ),
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fsdp_lab.metrics import MIB
 from fsdp_lab.report.data import Sweep, Trial
+from fsdp_lab.status import TrialStatus
 
 # sharding, precision, status, MiB, samples/s, val loss
 ROWS = (
@@ -32,7 +33,9 @@ def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> Tri
     error = "ran out of <memory> | `now`" if status == "oom" else None
     overrides = [f"{key}={value}" for key, value in setting.items()] + ["training.epochs=2"]
     epochs = epochs if measured else []
-    return Trial(number, setting, str(status), {**measured, **figures}, epochs, overrides, error, f"{number:032x}")
+    return Trial(
+        number, setting, TrialStatus(str(status)), {**measured, **figures}, epochs, overrides, error, f"{number:032x}"
+    )
 
 
 def sweep(trials: Sequence[Trial] | None = None, **changed: object) -> Sweep:

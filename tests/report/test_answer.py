@@ -11,6 +11,7 @@ import pytest
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.data import Trial
 from fsdp_lab.report.effects import Effect, effects
+from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import ROWS, sweep, trial
 
 
@@ -48,7 +49,10 @@ def test_the_tolerances_decide(changed: dict[str, float], expected: dict[str, st
 
 
 def test_of_two_as_fast_and_as_large_the_plainer_is_taken_though_it_is_a_little_slower():
-    rows = [Trial(0, {"offload": "none"}, "finished", trial(0).figures), Trial(1, {"offload": "cpu"}, "finished")]
+    rows = [
+        Trial(0, {"offload": "none"}, TrialStatus.finished, trial(0).figures),
+        Trial(1, {"offload": "cpu"}, TrialStatus.finished),
+    ]
     rows[1] = dataclasses.replace(rows[1], figures={**trial(0).figures, "perf/samples_per_s": 1010.0})
     found = answer(sweep(rows, axes=["offload"]))
     assert found.setting is not None and found.setting.name == "offload=none"
@@ -72,14 +76,14 @@ def test_on_a_cpu_offload_is_another_name_and_its_trials_are_repeats():
 
 
 def test_a_sweep_that_is_not_over_says_so_first():
-    rows = [*sweep().trials, Trial(6, {"sharding": "ddp", "precision": "fp16"}, "waiting")]
+    rows = [*sweep().trials, Trial(6, {"sharding": "ddp", "precision": "fp16"}, TrialStatus.waiting)]
     assert answer(sweep(rows)).sentence.startswith("So far, with 6 of 7 results: `sharding=per_block precision=bf16`: ")
     assert answer(sweep([rows[0], rows[6]])).sentence.endswith("no other has a result yet.")
 
 
 def test_plainness_is_worth_no_more_speed_than_the_tolerance():
     rows = [
-        Trial(n, {"sharding": sharding}, "finished", {**trial(0).figures, "perf/samples_per_s": speed})
+        Trial(n, {"sharding": sharding}, TrialStatus.finished, {**trial(0).figures, "perf/samples_per_s": speed})
         for n, (sharding, speed) in enumerate(
             (("root", 2000.0), ("root", 1500.0), ("root", 1900.0), ("ddp", 1200.0), ("ddp", 1000.0), ("ddp", 1600.0))
         )

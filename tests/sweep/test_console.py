@@ -6,17 +6,15 @@ import io
 from collections.abc import Callable
 
 from rich.console import Console as RichConsole
-from rich.live import Live
 
-from fsdp_lab.sweep.console import Console
-from fsdp_lab.sweep.results import TrialState
+from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.state import SweepState, TrialState
 
 
 def test_a_line_said_above_the_table_leaves_its_styles_alone(compose_trial: Callable[..., object]):
     shown = io.StringIO()
-    console = Console([TrialState(compose_trial([], 0))], [])  # type: ignore[arg-type]
-    console.rich = RichConsole(file=shown, force_terminal=True, width=160)
-    console.live = Live(console=console.rich, auto_refresh=False)
+    state = SweepState([TrialState(compose_trial([], 0))], [])  # type: ignore[arg-type]
+    console = Console(state, [], RichConsole(file=shown, force_terminal=True, width=160))
     with console:
         console.update()
         console.say("a [bold]line[/] of somebody's")

@@ -15,6 +15,7 @@ import pytest
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.config.schema import TrackingConfig
 from fsdp_lab.engine.files import hold_alive, wait_until_alone
+from fsdp_lab.sweep.paths import storage
 from fsdp_lab.sweep.record import (
     Record,
     add_trial,
@@ -30,7 +31,6 @@ from fsdp_lab.sweep.record import (
     with_overrides,
     write_hydra_folder,
 )
-from fsdp_lab.sweep.results import storage
 from fsdp_lab.sweep.resume import resume_arguments
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.sweep.results import TrialState
+from fsdp_lab.sweep.state import TrialState
 
 MIB = 2**20
 

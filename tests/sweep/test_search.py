@@ -13,6 +13,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, TrialConfig
 from fsdp_lab.config.schema import SearchConfig, SearchName
 from fsdp_lab.report.answer import pareto_front
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 
@@ -68,16 +69,13 @@ def searching(
     objectives: Sequence[tuple[str, str]] = LOSS, **options: object,
 ) -> OptunaSearch:  # fmt: skip
     settings = SearchConfig(SearchName[name], trials, seed)
-    search = OptunaSearch(settings, space_of(parser, *arguments), objectives, compose, **options)  # type: ignore[arg-type]
-    search.said = []  # type: ignore[attr-defined]
-    search.say = search.said.append  # type: ignore[attr-defined]
-    return search
+    return OptunaSearch(settings, space_of(parser, *arguments), objectives, compose, **options)  # type: ignore[arg-type]
 
 
 def all_of(search: OptunaSearch, loss: Callable[[Trial], float] = lambda trial: 1.0) -> list[list[str]]:
     found = []
     while (trial := search.next()) is not None:
-        search.tell(trial, "finished", {"val/loss": loss(trial), "epoch": 1})
+        search.tell(trial, TrialStatus.finished, {"val/loss": loss(trial), "epoch": 1})
         found.append(trial.overrides)
     return found
 
@@ -112,14 +110,15 @@ def test_what_has_no_meaning_costs_no_trial_and_is_told_once(parser, compose_tri
     found = all_of(search)
     assert len(found) == 12
     assert not any({"sharding=ddp", "offload=cpu"} <= set(overrides) for overrides in found)
-    assert len(search.said) == 1 and "sharding=ddp with offload=cpu" in search.said[0]
+    (note,) = search.notes()
+    assert "sharding=ddp with offload=cpu" in note
 
 
 def test_a_space_that_is_used_up_ends_the_search_with_each_setting_once(parser, compose_trial):
     search = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", trials=20)
     found = all_of(search)
     assert sorted(overrides[-1] for overrides in found) == ["precision=bf16", "precision=fp16", "precision=fp32"]
-    assert "after 3 of search.num_trials=20" in search.said[-1]
+    assert "after 3 of search.num_trials=20" in search.notes()[-1]
 
 
 @pytest.mark.parametrize("fixed", [[], ["training.epochs=0"]])
@@ -135,22 +134,27 @@ def test_what_this_machine_cannot_hold_costs_no_trial(parser, compose_trial):
     search = searching(parser, compose_trial, "random", "cluster.num_workers=2,4096", LR, trials=8, seed=1)
     found = all_of(search)
     assert len(found) == 8 and not any("cluster.num_workers=4096" in overrides for overrides in found)
-    assert "needs 4096 CPUs" in search.said[0]
+    assert "needs 4096 CPUs" in search.notes()[0]
 
 
 def test_a_search_that_goes_on_repeats_nothing_and_makes_up_the_number(parser, compose_trial):
     first = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
     before = list(itertools.islice(iter(first.next, None), 5))
     went_on = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
-    went_on.go_on([(trial, "finished" if i < 3 else "waiting", {"val/loss": 1.0}) for i, trial in enumerate(before)])
+    went_on.go_on(
+        [
+            (trial, TrialStatus.finished if i < 3 else TrialStatus.waiting, {"val/loss": 1.0})
+            for i, trial in enumerate(before)
+        ]
+    )
     assert went_on.has_more()
     for trial in before[3:]:
-        went_on.tell(trial, "finished", {"val/loss": 2.0})
+        went_on.tell(trial, TrialStatus.finished, {"val/loss": 2.0})
     after = all_of(went_on)
     assert len(after) == 3 and not went_on.has_more()
     known = [trial.overrides for trial in before]
     assert not any(overrides in known for overrides in after)
-    assert not any(s.startswith("the search ends") for s in went_on.said), "it does not suggest the same again"
+    assert not any(s.startswith("the search ends") for s in went_on.notes()), "it does not suggest the same again"
     values = sorted(t.value for t in went_on._study.get_trials() if t.value is not None)
     assert values == [1.0] * 6 + [2.0] * 2
 
@@ -160,7 +164,7 @@ def test_a_trial_without_a_value_is_no_news_for_the_sampler(parser, compose_tria
     search = searching(parser, compose_trial, "optuna", LR, trials=2)
     trial = search.next()
     assert trial is not None
-    search.tell(trial, status, {"val/loss": 0.0})
+    search.tell(trial, TrialStatus(status), {"val/loss": 0.0})
     assert [t.state.name for t in search._study.get_trials()] == ["FAIL"]
 
 
@@ -171,7 +175,7 @@ def test_several_objectives(parser, compose_trial):
     for memory, speed in figures:
         trial = search.next()
         assert trial is not None
-        search.tell(trial, "finished", {"memory/peak_bytes": memory, "perf/samples_per_s": speed})
+        search.tell(trial, TrialStatus.finished, {"memory/peak_bytes": memory, "perf/samples_per_s": speed})
     assert sorted(tuple(t.values) for t in search._study.best_trials) == [(10, 5), (20, 9)]
     rows = [{"memory/peak_bytes": float(m), "perf/samples_per_s": float(s)} for m, s in figures]
     assert pareto_front([*rows, {"memory/peak_bytes": 1.0}], wanted) == [0, 1]
@@ -186,7 +190,7 @@ def test_several_objectives_draw_it_too(parser, compose_trial):
         rates = []
         while (trial := search.next()) is not None:
             rate = trial.config.optimizer.lr
-            search.tell(trial, "finished", {"memory/peak_bytes": rate, "perf/samples_per_s": -rate})
+            search.tell(trial, TrialStatus.finished, {"memory/peak_bytes": rate, "perf/samples_per_s": -rate})
             rates.append(rate)
         return sum(rates[-10:]) / 10
 

@@ -15,7 +15,7 @@ import os, threading, time
 from contextlib import suppress
 from pathlib import Path
 from fsdp_lab.config.schema import TrackingConfig
-from fsdp_lab.sweep import interrupt
+from fsdp_lab.sweep import shutdown
 from fsdp_lab.tracking import Tracker
 
 class Client:
@@ -35,11 +35,10 @@ class Sweep:
         tracker.finish("handle", "interrupted")
         print("unsent", tracker.settle(0.0), flush=True)
 
-interrupt._LIMIT_S = 3.0
+shutdown._LIMIT_S = 3.0
 tracker = Tracker(TrackingConfig())
 tracker._client = Client()
-with interrupt.interruptible() as deadline:
-    deadline.sweep = Sweep()
+with shutdown.interruptible(Sweep()):
     threading.Timer(0.5, lambda: os.kill(os.getpid(), 2)).start()
     tracker.start_trial("t", [], Path("."), None)
 """

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from fsdp_lab.engine import cluster as engine
+from fsdp_lab.engine.cluster import end_descendants
+from fsdp_lab.status import ExitCode
 
-INTERRUPTED = 130
 _LIMIT_S = 8.0  # then what hangs is left behind
 
 
@@ -25,61 +25,48 @@ class Closable(Protocol):
 
     def say(self, text: str) -> None: ...
 
-    def close(self, interrupted: bool) -> int: ...
+    def close(self, interrupted: bool) -> ExitCode: ...
 
 
 class Deadline:
     """From the first interrupt on: whatever hangs, this process has recorded what it knows and is gone in time."""
 
-    def __init__(self) -> None:
-        self.sweep: Closable | None = None
-        self.lost: str | None = None  # a server of Ray's that ended by itself
+    def __init__(self, sweep: Closable) -> None:
+        self._sweep = sweep
         self._begun = False
         self.over = threading.Event()
 
     @property
     def closing(self) -> bool:
-        return self.over.is_set() or (self.sweep is not None and self.sweep.closed)
+        return self.over.is_set() or self._sweep.closed
 
     def begin(self) -> None:
         if not self._begun:
             self._begun = True
             threading.Thread(target=self._wait, name="deadline", daemon=True).start()
 
-    def watch_ray(self) -> None:
-        """Interrupt this process when a server of its Ray ends: nothing that was asked of it is answered then."""
-        threading.Thread(target=self._watch_ray, name="ray", daemon=True).start()
-
-    def _watch_ray(self) -> None:
-        while not self.over.wait(1.0) and not self.closing:
-            self.lost = engine.lost_server()
-            if self.lost:
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
     def _wait(self) -> None:
         until, told = time.monotonic() + _LIMIT_S, False
         while not self.over.wait(2.0) and time.monotonic() < until:
-            if self.closing and self.sweep is not None and not told:
+            if self.closing and not told:
                 told = True
-                self.sweep.say(f"MLflow and Ray are still being told; it ends within {_LIMIT_S:g} s")
+                self._sweep.say(f"MLflow and Ray are still being told; it ends within {_LIMIT_S:g} s")
             if not self.closing:  # what was raised at the first signal was swallowed: by a destructor, say
                 os.kill(os.getpid(), signal.SIGINT)
         if not self.over.is_set():
             try:
-                if self.sweep is not None:
-                    self.sweep.close(interrupted=True)
+                self._sweep.close(interrupted=True)
             finally:
-                engine.end_descendants()
-                os._exit(INTERRUPTED)
+                end_descendants()
+                os._exit(ExitCode.interrupted)
 
 
 @contextmanager
-def interruptible() -> Iterator[Deadline]:
+def interruptible(sweep: Closable) -> Iterator[None]:
     """SIGTERM interrupts as Ctrl-C does: what was reported stays, and the runs are ended."""
-    deadline = Deadline()
+    deadline = Deadline(sweep)
     if threading.current_thread() is not threading.main_thread():
-        yield deadline
+        yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     told_of_swallowed = sys.unraisablehook
@@ -98,7 +85,7 @@ def interruptible() -> Iterator[Deadline]:
     sigterm_interrupts()
     sys.unraisablehook = tell
     try:
-        yield deadline
+        yield
     finally:
         deadline.over.set()
         sys.unraisablehook = told_of_swallowed

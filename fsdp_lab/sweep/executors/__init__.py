@@ -1,0 +1,1 @@
+"""What runs the trials of a sweep: Ray Tune, or this process."""

@@ -1,0 +1,30 @@
+"""One trial after the other, in this process."""
+
+from __future__ import annotations
+
+from fsdp_lab.engine.files import read_outcome
+from fsdp_lab.engine.inline import run_inline
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.runner import SweepRun
+
+
+class InlineExecutor:
+    """`engine=inline`: starts nothing, so there is nothing to end."""
+
+    interrupted_by = None
+
+    def start(self, sweep: SweepRun) -> None: ...
+
+    def run(self, sweep: SweepRun) -> None:
+        while (number := sweep.next()) is not None:
+            folder = sweep.folder_of(number)
+            sweep.prepare(number)
+            sweep.begin(number)
+            run_inline(sweep.states[number].trial.config, folder, lambda number=number: sweep.look(number))  # type: ignore[misc]
+            outcome = read_outcome(folder)
+            if outcome is not None:
+                sweep.end(number, outcome.status, outcome.error)
+            else:
+                sweep.end(number, TrialStatus.failed, "its folder is full")
+
+    def stop(self) -> None: ...

@@ -1,0 +1,1 @@
+"""What publishes a sweep: MLflow runs, `results.csv`, the report, the terminal; and what forecasts its trials."""

@@ -1,0 +1,130 @@
+"""What a sweep shows: one live table on a terminal, a line an event anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.text import Text
+
+from fsdp_lab.report.answer import Answer
+from fsdp_lab.status import ExitCode
+from fsdp_lab.sweep.listeners.table import epoch_line, trial_table
+from fsdp_lab.sweep.names import go_on_command, label, resume_command, run_name
+from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
+from fsdp_lab.sweep.state import SweepState, TrialState
+
+_FILE_WIDTH = 160  # of a table that goes to a file or a pipe, which says no width
+_LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
+_UPDATE_EVERY_S = 1.0  # of the live table: one of many trials takes its time
+
+
+class Console(Listener):
+    """Prints the sweep's events.
+
+    Args:
+        swept: the keys that differ between trials.
+        rich: where to print; by default standard output.
+    """
+
+    def __init__(self, state: SweepState, swept: Sequence[str], rich: RichConsole | None = None) -> None:
+        self._state, self._swept = state, swept
+        self.rich = rich or RichConsole()
+        if rich is None and not self.rich.is_terminal:
+            self.rich = RichConsole(width=_FILE_WIDTH)
+        self._live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
+        self._begun = time.time()
+        self._updated, self._stale = 0.0, False
+
+    def __enter__(self) -> Console:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print an event on a line of its own."""
+        if self._live:
+            self._live.console.print(text, highlight=False, markup=False)
+        else:
+            print(f"[{time.time() - self._begun:6.1f} s] {text}", flush=True)
+
+    def update(self) -> None:
+        """Show the live table as it is now."""
+        self._stale, self._updated = False, time.monotonic()
+        if self._live:
+            seconds = time.time() - self._begun
+            self._live.update(trial_table(self._state, self._swept, self._in_view(), seconds), refresh=True)
+
+    def final(self, answer: Answer | None = None) -> None:
+        """Print the table of all that began, best values marked, and under it what the report recommends."""
+        chosen = {trial.number for trial in answer.setting.trials} if answer and answer.setting else set()
+        begun = [(i, state) for i, state in enumerate(self._state.trials) if state.status != "waiting"]
+        self.rich.print(trial_table(self._state, self._swept, begun, time.time() - self._begun, chosen))
+        if answer is not None:
+            head = "recommended: " if answer.setting else ""
+            self.rich.print(Text(head + answer.sentence.replace("`", ""), style="bold"))
+            if answer.command:
+                self.rich.print(Text(f"  {answer.command}"), soft_wrap=True)
+
+    def opened(self, sweep: SweepRun) -> None:
+        self.update()
+
+    def ready(self, sweep: SweepRun) -> None:
+        self.update()
+
+    def began(self, sweep: SweepRun, number: int) -> None:
+        state = self._state.trials[number]
+        from_epoch = f", from epoch {state.epochs_before}" if state.epochs_before else ""
+        self.say(f"{label(number, self._state.trials)} starts{from_epoch}: {run_name(state.trial, self._swept)}")
+        self._change()
+
+    def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
+        for note in facts["notes"]:
+            sweep.say_once(f"note: {note}")  # each trial's run is tagged with its own
+
+    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        state = self._state.trials[number]
+        if metrics["epoch"] > state.epochs_before:
+            shown = None if state.trial.index is None else number
+            self.say(epoch_line(shown, metrics, state.trial.config.training.epochs))
+        self._change()
+
+    def ended(self, sweep: SweepRun, number: int) -> None:
+        state = self._state.trials[number]
+        took = f" after {state.seconds:.1f} s" if state.seconds is not None else ""
+        why = f": {state.error}" if state.error else ""
+        self.say(f"{label(number, self._state.trials)} {state.status}{took}{why}")
+        self._change()
+
+    def tick(self, sweep: SweepRun) -> None:
+        if self._stale:
+            self._change()
+
+    def closing(self, sweep: SweepRun, ending: Ending) -> None:
+        if ending.early:  # at once: a store that hangs may be all that follows
+            self.say(f"to go on: {go_on_command(sweep.folder)}")
+
+    def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        if ending.code is ExitCode.failed and not ending.early:
+            self.say(f"to try what failed again: {resume_command(sweep.folder)} resume_failed=true")
+
+    def _change(self) -> None:
+        self._stale = True
+        if time.monotonic() - self._updated >= _UPDATE_EVERY_S:
+            self.update()
+
+    def _in_view(self) -> list[tuple[int, TrialState]]:
+        rows = list(enumerate(self._state.trials))
+        first_open = next((i for i, state in rows if not state.ended), len(rows))
+        start = max(0, min(first_open - _LIVE_ROWS // 2, len(rows) - _LIVE_ROWS))
+        return rows[start : start + _LIVE_ROWS]

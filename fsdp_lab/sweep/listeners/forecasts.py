@@ -1,0 +1,120 @@
+"""The forecasts of a sweep's trials, and what `forecast.prune` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+
+from fsdp_lab.config import workers_of
+from fsdp_lab.engine import cluster as engine
+from fsdp_lab.forecast.fits import Forecast, capacity_bytes
+from fsdp_lab.forecast.run import Background, Forecaster, Request
+from fsdp_lab.hardware import num_gpus
+from fsdp_lab.metrics import mib
+from fsdp_lab.sweep.names import label
+from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun
+from fsdp_lab.sweep.state import TrialState
+
+
+class Forecasts(Listener):
+    """Forecasts the trials that are known while Ray starts, the ones that a search suggests one by one.
+
+    On a cluster that is not started here, what to forecast is known only when it has been reached.
+    """
+
+    def __init__(self, plan: SweepPlan) -> None:
+        self._early: Background | None = None
+        if plan.config.cluster.address is None:
+            wanted = list(_wanted(plan.state.trials).values())
+            self._early = Background(_requests(wanted, num_gpus() > 0, workers_of(plan.config)))
+        self._forecaster = Forecaster()
+        self._pending: dict[int, tuple[Future[Forecast], Request]] = {}
+
+    def __enter__(self) -> Forecasts:
+        if self._early is not None:
+            self._early.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._forecaster.__exit__()
+        if self._early is not None:
+            self._early.__exit__()
+
+    def ready(self, sweep: SweepRun) -> None:
+        """Wait for the forecasts of the known trials, before the first of them starts."""
+
+        def waits(done: int, total: int) -> None:
+            sweep.say(f"waits for the forecasts: {done} of {total} done; forecast.enabled=false does without them")
+
+        wanted = _wanted(sweep.states)
+        if self._early is not None:
+            found = self._early.result(waits)
+        else:
+            workers = engine.resolve_num_workers(sweep.config.cluster)
+            with Background(_requests(list(wanted.values()), engine.num_gpus() > 0, workers)) as background:
+                found = background.result(waits)
+        known = [forecast.peak_bytes for forecast in found if not forecast.error]
+        if known:
+            low, high = mib(min(known)), mib(max(known))
+            sweep.say(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
+        for number, forecast in zip(wanted, found, strict=True):
+            self._take(sweep, number, forecast)
+
+    def added(self, sweep: SweepRun, number: int) -> None:
+        """Forecast a suggested trial: first with `forecast.prune`, which may skip it, else while it starts."""
+        config = sweep.states[number].trial.config
+        if not config.forecast.enabled:
+            return
+        workers = engine.resolve_num_workers(config.cluster)
+        (request,) = _requests([sweep.states[number]], engine.num_gpus() > 0, workers)
+        future = self._forecaster.submit(request)
+        if config.forecast.prune:
+            self._take(sweep, number, self._forecaster.result(future, request))
+        else:
+            self._pending[number] = (future, request)
+
+    def tick(self, sweep: SweepRun) -> None:
+        for number, (future, request) in list(self._pending.items()):
+            if future.done():
+                del self._pending[number]
+                self._take(sweep, number, self._forecaster.result(future, request))
+
+    def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
+        """Publish a forecast, and skip the trial where it is not to be tried."""
+        name, prune = label(number, sweep.states), sweep.states[number].trial.config.forecast.prune
+        if forecast.error:
+            sweep.say(f"{name} has no forecast: {forecast.error}")
+        elif forecast.capacity_bytes is None and prune:
+            sweep.say_once(
+                "forecast.prune=true: how much fits is not known (the driver does not say), so nothing is left "
+                "out; set forecast.capacity_gib"
+            )
+        if forecast.largest_microbatch is not None:
+            sweep.say(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
+        sweep.forecast(number, forecast)
+        if prune and forecast.fits is False and forecast.capacity_bytes is not None:
+            sweep.skip(
+                number,
+                f"needs {mib(forecast.needed_bytes)} MiB of {mib(forecast.capacity_bytes)} MiB a device by the "
+                f"forecast (peak {mib(forecast.peak_bytes)}, the rest allowed for); forecast.prune=true does not "
+                "start it",
+            )
+
+
+def _wanted(states: Sequence[TrialState]) -> dict[int, TrialState]:
+    """The trials that are still to run, and to be forecast, by their numbers."""
+    return {i: state for i, state in enumerate(states) if not state.ended and state.trial.config.forecast.enabled}
+
+
+def _requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> list[Request]:
+    """One for each trial.
+
+    Args:
+        cuda: whether the trials will run on GPUs, whatever `forecast.device` says.
+        num_workers: what `cluster.num_workers=null` stands for.
+    """
+    configs = [state.trial.config for state in states]
+    return [Request(c, c.cluster.num_workers or num_workers, cuda, capacity_bytes(c, cuda)) for c in configs]

@@ -1,0 +1,159 @@
+"""The MLflow runs of a sweep: a parent, and a child for each trial. The only writer of the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.engine.files import read_any_facts, read_metrics
+from fsdp_lab.report.write import FILES
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.names import command_line, resume_command, short_name
+from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
+from fsdp_lab.tracking import Tracker
+
+# What a trial leaves in its folder -> where it stands among the artifacts of its run.
+_ARTIFACTS = (
+    ("model.pt", "model"),
+    ("metrics.jsonl", ""),
+    ("error.txt", ""),
+    ("failures*/*.json", "failures"),
+    ("memory_*_rank*.*", "memory"),
+)
+
+
+class MlflowRuns(Listener):
+    """Logs the sweep and its trials. While the store does not answer, writes wait: see `Tracker`."""
+
+    def __init__(self, tracking: TrackingConfig, console: Console) -> None:
+        self._tracker = Tracker(tracking, on_problem=console.say)
+        self._patience_s = tracking.patience_s
+        self._handles: dict[int, str] = {}  # number of a trial -> its run
+        self._reopened: set[int] = set()
+        self._parent: str | None = None
+
+    @property
+    def parent_id(self) -> str:
+        """The id of the sweep's own run; "" for a trial alone, and while the store has not got it."""
+        return self._tracker.run_id(self._parent)
+
+    @property
+    def ui_url(self) -> str | None:
+        """Where a UI lists the experiment's runs; None where no server is known."""
+        return self._tracker.ui_url
+
+    def run_id(self, number: int) -> str:
+        """The id of a trial's run; "" while it has none."""
+        return self._tracker.run_id(self._handles.get(number))
+
+    def opened(self, sweep: SweepRun) -> None:
+        """Make the store's schema and the parent run: once, before any trial. Of a resumed sweep, send what the
+        store has not got.
+
+        Raises:
+            TrackingError: the store cannot be reached.
+        """
+        self._tracker.open()
+        record = sweep.plan.record
+        found = self._tracker.find_runs(record.id) if sweep.plan.resumed else {}
+        if record.multirun:
+            if "" in found:
+                self._parent = found[""].handle
+                self._tracker.reopen(self._parent)
+            else:
+                name = "/".join(sweep.folder.parts[-2:])
+                count = len(sweep.states) or None
+                self._parent = self._tracker.start_sweep(name, sweep.folder, command_line(), count, record.id)
+        for number, state in enumerate(sweep.states):
+            run = found.get(str(number))
+            if run is not None:
+                self._handles[number] = run.handle
+                if not run.recorded:
+                    self._log_config(sweep, number)
+            if state.ended and (run is None or not run.recorded):
+                self._send_again(sweep, number)
+
+    def _send_again(self, sweep: SweepRun, number: int) -> None:
+        """Let the store have all that the folder of an ended trial has."""
+        if number in self._handles:
+            self._tracker.check_epochs(self._handles[number])
+        folder = sweep.folder_of(number)
+        if facts := read_any_facts(folder):
+            self._tracker.log_facts(self._run_of(sweep, number), facts)
+        self._log_forecast(sweep, number)
+        for metrics in read_metrics(folder):
+            self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
+        self._finish(sweep, number)
+
+    def began(self, sweep: SweepRun, number: int) -> None:
+        if number in self._handles and sweep.states[number].goes_on and number not in self._reopened:
+            self._reopened.add(number)
+            self._tracker.reopen(self._handles[number])
+        self._log_forecast(sweep, number)
+
+    def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
+        self._tracker.log_facts(self._run_of(sweep, number), facts)
+
+    def forecast(self, sweep: SweepRun, number: int) -> None:
+        if number in self._handles:  # else it is logged when the trial begins
+            self._log_forecast(sweep, number)
+
+    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
+
+    def ended(self, sweep: SweepRun, number: int) -> None:
+        if sweep.states[number].begun is None:
+            self._log_forecast(sweep, number)  # of a trial that is skipped
+        self._finish(sweep, number)
+
+    def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        for number, handle in self._handles.items():
+            if not sweep.states[number].ended:  # of an earlier start, whose end may not have been logged
+                self._tracker.finish(handle, TrialStatus.interrupted)
+        if self._parent:
+            error = str(ending.error) if ending.error else None
+            self._tracker.finish(self._parent, TrialStatus[ending.code.name], error)
+
+    def finish(self, sweep: SweepRun, ending: Ending) -> None:
+        if self._parent:
+            reports = () if ending.early else FILES
+            for name in ("results.csv", "multirun.yaml", *reports):
+                if (sweep.folder / name).exists():
+                    self._tracker.log_artifact(self._parent, sweep.folder / name)
+        if unsent := self._tracker.settle(0.0 if ending.early else self._patience_s):
+            sweep.say(
+                f"the MLflow store has not got {unsent} writes; what was reported is in the trials' folders, and is "
+                f"sent by: {resume_command(sweep.folder)}"
+            )
+
+    def _run_of(self, sweep: SweepRun, number: int) -> str:
+        """The handle of a trial's run, which is started where there is none."""
+        if number not in self._handles:
+            trial = sweep.states[number].trial
+            name = short_name(trial, sweep.plan.swept)
+            self._handles[number] = self._tracker.start_trial(
+                name, trial.overrides, trial.folder, self._parent, sweep.plan.record.id, str(number)
+            )
+            self._log_config(sweep, number)
+        return self._handles[number]
+
+    def _log_config(self, sweep: SweepRun, number: int) -> None:
+        trial = sweep.states[number].trial
+        self._tracker.log_config(self._handles[number], trial.config, trial.choices, trial.folder, sweep.plan.resumed)
+
+    def _log_forecast(self, sweep: SweepRun, number: int) -> None:
+        run = self._run_of(sweep, number)
+        if figures := sweep.states[number].forecast_figures:
+            self._tracker.log_epoch(run, {"epoch": 0.0, **figures})
+
+    def _finish(self, sweep: SweepRun, number: int) -> None:
+        state, folder, run = sweep.states[number], sweep.folder_of(number), self._run_of(sweep, number)
+        # the end first: a file that the store does not take must not leave the run open
+        self._tracker.finish(run, state.status, state.error)
+        for pattern, where in _ARTIFACTS:
+            for path in sorted(folder.glob(pattern)):
+                inside = "/".join(part for part in (where, *path.relative_to(folder).parts[1:-1]) if part)
+                self._tracker.log_artifact(run, path, inside)
+        if state.status.is_result:
+            self._tracker.recorded(run)

@@ -1,0 +1,33 @@
+"""The report of a sweep, written when it ends."""
+
+from __future__ import annotations
+
+import shlex
+
+from fsdp_lab.report.answer import Answer
+from fsdp_lab.report.write import write_report
+from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
+from fsdp_lab.sweep.names import relative
+from fsdp_lab.sweep.report import sweep_of
+from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
+
+
+class Report(Listener):
+    """Writes `report.html`, `.md` and `.csv` of a sweep that ran to its end. `answer`: what it recommends."""
+
+    def __init__(self, runs: MlflowRuns) -> None:
+        self._runs = runs
+        self.answer: Answer | None = None
+
+    def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        if ending.early or not sweep.plan.record.multirun:
+            return
+        plan = sweep.plan
+        try:
+            found = sweep_of(
+                sweep.states, plan.swept, plan.folder, plan.record, self._runs.run_id, self._runs.parent_id
+            )
+            self.answer = write_report(found, plan.folder)
+        except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
+            again = f"python -m fsdp_lab.report sweep={shlex.quote(str(relative(plan.folder)))}"
+            sweep.say(f"the report could not be written ({error}); to try again: {again}")

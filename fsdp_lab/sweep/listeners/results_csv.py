@@ -1,0 +1,115 @@
+"""`results.csv`: a row a trial, with the latest of each figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.files import write_text
+from fsdp_lab.metrics import table_columns
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.names import setting
+from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
+from fsdp_lab.sweep.state import TrialState
+
+_WRITE_EVERY_S = 1.0  # a table of many trials takes its time, and a resume makes it anew
+
+
+class ResultsCsv(Listener):
+    """Keeps the file up to date, at most a second late.
+
+    Args:
+        run_id: the id of a trial's MLflow run, by its number.
+    """
+
+    def __init__(self, run_id: Callable[[int], str]) -> None:
+        self._run_id = run_id
+        self._written, self._stale, self._unwritable = 0.0, False, False
+
+    def opened(self, sweep: SweepRun) -> None:
+        self._write(sweep)
+
+    def began(self, sweep: SweepRun, number: int) -> None:
+        self._change(sweep)
+
+    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        self._change(sweep)
+
+    def ended(self, sweep: SweepRun, number: int) -> None:
+        self._change(sweep)
+
+    def tick(self, sweep: SweepRun) -> None:
+        if self._stale:
+            self._change(sweep)
+
+    def closing(self, sweep: SweepRun, ending: Ending) -> None:
+        self._write(sweep)
+
+    def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        self._write(sweep)
+
+    def _change(self, sweep: SweepRun) -> None:
+        self._stale = True
+        if time.monotonic() - self._written >= _WRITE_EVERY_S:
+            self._write(sweep)
+
+    def _write(self, sweep: SweepRun) -> None:
+        """A full disk is reported once: MLflow may lie on another one and goes on."""
+        self._stale, self._written = False, time.monotonic()
+        path = sweep.folder / "results.csv"
+        try:
+            write_results(path, sweep.states, sweep.plan.swept, sweep.state.front(), self._run_id)
+        except OSError as error:
+            if not self._unwritable:
+                sweep.say(f"{path} is not up to date: {error.strerror}; free the disk")
+            self._unwritable = True
+
+
+def write_results(
+    path: Path,
+    states: Sequence[TrialState],
+    swept: Sequence[str],
+    front: Collection[int] = (),
+    run_id: Callable[[int], str] = lambda number: "",
+) -> None:
+    """Write the table under a temporary name first.
+
+    Args:
+        front: the trials of the Pareto set, where there are several objectives.
+    """
+    measured = [column.key for column in table_columns("csv")]
+    text = io.StringIO(newline="")
+    rows = csv.writer(text)
+    rows.writerow(
+        ["trial", "status", *swept, *measured, "pareto", "turnaround_s", "seconds", "error", "run_id", "folder"]
+    )
+    for number, state in enumerate(states):
+        figures = state.figures()
+        rows.writerow(
+            [
+                number,
+                shown(state.status),
+                *(setting(state.trial, key) for key in swept),
+                *(figures.get(key, "") for key in measured),
+                "yes" if number in front else "",
+                _rounded(state.turnaround_s),
+                _rounded(state.seconds),
+                state.error or "",
+                run_id(number),
+                state.trial.folder,
+            ]
+        )
+    write_text(path, text.getvalue())
+
+
+def shown(status: TrialStatus) -> TrialStatus:
+    """What people read: a trial that waits for its workers still waits."""
+    return TrialStatus.waiting if status is TrialStatus.starting else status
+
+
+def _rounded(seconds: float | None) -> Any:
+    return "" if seconds is None else round(seconds, 2)

@@ -1,0 +1,30 @@
+"""Where the processes of a trial write."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.files import write_text
+
+_STORAGE = ".storage"
+
+
+def storage(trial: Trial, sweep_folder: Path) -> Path:
+    """Where the trial's processes write: its own folder, or the shared one of `cluster.storage_path`."""
+    shared = trial.config.cluster.storage_path
+    if shared is None:
+        return trial.folder.absolute()
+    within = os.path.relpath(trial.folder, sweep_folder)  # "." for a trial alone
+    name = (sweep_folder / _STORAGE).read_text()
+    return (Path(shared).absolute() / name / within).resolve()
+
+
+def name_storage(sweep_folder: Path) -> None:
+    """What the sweep's folder below `cluster.storage_path` is called: kept in its own one, so that a resume finds it
+    from another node, and where the sweep's folder was moved."""
+    if not (sweep_folder / _STORAGE).exists():
+        own = uuid.uuid4().hex[:8]  # others may have a folder of that name
+        write_text(sweep_folder / _STORAGE, f"{'-'.join(sweep_folder.absolute().parts[-2:])}-{own}")

@@ -1,0 +1,51 @@
+"""Which executor and which listeners a sweep has, by its configuration."""
+
+from __future__ import annotations
+
+from fsdp_lab.config.checks import check_driver
+from fsdp_lab.config.schema import Engine
+from fsdp_lab.report.write import FILES
+from fsdp_lab.status import ExitCode
+from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.listeners.forecasts import Forecasts
+from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
+from fsdp_lab.sweep.listeners.report import Report
+from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
+from fsdp_lab.sweep.names import go_on_command, relative
+from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
+
+
+def start_sweep(plan: SweepPlan) -> ExitCode:
+    """Run a sweep and print what came of it.
+
+    Raises:
+        UserError: see `run_sweep`; or PyTorch cannot use this machine's GPUs.
+    """
+    if plan.config.cluster.address is None:  # another machine's driver is for its workers to ask
+        check_driver()
+    console = Console(plan.state, plan.swept)
+    runs = MlflowRuns(plan.config.tracking, console)
+    report = Report(runs)
+    # In this order: MLflow first, so that the table has the runs' ids.
+    listeners = [runs, ResultsCsv(runs.run_id), report, console]
+    if plan.config.engine is Engine.ray:
+        listeners.insert(0, Forecasts(plan))
+    code = run_sweep(plan, build_executor(plan.config.engine), listeners)
+    console.final(report.answer)
+    shown = f"report: {relative(plan.folder)}/{FILES[0]}   " if report.answer else ""
+    shown += f"results: {relative(plan.folder)}/results.csv   compare: {runs.ui_url or 'make ui'}"
+    shown += f"   MLflow run: {runs.parent_id}" if runs.parent_id else ""
+    shown += f"   to go on: {go_on_command(plan.folder)}" if code is ExitCode.interrupted else ""
+    console.rich.print(shown, highlight=False, soft_wrap=True)
+    return code
+
+
+def build_executor(engine: Engine) -> Executor:
+    """Imports Ray only for a sweep that uses it."""
+    if engine is Engine.inline:
+        from fsdp_lab.sweep.executors.inline import InlineExecutor
+
+        return InlineExecutor()
+    from fsdp_lab.sweep.executors.ray_tune import RayTuneExecutor
+
+    return RayTuneExecutor()

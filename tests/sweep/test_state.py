@@ -1,0 +1,99 @@
+"""The states of a trial and of a sweep, from tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.sweep.state import TRANSITIONS, IllegalTransition, SweepState, TrialState
+
+LOSS = [("val/loss", "min")]
+TRIAL = Trial(0, TrialConfig(), {}, [], Path(), DictConfig({}))
+# From each status the ones that may follow, as DESIGN.md's flow of a trial has them.
+MAY_FOLLOW = {
+    "waiting": "starting skipped",
+    "starting": "running failed skipped",
+    "running": "running finished failed oom diverged stopped interrupted",
+    "finished": "", "failed": "", "oom": "", "diverged": "", "stopped": "", "skipped": "", "interrupted": "",
+}  # fmt: skip
+
+
+def in_status(*statuses: str, objectives: list[tuple[str, str]] = LOSS) -> SweepState:
+    return SweepState([TrialState(TRIAL, TrialStatus(status)) for status in statuses], objectives)
+
+
+@pytest.mark.parametrize("before", MAY_FOLLOW)
+@pytest.mark.parametrize("after", MAY_FOLLOW)
+def test_a_status_follows_those_that_it_may(before: str, after: str):
+    state = TrialState(TRIAL, TrialStatus(before))
+    if after in MAY_FOLLOW[before].split():
+        state.move(TrialStatus(after))
+        assert state.status is TrialStatus(after)
+    else:
+        with pytest.raises(IllegalTransition, match=f"is {before} cannot become {after}"):
+            state.move(TrialStatus(after))
+        assert state.status is TrialStatus(before)
+
+
+def test_every_status_that_ends_a_trial_is_final():
+    assert {status for status in TrialStatus if not status.ended} == set(TRANSITIONS)
+    assert [status for status in TrialStatus if status.ended and not status.is_result] == [TrialStatus.interrupted]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "interrupted", "error", "expected"),
+    [
+        ("finished finished", False, None, ExitCode.finished),
+        ("finished oom diverged stopped skipped", False, None, ExitCode.finished),
+        ("finished failed", False, None, ExitCode.failed),
+        ("finished running", False, None, ExitCode.interrupted),  # nobody ended it: the watch over the interrupt
+        ("failed waiting", False, None, ExitCode.interrupted),
+        ("finished running", True, None, ExitCode.interrupted),
+        ("finished finished", True, None, ExitCode.interrupted),
+        ("running", False, RuntimeError("a bug"), ExitCode.failed),
+        ("", False, None, ExitCode.finished),
+    ],
+)
+def test_the_exit_code_says_how_a_sweep_ended(
+    statuses: str, interrupted: bool, error: Exception | None, expected: ExitCode
+):
+    assert in_status(*statuses.split()).exit_code(interrupted, error) is expected
+
+
+def test_a_trial_is_timed_from_its_first_begin_to_its_end():
+    state = TrialState(TRIAL, TrialStatus.starting)
+    state.begin(100.0)
+    state.begin(103.0)  # its process was killed
+    state.end(TrialStatus.finished, None, 110.5)
+    assert state.seconds == 10.5
+
+
+def test_an_epoch_counts_once_and_what_it_lacks_stays():
+    state = TrialState(TRIAL, TrialStatus.running)
+    assert state.report({"epoch": 1, "val/loss": 2.0, "perf/samples_per_s": 5.0})
+    assert not state.report({"epoch": 1, "val/loss": 9.0})
+    assert state.report({"epoch": 2, "val/loss": 1.0})
+    assert state.metrics == {"epoch": 2, "val/loss": 1.0, "perf/samples_per_s": 5.0}
+
+
+def test_trials_begin_in_their_order():
+    sweep = in_status("finished", "waiting", "waiting")
+    assert sweep.next_waiting() == 1 and sweep.open
+    sweep.trials[1].move(TrialStatus.starting)
+    assert sweep.next_waiting() == 2
+    assert sweep.add(TRIAL) == 3
+    assert in_status("finished", "interrupted").next_waiting() is None
+
+
+def test_the_front_is_of_finished_trials_in_several_objectives():
+    sweep = in_status("finished", "oom", "finished", "finished", objectives=[("a", "min"), ("b", "max")])
+    for state, (a, b) in zip(sweep.trials, [(1.0, 1.0), (0.0, 9.0), (2.0, 3.0), (3.0, 2.0)], strict=True):
+        state.metrics = {"a": a, "b": b}
+    assert sweep.front() == {0, 2}  # 1 would beat all, and has no result; 2 beats 3
+    sweep.objectives = LOSS
+    assert sweep.front() == set()
