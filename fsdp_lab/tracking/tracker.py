@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.config.schema import TrackingConfig, TrialConfig
 from fsdp_lab.metrics import mib_figures
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.tracking.outbox import Outbox
 from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs, ui_url
 from fsdp_lab.tracking.tags import (
     RECORDED_TAG,
@@ -42,8 +41,7 @@ _RUN_STATUS = {
     TrialStatus.stopped: "KILLED",
     TrialStatus.skipped: "KILLED",
 }
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts while the store is away
-_AWAY = (401, 403, 408, 429)
+_RUN = "a run"
 _PARAMS_PER_BATCH = 100  # MLflow's limit
 _ERROR_LENGTH = 500
 _TEXTS = (".yaml", ".csv", ".txt", ".jsonl")
@@ -62,16 +60,6 @@ class FoundRun:
     recorded: bool
 
 
-@dataclass
-class _Write:
-    """One write that waits its turn. `do` gets the client, the run's id, and whether it was tried before."""
-
-    what: str
-    run: str
-    do: Callable[[MlflowClient, str, bool], Any]
-    tried: bool = False
-
-
 class Tracker:
     """Writes a sweep and its trials into MLflow, in order, each thing once.
 
@@ -82,24 +70,17 @@ class Tracker:
 
     A run is named by a handle, which is its id as soon as it has one: see `run_id`.
 
-    Belongs to the driver's thread. The thread that ends an interrupted sweep in time may call it too: while the
-    driver's hangs in a write, what the other one adds waits behind it.
+    Belongs to the driver's thread. The thread that ends an interrupted sweep in time may call it too: see `Outbox`.
     """
 
     def __init__(self, tracking: TrackingConfig, on_problem: Callable[[str], None] = _to_stderr) -> None:
         self._tracking = tracking
-        self._on_problem = on_problem
         self._client: MlflowClient | None = None
         self._experiment_id = ""
-        self._waiting: deque[_Write] = deque()
-        self._sending = threading.Lock()  # held by the one thread that sends
-        self._silent_until = 0.0  # time.monotonic(): no attempt before it
-        self._pause_s = _FIRST_PAUSE_S
-        self._told: set[str] = set()
+        self._outbox = Outbox(redact(tracking.uri), on_problem)
         self._ids: dict[str, str] = {}  # handle -> run id
         self._epochs: set[tuple[str, int]] = set()  # by handle
         self._finished: set[str] = set()
-        self._refused: set[str] = set()  # handles of runs that the store has not got all of
 
     def open(self) -> None:
         """Make the store's schema and the experiment, once, before any trial.
@@ -140,7 +121,7 @@ class Tracker:
                 with suppress(Exception):  # there was none
                     client.delete_tag(run_id, tag)
 
-        self._write("a run", handle, write)
+        self._write(_RUN, handle, write)
         self.check_epochs(handle)
 
     def check_epochs(self, handle: str) -> None:
@@ -263,7 +244,7 @@ class Tracker:
     def log_artifact(self, run_id: str, path: Path, folder: str = "") -> None:
         """Copy a file, or a folder with all in it, into the run's artifacts, below `folder`."""
         if not path.exists():
-            self._tell("missing", f"{path} is not there, so MLflow has no copy of it.")
+            self._outbox.tell("missing", f"{path} is not there, so MLflow has no copy of it.")
             return
         if path.suffix in _TEXTS:  # a config or a command in it may name a server with its password
             inside = "/".join(part for part in (folder, path.name) if part)
@@ -305,26 +286,17 @@ class Tracker:
         refused does not get it."""
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
-            if run_id not in self._refused:
+            if not self._outbox.refused(run_id):
                 client.set_tag(id_, RECORDED_TAG, "true")
 
         self._write("the end of a run", run_id, write)
 
     def settle(self, limit_s: float) -> int:
-        """Send what waits, for at most so long; how many writes still wait."""
-        until = time.monotonic() + limit_s
-        if self._waiting and limit_s > 0:
-            self._on_problem(f"waits up to tracking.patience_s={limit_s:g} s for the MLflow store to answer")
-        while self._waiting:
-            self._silent_until = 0.0
-            self._send()
-            if not self._waiting or time.monotonic() > until:
-                break
-            time.sleep(min(1.0, limit_s))
-        return len(self._waiting)
+        """Send what waits, for at most so long; returns how many writes still wait."""
+        return self._outbox.settle(limit_s)
 
     def _create_run(self, name: str, tags: Callable[[], dict[str, str]], sweep_id: str, number: str) -> str:
-        handle = f"new-{len(self._ids)}-{len(self._waiting)}-{time.monotonic_ns()}"
+        handle = f"new-{len(self._ids)}-{time.monotonic_ns()}"
         begun = int(time.time() * 1000)
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
@@ -336,7 +308,7 @@ class Tracker:
             run = client.create_run(self._experiment_id, begun, tags=tags(), run_name=name)
             self._ids[handle] = str(run.info.run_id)
 
-        self._write("a run", handle, write)
+        self._write(_RUN, handle, write)
         run_id = self._ids.get(handle)
         if run_id is None:
             return handle
@@ -344,66 +316,19 @@ class Tracker:
         return run_id
 
     def _write(self, what: str, run: str, do: Callable[[MlflowClient, str, bool], Any]) -> None:
-        assert self._client is not None, "open() comes before every write"
-        self._waiting.append(_Write(what, run, do))
-        self._send()
+        """Write as soon as what was asked for before is written.
 
-    def _send(self) -> None:
-        """Do what waits, in order, unless another thread is at it."""
-        if self._sending.acquire(blocking=False):
-            try:
-                self._send_in_order()
-            finally:
-                self._sending.release()
+        Args:
+            do: gets the client, the run's id, and whether it was tried before.
+        """
+        client = self._client
+        assert client is not None, "open() comes before every write"
 
-    def _send_in_order(self) -> None:
-        """A store that is away is left alone for a while, a refusal is told and left out."""
-        assert self._client is not None
-        while self._waiting and time.monotonic() >= self._silent_until:
-            write = self._waiting[0]
-            try:
-                if write.run in self._ids or write.what == "a run":  # else its run was refused
-                    write.do(self._client, self._ids.get(write.run, ""), write.tried)
-            except Exception as error:  # noqa: BLE001 (no failure of the record may end the sweep)
-                uri = redact(self._tracking.uri)
-                # Of urllib3's chain of wrappers, only what stands last says something.
-                reason = one_line(str(error).rpartition("Caused by ")[2], 300) or type(error).__name__
-                if _is_away(error):
-                    write.tried = True
-                    self._silent_until = time.monotonic() + self._pause_s
-                    self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-                    self._tell(
-                        "away",
-                        f"tracking.uri={uri}: the MLflow store does not answer ({reason}). The trials go on and keep "
-                        "their results in their folders; they are sent when it answers again.",
-                    )
-                    return
-                self._refused.add(write.run)
-                self._tell(write.what, f"tracking.uri={uri}: MLflow did not take {write.what} ({reason}).")
-            except BaseException:  # an interrupt: the write may have got through
-                write.tried = True
-                raise
-            self._waiting.popleft()
-            self._pause_s = _FIRST_PAUSE_S
-            if not self._waiting and "away" in self._told:
-                self._told.discard("away")
-                self._on_problem("the MLflow store answers again; what waited was sent")
+        def send(again: bool) -> None:
+            if run in self._ids or what == _RUN:  # else its run was refused
+                do(client, self._ids.get(run, ""), again)
 
-    def _tell(self, kind: str, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            self._on_problem(message)
-
-
-def _is_away(error: Exception) -> bool:
-    """Whether the store, or its disk or network, failed; otherwise it answered and refused this one write."""
-    from mlflow.exceptions import MlflowException
-
-    if isinstance(error, MlflowException):
-        status = error.get_http_status_code()
-        # an expired token and a proxy in between are mended by people, and until then the writes wait
-        return status >= 500 or status in _AWAY or error.error_code == "ENDPOINT_NOT_FOUND"
-    return isinstance(error, OSError)
+        self._outbox.put(what, run, send)
 
 
 def _log_params(
