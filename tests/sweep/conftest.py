@@ -22,7 +22,7 @@ from mlflow.entities import Run
 
 from fsdp_lab.compose import Trial, register_schema
 from fsdp_lab.config import conf_dir
-from fsdp_lab.sweep.multirun import Composer
+from fsdp_lab.sweep.composer import Composer
 from tests.conftest import STORE, command_line
 from tests.processes import called, descendants
 from tests.servers import lay_store

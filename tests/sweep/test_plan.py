@@ -14,7 +14,7 @@ from omegaconf import open_dict
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.sweep.grid import enumerate_grid
-from fsdp_lab.sweep.multirun import Composer
+from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 
 
