@@ -13,8 +13,8 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.composer import Composer
+from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 
 

@@ -1,0 +1,139 @@
+"""`run_sweep` with an executor that trains nothing, and what a listener hears of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.engine.files import append_line, read_outcome
+from fsdp_lab.files import write_json
+from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.sweep.record import Record
+from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
+from fsdp_lab.sweep.state import SweepState, TrialState
+
+Compose = Callable[[Sequence[str], int], Trial]
+LOSS = [("val/loss", "min")]
+# What each trial leaves in its folder in the order of the trials: epochs, and how it ends.
+ENDS = [(2, TrialStatus.finished), (1, TrialStatus.oom), (0, TrialStatus.failed)]
+
+
+class Acts:
+    """Instead of training, writes what a trial's processes would."""
+
+    interrupted_by: str | None = None
+
+    def __init__(self, raises: BaseException | None = None) -> None:
+        self.raises, self.stopped = raises, 0
+
+    def start(self, sweep: SweepRun) -> None: ...
+
+    def run(self, sweep: SweepRun) -> None:
+        while (number := sweep.next()) is not None:
+            sweep.prepare(number)
+            sweep.begin(number)
+            if self.raises is not None and number == 1:
+                raise self.raises
+            epochs, status = ENDS[number]
+            write_json(sweep.folder_of(number) / "facts.json", {"notes": []})
+            for epoch in range(1, epochs + 1):
+                append_line(sweep.folder_of(number) / "metrics.jsonl", json.dumps({"epoch": epoch, "val/loss": 1.0}))
+                sweep.look(number)
+                sweep.look(number)  # a second report of the same epoch publishes nothing
+            sweep.tick()
+            sweep.end(number, status, "why" if status is TrialStatus.failed else None)
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+class Hears(Listener):
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+        self.ending: Ending | None = None
+
+    def opened(self, sweep: SweepRun) -> None:
+        self.heard.append(("opened",))
+
+    def ready(self, sweep: SweepRun) -> None:
+        self.heard.append(("ready",))
+
+    def began(self, sweep: SweepRun, number: int) -> None:
+        assert sweep.states[number].status is TrialStatus.running
+        self.heard.append(("began", number))
+
+    def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
+        self.heard.append(("facts", number))
+
+    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        assert sweep.states[number].metrics["epoch"] == metrics["epoch"]
+        self.heard.append(("epoch", number, metrics["epoch"]))
+
+    def ended(self, sweep: SweepRun, number: int) -> None:
+        status = sweep.states[number].status
+        found = read_outcome(sweep.folder_of(number))
+        assert (found is not None) is status.is_result, "the folder knows first"
+        self.heard.append(("ended", number, status))
+
+    def closing(self, sweep: SweepRun, ending: Ending) -> None:
+        self.heard.append(("closing",))
+
+    def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        self.ending = ending
+        self.heard.append(("closed",))
+
+
+@pytest.fixture
+def plan(compose_trial: Compose, tmp_path: Path) -> SweepPlan:
+    trials = [compose_trial([f"training.seed={seed}"], seed) for seed in range(3)]
+    config = trials[0].config
+    record = Record.of([], True, config)
+    return SweepPlan(SweepState([TrialState(t) for t in trials], LOSS), config, tmp_path, ["training.seed"], record)
+
+
+def test_a_listener_hears_what_becomes_of_each_trial(plan: SweepPlan):
+    executor, listener = Acts(), Hears()
+    assert run_sweep(plan, executor, [listener]) is ExitCode.failed
+    assert listener.heard == [
+        ("opened",), ("ready",),
+        ("began", 0), ("facts", 0), ("epoch", 0, 1), ("epoch", 0, 2), ("ended", 0, "finished"),
+        ("began", 1), ("facts", 1), ("epoch", 1, 1), ("ended", 1, "oom"),
+        ("began", 2), ("facts", 2), ("ended", 2, "failed"),
+        ("closing",), ("closed",),
+    ]  # fmt: skip
+    assert executor.stopped == 1 and plan.state.trials[2].error == "why"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(KeyboardInterrupt(), ExitCode.interrupted), (RuntimeError("a bug"), ExitCode.failed)]
+)
+def test_whatever_ends_a_sweep_ends_the_trial_that_runs_and_no_other(
+    plan: SweepPlan, raised: BaseException, code: ExitCode
+):
+    executor, listener = Acts(raised), Hears()
+    if isinstance(raised, KeyboardInterrupt):
+        assert run_sweep(plan, executor, [listener]) is code
+    else:
+        with pytest.raises(RuntimeError, match="a bug"):
+            run_sweep(plan, executor, [listener])
+    assert [state.status for state in plan.state.trials] == ["finished", "interrupted", "waiting"]
+    assert listener.heard[-3:] == [("closing",), ("ended", 1, "interrupted"), ("closed",)]
+    assert listener.ending is not None and listener.ending.code is code and listener.ending.early
+    assert executor.stopped == 1
+
+
+def test_a_trial_that_is_skipped_never_begins(plan: SweepPlan):
+    class Skips(Hears):
+        def ready(self, sweep: SweepRun) -> None:
+            sweep.skip(1, "too large")
+
+    listener = Skips()
+    run_sweep(plan, Acts(), [listener])
+    assert ("ended", 1, "skipped") in listener.heard and ("began", 1) not in listener.heard
+    outcome = read_outcome(plan.state.trials[1].trial.folder)
+    assert outcome is not None and (outcome.status, outcome.error) == ("skipped", "too large")
