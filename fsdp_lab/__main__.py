@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 
 import hydra
 import yaml
+from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial, check, check_overrides, explain, register_schema, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, objectives, to_dict
+from fsdp_lab.config.options import secret_keys
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.files import write_text
 from fsdp_lab.status import ExitCode
@@ -58,7 +60,7 @@ def run_single(cfg: Any) -> None:
     try:
         trial = single_trial(cfg)
         check(trial.config)
-        if cfg.nightly.notify.url is not None:  # a preset's; Hydra has written it down already
+        if any(OmegaConf.select(cfg, key) is not None for key in secret_keys()):  # a preset's; Hydra wrote it down
             write_config(trial.folder / ".hydra" / "config.yaml", trial)
         code = run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`

@@ -6,7 +6,7 @@ import difflib
 import errno
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_lab.config import (
     ConfigError,
-    TrialConfig,
+    NightlyConfig,
+    SweepConfig,
     UserError,
     all_keys,
     check_forecast,
-    check_trial,
     conf_dir,
     default_num_workers,
     flatten,
+    part,
     workers_of,
 )
-from fsdp_lab.config.checks import check_local_capacity, missing_data_message
-from fsdp_lab.config.schema import NightlyConfig
+from fsdp_lab.config.machine import check_local_capacity
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
 _KEYS = frozenset(all_keys())
@@ -48,7 +48,7 @@ class Trial:
     """One composed trial: its place in the sweep (None alone), settings and folder."""
 
     index: int | None
-    config: TrialConfig
+    config: SweepConfig
     choices: dict[str, str]
     overrides: list[str]
     folder: Path
@@ -67,7 +67,7 @@ class Trial:
 
 def register_schema() -> None:
     """Let Hydra check every override against the dataclasses."""
-    ConfigStore.instance().store(name="schema", node=TrialConfig, provider="fsdp_lab")
+    ConfigStore.instance().store(name="schema", node=NightlyConfig, provider="fsdp_lab")
     OmegaConf.register_new_resolver("per_worker", _per_worker, replace=True)
 
 
@@ -80,11 +80,18 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
     return int(count) * (OmegaConf.select(_root_, "cluster.num_workers") or default)
 
 
-def typed_config(cfg: DictConfig, nightly: bool = False) -> TrialConfig:
-    """The dataclasses behind a composed config, without Hydra's own node.
+def typed_config(cfg: DictConfig) -> SweepConfig:
+    """Return a composed config as a sweep's. `nightly` is not part of it: an address there may be a secret, which is
+    not to be in a trial's files.
 
-    Args:
-        nightly: keep `nightly`. It is no trial's; an address in it may be a secret, not to be in a trial's files.
+    Raises:
+        ConfigError: as for `nightly_config`.
+    """
+    return part(nightly_config(cfg), SweepConfig)
+
+
+def nightly_config(cfg: DictConfig) -> NightlyConfig:
+    """Return the dataclasses behind a composed config, without Hydra's own node.
 
     Raises:
         ConfigError: a key that no dataclass has: `+key=value` gets it past Hydra.
@@ -95,8 +102,8 @@ def typed_config(cfg: DictConfig, nightly: bool = False) -> TrialConfig:
     if unknown := [key for key in _leaves(own) if key not in _KEYS]:
         raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {_valid(unknown[0])}")
     config = OmegaConf.to_object(own)
-    assert isinstance(config, TrialConfig)
-    return config if nightly else replace(config, nightly=NightlyConfig())
+    assert isinstance(config, NightlyConfig)
+    return config
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -142,18 +149,18 @@ def group_choices(cfg: DictConfig) -> dict[str, str]:
     return {group: str(option) for group, option in choices.items() if not group.startswith("hydra/") and option}
 
 
-def check(config: TrialConfig) -> None:
+def check(config: SweepConfig) -> None:
     """Every rule that can be told without Ray, torch or a network.
 
     Raises:
-        ConfigError: see `fsdp_lab.config.check_trial`.
+        ConfigError: see `SweepConfig.check`.
         UserError: images that are not there and may not be downloaded.
     """
     num_workers = workers_of(config)
     check_local_capacity(config.cluster, num_workers)
-    check_trial(config, num_workers)
+    config.check(num_workers)
     check_forecast(config)
-    missing = missing_data_message(config.data)
+    missing = config.data.missing()
     if missing and not config.data.download:
         raise UserError(f"{missing} (data.download=false)")
 

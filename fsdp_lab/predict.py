@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError, UserError, read_words
-from fsdp_lab.config.schema import DataConfig, TrackingConfig
+from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.config.workload import DataConfig
 
 KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out", "device")
 DEVICES = ("auto", "cpu", "cuda")

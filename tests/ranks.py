@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from fsdp_lab.config import TrialConfig
+from fsdp_lab.config import NightlyConfig
 from fsdp_lab.training.__main__ import read_config
 
 
@@ -68,7 +68,7 @@ SMALL = ("data.num_train=128", "data.num_val=30", "training.global_batch_size=32
          "checkpoint.mode=off", "export=false", "memory_profile=off")  # fmt: skip
 
 
-def config(*overrides: str) -> TrialConfig:
+def config(*overrides: str) -> NightlyConfig:
     """A small trial: four steps of 32 digits in its epoch."""
     return read_config(None, [*SMALL, *overrides])
 

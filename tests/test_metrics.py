@@ -15,8 +15,8 @@ from rich.console import Console as RichConsole
 
 from fsdp_lab import metrics
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import ConfigError, TrialConfig, objectives
-from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.config import ConfigError, SweepConfig, objectives
+from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import METRICS, Column, Gate, Metric, declared
 from fsdp_lab.nightly.gate import LOSS, compare, judged_metrics
 from fsdp_lab.nightly.verdict import results_of
@@ -48,7 +48,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Metric:
 
 
 def finished(number: int, figures: dict[str, float]) -> TrialState:
-    one = Trial(number, TrialConfig(), {}, [], Path(), DictConfig({}))
+    one = Trial(number, SweepConfig(), {}, [], Path(), DictConfig({}))
     return TrialState(one, TrialStatus.finished, metrics={"epoch": 1.0, **figures})
 
 
@@ -84,14 +84,14 @@ def test_an_added_metric_is_judged_at_night(added: Metric):
 
 
 def test_an_added_metric_may_be_an_objective_and_is_described(added: Metric):
-    config = dataclasses.replace(TrialConfig(), objective=[f"{KEY}:min"])
+    config = dataclasses.replace(SweepConfig(), objective=[f"{KEY}:min"])
     assert objectives(config) == [(KEY, "min")]
     assert f"| `{KEY}` | s | the time in which nothing was computed |" in how_to_read()
 
 
 def test_without_a_declaration_it_is_no_objective():
     with pytest.raises(ConfigError, match=f"objective={KEY}:min is not a metric of a trial; .*train/loss"):
-        objectives(dataclasses.replace(TrialConfig(), objective=[f"{KEY}:min"]))
+        objectives(dataclasses.replace(SweepConfig(), objective=[f"{KEY}:min"]))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from fsdp_lab.compose import register_schema, typed_config
-from fsdp_lab.config import TrialConfig, check_trial, conf_dir, from_dict, to_dict
-from fsdp_lab.config.checks import missing_data_message
+from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict
 from tests.conftest import FASHION_MNIST
 from tests.ranks import Memo, run_ranks
 
@@ -38,23 +37,23 @@ NEEDS = {
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in conf_dir().glob("*/*.yaml"))
 
 
-def composed(option: str) -> TrialConfig:
+def composed(option: str) -> SweepConfig:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return typed_config(compose("config", [*TWO_STEPS, option, *NEEDS.get(option, [])]))
 
 
-def has_its_images(config: TrialConfig) -> bool:
-    return missing_data_message(config.data) is None
+def has_its_images(config: SweepConfig) -> bool:
+    return config.data.missing() is None
 
 
 @pytest.fixture(scope="module")
-def configs() -> dict[str, TrialConfig]:
+def configs() -> dict[str, SweepConfig]:
     register_schema()
     return {option: composed(option) for option in OPTIONS}
 
 
 @pytest.fixture(scope="module")
-def trained(configs: dict[str, TrialConfig], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def trained(configs: dict[str, SweepConfig], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All in one group of two ranks: option -> the losses of its steps and its metrics, or what was raised."""
     cases = {option: to_dict(config) for option, config in configs.items() if has_its_images(config)}
     return run_ranks(2, train_each, cases, tmp_path_factory.mktemp("presets"))[0]
@@ -70,7 +69,7 @@ def train_each(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]
         own = folder / option
         own.mkdir(exist_ok=True)
         try:
-            train(from_dict(TrialConfig, values), own, memo, losses.extend)
+            train(from_dict(SweepConfig, values), own, memo, losses.extend)
             results[option] = losses, memo.told
         except Exception as error:  # noqa: BLE001 - the test of this option tells it
             results[option] = repr(error)
@@ -83,14 +82,14 @@ def test_every_file_of_conf_is_tested():
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_composes_and_passes_the_checks(configs: dict[str, TrialConfig], option: str):
-    check_trial(configs[option], num_workers=2)
+def test_an_option_composes_and_passes_the_checks(configs: dict[str, SweepConfig], option: str):
+    configs[option].check(2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_trains_for_two_steps(configs: dict[str, TrialConfig], trained: dict[str, Any], option: str):
+def test_an_option_trains_for_two_steps(configs: dict[str, SweepConfig], trained: dict[str, Any], option: str):
     if not has_its_images(configs[option]):
         pytest.skip(f"{option}: Fashion-MNIST is not in {FASHION_MNIST}")
     assert not isinstance(trained[option], str), trained[option]

@@ -48,8 +48,9 @@ for name in {MODULES!r}:
     importlib.import_module(name)
 
 from dataclasses import replace
-from fsdp_lab.config import TrialConfig, check_trial, conf_dir
-from fsdp_lab.config.schema import DataConfig, TrainingConfig
+from fsdp_lab.config import TrialConfig, conf_dir
+from fsdp_lab.config.training import TrainingConfig
+from fsdp_lab.config.workload import DataConfig
 from fsdp_lab.training import train
 
 class Memo:
@@ -57,10 +58,10 @@ class Memo:
     def step(self, step): print("step", step)
     def epoch(self, metrics, checkpoint): print("loss", metrics["train/loss"])
 
-check_trial(TrialConfig(), 1)
+TrialConfig().check(1)
 data = DataConfig(name="synthetic", num_train=16, num_val=8)
 trial = replace(TrialConfig(), data=data, training=TrainingConfig(epochs=1, max_steps=1, global_batch_size=8))
-check_trial(trial, 1)
+trial.check(1)
 train(trial, Path(sys.argv[1]), Memo())
 print("brought:", sorted({{n.partition(".")[0] for n in sys.modules}} & {{"yaml", "ray", "hydra", "mlflow", "psutil"}}))
 sys.stdout.flush()

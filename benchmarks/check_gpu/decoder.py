@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from fsdp_lab.config import TrialConfig
+    from fsdp_lab.config import SweepConfig
     from fsdp_lab.training.distributed import Ranks
 
 CASES: tuple[Setting, ...] = (
@@ -45,7 +45,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Ten
     optimizer.zero_grad()
 
 
-def build(config: TrialConfig, ranks: Ranks, cuda: bool) -> nn.Module:
+def build(config: SweepConfig, ranks: Ranks, cuda: bool) -> nn.Module:
     """The sharded model, on `meta`."""
     import torch
 
@@ -81,7 +81,7 @@ def _file(bench: Bench) -> Path:
     return bench.prepared / f"decoder_x{bench.workers}.json"
 
 
-def forecast(config: TrialConfig, workers: int, cuda: bool) -> dict[str, Any]:
+def forecast(config: SweepConfig, workers: int, cuda: bool) -> dict[str, Any]:
     """The peak of the second step, as `fsdp_lab.forecast` finds it for the product's own step."""
     import warnings
 
@@ -110,7 +110,7 @@ def forecast(config: TrialConfig, workers: int, cuda: bool) -> dict[str, Any]:
     return {"peak_bytes": profile.peaks["device"]["total"], "reserved_bytes": reserved, "peaks": profile.peaks}
 
 
-def offloaded(config: TrialConfig) -> bool:
+def offloaded(config: SweepConfig) -> bool:
     return config.offload.target.name != "none"
 
 

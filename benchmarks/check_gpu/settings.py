@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_lab.config import TrialConfig, from_dict, to_dict
+from fsdp_lab.config import SweepConfig, from_dict, to_dict
 
 Setting = dict[str, Any]  # as typed on the command line: {"sharding": "root", "training.epochs": 1}
 
@@ -63,9 +63,9 @@ BASE: Setting = {
 }
 
 
-def trial(setting: Setting) -> TrialConfig:
+def trial(setting: Setting) -> SweepConfig:
     """`BASE` with `setting` on top: options of groups by their names, single keys with dots."""
-    values = to_dict(TrialConfig())
+    values = to_dict(SweepConfig())
     for key, value in {**BASE, **setting}.items():
         if key in OPTIONS:
             values[key].update(OPTIONS[key][value])
@@ -76,7 +76,7 @@ def trial(setting: Setting) -> TrialConfig:
             node = node[part]
         assert leaf in node, f"{key} is not a key of a trial"
         node[leaf] = value
-    return from_dict(TrialConfig, values)
+    return from_dict(SweepConfig, values)
 
 
 def words(setting: Setting) -> str:

@@ -82,7 +82,7 @@ def compare_bare(bench: Bench) -> Measured:
 
 def mfu_of(samples_per_s: float, bench: Bench) -> float | None:
     """The share of the devices' dense bfloat16 peak; None where that is not known."""
-    from fsdp_lab.config.schema import Dtype
+    from fsdp_lab.config.parallel import Dtype
     from fsdp_lab.training.speed import PEAK_FLOPS
     from fsdp_lab.workloads import build_workload
 

@@ -1,25 +1,23 @@
-"""The configuration: every dataclass, enum and rule. Imports no heavy library."""
+"""The configuration: every key with its rules, by who needs it. Imports no heavy library.
 
-from fsdp_lab.config.checks import (
-    check_forecast,
-    check_ranges,
-    check_trial,
-    cpu_notes,
-    default_num_workers,
-    effective_settings,
-    memory_settings,
-    objectives,
-    sharding_notes,
-    stops_on,
-    workers_of,
-)
-from fsdp_lab.config.convert import all_keys, conf_dir, flatten, from_dict, to_dict
+`TrialConfig` determines the training, `SweepConfig` adds what a sweep needs, `NightlyConfig` what its nights need.
+"""
+
+from fsdp_lab.config.compare import effective_settings, memory_settings, settings
+from fsdp_lab.config.convert import flatten, from_dict, part, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
-from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.config.key import Between, check_ranges
+from fsdp_lab.config.machine import check_forecast, default_num_workers, workers_of
+from fsdp_lab.config.nightly import NightlyConfig
+from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
+from fsdp_lab.config.options import all_keys, conf_dir
+from fsdp_lab.config.sweep import SweepConfig, objectives, stops_on
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.words import read_words
 
 __all__ = [
-    "CombinationError", "ConfigError", "TrialConfig", "UserError", "all_keys", "check_forecast", "check_ranges",
-    "check_trial", "conf_dir", "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict",
-    "memory_settings", "objectives", "read_words", "sharding_notes", "stops_on", "to_dict", "workers_of",
+    "Between", "CombinationError", "ConfigError", "NightlyConfig", "SweepConfig", "TrialConfig", "UserError",
+    "all_keys", "check_forecast", "check_ranges", "conf_dir", "cpu_notes", "default_num_workers",
+    "effective_settings", "flatten", "from_dict", "memory_notes", "memory_settings", "objectives", "part",
+    "read_words", "settings", "sharding_notes", "stops_on", "to_dict", "workers_of",
 ]  # fmt: skip

@@ -7,20 +7,11 @@ import dataclasses
 import types
 import typing
 from enum import Enum
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from fsdp_lab.config.errors import ConfigError
-from fsdp_lab.config.schema import TrialConfig
 
 T = TypeVar("T")
-
-
-def conf_dir() -> Path:
-    """The folder of YAML values: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    return next(d for d in (package / "conf", package.parent / "conf") if d.is_dir())
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -32,31 +23,6 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_dict(value)
     return value.name if isinstance(value, Enum) else value
-
-
-# What an option of a group is, by the key that it sets. Nobody types these: they are typed by the option's name.
-_NAMED_BY_OPTION = {
-    "sharding": ("granularity",),
-    "precision": ("param_dtype", "reduce_dtype", "loss_scaling"),
-    "offload": ("target",),
-    "reshard_after_forward": ("policy",),
-    "model": ("family",),
-    "data": ("name",),
-    "optimizer": ("name",),
-    "lr_schedule": ("name",),
-    "search": ("name",),
-    "scheduler": ("name",),
-}
-
-
-@cache
-def said_by_option(group: str, option: str) -> dict[str, Any]:
-    """`{"sharding.granularity": "per_block"}`: what the option of a group says by its name already."""
-    import yaml  # neither PyTorch nor torchvision brings it, and training takes no more than these
-
-    values = yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text()) or {}
-    defaults = flatten(TrialConfig())
-    return {f"{group}.{key}": values.get(key, defaults[f"{group}.{key}"]) for key in _NAMED_BY_OPTION.get(group, ())}
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -72,9 +38,9 @@ def flatten(config: Any) -> dict[str, Any]:
     return dict(walk("", to_dict(config)))
 
 
-def all_keys() -> list[str]:
-    """Every key that can be typed, dotted."""
-    return list(flatten(TrialConfig()))
+def part(config: Any, config_class: type[T]) -> T:
+    """Return what a config has of a class that its own class extends, as that class."""
+    return config_class(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config_class)})  # type: ignore[arg-type]
 
 
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:

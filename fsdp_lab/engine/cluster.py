@@ -19,7 +19,7 @@ import psutil
 
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
-from fsdp_lab.config.schema import ClusterConfig
+from fsdp_lab.config.sweep import ClusterConfig
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).

@@ -37,9 +37,10 @@ _TAIL_LINES = 50  # of a log, for the report of a failure
 class Job:
     """What a trial's processes are given. Plain values only: it crosses process borders.
 
-    `config` is `to_dict` of the trial's; `num_workers` and `cpus_per_worker` are what its keys of these names stand
+    `config` is `to_dict` of a `TrialConfig`; `num_workers` and `cpus_per_worker` are what the keys of these names stand
     for; `folder` is seen by every node; `launched_in` is where the command was typed, so that relative paths mean the
-    same in every process.
+    same in every process. `timeout_s` (None: never), `wait_timeout_s` and `max_failures` are `trial_timeout_s` and the
+    `cluster` keys of these names. `ray_is_ours`: the driver started Ray, and it ends with the driver.
     """
 
     config: dict[str, Any]
@@ -48,6 +49,10 @@ class Job:
     cpus_per_worker: float
     use_gpu: bool
     launched_in: str
+    timeout_s: float | None
+    wait_timeout_s: float
+    max_failures: int
+    ray_is_ours: bool
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,7 +78,7 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
         if not wait_until_alone(folder, _ALONE_LIMIT_S):
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
         set_aside_failures(folder)  # of a start before this one
-        with watched(folder, job.config["trial_timeout_s"], job.config["cluster"]["wait_timeout_s"]) as begins:
+        with watched(folder, job.timeout_s, job.wait_timeout_s) as begins:
             fit(job, report, begins)
         outcome = outcome_of(read_failures(folder))
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
@@ -106,15 +111,14 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
         ray.train.TrainingFailedError: workers failed more than `cluster.max_failures` times, or could not be
             placed within `cluster.wait_timeout_s`.
     """
-    cluster, folder = job.config["cluster"], Path(job.folder)
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(cluster["wait_timeout_s"])
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(job.wait_timeout_s)
     set_environment()
-    attempts = Attempts(folder, begins)
+    attempts = Attempts(Path(job.folder), begins)
     if ray_private.missing():
         fit_by_ray(job, report, attempts)
     else:
-        settings = trainer_settings(job, cluster["max_failures"], [reporting(report)])
-        ray_private.fit_here(settings, job.folder, attempts, ray_is_ours=cluster["address"] is None)
+        settings = trainer_settings(job, job.max_failures, [reporting(report)])
+        ray_private.fit_here(settings, job.folder, attempts, ray_is_ours=job.ray_is_ours)
 
 
 def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: Attempts) -> None:
@@ -123,7 +127,7 @@ def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: A
     from ray.train import TrainingFailedError
     from ray.train.torch import TorchTrainer
 
-    folder, left = Path(job.folder), job.config["cluster"]["max_failures"]
+    folder, left = Path(job.folder), job.max_failures
     reports = NewReports(folder)
     while True:
         attempts.begin()

@@ -40,10 +40,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fsdp_lab.compose import Trial, check_overrides, explain, group_choices, register_schema, typed_config
 from fsdp_lab.config import (
     ConfigError,
-    TrialConfig,
+    SweepConfig,
     UserError,
     check_forecast,
-    check_trial,
     conf_dir,
     cpu_notes,
     default_num_workers,
@@ -106,13 +105,13 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
         return plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
 
 
-def check(config: TrialConfig) -> None:
+def check(config: SweepConfig) -> None:
     """As for a trial, but for machines that are not this one."""
-    check_trial(config, workers(config))
+    config.check(workers(config))
     check_forecast(config)
 
 
-def workers(config: TrialConfig) -> int:
+def workers(config: SweepConfig) -> int:
     return config.cluster.num_workers or default_num_workers()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp_lab.config import TrialConfig
-from fsdp_lab.config.schema import ForecastDevice, Granularity, ReshardPolicy
+from fsdp_lab.config import SweepConfig, TrialConfig
+from fsdp_lab.config.parallel import Granularity, ReshardPolicy
+from fsdp_lab.config.sweep import ForecastDevice
 from fsdp_lab.hardware import gpus, num_gpus
 
 GIB = 2**30
@@ -87,13 +88,13 @@ def communicators(config: TrialConfig, num_workers: int) -> int:
     return 1 + (2 if sharding.dp_replicate > 1 else 0) + smaller
 
 
-def for_cuda(config: TrialConfig) -> bool:
+def for_cuda(config: SweepConfig) -> bool:
     """Whether the forecast is for GPUs: as `forecast.device` says, or where this machine has one."""
     device = config.forecast.device
     return device is ForecastDevice.cuda or (device is ForecastDevice.auto and num_gpus() > 0)
 
 
-def capacity_bytes(config: TrialConfig, cuda: bool) -> int | None:
+def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
     """`forecast.capacity_gib`, or the memory of the smallest GPU here when the forecast is for GPUs."""
     if config.forecast.capacity_gib is not None:
         return int(config.forecast.capacity_gib * GIB)

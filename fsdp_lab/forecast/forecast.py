@@ -19,8 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.config import TrialConfig, UserError, check_trial
-from fsdp_lab.config.schema import Dtype, Granularity, OffloadConfig, OffloadTarget
+from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.forecast.allocator import reserved_peak
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
@@ -155,7 +155,7 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
         ConfigError: a configuration that could not run either.
         NeedsValuesError: with the operation that asked.
     """
-    check_trial(config, num_workers)
+    config.check(num_workers)
     device = ACCELERATOR if cuda else HOST
     with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run

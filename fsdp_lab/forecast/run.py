@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_lab.config import TrialConfig, UserError, memory_settings
+from fsdp_lab.config import SweepConfig, UserError, memory_settings
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
 from fsdp_lab.hardware import num_cpus
 
@@ -36,14 +36,14 @@ _IMPORTS_S = 120.0  # for a process to start and import PyTorch, on a busy machi
 class Request:
     """One trial to forecast. `capacity_bytes` None: not known. `page`: where its timeline goes."""
 
-    config: TrialConfig
+    config: SweepConfig
     num_workers: int
     cuda: bool
     capacity_bytes: int | None
     page: Path | None = None
 
     @staticmethod
-    def of(config: TrialConfig, num_workers: int, page: Path | None = None) -> Request:
+    def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
         cuda = for_cuda(config)
         return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page)
 

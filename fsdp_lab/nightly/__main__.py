@@ -35,15 +35,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.compose import check, check_overrides, explain, group_choices, register_schema, typed_config
-from fsdp_lab.config import ConfigError, conf_dir, flatten, workers_of
-from fsdp_lab.config.checks import loader_workers_of
-from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS
+from fsdp_lab.compose import check, check_overrides, explain, group_choices, nightly_config, register_schema
+from fsdp_lab.config import Between, ConfigError, all_keys, conf_dir, settings, workers_of
+from fsdp_lab.config.machine import loader_workers_of
+from fsdp_lab.config.options import secret_keys
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
 from fsdp_lab.nightly.night import accept, run_night
 from fsdp_lab.nightly.nights import Night, read_nights, read_since
-from fsdp_lab.nightly.notify import check_url
 from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.verdict import baseline_of
@@ -52,8 +51,7 @@ from fsdp_lab.sweep.record import InUse, holder, locked
 from fsdp_lab.tracking.tags import redact
 
 _OPTIONS = ("--once", "--continue", "--check", "--accept")
-# They differ between nights, or say where things lie and how long they wait, not what is measured.
-_NOT_OF_A_STUDY = ("tracking", "cluster", "forecast", "repeat", "trial_timeout_s", *AFTERWARDS, *RESUME_KEYS)
+_RESUME_KEYS = [key for key in all_keys() if key.startswith("resume")]
 _NIGHTS_TOLD = 3
 
 
@@ -165,7 +163,7 @@ def read_study(overrides: list[str]) -> Study:
         Exception: what Hydra or the checks say of them.
     """
     words = [word.lstrip("+~") for word in overrides]
-    if resumes := [word for word in words if word.partition("=")[0] in RESUME_KEYS]:
+    if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
         raise ConfigError(f"{resumes[0]}: a night goes on by itself when it was interrupted; leave it out.")
     if repeats := [word for word in words if word.startswith("repeat=")]:
         raise ConfigError(f"{repeats[0]}: how often a night trains each setting is nightly.repeats=3; leave it out.")
@@ -189,20 +187,19 @@ def read_study(overrides: list[str]) -> Study:
             )
         first = [values[0] for values in axes.values()]
         cfg = compose("config", first, return_hydra_config=True)
-    config = typed_config(cfg, nightly=True)
+    config = nightly_config(cfg)
     choices = group_choices(cfg)
     check(config)
-    check_url(config.nightly.notify.url)
     swept = {key.lstrip("+") for key, values in axes.items() if len(values) > 1}
-    settings = {
+    shared = {
         key: value
-        for key, value in flatten(config).items()
-        if key.partition(".")[0] not in (*_NOT_OF_A_STUDY, *swept) and key not in swept
+        for key, value in settings(config, Between.NIGHTS).items()
+        if key.partition(".")[0] not in swept and key not in swept
     }
-    if "data.loader_workers" in settings:  # as a number: nights before null wrote one, and it changes what is measured
-        settings["data.loader_workers"] = loader_workers_of(config)
-    settings |= {"workers": workers_of(config), "device": "cuda" if num_gpus() else "cpu"}
-    settings |= {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
+    if "data.loader_workers" in shared:  # as a number: nights before null wrote one, and it changes what is measured
+        shared["data.loader_workers"] = loader_workers_of(config)
+    shared |= {"workers": workers_of(config), "device": "cuda" if num_gpus() else "cpu"}
+    shared |= {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
     name = choices.get("experiment", "nightly")
     nightly = config.nightly
     repeats = [f"repeat={','.join(map(str, range(nightly.repeats)))}"] if nightly.repeats > 1 else []
@@ -212,11 +209,11 @@ def read_study(overrides: list[str]) -> Study:
     # with defaults out of the way the axes have the order of the words: the repeats lie as far apart as they can
     no_defaults = [f"hydra.sweeper.params.{key}=null" for key, value in defaults.items() if value is not None]
     arguments = [*repeats, *default_axes, *typed, *no_defaults]
-    shares_cores = settings["device"] == "cpu" and config.cluster.address is None
-    secret = "nightly.notify.url="
-    shown = [f"{secret}***" if word.lstrip("+").startswith(secret) else word for word in overrides]
+    shares_cores = shared["device"] == "cpu" and config.cluster.address is None
+    secret = [word for word in overrides if word.lstrip("+").partition("=")[0] in secret_keys()]
+    shown = [f"{word.partition('=')[0]}=***" if word in secret else word for word in overrides]
     go_on = redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *shown]))
-    return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, settings, shares_cores, go_on)
+    return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, shared, shares_cores, go_on)
 
 
 def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median, variance
 
-from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import SPEED, Gate, Metric, gated
 from fsdp_lab.status import TrialStatus
 

@@ -9,24 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from fsdp_lab.config import ConfigError
-from fsdp_lab.config.schema import NotifyConfig
+from fsdp_lab.config.nightly import NotifyConfig
 
 _AFTER = "; it is not sent again, and is in gate.md and MLflow"
-
-
-def check_url(url: str | None) -> None:
-    """
-    Raises:
-        ConfigError: it is no http address. The address itself may be a secret and is not told.
-    """
-    try:
-        parts = urlsplit(url or "http://none")
-        fine = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        fine = False
-    if not fine:
-        raise ConfigError("nightly.notify.url is not an http or https address; give one, or null for none.")
 
 
 def notify(to: NotifyConfig, verdict: Mapping[str, Any]) -> str | None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.config.schema import NightlyConfig, TrackingConfig
+from fsdp_lab.config.nightly import NightConfig
+from fsdp_lab.config.sweep import TrackingConfig
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Study:
 
     name: str
     folder: Path
-    nightly: NightlyConfig
+    nightly: NightConfig
     tracking: TrackingConfig
     arguments: list[str]
     settings: dict[str, Any]

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError, UserError, check_ranges, read_words
-from fsdp_lab.config.schema import ReportConfig, TrackingConfig, TrialConfig
+from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import Sweep
 from fsdp_lab.report.write import FILES, write_report
@@ -110,7 +110,7 @@ def with_tolerances(sweep: Sweep, options: dict[str, str]) -> Sweep:
             given[key] = default if text is None else float(text)
         except ValueError:
             raise ConfigError(f"report.{key}={text} is not a number; use for example 0.05.") from None
-    check_ranges(dataclasses.replace(TrialConfig(), report=ReportConfig(**given)))
+    check_ranges(ReportConfig(**given), "report.")
     return dataclasses.replace(sweep, **given)  # type: ignore[arg-type]
 
 

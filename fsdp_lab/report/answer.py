@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.config.schema import TrainingConfig
+from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.metrics import MEMORY, MIB, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, words
 from fsdp_lab.status import TrialStatus

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, objectives
-from fsdp_lab.config.schema import SearchName
+from fsdp_lab.config.options import secret_keys
+from fsdp_lab.config.sweep import SearchName
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
@@ -166,7 +167,8 @@ def write_multirun(config: DictConfig, plan: SweepPlan) -> None:
     begin_folder(plan.folder, trials)
     kept = copy.deepcopy(config)
     with open_dict(kept):
-        kept.nightly.notify.url = None  # often a secret, and no sweep's
+        for key in secret_keys():
+            OmegaConf.update(kept, key, None)
     OmegaConf.save(kept, plan.folder / "multirun.yaml")
     for trial in trials:
         write_hydra_folder(trial)

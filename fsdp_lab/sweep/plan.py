@@ -11,7 +11,7 @@ from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import (
     CombinationError,
     ConfigError,
-    TrialConfig,
+    SweepConfig,
     conf_dir,
     effective_settings,
     workers_of,
@@ -42,7 +42,7 @@ class Plan:
 def plan_sweep(
     grid: Sequence[Sequence[str]],
     compose: Callable[[Sequence[str], int], Trial],
-    check: Callable[[TrialConfig], None] = check,
+    check: Callable[[SweepConfig], None] = check,
     fold: bool = True,
 ) -> Plan:
     """Compose and check every cell.

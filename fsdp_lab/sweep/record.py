@@ -28,8 +28,20 @@ import yaml
 from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import ConfigError, TrialConfig, UserError, flatten, from_dict, to_dict, workers_of
-from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS, TrackingConfig
+from fsdp_lab.config import (
+    Between,
+    ConfigError,
+    NightlyConfig,
+    SweepConfig,
+    UserError,
+    from_dict,
+    part,
+    settings,
+    to_dict,
+    workers_of,
+)
+from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import append_line, clear_left_over
 from fsdp_lab.files import write_json, write_text
 from fsdp_lab.sweep.paths import name_storage, storage
@@ -39,15 +51,6 @@ _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, 
 # Set while a resume works in another folder than the one it was typed in.
 TYPED_ELSEWHERE = "FSDP_LAB_TYPED_ELSEWHERE"
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
-# What may be another in a resume: where and how long things run and wait, not what is learned or measured.
-_MAY_DIFFER = (
-    "cluster.address", "cluster.max_failures", "cluster.wait_timeout_s", "trial_timeout_s", "tracking.patience_s",
-    "tracking.ui", "search.num_trials", *RESUME_KEYS,
-)  # fmt: skip
-
-
-# What versions wrote out that had no null for these keys: a resume takes it for the null of today.
-_BEFORE_NULL = {"cluster.cpus_per_worker": 1.0, "data.loader_workers": 0}
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Record:
     libraries: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(arguments: Sequence[str], multirun: bool, config: TrialConfig) -> Record:
+    def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> Record:
         """A new sweep's, with the code as it is now."""
         typed = [argument for argument in arguments if argument not in ("-m", "--multirun")]
         workers = workers_of(config)
@@ -256,7 +259,7 @@ def changes_of_code(record: Record) -> list[str]:
     return [*([f"fsdp_lab's code: {shown}"] if files else []), *libraries]
 
 
-def changes_of_workers(record: Record, config: TrialConfig) -> list[str]:
+def changes_of_workers(record: Record, config: SweepConfig) -> list[str]:
     """Whether `cluster.num_workers=null` stands for another number now."""
     workers = workers_of(config)
     if config.cluster.num_workers is not None or workers == record.num_workers:
@@ -264,30 +267,37 @@ def changes_of_workers(record: Record, config: TrialConfig) -> list[str]:
     return [f"cluster.num_workers=null was {record.num_workers} there and is {workers} here"]
 
 
-def changes_of_config(trial_folder: Path, config: TrialConfig) -> list[str]:
+def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
     """What the trial's saved config has other than `config`, in words. Nothing for a trial that was never set up."""
     path = trial_folder / ".hydra" / "config.yaml"
     if not path.exists():
         return []
     try:
-        before = from_dict(TrialConfig, yaml.safe_load(path.read_text()))
+        before = saved_config(yaml.safe_load(path.read_text()))
     except ConfigError as error:
         return [f"{path}: {error}"]
-    there, here = _settings(before), _settings(config)
+    there, here, keys = _settings(before), _settings(config), keys_of(SweepConfig)
     return [
         f"{key}={there[key]} there, {value} here"
         for key, value in here.items()
-        if there[key] != value and not (value is None and there[key] == _BEFORE_NULL.get(key))
+        if there[key] != value and not (value is None and there[key] == keys[key].before_null)
     ]
 
 
-def _settings(config: TrialConfig) -> dict[str, Any]:
-    values = {
-        key: value
-        for key, value in flatten(config).items()
-        if key not in _MAY_DIFFER and key.partition(".")[0] not in AFTERWARDS
-    }
-    return values | {"tracking.uri": redact(config.tracking.uri)}  # a password may be another, and is not told
+def saved_config(values: dict[str, Any]) -> SweepConfig:
+    """Read a trial's `.hydra/config.yaml`, in which Hydra, and earlier versions, leave the keys of the nights too.
+
+    Raises:
+        ConfigError: a key or a value that is none any more.
+    """
+    return part(from_dict(NightlyConfig, values), SweepConfig)
+
+
+def _settings(config: SweepConfig) -> dict[str, Any]:
+    """What a resume must not change. A password may be another, and is not told."""
+    keys = keys_of(type(config))
+    counting = settings(config, Between.STARTS)
+    return {key: redact(str(value)) if keys[key].secret else value for key, value in counting.items()}
 
 
 def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:

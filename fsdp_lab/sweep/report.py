@@ -13,15 +13,15 @@ import yaml
 from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import TrialConfig, UserError, from_dict
-from fsdp_lab.config.schema import ReportConfig, TrackingConfig
+from fsdp_lab.config import SweepConfig, UserError, from_dict
+from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.paths import storage
-from fsdp_lab.sweep.record import Record, read_record, read_trials
+from fsdp_lab.sweep.record import Record, read_record, read_trials, saved_config
 from fsdp_lab.sweep.resume import resumed_states
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking import fetch_artifact, read_sweep, runs_url
@@ -74,7 +74,7 @@ def sweep_of(
     )
 
 
-def sweep_in(folder: Path) -> tuple[data.Sweep, Record, TrialConfig]:
+def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
     """What a folder knows, with the config of its first trial.
 
     Raises:
@@ -165,8 +165,7 @@ def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial | No
     except FileNotFoundError:
         return None
     choices = {k: str(v) for k, v in hydra["hydra"]["runtime"]["choices"].items() if v and not k.startswith("hydra/")}
-    typed_config = from_dict(TrialConfig, config)
-    return Trial(number, typed_config, choices, list(overrides), folder, OmegaConf.create())
+    return Trial(number, saved_config(config), choices, list(overrides), folder, OmegaConf.create())
 
 
 def _run_ids(folder: Path) -> dict[str, str]:

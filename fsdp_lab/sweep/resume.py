@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_lab.compose import Trial, check
-from fsdp_lab.config import TrialConfig, UserError
-from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_json, read_latest, read_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.paths import storage
@@ -44,7 +44,7 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:
     ], record.launched_in
 
 
-def resumed_states(trials: Sequence[Trial], folder: Path, config: TrialConfig) -> list[TrialState]:
+def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:
     """How each trial stands, by what its folder holds. One without a result waits for its turn, and goes on from its
     last checkpoint."""
     states = []
@@ -63,7 +63,7 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: TrialConfig) -
     return states
 
 
-def check_unchanged(record: Record, states: Sequence[TrialState], folder: Path, config: TrialConfig) -> None:
+def check_unchanged(record: Record, states: Sequence[TrialState], folder: Path, config: SweepConfig) -> None:
     """Refuse to go on with other settings, other code or other data than the sweep was started with.
 
     Raises:
@@ -100,7 +100,7 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
     """Compare the digests that trials reported with those of the data as it is now."""
     if all(state.ended for state in states):
         return []
-    found: dict[str, tuple[str, TrialConfig]] = {}  # what was reported, and a config that could read the data
+    found: dict[str, tuple[str, SweepConfig]] = {}  # what was reported, and a config that could read the data
     for state in states:
         facts = read_any_facts(storage(state.trial, folder))
         data = state.trial.config.data

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import TrialConfig
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.engine.files import (
     Outcome,
     clear_attempt,
@@ -44,7 +44,7 @@ class SweepPlan:
     """
 
     state: SweepState
-    config: TrialConfig
+    config: SweepConfig
     folder: Path
     swept: Sequence[str]
     record: Record

@@ -16,8 +16,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.compose import check as check_here
-from fsdp_lab.config import CombinationError, ConfigError, TrialConfig, effective_settings, flatten, workers_of
-from fsdp_lab.config.schema import SearchConfig, SearchName
+from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, effective_settings, flatten, workers_of
+from fsdp_lab.config.sweep import SearchConfig, SearchName
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
-_DEFAULTS = flatten(TrialConfig())
+_DEFAULTS = flatten(SweepConfig())
 _MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that can be
 
 
@@ -128,7 +128,7 @@ class OptunaSearch:
         space: Space,
         objectives: Sequence[tuple[str, str]],
         compose: Callable[[Sequence[str], int], Trial],
-        check: Callable[[TrialConfig], None] = check_here,
+        check: Callable[[SweepConfig], None] = check_here,
     ) -> None:
         import optuna
 

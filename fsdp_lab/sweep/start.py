@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_lab.config.checks import check_driver
-from fsdp_lab.config.schema import Engine
+from fsdp_lab.config.machine import check_driver
+from fsdp_lab.config.sweep import Engine
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.listeners.console import Console

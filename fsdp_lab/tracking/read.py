@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.metrics import is_mib_key
 from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, sqlite_file
 from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, redact

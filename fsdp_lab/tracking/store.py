@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.tracking.tags import how_to_read, one_line, redact
 
 if TYPE_CHECKING:

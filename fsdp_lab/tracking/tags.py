@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab import metrics
-from fsdp_lab.config.convert import flatten, said_by_option
-from fsdp_lab.config.schema import AFTERWARDS, RESUME_KEYS, TrialConfig
+from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.options import said_by_option
+from fsdp_lab.config.sweep import SweepConfig
 
 _HOW_TO_READ = """\
 **How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
@@ -71,11 +73,12 @@ def one_line(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def trial_params(config: TrialConfig, choices: Mapping[str, str]) -> dict[str, str]:
+def trial_params(config: SweepConfig, choices: Mapping[str, str]) -> dict[str, str]:
     """The parameters of a trial: the group choices, then every key by its dotted name, as they are typed; without what
     a choice says already, so that a comparison shows an axis once."""
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
-    own = {k: v for k, v in flatten(config).items() if k.partition(".")[0] not in (*AFTERWARDS, *RESUME_KEYS)}
+    keys = keys_of(type(config))
+    own = {k: v for k, v in flatten(config).items() if keys[k].is_param}
     said = {k: v for group, option in chosen.items() if group != "experiment" for k, v in _said(group, option).items()}
     values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in said or said[k] != v)}}
     return {key: redact(_typed(value)) for key, value in values.items()}

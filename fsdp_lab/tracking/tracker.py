@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.config.schema import TrackingConfig, TrialConfig
+from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
 from fsdp_lab.metrics import mib_figures
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking.outbox import Outbox
@@ -185,7 +185,7 @@ class Tracker:
         )
 
     def log_config(
-        self, run_id: str, config: TrialConfig, choices: Mapping[str, str], folder: Path, resumed: bool = False
+        self, run_id: str, config: SweepConfig, choices: Mapping[str, str], folder: Path, resumed: bool = False
     ) -> None:
         """The parameters of a trial and its config's files.
 
@@ -332,7 +332,7 @@ class Tracker:
 
 
 def _log_params(
-    client: MlflowClient, run_id: str, config: TrialConfig, choices: Mapping[str, str], resumed: bool
+    client: MlflowClient, run_id: str, config: SweepConfig, choices: Mapping[str, str], resumed: bool
 ) -> None:
     from mlflow.entities import Param
 

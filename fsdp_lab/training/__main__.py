@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_lab.config import ConfigError, TrialConfig, UserError, conf_dir, from_dict, to_dict
+from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, conf_dir, from_dict, part, to_dict
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
 
@@ -40,25 +40,25 @@ class ConsoleReporter:
             print(json.dumps({key: round(value, 6) for key, value in metrics.items()}), flush=True)
 
 
-def read_config(base: Path | None, overrides: list[str]) -> TrialConfig:
-    """The defaults, or a composed config's file, with overrides on top.
+def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
+    """Return the defaults, or a composed config's file, with overrides on top.
 
     Raises:
         ConfigError: an unknown key or option, or a value of the wrong type.
     """
     import yaml  # `fsdp_lab.training` itself needs only PyTorch and torchvision
 
-    values = to_dict(TrialConfig())
+    values = to_dict(NightlyConfig())
     if base is not None:
         values = merge(values, yaml.safe_load(base.read_text()) or {})
     for override in overrides:
         key, _, text = override.partition("=")
         group = conf_dir() / key
         value = read_option(group, text) if key and group.is_dir() else yaml.safe_load(text)
-        for part in reversed(key.split(".")):
-            value = {part: value}
+        for name in reversed(key.split(".")):
+            value = {name: value}
         values = merge(values, value)
-    return from_dict(TrialConfig, values)
+    return from_dict(NightlyConfig, values)
 
 
 def read_option(group: Path, option: str) -> Any:
@@ -97,7 +97,7 @@ def main() -> int:
     try:
         config = read_config(args.config, args.overrides)
         args.folder.mkdir(parents=True, exist_ok=True)
-        train(config, args.folder, ConsoleReporter())
+        train(part(config, TrialConfig), args.folder, ConsoleReporter())
         dist.destroy_process_group()
     except UserError as error:
         print(f"fsdp_lab.training: {error}", file=sys.stderr)

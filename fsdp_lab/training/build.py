@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device

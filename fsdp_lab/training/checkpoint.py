@@ -25,9 +25,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp_lab.config.convert import flatten, to_dict
+from fsdp_lab.config.compare import settings
+from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.schema import RESUME_KEYS, CheckpointConfig, CheckpointMode, TrialConfig
+from fsdp_lab.config.key import Between
+from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import Ranks, sum_over_ranks
 
 Metrics = dict[str, float]
@@ -281,19 +284,9 @@ def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
         )
 
 
-# What may differ between the starts of one trial: how long, where, and what is kept of it.
-_MAY_DIFFER = (
-    "training.epochs", "training.max_steps", "training.timing_warmup_steps", "data.loader_workers", "memory_profile",
-    "export", "engine", "objective", "trial_timeout_s", *RESUME_KEYS,
-)  # fmt: skip
-_ROOMS_THAT_MAY_DIFFER = ("checkpoint.", "cluster.", "forecast.", "search.", "scheduler.", "tracking.")
-
-
 def trial_identity(config: TrialConfig) -> dict[str, Any]:
     """The keys that make a trial what it is."""
-    return {
-        k: v for k, v in flatten(config).items() if k not in _MAY_DIFFER and not k.startswith(_ROOMS_THAT_MAY_DIFFER)
-    }
+    return settings(config, Between.CHECKPOINT)
 
 
 def check_same_trial(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:

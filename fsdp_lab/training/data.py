@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from fsdp_lab.config.errors import ConfigError, UserError
-from fsdp_lab.config.schema import TrainingConfig
+from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.hardware import default_loader_workers, worker_cpus
 from fsdp_lab.training.distributed import ParallelDims, Ranks, gather
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_lab.config.schema import Granularity, ShardingConfig
+from fsdp_lab.config.parallel import Granularity, ShardingConfig
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fsdp_lab.config.convert import from_dict, to_dict
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.schema import DataConfig, ModelConfig, TrialConfig
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.files import whole
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.workloads.build import build_model_spec

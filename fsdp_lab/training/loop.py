@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.memory import MemoryProfile

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_lab.config.schema import MemoryProfile as Detail
-from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.config.training import MemoryProfile as Detail
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.files import write_json
 from fsdp_lab.profile import CATEGORIES, PLACES, Event, Profile
 from fsdp_lab.training.distributed import Ranks

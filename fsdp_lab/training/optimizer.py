@@ -9,15 +9,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp_lab.config.schema import (
-    LrScheduleConfig,
-    LrScheduleName,
-    OffloadTarget,
-    OptimizerImplementation,
-    OptimizerName,
-    PrecisionConfig,
-    TrialConfig,
-)
+from fsdp_lab.config.parallel import OffloadTarget, PrecisionConfig
+from fsdp_lab.config.training import LrScheduleConfig, LrScheduleName, OptimizerImplementation, OptimizerName
+from fsdp_lab.config.trial import TrialConfig
 
 
 def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> torch.optim.Optimizer:

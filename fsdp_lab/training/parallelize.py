@@ -23,8 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.config.schema import (
-    ActivationCheckpointing,
+from fsdp_lab.config.parallel import (
     Dtype,
     Granularity,
     OffloadConfig,
@@ -33,8 +32,9 @@ from fsdp_lab.config.schema import (
     ReshardConfig,
     ReshardPolicy,
     ShardingConfig,
-    TrialConfig,
 )
+from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import one_post_forward_mesh
 
 BlockClasses = tuple[type[nn.Module], ...]

@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from fsdp_lab.config.schema import Dtype, TrialConfig
+from fsdp_lab.config.parallel import Dtype
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.distributed import Ranks
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_lab.config.checks import check_trial, cpu_notes, memory_notes, sharding_notes
-from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.build import build
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics
 from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data, microbatch_size
@@ -48,7 +48,7 @@ def train(
     """Train one trial; every rank calls this.
 
     Args:
-        config: what to train. `cluster` and `tracking` are not looked at.
+        config: what to train.
         folder: the trial's own folder, seen by all ranks: `checkpoints/` and `model.pt` come to be here.
             A run that was stopped goes on from the last checkpoint in it.
         on_step_losses: told the loss of every step of an epoch, over the global batch.
@@ -58,7 +58,7 @@ def train(
         DivergedError: the loss is not finite.
     """
     ranks = setup_distributed()
-    check_trial(config, ranks.world_size)
+    config.check(ranks.world_size)
     start_clean(ranks.device)
     dims = build_parallel_dims(config.sharding, ranks)
     workload = build_workload(config.model, config.data)

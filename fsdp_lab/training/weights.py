@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_lab.config.schema import Init, TrialConfig
+from fsdp_lab.config.training import Init
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.workloads.base import ModelSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from fsdp_lab.config.registry import module_of
-from fsdp_lab.config.schema import DataConfig, ModelConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.base import ModelSpec, Workload
 from fsdp_lab.workloads.vision.classification import Classification
 from fsdp_lab.workloads.vision.images import ImageSource, image_data

@@ -33,9 +33,9 @@ class FsdpLabSweeper(Sweeper):
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def sweep(self, arguments: list[str]) -> Any:
-        from fsdp_lab.config import TrialConfig
+        from fsdp_lab.config import NightlyConfig
 
-        if OmegaConf.get_type(self.config) is not TrialConfig:
+        if OmegaConf.get_type(self.config) is not NightlyConfig:
             from fsdp_lab.sweep.foreign import run_foreign
 
             return run_foreign(self, self.hydra_context, self.task_function, self.config, self.params, arguments)

@@ -25,7 +25,6 @@ from benchmarks.check_gpu.machine import digest
 from benchmarks.check_gpu.settings import OPTIONS, trial
 from benchmarks.check_gpu.state import State, key_of
 from benchmarks.check_gpu.subjects import all_lines
-from fsdp_lab.config import check_trial
 from tests.conftest import ROOT
 
 CPU = Machine("cpu", "a CPU", 0, 2, "-", "-", "2.15", "-", "-", "-", "3.11")
@@ -55,9 +54,9 @@ def test_every_line_has_a_name_of_its_own_and_a_valid_trial(on: Bench):
     assert len({line.id for line in lines}) == len(lines)
     for line in lines:
         if line.subject == "parity":
-            check_trial(trial(parity.full(line.case, line.workers)), line.workers)
+            trial(parity.full(line.case, line.workers)).check(line.workers)
         if line.subject == "memory":
-            check_trial(trial(memory.setting_of(line, on)), line.workers)
+            trial(memory.setting_of(line, on)).check(line.workers)
 
 
 def test_several_gpus_are_all_used_and_forecasts_are_checked_on_one_too():

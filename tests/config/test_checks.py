@@ -12,21 +12,21 @@ from fsdp_lab import hardware
 from fsdp_lab.config import (
     CombinationError,
     ConfigError,
-    TrialConfig,
+    SweepConfig,
     UserError,
-    check_trial,
-    checks,
     cpu_notes,
     default_num_workers,
     effective_settings,
     from_dict,
+    machine,
     sharding_notes,
 )
-from fsdp_lab.config.checks import check_local_capacity, cpus_per_worker_of, loader_workers_of, missing_data_message
-from fsdp_lab.config.schema import ClusterConfig, DataConfig
+from fsdp_lab.config.machine import check_local_capacity, cpus_per_worker_of, loader_workers_of
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.config.workload import DataConfig
 
 
-def trial(*overrides: str) -> TrialConfig:
+def trial(*overrides: str) -> SweepConfig:
     """`a.b=text` on top of the defaults: texts, whole numbers, decimals and null as YAML has them."""
     import yaml
 
@@ -35,7 +35,7 @@ def trial(*overrides: str) -> TrialConfig:
         key, _, text = override.partition("=")
         section, _, leaf = key.partition(".")
         values.setdefault(section, {})[leaf] = yaml.safe_load(text)
-    return from_dict(TrialConfig, values)
+    return from_dict(SweepConfig, values)
 
 
 BELOW_ONE = [
@@ -69,7 +69,7 @@ OUTSIDE = [("optimizer.beta1", 1.0), ("optimizer.beta2", 1.5), ("optimizer.beta1
 )
 def test_ranges(key: str, value: float, rule: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_trial(trial(f"{key}={value}"), 2)
+        trial(f"{key}={value}").check(2)
     for words in (f"{key}={value}", rule, remedy):
         assert words in str(caught.value)
     assert not isinstance(caught.value, CombinationError)
@@ -77,13 +77,13 @@ def test_ranges(key: str, value: float, rule: str, remedy: str) -> None:
 
 @pytest.mark.parametrize("overrides", [[], ["training.seed=0"], ["data.num_train=null"], ["optimizer.beta1=0.0"]])
 def test_what_is_in_range_passes(overrides: list[str]) -> None:
-    check_trial(trial(*overrides), 2)
+    trial(*overrides).check(2)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_rate_that_is_no_number_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=f"optimizer.lr={value}"):
-        check_trial(trial(f"optimizer.lr={value}"), 2)
+        trial(f"optimizer.lr={value}").check(2)
 
 
 DDP = "sharding.granularity=ddp"
@@ -119,7 +119,7 @@ TO_SIZE = "reshard_after_forward.policy=to_size"
 )  # fmt: skip
 def test_combinations(overrides: list[str], workers: int, words: list[str]) -> None:
     with pytest.raises(CombinationError) as caught:
-        check_trial(trial(*overrides), workers)
+        trial(*overrides).check(workers)
     for word in words:
         assert word in str(caught.value)
 
@@ -137,7 +137,7 @@ def test_combinations(overrides: list[str], workers: int, words: list[str]) -> N
 )  # fmt: skip
 def test_what_is_missing(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_trial(trial(*overrides), 2)
+        trial(*overrides).check(2)
     for word in words:
         assert word in str(caught.value)
 
@@ -157,7 +157,7 @@ def test_what_is_missing(overrides: list[str], words: list[str]) -> None:
     ],
 )
 def test_what_has_a_meaning_passes(overrides: list[str], workers: int) -> None:
-    check_trial(trial(*overrides), workers)
+    trial(*overrides).check(workers)
 
 
 ROOT = "sharding.granularity=root"
@@ -217,13 +217,13 @@ def test_missing_data_message(tmp_path: Path) -> None:
     files = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
     for name in files[:3]:
         (raw / name).touch()
-    message = missing_data_message(data)
+    message = data.missing()
     assert message is not None
     for words in (f"data.root={tmp_path}", str(raw), "did not find t10k-labels-idx1-ubyte;", "data=digits"):
         assert words in message
     (raw / files[3]).touch()
-    assert missing_data_message(data) is None
-    assert missing_data_message(DataConfig(root=str(tmp_path / "absent"))) is None  # digits need no files
+    assert data.missing() is None
+    assert DataConfig(root=str(tmp_path / "absent")).missing() is None  # digits need no files
 
 
 def test_errors_are_told_to_users() -> None:
@@ -275,7 +275,7 @@ def test_cpus_per_worker_of_this_machine(
 def test_more_workers_than_this_machine_can_place(
     monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, cluster: ClusterConfig, workers: int, words: str
 ) -> None:
-    for module in (hardware, checks):
+    for module in (hardware, machine):
         monkeypatch.setattr(module, "num_gpus", lambda: gpus)
         monkeypatch.setattr(module, "num_cpus", lambda: cores)
     with pytest.raises(ConfigError, match=re.escape(f"cluster.num_workers{words}")):
@@ -295,7 +295,7 @@ def test_more_workers_than_this_machine_can_place(
 def test_loader_workers_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, settings: tuple[str, ...], workers: int
 ) -> None:
-    for module in (hardware, checks):
+    for module in (hardware, machine):
         monkeypatch.setattr(module, "num_gpus", lambda: gpus)
         monkeypatch.setattr(module, "num_cpus", lambda: cores)
     assert loader_workers_of(trial(*settings)) == workers
@@ -303,4 +303,4 @@ def test_loader_workers_of_this_machine(
 
 @pytest.mark.parametrize(("value", "found"), [(None, None), (1, 1.0), (0.5, 0.5), (16.0, 16.0)])
 def test_cpus_per_worker_as_it_was_and_is_written(value: float | None, found: float | None) -> None:
-    assert from_dict(TrialConfig, {"cluster": {"cpus_per_worker": value}}).cluster.cpus_per_worker == found
+    assert from_dict(SweepConfig, {"cluster": {"cpus_per_worker": value}}).cluster.cpus_per_worker == found

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_lab.config import ConfigError, TrialConfig, all_keys, conf_dir, flatten, from_dict, to_dict
-from fsdp_lab.config.schema import CheckpointMode, Granularity, OptimizerConfig
+from fsdp_lab.config import ConfigError, NightlyConfig, all_keys, conf_dir, flatten, from_dict, to_dict
+from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.training import CheckpointMode, OptimizerConfig
 from tests.ranks import read_config
 
 
@@ -27,13 +28,13 @@ from tests.ranks import read_config
 def test_round_trip(overrides: list[str]) -> None:
     config = read_config(None, overrides)
     plain = to_dict(config)
-    assert from_dict(TrialConfig, plain) == config
-    assert from_dict(TrialConfig, json.loads(json.dumps(plain))) == config
-    assert from_dict(TrialConfig, yaml.safe_load(yaml.safe_dump(plain))) == config
+    assert from_dict(NightlyConfig, plain) == config
+    assert from_dict(NightlyConfig, json.loads(json.dumps(plain))) == config
+    assert from_dict(NightlyConfig, yaml.safe_load(yaml.safe_dump(plain))) == config
 
 
 def test_to_dict_has_names_of_enums() -> None:
-    plain = to_dict(TrialConfig())
+    plain = to_dict(NightlyConfig())
     assert plain["sharding"]["granularity"] == "per_block"
     assert plain["checkpoint"]["mode"] == "sync"
     assert plain["cluster"]["num_workers"] is None
@@ -56,8 +57,8 @@ def test_flatten_names_are_the_command_lines() -> None:
 @pytest.mark.parametrize("key", all_keys())
 def test_every_key_can_be_typed(key: str) -> None:
     """Each key's default, written as text and read again, is the default."""
-    value = flatten(TrialConfig())[key]
-    assert read_config(None, [f"{key}={json.dumps(value)}"]) == TrialConfig()
+    value = flatten(NightlyConfig())[key]
+    assert read_config(None, [f"{key}={json.dumps(value)}"]) == NightlyConfig()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_every_key_can_be_typed(key: str) -> None:
 )  # fmt: skip
 def test_wrong_values_are_told(values: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_dict(TrialConfig, values)
+        from_dict(NightlyConfig, values)
     for word in words:
         assert word in str(caught.value)
 
@@ -98,13 +99,13 @@ def test_wrong_values_are_told(values: dict[str, object], words: list[str]) -> N
     ],
 )
 def test_values_are_read(values: dict[str, object], key: str, expected: object) -> None:
-    got = flatten(from_dict(TrialConfig, values))[key]
+    got = flatten(from_dict(NightlyConfig, values))[key]
     assert got == expected
     assert type(got) is type(expected)
 
 
 def test_what_is_not_given_keeps_its_default() -> None:
-    config = from_dict(TrialConfig, {"optimizer": {"lr": 0.5}})
+    config = from_dict(NightlyConfig, {"optimizer": {"lr": 0.5}})
     assert config.optimizer == OptimizerConfig(lr=0.5)
     assert config.checkpoint.mode is CheckpointMode["sync"]
 

@@ -24,7 +24,7 @@ from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
 _ASK_FOR_TOO_MUCH = """
 import ray
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.schema import ClusterConfig
+from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import check_capacity, resolve_cpus_per_worker, stop_ray
 ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
 assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)).side_by_side == 1
@@ -68,7 +68,7 @@ def test_cpus_per_worker_by_the_nodes(nodes: list[tuple[bool, int, int]], each: 
 
 _START = """
 import ray
-from fsdp_lab.config.schema import ClusterConfig
+from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import num_gpus, start_ray, stop_ray
 start_ray(ClusterConfig())
 print("GPUs:", num_gpus())
@@ -94,7 +94,7 @@ def test_ray_here_has_the_gpus_that_we_count(
 
 _LOSE_A_SERVER = """
 import sys, time, psutil
-from fsdp_lab.config.schema import ClusterConfig
+from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import lost_server, start_ray, stop_ray
 start_ray(ClusterConfig())
 assert lost_server() is None

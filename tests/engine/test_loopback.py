@@ -5,7 +5,7 @@ import sys
 
 _LISTENERS = """
 import psutil
-from fsdp_lab.config.schema import ClusterConfig
+from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import start_ray, stop_ray
 start_ray(ClusterConfig())
 family = [psutil.Process(), *psutil.Process().children(recursive=True)]

@@ -63,8 +63,7 @@ def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("a worker failed")
 
     monkeypatch.setattr(job, "fit", fit)
-    config = {"trial_timeout_s": None, "cluster": {"wait_timeout_s": 600.0}}
-    job.run_job(job.Job(config, str(tmp_path), 2, 1.0, False, "."), lambda metrics: None)
+    job.run_job(job.Job({}, str(tmp_path), 2, 1.0, False, ".", None, 600.0, 1, True), lambda metrics: None)
     outcome = read_outcome(tmp_path)
     assert outcome is not None
     assert outcome.status == "oom" and outcome.error == "rank 0: OutOfMemoryError: CUDA out of memory"

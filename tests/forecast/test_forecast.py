@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import CombinationError, ConfigError, check_forecast, memory_settings
-from fsdp_lab.config.schema import ForecastConfig, ForecastDevice
+from fsdp_lab.config.sweep import ForecastConfig, ForecastDevice
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
 from fsdp_lab.forecast.fits import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators, gpu_memory

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from scipy.stats import ttest_ind
 
-from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED
 from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.nightly.gate import LOSS, Finding, Result, compare, table

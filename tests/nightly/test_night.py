@@ -393,7 +393,7 @@ def test_a_store_of_a_newer_mlflow_is_told_and_the_night_has_failed(nights: Path
 
 
 def test_a_webhook_that_is_down_or_refuses_changes_nothing():
-    from fsdp_lab.config.schema import NotifyConfig
+    from fsdp_lab.config.nightly import NotifyConfig
     from fsdp_lab.nightly.notify import notify
 
     told = notify(NotifyConfig("http://127.0.0.1:9/t0psecret", 2.0), {"verdict": "good"})

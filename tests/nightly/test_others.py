@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from fsdp_lab.config.schema import ToleranceConfig
+from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import MEMORY, SPEED
 from fsdp_lab.nightly.gate import Result, compare
 from fsdp_lab.nightly.nights import GOOD, Night

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import TrialConfig, UserError
-from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import hold_alive, wait_until_alone
 from fsdp_lab.sweep.paths import storage
 from fsdp_lab.sweep.record import (
@@ -106,7 +106,7 @@ def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
 
 def test_a_record_comes_back_as_it_was_and_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    record = Record.of(["-m", "sharding=root,ddp"], True, TrialConfig())
+    record = Record.of(["-m", "sharding=root,ddp"], True, SweepConfig())
     assert record.arguments == ["sharding=root,ddp"]
     record.write(tmp_path)
     assert read_record(tmp_path) == record
@@ -117,12 +117,12 @@ def test_a_record_comes_back_as_it_was_and_is_the_last(tmp_path: Path, monkeypat
 
 def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    Record.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, TrialConfig()).write(tmp_path)
+    Record.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, SweepConfig()).write(tmp_path)
     meant, where = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
     assert where == str(tmp_path)
     assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume='{tmp_path}'",
                      f"hydra.sweep.dir='{tmp_path}'"]  # fmt: skip
-    Record.of(["sharding=root"], False, TrialConfig()).write(tmp_path)
+    Record.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
     meant, _ = resume_arguments([f"resume={tmp_path}", "-m"])
     assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
 
@@ -149,7 +149,7 @@ def test_a_broken_record_is_told(tmp_path: Path):
 
 
 def test_changed_code_is_named():
-    record = Record.of([], True, TrialConfig())
+    record = Record.of([], True, SweepConfig())
     assert changes_of_code(record) == []
     code = {**record.code, "training/loop.py": "0", "gone.py": "1"}
     other = dataclasses.replace(record, code=code, libraries={**record.libraries, "torch": "2.9.0"})
@@ -159,9 +159,9 @@ def test_changed_code_is_named():
 
 
 def test_another_number_of_workers_by_default_is_named():
-    record = Record.of([], True, TrialConfig())
-    assert changes_of_workers(record, TrialConfig()) == []
-    (told,) = changes_of_workers(dataclasses.replace(record, num_workers=8), TrialConfig())
+    record = Record.of([], True, SweepConfig())
+    assert changes_of_workers(record, SweepConfig()) == []
+    (told,) = changes_of_workers(dataclasses.replace(record, num_workers=8), SweepConfig())
     assert told.startswith("cluster.num_workers=null was 8 there and is ")
 
 
@@ -185,7 +185,7 @@ def test_changed_settings_are_named(compose_trial):
     assert changes_of_config(trial.folder, longer) == ["training.epochs=2 there, 3 here"]
     path = trial.folder / ".hydra" / "config.yaml"
     path.write_text(path.read_text() + "\nold_key: 1\n")
-    assert "old_key is not a key" in changes_of_config(trial.folder, TrialConfig())[0]
+    assert "old_key is not a key" in changes_of_config(trial.folder, SweepConfig())[0]
 
 
 def test_a_number_that_is_null_by_now_is_no_change(compose_trial):

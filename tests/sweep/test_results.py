@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import TrialConfig
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.sweep.state import TrialState
 
@@ -20,7 +20,7 @@ def state(cuda: bool) -> TrialState:
     allowances = {"kernel workspaces": 64 * MIB} if cuda else {}
     reserved = 74 * MIB if cuda else None
     forecast = Forecast(cuda, 1, {"device": {"total": 9 * MIB}}, allowances, reserved_bytes=reserved)
-    trial = Trial(None, TrialConfig(), {}, [], Path(), DictConfig({}))
+    trial = Trial(None, SweepConfig(), {}, [], Path(), DictConfig({}))
     return TrialState(trial, forecast=forecast)
 
 

@@ -10,8 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import ConfigError, TrialConfig
-from fsdp_lab.config.schema import SearchConfig, SearchName
+from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config.sweep import SearchConfig, SearchName
 from fsdp_lab.report.answer import pareto_front
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import enumerate_grid
@@ -204,6 +204,6 @@ def test_one_of_two_equals_does_not_push_the_other_out():
 
 def test_suggestions_are_whole_configurations(parser, compose_trial):
     trial = searching(parser, compose_trial, "random", LR, "model=mlp", "model.hidden_dim=int(interval(16,64))").next()
-    assert trial is not None and isinstance(trial.config, TrialConfig)
+    assert trial is not None and isinstance(trial.config, SweepConfig)
     assert 1e-5 <= trial.config.optimizer.lr <= 1e-1
     assert 16 <= trial.config.model.hidden_dim <= 64

@@ -14,7 +14,7 @@ _HANGS = """
 import os, threading, time
 from contextlib import suppress
 from pathlib import Path
-from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.sweep import shutdown
 from fsdp_lab.tracking import Tracker
 

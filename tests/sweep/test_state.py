@@ -8,12 +8,12 @@ import pytest
 from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import TrialConfig
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.state import TRANSITIONS, IllegalTransition, SweepState, TrialState
 
 LOSS = [("val/loss", "min")]
-TRIAL = Trial(0, TrialConfig(), {}, [], Path(), DictConfig({}))
+TRIAL = Trial(0, SweepConfig(), {}, [], Path(), DictConfig({}))
 # From each status the ones that may follow, as DESIGN.md's flow of a trial has them.
 MAY_FOLLOW = {
     "waiting": "starting skipped",

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from mlflow.entities import Run
 
-from fsdp_lab.config import TrialConfig, from_dict
+from fsdp_lab.config import NightlyConfig, from_dict
 from fsdp_lab.metrics import declared, is_mib_key
 from tests.conftest import STORE, run_cli
 from tests.ranks import Memo, run_ranks
@@ -148,7 +148,7 @@ def plain_run(values: dict[str, Any], folder: Path) -> list[dict[str, float]]:
     from fsdp_lab.training import train
 
     memo = Memo()
-    train(from_dict(TrialConfig, values), folder, memo)
+    train(from_dict(NightlyConfig, values), folder, memo)
     return memo.told
 
 

@@ -18,13 +18,9 @@ import mlflow
 import pytest
 from mlflow.entities import Run
 
-from fsdp_lab.config.schema import (
-    Granularity,
-    OptimizerConfig,
-    ShardingConfig,
-    TrackingConfig,
-    TrialConfig,
-)
+from fsdp_lab.config.parallel import Granularity, ShardingConfig
+from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
+from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.tracking import Tracker, TrackingError, read_sweep, tracker
 from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, redact, trial_params
 from tests.servers import end, free_port, mlflow_server
@@ -36,7 +32,7 @@ FACTS = {
 }  # fmt: skip
 METRICS = {"epoch": 1, "step": 23, "train/loss": 1.5, "val/accuracy": 0.75, "memory/rank0/peak_bytes": 4096}
 CHOICES = {"sharding": "root", "precision": "fp16", "offload": "none", "experiment": "null"}
-CONFIG = TrialConfig(
+CONFIG = SweepConfig(
     sharding=ShardingConfig(granularity=Granularity.root), optimizer=OptimizerConfig(lr=0.01), export=False
 )
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.schema import ModelConfig, TrainingConfig
+from fsdp_lab.config.training import TrainingConfig
+from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.workloads import DataSpec

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.config.schema import MemoryProfile as Detail
+from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.profile import Event, Profile
 from fsdp_lab.training import memory as module
 from fsdp_lab.training.distributed import Ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
 
-from fsdp_lab.config.schema import Dtype
+from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.training import speed
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.training.speed import StepTimer, device_peak_flops, percentile, speed_metrics

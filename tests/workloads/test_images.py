@@ -10,7 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.schema import DataConfig, ModelConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.build import build_source, build_workload
 from fsdp_lab.workloads.vision import digits as digits_module
 from fsdp_lab.workloads.vision.digits import read_digits

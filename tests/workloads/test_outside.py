@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_lab.config import ConfigError, check_trial
+from fsdp_lab.config import ConfigError
 from fsdp_lab.config.registry import DATA_SETS, MODELS, register_data_set, register_model
 from fsdp_lab.forecast import forecast
 from fsdp_lab.training import train
@@ -65,7 +65,7 @@ def test_their_memory_is_forecast_to_the_byte() -> None:
 )
 def test_an_unknown_name_is_refused_with_those_that_are_known(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_trial(config(word), 2)
+        config(word).check(2)
     assert str(caught.value) == message
 
 
@@ -111,7 +111,7 @@ def addition(*_: object) -> Workload:
 def train_addition(words: list[str]) -> dict[str, float]:
     with (
         mock.patch("fsdp_lab.training.train.build_workload", addition),
-        mock.patch("fsdp_lab.training.train.check_trial"),
+        mock.patch("fsdp_lab.config.trial.TrialConfig.check"),
     ):
         return train_here(words)
 

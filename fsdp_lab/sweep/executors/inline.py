@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.engine.files import read_outcome
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.status import TrialStatus
@@ -20,7 +21,8 @@ class InlineExecutor:
             folder = sweep.folder_of(number)
             sweep.prepare(number)
             sweep.begin(number)
-            run_inline(sweep.states[number].trial.config, folder, lambda number=number: sweep.look(number))  # type: ignore[misc]
+            config = part(sweep.states[number].trial.config, TrialConfig)
+            run_inline(config, folder, lambda number=number: sweep.look(number))  # type: ignore[misc]
             outcome = read_outcome(folder)
             if outcome is not None:
                 sweep.end(number, outcome.status, outcome.error)

@@ -14,8 +14,7 @@ from typing import Any
 from ray import tune
 from ray.tune.search import Searcher
 
-from fsdp_lab.config import ConfigError, check_trial, to_dict
-from fsdp_lab.config.schema import TrialConfig
+from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.files import read_outcome, why_unwritten
@@ -110,14 +109,14 @@ class Places:
     def __init__(self) -> None:
         self._known: dict[str, engine.Resources] = {}
 
-    def of(self, config: TrialConfig) -> engine.Resources:
+    def of(self, config: SweepConfig) -> engine.Resources:
         """
         Raises:
             ConfigError: the cluster can never hold it.
         """
         key = str(config.cluster)
         if key not in self._known:
-            check_trial(config, engine.resolve_num_workers(config.cluster))
+            config.check(engine.resolve_num_workers(config.cluster))
             self._known[key] = engine.check_capacity(config.cluster)
         return self._known[key]
 
@@ -165,20 +164,19 @@ class NextTrial(Searcher):
         pass
 
 
-def job_of(config: TrialConfig, folder: str) -> Job:
+def job_of(config: SweepConfig, folder: str) -> Job:
     return Job(
-        job_config(config),
+        to_dict(part(config, TrialConfig)),
         folder,
         engine.resolve_num_workers(config.cluster),
         engine.resolve_cpus_per_worker(config.cluster),
         engine.num_gpus() > 0,
         os.getcwd(),
+        config.trial_timeout_s,
+        config.cluster.wait_timeout_s,
+        config.cluster.max_failures,
+        config.cluster.address is None,
     )
-
-
-def job_config(config: TrialConfig) -> dict[str, Any]:
-    """What a trial's processes are told: all but where MLflow is, whose address may hold a password."""
-    return {key: value for key, value in to_dict(config).items() if key != "tracking"}
 
 
 class TuneCallback(tune.Callback):

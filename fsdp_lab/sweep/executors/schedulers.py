@@ -6,13 +6,13 @@ from typing import Any
 
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 
-from fsdp_lab.config import TrialConfig, stops_on
-from fsdp_lab.config.schema import SchedulerName
+from fsdp_lab.config import SweepConfig, stops_on
+from fsdp_lab.config.sweep import SchedulerName
 from fsdp_lab.engine.files import read_metrics
 from fsdp_lab.sweep.runner import SweepRun
 
 
-def build_scheduler(config: TrialConfig) -> TrialScheduler:
+def build_scheduler(config: SweepConfig) -> TrialScheduler:
     """The scheduler of Ray Tune's that decides, by the epochs that a trial has trained."""
     settings = config.scheduler
     metric, mode = stops_on(config)

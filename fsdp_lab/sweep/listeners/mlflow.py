@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_lab.config.schema import TrackingConfig
+from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_metrics
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus

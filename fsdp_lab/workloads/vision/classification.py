@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_lab.config.schema import ModelConfig
+from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.workloads.vision.images import ImageBatch, expand_channels
 
 

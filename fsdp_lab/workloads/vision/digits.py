@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_lab.config.schema import DataConfig, ModelConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.vision.images import ImageSource, Split
 
 _SPLIT_SEED = 0  # fixed, so that the validation images are the same in every run

@@ -6,9 +6,8 @@ import socket
 from functools import partial
 from pathlib import Path
 
-from fsdp_lab.config.checks import missing_data_message
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.schema import DataConfig, ModelConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.vision.images import ImageSource, Split
 
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
@@ -35,7 +34,7 @@ def prepare(data: DataConfig) -> None:
     Raises:
         UserError: the images are neither there nor to be had.
     """
-    if missing_data_message(data) is None:
+    if data.missing() is None:
         return
     reason = "data.download=false"
     if data.download:
@@ -53,4 +52,4 @@ def prepare(data: DataConfig) -> None:
             reason = f"the download failed: {error}"
         finally:
             socket.setdefaulttimeout(before)
-    raise UserError(f"{missing_data_message(data)} ({reason})")
+    raise UserError(f"{data.missing()} ({reason})")

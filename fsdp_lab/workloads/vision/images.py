@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_lab.config.errors import ConfigError
-from fsdp_lab.config.schema import DataConfig, ModelConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.base import Data, DataSpec
 
 ImageBatch = tuple[Tensor, Tensor]

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.config.schema import ModelConfig
+from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.workloads.base import ModelSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_lab.config.schema import DataConfig, ModelConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.vision.images import ImageSource, Split
 
 

@@ -1,0 +1,42 @@
+"""What of a config counts in a comparison, by the metadata of its fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.key import Between, Memory, keys_of
+from fsdp_lab.config.trial import TrialConfig
+
+
+def settings(config: TrialConfig, between: Between) -> dict[str, Any]:
+    """Return the keys that count in a comparison, with their values."""
+    keys = keys_of(type(config))
+    return {name: value for name, value in flatten(config).items() if between not in keys[name].may_differ}
+
+
+def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
+    """Return what tells a trial from the others of its sweep: two with equal values train identically.
+
+    Args:
+        num_workers: the number of ranks that `cluster.num_workers` stands for.
+    """
+    return settings(config, Between.CELLS) | _effective(config, num_workers)
+
+
+def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
+    """Return what changes the memory of an optimizer step: trials that agree share one forecast."""
+    keys = keys_of(type(config))
+    counting = {name: value for name, value in flatten(config).items() if keys[name].memory is not None}
+    values = {n: bool(v) if keys[n].memory is Memory.WHETHER else v for n, v in counting.items()}
+    return values | _effective(config, num_workers)
+
+
+def _effective(config: TrialConfig, num_workers: int) -> dict[str, Any]:
+    """Return the values of those keys that the settings of others and the workers decide."""
+    policy, size = config.reshard_after_forward.effective(config.sharding, num_workers)
+    return {
+        "reshard_after_forward.policy": policy,
+        "reshard_after_forward.size": size,
+        "cluster.num_workers": num_workers,
+    }

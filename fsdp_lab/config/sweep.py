@@ -1,0 +1,247 @@
+"""What a sweep adds to a trial: where its trials come from, where they run, when they stop, and who hears of them."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import Enum
+from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
+
+from fsdp_lab.config.errors import CombinationError, ConfigError
+from fsdp_lab.config.key import (
+    EVERYWHERE,
+    Between,
+    Secret,
+    at_least_one,
+    below_one,
+    group,
+    key,
+    not_negative,
+    positive,
+)
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.metrics import can_be_objective, objective_keys
+
+
+class ForecastDevice(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Engine(Enum):
+    ray = "ray"
+    inline = "inline"
+
+
+class SearchName(Enum):
+    grid = "grid"
+    random = "random"
+    optuna = "optuna"
+
+
+class SchedulerName(Enum):
+    fifo = "fifo"
+    asha = "asha"
+    median = "median"
+
+
+@dataclass
+class ForecastConfig:
+    """`capacity_gib`: of one device; null: this machine's GPU, or no limit. `device`: for `fsdp_lab.forecast`; auto:
+    GPUs where there are any. A sweep forecasts for the machine that it runs on.
+
+    `prune` never starts a trial that cannot fit. `folder`: where `fsdp_lab.forecast` writes; null: outputs/forecast.
+    """
+
+    enabled: bool = key(True)
+    device: ForecastDevice = key(ForecastDevice.auto)
+    capacity_gib: Optional[float] = key(None, positive)
+    prune: bool = key(False)
+    largest_microbatch: bool = key(False)
+    folder: Optional[str] = key(None)
+
+    def check(self, has_gpu: bool) -> None:
+        """
+        Args:
+            has_gpu: this machine has one, whose memory is the capacity.
+
+        Raises:
+            ConfigError: no capacity is known, or there is to be no forecast.
+        """
+        for name in ("prune", "largest_microbatch"):
+            if getattr(self, name) and self.capacity_gib is None and not has_gpu:
+                raise ConfigError(
+                    f"forecast.{name}=true needs to know how much fits, and there is no GPU here to ask; set "
+                    "forecast.capacity_gib, for example forecast.capacity_gib=80."
+                )
+        if self.prune and not self.enabled:
+            raise ConfigError(
+                "forecast.prune=true with forecast.enabled=false: nothing is known before a trial starts; use "
+                "forecast.enabled=true."
+            )
+
+
+@dataclass
+class SearchConfig:
+    """How a sweep finds its trials. `num_trials` and `seed` are for `random` and `optuna`; a grid has all its cells."""
+
+    name: SearchName = key(SearchName.grid, named_by_option=True)
+    num_trials: int = key(20, at_least_one, may_differ=Between.STARTS)
+    seed: int = key(0, not_negative)
+
+
+def _reduces(value: int) -> str | None:
+    return None if value >= 2 else "is below 2: asha keeps one trial in so many; use 2 or more"
+
+
+@dataclass
+class SchedulerConfig:
+    """When a trial is stopped early: `asha` keeps one in `reduction_factor` at each rung, `median` those better than
+    the median of the others; neither before `grace_epochs`. `metric`: as in `objective`; null: its first.
+    """
+
+    name: SchedulerName = key(SchedulerName.fifo, named_by_option=True)
+    metric: Optional[str] = key(None)
+    grace_epochs: int = key(1, at_least_one)
+    reduction_factor: int = key(3, _reduces)
+
+
+@dataclass
+class ClusterConfig:
+    """`num_workers` null: the node's GPUs, or 2 on a CPU. `cpus_per_worker` null: 1 on a CPU; on GPU nodes the node's
+    cores divided by its GPUs, 1 to 16. `address` null: Ray is started here.
+    """
+
+    num_workers: Optional[int] = key(None, at_least_one)
+    cpus_per_worker: Optional[float] = key(None, positive, before_null=1.0)
+    address: Optional[str] = key(None, may_differ=Between.STARTS)
+    storage_path: Optional[str] = key(None)
+    max_failures: int = key(1, not_negative, may_differ=Between.STARTS)
+    wait_timeout_s: float = key(600.0, positive, may_differ=Between.STARTS)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: an address where a path is needed.
+        """
+        if self.storage_path is not None and "://" in self.storage_path:
+            raise ConfigError(
+                f"cluster.storage_path={self.storage_path}: checkpoints go to a mounted folder, not to an object "
+                "store; give a path that every node mounts."
+            )
+
+
+@dataclass
+class TrackingConfig:
+    """`patience_s`: how long the end of a sweep waits for a store that went away. `ui`: the address of an MLflow UI on
+    the store, for the links in reports; null: `uri` where that is a server.
+    """
+
+    uri: str = key("sqlite:///outputs/mlflow.db", secret=Secret.CREDENTIALS)
+    experiment: str = key("fsdp_lab")
+    patience_s: float = key(60.0, not_negative, may_differ=Between.STARTS)
+    ui: Optional[str] = key(None, may_differ=Between.STARTS)
+
+
+@dataclass
+class ReportConfig:
+    """What the recommended setting may lose: ratios to the best loss, and to the highest samples/s."""
+
+    loss_tolerance: float = key(0.02, not_negative)
+    speed_tolerance: float = key(0.03, below_one)
+
+
+# How trials are found and run changes none of them, but another search is another sweep and another study.
+_FINDS_TRIALS = Between.CELLS | Between.CHECKPOINT
+# Where trials run and are logged is no difference between nights.
+_IS_WHERE = Between.CHECKPOINT | Between.NIGHTS
+
+
+@dataclass
+class SweepConfig(TrialConfig):
+    """A trial, and how the sweep around it goes.
+
+    `engine`: `ray`, or `inline`: in this very process, for a debugger. `objective`: what a search is after, each
+    `<metric>:min` or `:max`. `trial_timeout_s`: a trial that makes no progress for so long is ended; null: never.
+    `resume`: a sweep's folder, the id of its parent run, or `last`; `resume_failed` runs its failed trials again,
+    `resume_anyway` resumes although configuration, code or data changed.
+    """
+
+    forecast: ForecastConfig = group(ForecastConfig, may_differ=_FINDS_TRIALS | Between.NIGHTS)
+    engine: Engine = key(Engine.ray, may_differ=_FINDS_TRIALS)
+    search: SearchConfig = group(SearchConfig, may_differ=_FINDS_TRIALS)
+    scheduler: SchedulerConfig = group(SchedulerConfig, may_differ=_FINDS_TRIALS)
+    objective: List[str] = key(lambda: ["val/loss:min"], may_differ=_FINDS_TRIALS)
+    trial_timeout_s: Optional[float] = key(1800.0, positive, may_differ=EVERYWHERE)
+    resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)
+    resume_failed: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    resume_anyway: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    cluster: ClusterConfig = group(ClusterConfig, may_differ=_IS_WHERE)
+    tracking: TrackingConfig = group(TrackingConfig, may_differ=_IS_WHERE)
+    report: ReportConfig = group(ReportConfig, may_differ=EVERYWHERE, is_param=False)
+
+    def check(self, num_workers: int) -> None:
+        """Refuse a trial that cannot run, or a sweep of it.
+
+        Args:
+            num_workers: the number of ranks that `cluster.num_workers` stands for.
+
+        Raises:
+            ConfigError: a value that is wrong alone.
+            CombinationError: values that have no meaning together.
+        """
+        super().check(num_workers)
+        objectives(self)
+        stops_on(self)
+        if self.engine is Engine.inline:
+            self._check_inline(num_workers)
+        self.cluster.check()
+
+    def _check_inline(self, num_workers: int) -> None:
+        if num_workers != 1:
+            raise CombinationError(
+                f"engine=inline with cluster.num_workers={num_workers}: a trial in this very process has one worker; "
+                "use cluster.num_workers=1, or engine=ray.",
+                keys=("engine", "cluster.num_workers"),
+            )
+        if self.forecast.prune:
+            raise CombinationError(
+                "engine=inline with forecast.prune=true: nothing is forecast of a trial in this process; use "
+                "forecast.prune=false, or engine=ray.",
+                keys=("engine", "forecast.prune"),
+            )
+        if self.scheduler.name is not SchedulerName.fifo:
+            raise CombinationError(
+                f"engine=inline with scheduler={self.scheduler.name.name}: one trial runs after the other in this "
+                "process, and nobody stops it; use scheduler=fifo, or engine=ray.",
+                keys=("engine", "scheduler"),
+            )
+
+
+def objectives(config: SweepConfig) -> list[tuple[str, str]]:
+    """Return `(metric, "min" or "max")` of each objective.
+
+    Raises:
+        ConfigError: one that is no metric of a trial, or says no direction.
+    """
+    if not config.objective:
+        raise ConfigError("objective=[] names nothing; use for example objective=[val/loss:min].")
+    return [_objective(word, "objective") for word in config.objective]
+
+
+def stops_on(config: SweepConfig) -> tuple[str, str]:
+    """Return `(metric, "min" or "max")` that the scheduler looks at."""
+    return _objective(config.scheduler.metric, "scheduler.metric") if config.scheduler.metric else objectives(config)[0]
+
+
+def _objective(word: str, name: str) -> tuple[str, str]:
+    metric, _, direction = word.rpartition(":")
+    if direction not in ("min", "max"):
+        raise ConfigError(f"{name}={word} says no direction; use {word}:min or {word}:max.")
+    if not can_be_objective(metric):
+        known = objective_keys()
+        close = difflib.get_close_matches(metric, known, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{name}={word} is not a metric of a trial; {meant}the metrics are: {', '.join(known)}.")
+    return metric, direction

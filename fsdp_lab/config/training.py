@@ -1,0 +1,127 @@
+"""How a model is trained and what is kept of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Optional  # OmegaConf reads this on every Python that this project supports
+
+from fsdp_lab.config.errors import CombinationError
+from fsdp_lab.config.key import Between, Memory, at_least_one, below_one, key, not_negative, positive
+
+
+class OptimizerName(Enum):
+    adam = "adam"
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class OptimizerImplementation(Enum):
+    auto = "auto"
+    fused = "fused"
+    foreach = "foreach"
+    for_loop = "for_loop"
+
+
+class LrScheduleName(Enum):
+    constant = "constant"
+    cosine = "cosine"
+    step = "step"
+
+
+class ActivationCheckpointing(Enum):
+    none = "none"
+    full = "full"
+
+
+class Init(Enum):
+    rank0 = "rank0"
+    meta = "meta"
+
+
+# `async` is a keyword of Python, so this one takes the functional form.
+CheckpointMode = Enum("CheckpointMode", {"off": "off", "sync": "sync", "async": "async"})
+
+
+class MemoryProfile(Enum):
+    off = "off"
+    peaks = "peaks"
+    timeline = "timeline"
+
+
+@dataclass
+class TrainingConfig:
+    """`timing_warmup_steps` optimizer steps at the start of a run stay out of the speed figures."""
+
+    epochs: int = key(2, at_least_one, may_differ=Between.CHECKPOINT)
+    max_steps: Optional[int] = key(None, at_least_one, may_differ=Between.CHECKPOINT)
+    global_batch_size: int = key(64, at_least_one, memory=Memory.VALUE)
+    grad_accum_steps: int = key(1, at_least_one, memory=Memory.VALUE)
+    seed: int = key(0, not_negative)
+    max_grad_norm: Optional[float] = key(None, positive, memory=Memory.WHETHER)
+    timing_warmup_steps: int = key(3, not_negative, may_differ=Between.CHECKPOINT)
+
+    def check(self, num_workers: int) -> None:
+        """
+        Raises:
+            CombinationError: the batch cannot be divided.
+        """
+        parts = num_workers * self.grad_accum_steps
+        if self.global_batch_size % parts:
+            below = self.global_batch_size // parts * parts
+            choices = f"{below} or {below + parts}" if below else f"{parts}"
+            raise CombinationError(
+                f"training.global_batch_size={self.global_batch_size} is not divided by "
+                f"cluster.num_workers={num_workers} times training.grad_accum_steps={self.grad_accum_steps}"
+                f" = {parts}; use for example {choices}.",
+                keys=("training.global_batch_size", "cluster.num_workers", "training.grad_accum_steps"),
+            )
+
+
+@dataclass
+class OptimizerConfig:
+    """`scale_lr` multiplies `lr` by the number of workers."""
+
+    name: OptimizerName = key(OptimizerName.adam, named_by_option=True, memory=Memory.VALUE)
+    lr: float = key(1e-3, positive)
+    weight_decay: float = key(0.0, not_negative, memory=Memory.WHETHER)
+    beta1: float = key(0.9, below_one)
+    beta2: float = key(0.999, below_one)
+    momentum: float = key(0.0, not_negative, memory=Memory.WHETHER)
+    implementation: OptimizerImplementation = key(OptimizerImplementation.auto, memory=Memory.VALUE)
+    scale_lr: bool = key(False)
+
+    def check(self) -> None:
+        """
+        Raises:
+            CombinationError: momentum for an optimizer that has none.
+        """
+        if self.name is not OptimizerName.sgd and self.momentum:
+            raise CombinationError(
+                f"optimizer.momentum={self.momentum} with optimizer={self.name.name}: momentum belongs to "
+                "sgd; use optimizer=sgd, or optimizer.beta1 for Adam.",
+                keys=("optimizer.momentum", "optimizer"),
+            )
+
+
+@dataclass
+class LrScheduleConfig:
+    """`step` multiplies by `gamma` every `step_epochs` epochs; `cosine` ends at `min_lr_ratio * lr`."""
+
+    name: LrScheduleName = key(LrScheduleName.constant, named_by_option=True)
+    warmup_steps: int = key(0, not_negative)
+    min_lr_ratio: float = key(0.0, not_negative)
+    step_epochs: int = key(1, at_least_one)
+    gamma: float = key(0.7, positive)
+
+
+@dataclass
+class CheckpointConfig:
+    """`resume_from`: a checkpoint, or a folder of them, that another run left; null starts anew."""
+
+    mode: CheckpointMode = key(CheckpointMode["sync"])  # type: ignore[valid-type]
+    every_epochs: int = key(1, at_least_one)
+    keep_last: int = key(1, at_least_one)
+    keep_best: bool = key(True)
+    resume_from: Optional[str] = key(None)
+    any_torch_version: bool = key(False)

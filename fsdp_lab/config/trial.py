@@ -1,0 +1,84 @@
+"""What determines the training of a trial, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_lab.config.errors import CombinationError
+from fsdp_lab.config.key import Between, Memory, check_ranges, group, key, not_negative
+from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
+from fsdp_lab.config.training import (
+    ActivationCheckpointing,
+    CheckpointConfig,
+    Init,
+    LrScheduleConfig,
+    MemoryProfile,
+    OptimizerConfig,
+    OptimizerImplementation,
+    OptimizerName,
+    TrainingConfig,
+)
+from fsdp_lab.config.workload import DataConfig, ModelConfig
+
+
+@dataclass
+class TrialConfig:
+    """Everything that it takes to train one setting once.
+
+    `repeat`: which attempt at a setting it is; changes nothing else, and `-m repeat=0,1,2` trains each setting thrice.
+    """
+
+    sharding: ShardingConfig = group(ShardingConfig, memory=Memory.VALUE)
+    precision: PrecisionConfig = group(PrecisionConfig)
+    offload: OffloadConfig = group(OffloadConfig, memory=Memory.VALUE)
+    reshard_after_forward: ReshardConfig = group(ReshardConfig, memory=Memory.VALUE)
+    model: ModelConfig = group(ModelConfig, memory=Memory.VALUE)
+    data: DataConfig = group(DataConfig)
+    optimizer: OptimizerConfig = group(OptimizerConfig)
+    lr_schedule: LrScheduleConfig = group(LrScheduleConfig)
+    training: TrainingConfig = group(TrainingConfig)
+    repeat: int = key(0, not_negative, may_differ=Between.NIGHTS)
+    init: Init = key(Init.rank0)
+    activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none, memory=Memory.VALUE)
+    compile: bool = key(False)
+    checkpoint: CheckpointConfig = group(CheckpointConfig, may_differ=Between.CHECKPOINT)
+    export: bool = key(True, may_differ=Between.CHECKPOINT)
+    memory_profile: MemoryProfile = key(MemoryProfile.peaks, may_differ=Between.CHECKPOINT)
+
+    def check(self, num_workers: int) -> None:
+        """Refuse a trial that cannot run.
+
+        Args:
+            num_workers: the number of ranks.
+
+        Raises:
+            ConfigError: a value that is wrong alone.
+            CombinationError: values that have no meaning together.
+        """
+        check_ranges(self)
+        self.model.check()
+        self.data.check()
+        self.offload.check(self.sharding)
+        self.sharding.check(num_workers)
+        self.training.check(num_workers)
+        self.reshard_after_forward.check(self.sharding, num_workers)
+        self.optimizer.check()
+        self.precision.check()
+        self._check_fused()
+
+    def _check_fused(self) -> None:
+        optimizer = self.optimizer
+        if optimizer.implementation is not OptimizerImplementation.fused:
+            return
+        if optimizer.name is OptimizerName.sgd and self.sharding.granularity is not Granularity.ddp:
+            raise CombinationError(
+                "optimizer.implementation=fused with optimizer=sgd: PyTorch has no fused SGD for sharded parameters; "
+                "use optimizer.implementation=auto or foreach.",
+                keys=("optimizer.implementation", "optimizer", "sharding"),
+            )
+        if self.precision.loss_scaling:
+            raise CombinationError(
+                "optimizer.implementation=fused with precision.loss_scaling=true: fused optimizers unscale by "
+                "themselves and cannot do that on sharded gradients; use optimizer.implementation=auto or foreach.",
+                keys=("optimizer.implementation", "precision.loss_scaling"),
+            )
