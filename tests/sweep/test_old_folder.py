@@ -1,0 +1,72 @@
+"""A folder of the version whose one config class held every key: `old/`, a sweep of two trials that was killed in the
+second. Its `.hydra/config.yaml` and its checkpoint's `meta.json` hold the keys of sweeps and nights too."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.engine.files import read_latest, read_metrics
+from fsdp_lab.sweep.record import changes_of_config, code_digests, read_trials
+from fsdp_lab.sweep.report import sweep_in
+from fsdp_lab.training.checkpoint import CheckpointError, check_meta, check_same_trial, read_meta
+from tests.conftest import run_cli
+from tests.sweep.conftest import results
+
+OLD = Path(__file__).parent / "old"
+CHECKPOINT = OLD / "1" / "checkpoints" / "step_00000006"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy as if it had been started here, with this code and these libraries."""
+    shutil.copytree(OLD, tmp_path / "out")
+    record = json.loads((OLD / "sweep.json").read_text())
+    record |= {"launched_in": str(tmp_path), "code": code_digests()}
+    record["libraries"] = {name: importlib.metadata.version(name) for name in record["libraries"]}
+    (tmp_path / "out" / "sweep.json").write_text(json.dumps(record))
+    return tmp_path
+
+
+def test_its_settings_are_what_is_composed_now(compose_trial):
+    for number, (overrides, where) in enumerate(read_trials(OLD)):
+        same = compose_trial(overrides, number).config
+        assert changes_of_config(where, same) == []
+        other = compose_trial([*overrides, "optimizer.lr=0.5", "search.num_trials=9"], number).config
+        assert changes_of_config(where, other) == ["optimizer.lr=0.001 there, 0.5 here"]
+
+
+def test_its_checkpoint_is_of_the_same_trial(compose_trial):
+    overrides, _ = read_trials(OLD)[1]
+    meta = read_meta(CHECKPOINT)
+    later = [*overrides, "report.loss_tolerance=0.5", "training.epochs=99"]
+    for words in (overrides, later):
+        config = compose_trial(words, 1).config
+        check_meta(meta, CHECKPOINT, config)
+        check_same_trial(meta, CHECKPOINT, config)
+    with pytest.raises(CheckpointError, match=r"training\.seed=0 there, 7 here"):
+        check_same_trial(meta, CHECKPOINT, compose_trial([*overrides, "training.seed=7"], 1).config)
+
+
+def test_it_is_reported():
+    sweep, record, config = sweep_in(OLD)
+    assert sweep.statuses == ["finished", "waiting"] and sweep.axes == ["sharding"]
+    assert [len(trial.epochs) for trial in sweep.trials] == [12, 3]
+    assert sweep.trials[0].figures["val/loss"] == read_latest(OLD / "0")["val/loss"]
+    assert record.num_workers == 1 and config.tracking.uri == "sqlite:///mlflow.db"
+
+
+def test_it_is_resumed(folder: Path):
+    """One worker trains DDP and FSDP2 alike: what was killed ends where the other trial did."""
+    done = run_cli(folder, f"resume={folder / 'out'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trial 0 starts" not in done.stdout
+    facts = json.loads((folder / "out" / "1" / "facts.json").read_text())
+    assert Path(facts["resumed_from"]).name == CHECKPOINT.name
+    assert [row["status"] for row in results(folder)] == ["finished", "finished"]
+    ddp, per_block = ([e["train/loss"] for e in read_metrics(folder / "out" / n)] for n in "01")
+    assert len(per_block) == 12 and per_block == pytest.approx(ddp, rel=1e-5)
