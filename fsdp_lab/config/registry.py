@@ -1,42 +1,57 @@
-"""The registry: the models and data sets that a config can name, and the module that defines each.
+"""The registry: what a config can name, and the module that defines each.
 
-Names and module paths only: nothing is imported here, so that a misspelled name is refused without PyTorch.
+Names and module paths only: nothing is imported here, so that a misspelled name is refused without PyTorch, Ray or
+Optuna.
 """
 
 from __future__ import annotations
 
 from fsdp_lab.config.errors import ConfigError
 
-# `model.family` -> a module with `build_model(ModelConfig) -> ModelSpec`
-MODELS = {
-    "vit": "fsdp_lab.workloads.vision.vit",
-    "mlp": "fsdp_lab.workloads.vision.mlp",
+# The key that names an entry -> its entries: name -> module.
+REGISTRY: dict[str, dict[str, str]] = {
+    # a module with `build_model(ModelConfig) -> ModelSpec`
+    "model.family": {
+        "vit": "fsdp_lab.workloads.vision.vit",
+        "mlp": "fsdp_lab.workloads.vision.mlp",
+    },
+    # a module with `build_source(DataConfig, ModelConfig) -> ImageSource`
+    "data.name": {
+        "digits": "fsdp_lab.workloads.vision.digits",
+        "fashion_mnist": "fsdp_lab.workloads.vision.fashion_mnist",
+        "synthetic": "fsdp_lab.workloads.vision.synthetic",
+    },
+    # a module with `build_sampler(seed) -> optuna.samplers.BaseSampler`; a grid samples nothing
+    "search.name": {
+        "grid": "",
+        "random": "fsdp_lab.sweep.samplers.random",
+        "optuna": "fsdp_lab.sweep.samplers.tpe",
+    },
+    # a module with `build_scheduler(SweepConfig, watched) -> ray.tune.schedulers.TrialScheduler`
+    "scheduler.name": {
+        "fifo": "fsdp_lab.sweep.schedulers.fifo",
+        "asha": "fsdp_lab.sweep.schedulers.asha",
+        "median": "fsdp_lab.sweep.schedulers.median",
+    },
 }
-# `data.name` -> a module with `build_source(DataConfig, ModelConfig) -> ImageSource`
-DATA_SETS = {
-    "digits": "fsdp_lab.workloads.vision.digits",
-    "fashion_mnist": "fsdp_lab.workloads.vision.fashion_mnist",
-    "synthetic": "fsdp_lab.workloads.vision.synthetic",
-}
 
 
-def register_model(family: str, module: str) -> None:
-    """Let `model.family` name a model of another package, in this process."""
-    MODELS[family] = module
+def register(key: str, name: str, module: str) -> None:
+    """Let a key of the registry name a module of another package, in this process.
 
-
-def register_data_set(name: str, module: str) -> None:
-    """Let `data.name` name a data set of another package, in this process."""
-    DATA_SETS[name] = module
+    Args:
+        key: `model.family`, `data.name`, `search.name` or `scheduler.name`.
+    """
+    REGISTRY[key][name] = module
 
 
 def module_of(key: str, name: str) -> str:
-    """Return the path of the module that `model.family` or `data.name` stands for.
+    """Return the path of the module that a value of a key of the registry stands for.
 
     Raises:
         ConfigError: with the names that are known.
     """
-    known = {"model.family": MODELS, "data.name": DATA_SETS}[key]
+    known = REGISTRY[key]
     if name not in known:
         raise ConfigError(f"{key}={name} is not an option. Choose one of: {', '.join(known)}.")
     return known[name]

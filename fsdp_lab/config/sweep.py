@@ -19,6 +19,7 @@ from fsdp_lab.config.key import (
     not_negative,
     positive,
 )
+from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.metrics import can_be_objective, objective_keys
 
@@ -32,18 +33,6 @@ class ForecastDevice(Enum):
 class Engine(Enum):
     ray = "ray"
     inline = "inline"
-
-
-class SearchName(Enum):
-    grid = "grid"
-    random = "random"
-    optuna = "optuna"
-
-
-class SchedulerName(Enum):
-    fifo = "fifo"
-    asha = "asha"
-    median = "median"
 
 
 @dataclass
@@ -84,11 +73,24 @@ class ForecastConfig:
 
 @dataclass
 class SearchConfig:
-    """How a sweep finds its trials. `num_trials` and `seed` are for `random` and `optuna`; a grid has all its cells."""
+    """How a sweep finds its trials. `name` is one of the registry. `num_trials` and `seed` are for samplers; a grid has
+    all its cells."""
 
-    name: SearchName = key(SearchName.grid, named_by_option=True)
+    name: str = key("grid", named_by_option=True)
     num_trials: int = key(20, at_least_one, may_differ=Between.STARTS)
     seed: int = key(0, not_negative)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: the name is not registered.
+        """
+        module_of("search.name", self.name)
+
+    @property
+    def samples(self) -> bool:
+        """Whether trials are suggested one by one."""
+        return self.name != "grid"
 
 
 def _reduces(value: int) -> str | None:
@@ -97,14 +99,26 @@ def _reduces(value: int) -> str | None:
 
 @dataclass
 class SchedulerConfig:
-    """When a trial is stopped early: `asha` keeps one in `reduction_factor` at each rung, `median` those better than
-    the median of the others; neither before `grace_epochs`. `metric`: as in `objective`; null: its first.
+    """When a trial is stopped early. `name` is one of the registry. `asha` keeps one in `reduction_factor` a rung,
+    `median` those better than the median of the others; neither before `grace_epochs`. `metric`: as in `objective`;
+    null: its first.
     """
 
-    name: SchedulerName = key(SchedulerName.fifo, named_by_option=True)
+    name: str = key("fifo", named_by_option=True)
     metric: Optional[str] = key(None)
     grace_epochs: int = key(1, at_least_one)
     reduction_factor: int = key(3, _reduces)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: the name is not registered.
+        """
+        module_of("scheduler.name", self.name)
+
+    @property
+    def stops_early(self) -> bool:
+        return self.name != "fifo"
 
 
 @dataclass
@@ -192,6 +206,8 @@ class SweepConfig(TrialConfig):
             CombinationError: values that have no meaning together.
         """
         super().check(num_workers)
+        self.search.check()
+        self.scheduler.check()
         objectives(self)
         stops_on(self)
         if self.engine is Engine.inline:
@@ -211,9 +227,9 @@ class SweepConfig(TrialConfig):
                 "forecast.prune=false, or engine=ray.",
                 keys=("engine", "forecast.prune"),
             )
-        if self.scheduler.name is not SchedulerName.fifo:
+        if self.scheduler.stops_early:
             raise CombinationError(
-                f"engine=inline with scheduler={self.scheduler.name.name}: one trial runs after the other in this "
+                f"engine=inline with scheduler={self.scheduler.name}: one trial runs after the other in this "
                 "process, and nobody stops it; use scheduler=fifo, or engine=ray.",
                 keys=("engine", "scheduler"),
             )

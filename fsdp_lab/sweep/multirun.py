@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, objectives
 from fsdp_lab.config.options import secret_keys
-from fsdp_lab.config.sweep import SearchName
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
@@ -99,7 +98,7 @@ class Command:
             ConfigError: a value that is wrong, or no trial that can be.
         """
         record = Record.of(sys.argv[1:], True, self.common.config)
-        if self.common.config.search.name is SearchName.grid:
+        if not self.common.config.search.samples:
             grid = enumerate_grid(self._parser, self._defaults, self._arguments)
             planned = plan_sweep(grid, self._compose)
             return self._plan(
@@ -122,7 +121,7 @@ class Command:
             for number, (overrides, folder) in enumerate(read_trials(self.folder))
         ]
         search = None
-        if self.common.config.search.name is not SearchName.grid:
+        if self.common.config.search.samples:
             search, swept = self._search(typed_now)
         elif trials:
             swept = swept_keys([trial.overrides for trial in trials])

@@ -5,6 +5,7 @@ Every suggestion is composed and checked here, in the driver; one that cannot be
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from fsdp_lab.compose import Trial
 from fsdp_lab.compose import check as check_here
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, effective_settings, flatten, workers_of
-from fsdp_lab.config.sweep import SearchConfig, SearchName
+from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 
@@ -116,7 +118,7 @@ def _interval(override: Override) -> BaseDistribution:
 
 
 class OptunaSearch:
-    """`search=random` and `search=optuna`, for one objective or several.
+    """Trials that a sampler of Optuna's suggests, for one objective or several.
 
     Seeded: a random search gives the same trials in the same order in every run. What Optuna's own samplers
     suggest hangs on the results too, and on their order where trials run side by side.
@@ -149,15 +151,13 @@ class OptunaSearch:
         self._study = optuna.create_study(sampler=self._sampler(0), directions=directions)
 
     def _sampler(self, known: int) -> BaseSampler:
-        """Optuna's tree of Parzen estimators is for several objectives too.
-
+        """
         Args:
             known: trials of a start before; what was suggested then is not to be suggested again.
         """
-        from optuna.samplers import RandomSampler, TPESampler
-
-        seed = self._settings.seed + 1_000_003 * known
-        return RandomSampler(seed) if self._settings.name is SearchName.random else TPESampler(seed=seed)
+        module = importlib.import_module(module_of("search.name", self._settings.name))
+        sampler: BaseSampler = module.build_sampler(self._settings.seed + 1_000_003 * known)
+        return sampler
 
     def go_on(self, trials: Sequence[tuple[Trial, TrialStatus, Mapping[str, float]]]) -> None:
         """Take over the trials of the start before, in their order: `(trial, status, metrics)` of each.

@@ -11,7 +11,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig
-from fsdp_lab.config.sweep import SearchConfig, SearchName
+from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.report.answer import pareto_front
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import enumerate_grid
@@ -68,7 +68,7 @@ def searching(
     parser: OverridesParser, compose: Compose, name: str, *arguments: str, trials: int = 6, seed: int = 0,
     objectives: Sequence[tuple[str, str]] = LOSS, **options: object,
 ) -> OptunaSearch:  # fmt: skip
-    settings = SearchConfig(SearchName[name], trials, seed)
+    settings = SearchConfig(name, trials, seed)
     return OptunaSearch(settings, space_of(parser, *arguments), objectives, compose, **options)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.registry import DATA_SETS, MODELS, register_data_set, register_model
+from fsdp_lab.config.registry import REGISTRY, register
 from fsdp_lab.forecast import forecast
 from fsdp_lab.training import train
 from fsdp_lab.workloads import Data, DataSpec, ModelSpec, Workload
@@ -25,8 +25,8 @@ WORDS = ("model.family=tiny", "model.image_size=4", "model.num_layers=2", "data.
 
 
 def train_tiny(words: list[str]) -> dict[str, float]:
-    register_model("tiny", "tests.workloads.tiny")
-    register_data_set("tiny", "tests.workloads.tiny")
+    register("model.family", "tiny", "tests.workloads.tiny")
+    register("data.name", "tiny", "tests.workloads.tiny")
     return train_here(words)
 
 
@@ -46,12 +46,12 @@ def test_a_model_and_a_data_set_of_another_package_learn(sharding: str) -> None:
 
 
 def test_their_memory_is_forecast_to_the_byte() -> None:
-    register_model("tiny", "tests.workloads.tiny")
-    register_data_set("tiny", "tests.workloads.tiny")
+    register("model.family", "tiny", "tests.workloads.tiny")
+    register("data.name", "tiny", "tests.workloads.tiny")
     try:
         peaks = forecast.forecast_profile(config(*WORDS), 2, cuda=False).peaks["device"]
     finally:
-        del MODELS["tiny"], DATA_SETS["tiny"]
+        del REGISTRY["model.family"]["tiny"], REGISTRY["data.name"]["tiny"]
     told, _ = run_ranks(2, train_tiny, ["training.max_steps=2"])
     assert peaks["total"] == told["memory/peak_bytes"]
 

@@ -20,7 +20,7 @@ from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.files import read_outcome, why_unwritten
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.executors.schedulers import FolderScheduler, build_scheduler
+from fsdp_lab.sweep.executors.folder_scheduler import FolderScheduler, build_scheduler
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.shutdown import sigterm_interrupts

@@ -1,34 +1,24 @@
-"""`scheduler=...`: which trials Ray Tune stops early."""
+"""Lets a scheduler of Ray Tune's decide by what the trials' folders hold."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
+from ray.tune.schedulers import TrialScheduler
 
 from fsdp_lab.config import SweepConfig, stops_on
-from fsdp_lab.config.sweep import SchedulerName
+from fsdp_lab.config.registry import module_of
 from fsdp_lab.engine.files import read_metrics
 from fsdp_lab.sweep.runner import SweepRun
 
 
 def build_scheduler(config: SweepConfig) -> TrialScheduler:
-    """The scheduler of Ray Tune's that decides, by the epochs that a trial has trained."""
-    settings = config.scheduler
+    """The scheduler of Ray Tune's that `scheduler=...` stands for, over the epochs that a trial has trained."""
     metric, mode = stops_on(config)
-    common: dict[str, Any] = {"time_attr": "epoch", "metric": metric, "mode": mode}
-    match settings.name:
-        case SchedulerName.fifo:
-            return FIFOScheduler()
-        case SchedulerName.asha:
-            return AsyncHyperBandScheduler(
-                max_t=max(config.training.epochs, settings.grace_epochs) + 1,
-                grace_period=settings.grace_epochs,
-                reduction_factor=settings.reduction_factor,
-                **common,
-            )
-        case SchedulerName.median:
-            return MedianStoppingRule(grace_period=settings.grace_epochs, min_samples_required=2, **common)
+    module = importlib.import_module(module_of("scheduler.name", config.scheduler.name))
+    scheduler: TrialScheduler = module.build_scheduler(config, {"time_attr": "epoch", "metric": metric, "mode": mode})
+    return scheduler
 
 
 class FolderScheduler(TrialScheduler):

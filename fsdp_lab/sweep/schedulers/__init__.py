@@ -1,0 +1,1 @@
+"""The schedulers of `scheduler=...`, one file each: which trials Ray Tune stops early."""
