@@ -8,40 +8,14 @@ than what the entry says.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import inspect
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fsdp_lab.private import Name
+
 _TRAIN = "ray.train.v2._internal"
-
-
-@dataclass(frozen=True)
-class Name:
-    """A name in a module, dotted, and the parameters that we give it or take in its place (None: not called)."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...] | None = None
-
-    def lacks(self) -> str | None:
-        """What this Ray does not have, for people to read; None where it is as we need it."""
-        shown = f"{self.module}.{self.name}"
-        try:
-            found: Any = importlib.import_module(self.module)
-            for part in self.name.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError):
-            return shown
-        if self.parameters is None:
-            return None
-        has = inspect.signature(found).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in has.values())
-        unknown = [name for name in self.parameters if name not in has and not takes_any]
-        return f"{shown}({', '.join(unknown)})" if unknown else None
 
 
 # What it takes to run Ray Train's controller in the trial's own process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,22 +12,22 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.tensor import _sharding_prop
-from torch.nn.parallel import distributed as ddp
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.torch_private import (
+    ITEM,
+    STEP_IF_FINITE,
+    FakeTensorMode,
+    TorchDispatchMode,
+    peers_not_asked,
+    without_modes,
+)
+from fsdp_lab.workloads.base import tensors_of
 
 HOST = torch.device("cpu")
 # Stands for a GPU where the host has to be told from it. A fake tensor may be on a second CPU, which does not
 # exist: the autograd engine asks nothing of it, whereas it wants a real context for a fake CUDA device.
 ACCELERATOR = torch.device("cpu", 1)
-
-_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 @contextmanager
@@ -38,18 +39,9 @@ def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator
     """
     assert not dist.is_initialized(), "a forecast needs a process without a process group of its own"
     hook = sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
-        with (
-            # fully_shard asks the mesh for its device, and a mesh knows one CPU only
-            mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device),
-            # DDP compares its parameters with those of the other ranks
-            mock.patch.object(ddp, "_verify_param_shape_across_processes", return_value=None),
-            mock.patch.object(dist, "all_reduce", _all_reduce),
-            # DTensor finds out shapes under a fake mode, by default the one in force, and then the tracker takes
-            # the unsharded tensors of that search for real ones
-            mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
-        ):
+        with peers_not_asked(device), mock.patch.object(dist, "all_reduce", _all_reduce):
             yield Ranks(rank=rank, local_rank=rank, world_size=world_size, device=device)
     finally:
         dist.destroy_process_group()
@@ -60,7 +52,7 @@ def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """For DDP's hooks, which go on with what the reduction gave: a fake one gives nothing. What was compressed
     for the wire is not held by it, as `training.memory` sees to in a measured step."""
     if tensor.dtype is not torch.float32:
-        with _disable_current_modes():
+        with without_modes():
             tensor = tensor.clone()
     work = mock.Mock(spec=dist.Work)
     work.get_future.return_value = torch.futures.Future()
@@ -79,11 +71,11 @@ class ValuesOnRequest(TorchDispatchMode):
         self.in_model = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is _ITEM and not self.in_model:
+        if func is ITEM and not self.in_model:
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
-            return 0.0 if _asking() == "_maybe_opt_step" else 1.0
+            return 0.0 if _asking() == STEP_IF_FINITE else 1.0
         if not self.in_model and self._is_bookkeeping(func, args, kwargs or {}):
-            with _disable_current_modes():
+            with without_modes():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -92,15 +84,15 @@ class ValuesOnRequest(TorchDispatchMode):
         """DDP tells the other ranks the order of its buckets, in small integer tensors that it reads itself."""
         if func is torch.ops.aten.empty.memory_format:
             return kwargs.get("dtype") is torch.int32
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_of((args, kwargs))
         return bool(tensors) and all(type(t) is torch.Tensor and t.dtype is torch.int32 for t in tensors)
 
 
 def _asking() -> str:
     """The function of a loss scaler or an optimizer that wants a value: the innermost one that is named so."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in ("_maybe_opt_step", "step", "get_scale"):
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name not in (STEP_IF_FINITE, "step", "get_scale"):
+        frame = frame.f_back
     return frame.f_code.co_name if frame else ""
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +32,12 @@ from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.memory import TRACKED_STEPS, main_settings, record_step
 from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.training.timeline import write_timeline
+from fsdp_lab.training.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    replace_tensors,
+    without_modes,
+)
 from fsdp_lab.workloads.base import Batch, Workload, tensors_of
 from fsdp_lab.workloads.build import build_workload
 
@@ -209,12 +214,14 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     def fresh(old: Tensor) -> Tensor:
         if not isinstance(old, DTensor):
             return torch.empty(old.shape, dtype=old.dtype, device=device)
-        local = torch.empty(old._local_tensor.shape, dtype=old.dtype, device=device)
+        with without_modes():  # `to_local` makes a view, and `old` is no fake tensor
+            shape = old.to_local().shape
+        local = torch.empty(shape, dtype=old.dtype, device=device)
         return DTensor.from_local(
             local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
         )
 
-    model._apply(fresh)
+    replace_tensors(model, fresh)
 
 
 def fake_microbatches(workload: Workload, config: TrialConfig, dims: ParallelDims) -> list[Batch]:

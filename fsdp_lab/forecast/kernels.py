@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_lab.training.torch_private import efficient_attention, flash_attention, plain_attention
+
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256  # the largest
 _FLASH_ALIGNMENT = 8  # of the head size; others are padded
@@ -63,16 +65,13 @@ def _attention(
         scale = size**-0.5 if scale is None else scale
         pad = -size % _FLASH_ALIGNMENT
         padded = [F.pad(tensor, (0, pad)) if pad else tensor for tensor in (query, key, value)]
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out = flash(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        out = flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :size] if pad else out
     aligned = size % (_FLASH_ALIGNMENT if query.dtype in _HALVES else _EFFICIENT_ALIGNMENT) == 0
     if whole and aligned and query.shape[1] == key.shape[1]:
         keeps = any(tensor.requires_grad for tensor in (query, key, value))
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
-    plain = torch.ops.aten._scaled_dot_product_attention_math
-    return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        return efficient_attention(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
+    return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 class _FusedRmsNorm(torch.autograd.Function):

@@ -11,130 +11,84 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
-from torch._guards import active_fake_mode
-from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed._tools import mod_tracker
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.files import write_json
 from fsdp_lab.profile import CATEGORIES, PLACES, Event, Profile
 from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.torch_private import free_cublas_workspaces
+from fsdp_lab.training.torch_private import (
+    FUNCTIONAL_COLLECTIVES,
+    GATHERS_AND_SCATTERS,
+    WRAPPED,
+    FsdpTracker,
+    TorchDispatchMode,
+    Tracker,
+    finished_work,
+    free_cublas_workspaces,
+    start_allocator_history,
+    stop_allocator_history,
+    tracker_hooks_removed,
+    wait_for_functional,
+    write_allocator_history,
+)
 
 # Of this process. The first has no optimizer state yet: its profile is kept only until the second has one,
 # for a trial that dies of memory at once.
 TRACKED_STEPS = 2
 SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump takes minutes
 
-# Both trackers' names -> ours. "Other" is what was shown to DDP's tracker from outside: the batch.
-_CATEGORY = {
-    "Sharded Param": "param",
-    "Parameter": "param",
-    "Unsharded Param": "unsharded_param",
-    "Sharded Grad": "grad",
-    "Gradient": "grad",
-    "Unsharded Grad": "unsharded_grad",
-    "OptState": "optimizer",
-    "Optstate": "optimizer",
-    "Activation": "activation",
-    "All Gather": "all_gather",
-    "Reduce Scatter": "reduce_scatter",
-    "Temp": "temp",
-    "Buffer": "buffer",
-    "Inputs": "input",
-    "Other": "input",
-}
-_WRAPPERS = ("_checkpoint_wrapped_module", "module")
+_WRAPPERS = (WRAPPED, "module")
 
 
-class _Recorder(MemTracker):
-    """Notes each change that PyTorch's tracker makes to its sums."""
+class _Recorder(Tracker):
+    """Notes each change of a step, in their order."""
 
     def __init__(self, *args: Any, device: torch.device) -> None:
         super().__init__(*args)
         self.device = device
         self.profile = Profile()
-        self._fake_mode = active_fake_mode()
         self._phase = "forward"
         self._names: dict[str, str] = {}
         self._open: dict[str, int] = {}
         self._entered = 0
         self._serials: dict[int, int] = {}
 
-    def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
-        on_device = winfo.device == self.device
-        winfo.mem_consumed = winfo.size * winfo.element_size  # as requested: the tracker rounds it up on CUDA
-        super()._update_snap(u_type, winfo, *args, **kwargs)
-        freed = u_type.name == "DEL"
-        serial = self._serials.setdefault(id(winfo), len(self.profile.events))  # an event's index: used once only
+    def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
+        serial = self._serials.setdefault(storage, len(self.profile.events))  # an event's index: used once only
         if freed:
-            del self._serials[id(winfo)]
-        num_bytes = 0 if freed else winfo.mem_consumed
-        place, category = "device" if on_device else "host", _CATEGORY[winfo.reftype.value]
+            del self._serials[storage]
+        place = "device" if device == self.device else "host"
         self.profile.events.append(Event(serial, place, category, num_bytes, self._module(), self._now()))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        # DTensor tries an operation out on fake tensors of the whole shape first: they hold nothing.
-        # PyTorch 2.11 counts them. A DTensor itself the base class sends back, to come again as its parts.
-        if active_fake_mode() is not self._fake_mode and DTensor not in types:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        """Nothing: the peak is found in the profile afterwards, and peaks of modules are of no use here."""
-
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        if self._at_root(module):
-            self.reset_mod_stats()
-        super()._pre_fw_hook(module, inputs)
-
-    def _at_root(self, module: nn.Module) -> bool:
-        """Whether a forward pass begins. Each may call every module once, the base class says, and refuses the
-        second microbatch of an accumulation; but what it keeps of a module is of no use here."""
-        outside = self._mod_tracker.parents - {self._mod_tracker.get_known_fqn(module)}
-        return outside == {"Global"} and not self._mod_tracker.is_bw
 
     def _module(self) -> str:
         """The module entered last of those at work: in a backward pass several outer ones stay open."""
-        now = self._mod_tracker.parents
+        now = self.modules_at_work()
         if now != self._open.keys():
             kept = {name: order for name, order in self._open.items() if name in now}
             for name in sorted(now - kept.keys(), key=lambda name: (len(name), name)):
                 self._entered += 1
                 kept[name] = self._entered
             self._open = kept
-        innermost = max(self._open, key=self._open.__getitem__)
+        innermost = max(self._open, key=self._open.__getitem__, default="")
         if innermost not in self._names:  # the model's own name and those of wrappers say nothing
             parts = innermost.split(".")[1:]
             self._names[innermost] = ".".join(part for part in parts if part not in _WRAPPERS)
         return self._names[innermost]
 
     def _now(self) -> str:
-        if self._mod_tracker.is_bw:
+        if self.in_backward():
             self._phase = "backward"
-        elif self._in_opt or (self._phase == "backward" and self._mod_tracker.parents == {"Global"}):
+        elif self.in_optimizer() or (self._phase == "backward" and not self.modules_at_work()):
             self._phase = "optimizer"  # clipping and unscaling count as part of it
-        elif self._mod_tracker.parents != {"Global"}:
+        elif self.modules_at_work():
             self._phase = "forward"
         return self._phase
-
-    def follow(self, batch: Sequence[Tensor]) -> None:
-        """Count tensors that were made before the step."""
-        kind = _FSDPRefType.INP if isinstance(self, FSDPMemTracker) else _MemRefType.OTH
-        for tensor in batch:
-            self._update_and_maybe_create_winfos(tensor, kind)
 
     def finish(self) -> Profile:
         """What was seen so far; a step that failed has a profile up to there."""
@@ -142,16 +96,8 @@ class _Recorder(MemTracker):
         return self.profile
 
 
-class _FsdpRecorder(_Recorder, FSDPMemTracker):
-    def _fsdp_state_pre_forward(self, fsdp_mod: Any, orig_fsdp_state_pre_fw: Any) -> Any:
-        inner = super()._fsdp_state_pre_forward(fsdp_mod, orig_fsdp_state_pre_fw)
-
-        def fresh_at_root(*args: Any, **kwargs: Any) -> Any:
-            if self._at_root(fsdp_mod):
-                self.reset_mod_stats()
-            return inner(*args, **kwargs)
-
-        return fresh_at_root
+class _FsdpRecorder(_Recorder, FsdpTracker):
+    """The same for a model that is sharded."""
 
 
 class _GlooOnCopies(TorchDispatchMode):
@@ -159,24 +105,18 @@ class _GlooOnCopies(TorchDispatchMode):
     Waited for at once and given copies, they hold nothing that is followed: what training itself holds is then
     the same in every run. DDP's buckets are float32 and live on in any case, and DDP wants the very same back."""
 
-    _ONE_TENSOR = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
     _ALL_REDUCE = torch.ops.c10d.allreduce_.default
-    _FUNCTIONAL = (
-        torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        if func in self._ONE_TENSOR and args[0].device.type == "cpu":
+        if func in GATHERS_AND_SCATTERS and args[0].device.type == "cpu":
             output, given, *rest = args
             reached = torch.empty_like(output)
             _wait(func(reached, given.clone(), *rest, **kwargs))
             output.copy_(reached)
-            return output, FakeWork().boxed()  # waited for: a second wait would show gloo's own buffers
-        if func in self._FUNCTIONAL and args[0].device.type == "cpu":  # DTensor's: the norm of clipped gradients
-            return torch.ops._c10d_functional.wait_tensor(func(*args, **kwargs)).clone()
+            return output, finished_work()  # waited for: a second wait would show gloo's own buffers
+        if func in FUNCTIONAL_COLLECTIVES and args[0].device.type == "cpu":  # DTensor's: the norm of clipped gradients
+            return wait_for_functional(func(*args, **kwargs)).clone()
         if func is self._ALL_REDUCE and args[0][0].device.type == "cpu":
             tensors, *rest = args
             if tensors[0].dtype is torch.float32:
@@ -216,27 +156,9 @@ def record_step(
         recorder = _Recorder(device=device)
         recorder.track_external(model, optimizer)
     recorder.follow(batch)
-    with _hooks_taken_away(), _GlooOnCopies(), recorder:
+    with tracker_hooks_removed(), _GlooOnCopies(), recorder:
         recorder.profile.begun = len(recorder.profile.events)
         yield recorder
-
-
-@contextmanager
-def _hooks_taken_away() -> Iterator[None]:
-    """PyTorch's tracker of modules leaves its hooks on the graph, where they keep the whole model alive for good:
-    Python's collector does not see cycles that go through C++."""
-    handles = []
-
-    def register(*args: Any, **kwargs: Any) -> Any:
-        handles.append(register_multi_grad_hook(*args, **kwargs))
-        return handles[-1]
-
-    with mock.patch.object(mod_tracker, "register_multi_grad_hook", register):
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class MemoryProfile:
@@ -273,7 +195,7 @@ class MemoryProfile:
         self._tracked += 1
         history = self._cuda and self.detail is Detail.timeline
         if history:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
+            start_allocator_history(SNAPSHOT_ENTRIES)
         recorder: _Recorder | None = None
         try:
             with record_step(model, optimizer, batch, self.ranks.device) as recorder:
@@ -284,12 +206,12 @@ class MemoryProfile:
             try:
                 self._write(self._profile)
                 if history:
-                    torch.cuda.memory._dump_snapshot(str(self._file("snapshot", "pickle")))
+                    write_allocator_history(self._file("snapshot", "pickle"))
             except (OSError, RuntimeError) as error:  # a full disk ends a trial where it loses results, not here
                 print(f"the memory profile could not be written: {error}", flush=True)
             finally:
                 if history:
-                    torch.cuda.memory._record_memory_history(enabled=None)
+                    stop_allocator_history()
         if self._cuda and not self.tracks():
             # Following may hold more than training does, and with compile the step ran eagerly.
             self._measured = allocator_figures(self.ranks.device)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -35,7 +34,7 @@ from fsdp_lab.config.parallel import (
 )
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.torch_private import one_post_forward_mesh
+from fsdp_lab.training.torch_private import checkpoint_wrapper, one_post_forward_mesh
 
 BlockClasses = tuple[type[nn.Module], ...]
 TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.float16: torch.float16}

@@ -1,21 +1,109 @@
-"""Private names of PyTorch that training needs, each with what happens when a version lacks it.
+"""Every private name of PyTorch that is used, under names of our own.
 
-`tests/training/test_torch_private.py` names the missing symbol. Fallbacks are correct and cost more.
+`tests/training/test_torch_private.py` tries each of `NAMES` and names the missing one. Without one of `OPTIONAL`
+something costs more, as its function says; without another one this module, or what needs the name, fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.fsdp import _fully_shard as package
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed._tools import mod_tracker
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import _fully_shard as fsdp_package
+from torch.distributed.tensor import DTensor, _sharding_prop
+from torch.nn.parallel import distributed as ddp
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fsdp_lab.private import Name
+
+__all__ = [
+    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode", "TorchDispatchMode",
+    "checkpoint_wrapper",
+]  # fmt: skip
 
 _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
 _CLEAR_WORKSPACES = "_cuda_clearCublasWorkspaces"
 _HAS_CONTEXT = "_cuda_hasPrimaryContext"
+_DEVICE_OF_MESH = "_get_device_from_mesh"
+_COMPARE_SHAPES = "_verify_param_shape_across_processes"
+
+_FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
+_TRACKER = "torch.distributed._tools.mem_tracker"
+_FSDP_TRACKER = "torch.distributed._tools.fsdp2_mem_tracker"
+
+OPTIONAL = (
+    Name(_FSDP, _POST_FORWARD_MESH, ("reshard_after_forward", "mesh_info")),
+    Name("torch._C", _CLEAR_WORKSPACES),
+    Name("torch._C", _HAS_CONTEXT),
+)
+NAMES = (
+    *OPTIONAL,
+    # of training
+    Name("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper", ("module",)),
+    Name("torch.cuda.memory", "_record_memory_history", ("enabled", "max_entries", "stacks")),
+    Name("torch.cuda.memory", "_dump_snapshot", ("filename",)),
+    # of a step that is followed
+    Name(_TRACKER, "MemTracker._update_snap", ("u_type", "winfo")),
+    Name(_TRACKER, "MemTracker._update_peak_stats", ("peak_state",)),
+    Name(_TRACKER, "MemTracker._pre_fw_hook", ("module", "inputs")),
+    Name(_TRACKER, "MemTracker._update_and_maybe_create_winfos", ("t", "reftype")),
+    Name(_TRACKER, "_MemRefType.OTH"),
+    Name(_FSDP_TRACKER, "FSDPMemTracker._fsdp_state_pre_forward", ("fsdp_mod", "orig_fsdp_state_pre_fw")),
+    Name(_FSDP_TRACKER, "_FSDPRefType.INP"),
+    Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
+    Name("torch._guards", "active_fake_mode"),
+    Name("torch._C._distributed_c10d", "FakeWork.boxed"),
+    Name("torch.utils._python_dispatch", "TorchDispatchMode"),
+    Name("torch", "ops.c10d._allgather_base_.default"),
+    Name("torch", "ops.c10d._reduce_scatter_base_.default"),
+    Name("torch", "ops._c10d_functional.all_reduce.default"),
+    Name("torch", "ops._c10d_functional.all_gather_into_tensor.default"),
+    Name("torch", "ops._c10d_functional.reduce_scatter_tensor.default"),
+    Name("torch", "ops._c10d_functional.wait_tensor"),
+    # of forecasts
+    Name("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    Name("torch._subclasses.fake_tensor", "DataDependentOutputException"),
+    Name("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
+    Name("torch.utils._python_dispatch", "_disable_current_modes"),
+    Name("torch.nn", "Module._apply", ("fn",)),
+    Name(_FSDP, _DEVICE_OF_MESH, ("mesh",)),
+    Name("torch.nn.parallel.distributed", _COMPARE_SHAPES),
+    Name("torch.distributed.tensor._sharding_prop", "detect_fake_mode"),
+    Name("torch.amp", "GradScaler._maybe_opt_step", ("optimizer",)),
+    Name("torch", "ops.aten._local_scalar_dense.default"),
+    Name("torch", "ops.aten._scaled_dot_product_flash_attention"),
+    Name("torch", "ops.aten._scaled_dot_product_efficient_attention"),
+    Name("torch", "ops.aten._scaled_dot_product_attention_math"),
+)
+
+WRAPPED = "_checkpoint_wrapped_module"  # what `checkpoint_wrapper` puts into the names of parameters
+STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that asks whether a gradient was infinite
+
+# One tensor out, one in.
+GATHERS_AND_SCATTERS = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
+FUNCTIONAL_COLLECTIVES = (
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
+wait_for_functional = torch.ops._c10d_functional.wait_tensor
+ITEM = torch.ops.aten._local_scalar_dense.default
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+plain_attention = torch.ops.aten._scaled_dot_product_attention_math
 
 
 @contextmanager
@@ -25,7 +113,7 @@ def one_post_forward_mesh() -> Iterator[None]:
     PyTorch makes a mesh for each call, with process groups, and so communicators, of its own: about 150 for the 25
     units of a ViT-L/16 on 8 workers. Where the private function is missing, PyTorch's own behaviour stays.
     """
-    module = getattr(package, "_fully_shard", None)
+    module = getattr(fsdp_package, "_fully_shard", None)
     make: Callable[..., Any] | None = getattr(module, _POST_FORWARD_MESH, None)
     if make is None:
         yield
@@ -62,3 +150,159 @@ def gpus_with_context() -> list[int] | None:
     """The GPUs on which this process has opened a context; None where this PyTorch does not tell."""
     has_context: Callable[[int], bool] | None = getattr(torch._C, _HAS_CONTEXT, None)
     return None if has_context is None else [i for i in range(torch.cuda.device_count()) if has_context(i)]
+
+
+def start_allocator_history(max_entries: int) -> None:
+    """Let the CUDA allocator keep its last `max_entries` allocations and frees, with Python's stacks."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+
+
+def write_allocator_history(path: Path) -> None:
+    """Write what was kept, for PyTorch's viewer of snapshots."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def stop_allocator_history() -> None:
+    """Keep no more."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+# Both trackers' categories -> ours. "Other" is what was shown to DDP's tracker from outside: the batch.
+CATEGORY_OF = {
+    "Sharded Param": "param",
+    "Parameter": "param",
+    "Unsharded Param": "unsharded_param",
+    "Sharded Grad": "grad",
+    "Gradient": "grad",
+    "Unsharded Grad": "unsharded_grad",
+    "OptState": "optimizer",
+    "Optstate": "optimizer",
+    "Activation": "activation",
+    "All Gather": "all_gather",
+    "Reduce Scatter": "reduce_scatter",
+    "Temp": "temp",
+    "Buffer": "buffer",
+    "Inputs": "input",
+    "Other": "input",
+}
+
+
+class Tracker(MemTracker):
+    """PyTorch's tracker of storages. A subclass hears of each change by `changed`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._fake_mode = active_fake_mode()
+
+    def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
+        """Hear that a storage came, went, or changed its size or category. Its number is used again once it is freed;
+        `num_bytes` are those that were requested."""
+        raise NotImplementedError
+
+    def modules_at_work(self) -> set[str]:
+        """Return the full names of the modules that have been entered and not left, the model's own class first."""
+        return self._mod_tracker.parents - {"Global"}
+
+    def in_backward(self) -> bool:
+        return self._mod_tracker.is_bw
+
+    def in_optimizer(self) -> bool:
+        return self._in_opt
+
+    def follow(self, tensors: Sequence[Tensor]) -> None:
+        """Count tensors that were made before."""
+        for tensor in tensors:
+            self._update_and_maybe_create_winfos(tensor, _MemRefType.OTH)
+
+    def begins_forward(self, module: nn.Module) -> bool:
+        """Whether a forward pass begins. Each may call every module once, the base class says, and refuses the
+        second microbatch of an accumulation; but what it keeps of a module is of no use here."""
+        return not self.modules_at_work() - {self._mod_tracker.get_known_fqn(module)} and not self.in_backward()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        # DTensor tries an operation out on fake tensors of the whole shape first: they hold nothing.
+        # PyTorch 2.11 counts them. A DTensor itself the base class sends back, to come again as its parts.
+        if active_fake_mode() is not self._fake_mode and DTensor not in types:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
+        winfo.mem_consumed = winfo.size * winfo.element_size  # as requested: the base class rounds it up on CUDA
+        super()._update_snap(u_type, winfo, *args, **kwargs)
+        freed = u_type.name == "DEL"
+        category = CATEGORY_OF[winfo.reftype.value]
+        self.changed(id(winfo), freed, winfo.device, category, 0 if freed else winfo.mem_consumed)
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        """Nothing: who follows the changes finds the peak in them, and peaks of modules are of no use here."""
+
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+        if self.begins_forward(module):
+            self.reset_mod_stats()
+        super()._pre_fw_hook(module, inputs)
+
+
+class FsdpTracker(Tracker, FSDPMemTracker):
+    """The same for a model that `fully_shard` was applied to."""
+
+    def follow(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._update_and_maybe_create_winfos(tensor, _FSDPRefType.INP)
+
+    def _fsdp_state_pre_forward(self, fsdp_mod: Any, orig_fsdp_state_pre_fw: Any) -> Any:
+        inner = super()._fsdp_state_pre_forward(fsdp_mod, orig_fsdp_state_pre_fw)
+
+        def fresh_at_root(*args: Any, **kwargs: Any) -> Any:
+            if self.begins_forward(fsdp_mod):
+                self.reset_mod_stats()
+            return inner(*args, **kwargs)
+
+        return fresh_at_root
+
+
+@contextmanager
+def tracker_hooks_removed() -> Iterator[None]:
+    """Take away the hooks that PyTorch's tracker of modules leaves on the graph, where they keep the whole model alive
+    for good: Python's collector does not see cycles that go through C++."""
+    handles = []
+
+    def register(*args: Any, **kwargs: Any) -> Any:
+        handles.append(register_multi_grad_hook(*args, **kwargs))
+        return handles[-1]
+
+    with mock.patch.object(mod_tracker, "register_multi_grad_hook", register):
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def finished_work() -> Any:
+    """Return the work of a collective that is done, as an operator hands it out."""
+    return FakeWork().boxed()
+
+
+def without_modes() -> Any:
+    """Return a context in which no dispatch mode is in force."""
+    return _disable_current_modes()
+
+
+@contextmanager
+def peers_not_asked(device: torch.device) -> Iterator[None]:
+    """Let FSDP2 and DDP shard on `device` in a process group whose other ranks do not exist."""
+    with (
+        # fully_shard asks the mesh for its device, and a mesh knows one CPU only
+        mock.patch.object(fsdp_package._fully_shard, _DEVICE_OF_MESH, return_value=device),
+        # DDP compares its parameters with those of the other ranks
+        mock.patch.object(ddp, _COMPARE_SHAPES, return_value=None),
+        # DTensor finds out shapes under a fake mode, by default the one in force, and then the tracker takes
+        # the unsharded tensors of that search for real ones
+        mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
+    ):
+        yield
+
+
+def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
+    """Put `fresh(tensor)` in the place of every parameter and buffer, and let FSDP2 know."""
+    model._apply(fresh)

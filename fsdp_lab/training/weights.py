@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.optimizer import gradient_device
+from fsdp_lab.training.torch_private import WRAPPED
 from fsdp_lab.workloads.base import ModelSpec
 
-_WRAPPER = "_checkpoint_wrapped_module."
+_WRAPPER = f"{WRAPPED}."
 
 
 def named_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:

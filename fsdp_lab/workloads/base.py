@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 # Tensors in any nesting of tuples, lists and dictionaries. Only the task and the data set look inside.
@@ -97,9 +96,24 @@ class Workload:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch to the device, without waiting where its memory is pinned."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return _map(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch, or of a list of batches, in their order."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if isinstance(batch, Tensor):
+        return [batch]
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def _map(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
+    """Return the same nesting with `function(tensor)` in the place of each tensor; everything else stays."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: _map(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        values = [_map(function, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch

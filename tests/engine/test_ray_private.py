@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.engine.cluster import set_environment
-from fsdp_lab.engine.ray_private import CONTROLLER, OTHERS, Name, missing, slower
+from fsdp_lab.engine.ray_private import CONTROLLER, OTHERS, missing, slower
+from fsdp_lab.private import Name
 from tests.conftest import ROOT
 from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for, workers_of
 

@@ -7,9 +7,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed._tools import fsdp2_mem_tracker, mem_tracker
 
 from fsdp_lab.forecast.fake import HOST, fake_world
+from fsdp_lab.private import Name
+from fsdp_lab.profile import CATEGORIES
 from fsdp_lab.training import torch_private
 from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.training.parallelize import apply_fully_shard
@@ -17,16 +19,20 @@ from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (_fully_shard, torch_private._POST_FORWARD_MESH),
-        (torch._C, torch_private._CLEAR_WORKSPACES),
-        (torch._C, torch_private._HAS_CONTEXT),
-    ],
-)
-def test_the_name_is_there(module: object, name: str):
-    assert hasattr(module, name), f"this PyTorch has no {name}: the fallback in torch_private.py is in use"
+@pytest.mark.parametrize("name", torch_private.NAMES, ids=lambda name: f"{name.module}.{name.name}")
+def test_pytorch_has_the_name_as_we_use_it(name: Name):
+    assert name.lacks() is None, f"this PyTorch lacks {name.lacks()}: see fsdp_lab/training/torch_private.py"
+
+
+def test_every_category_of_pytorchs_trackers_is_one_of_ours():
+    theirs = {kind.value for kind in (*mem_tracker._MemRefType, *fsdp2_mem_tracker._FSDPRefType)}
+    assert theirs <= torch_private.CATEGORY_OF.keys()
+    assert set(torch_private.CATEGORY_OF.values()) <= set(CATEGORIES)
+
+
+def test_a_wrapped_module_puts_the_word_that_we_know_into_names():
+    wrapped = torch_private.checkpoint_wrapper(torch.nn.Linear(1, 1))
+    assert [name for name, _ in wrapped.named_modules()] == ["", torch_private.WRAPPED]
 
 
 def groups_made(num_layers: int, *words: str) -> int:
