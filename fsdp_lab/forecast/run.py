@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
-import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_lab.config import SweepConfig, UserError, memory_settings
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
+from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
 
-LIMIT_S = 300.0  # for one forecast; the largest model here takes some ten seconds
+LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model here takes some ten seconds
 _A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones
 _SPEAK_S = 15.0  # how often one who waits hears how far it is
 _LOOK_S = 0.5  # how often a wish to stop is looked at
-_UNDONE = (
-    f"the forecast did not end within {LIMIT_S:.0f} s, or its process was killed, most likely for want of memory; "
-    "forecast fewer at once, or go without: forecast.enabled=false in a sweep"
-)
-_IMPORTS_S = 120.0  # for a process to start and import PyTorch, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -89,61 +79,54 @@ def forecast_all(
     for request in requests:
         distinct.setdefault(request.key, request)
     found: dict[str, Forecast] = {}
+    why_not: dict[str, str] = {}
 
-    def note(key: str, forecast: Forecast) -> None:
-        found[key] = forecast
+    def note(key: str, answer: Future[Forecast]) -> None:
+        try:
+            found[key] = answer.result()
+        except NoAnswerError as error:
+            why_not[key] = str(error)
+            return
         on_done(len(found), len(distinct))
 
     _in_pool(distinct, min(num_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
-    # A process that dies takes its pool along, most likely for want of memory: the rest goes one at a time.
+    # A process dies most likely for want of memory: what it was asked is tried once more, alone.
     for key in distinct.keys() - found.keys():
         _in_pool({key: distinct[key]}, 1, note, stop)
     return [
         # the capacity is no part of what is shared, unless the largest microbatch was asked for
         replace(found[r.key], capacity_bytes=r.capacity_bytes)
         if r.key in found
-        else Forecast(r.cuda, r.num_workers, error=_UNDONE)
+        else _undone(r, why_not.get(r.key, "was not wanted any more"))
         for r in requests
     ]
 
 
 def _in_pool(
-    requests: dict[str, Request], processes: int, note: Callable[[str, Forecast], None], stop: threading.Event | None
+    requests: dict[str, Request],
+    processes: int,
+    note: Callable[[str, Future[Forecast]], None],
+    stop: threading.Event | None,
 ) -> None:
-    """Forecast in so many processes; what takes too long, dies or does not start is not noted."""
+    """Forecast in so many processes; each request is noted when it is done, with an answer or without."""
     if not requests or (stop and stop.is_set()):
         return
-    children = []
-    pool = _pool(processes)
-    try:
-        futures = {pool.submit(_answer, request): key for key, request in requests.items()}
-        children = list(pool._processes.values())
-        until = time.monotonic() + _IMPORTS_S + LIMIT_S * len(requests) / processes
+    with Pool(_answer, processes, LIMIT_S) as pool:
+        futures = {pool.submit(request): key for key, request in requests.items()}
         waiting = set(futures)
-        while waiting and time.monotonic() < until and not (stop and stop.is_set()):
+        while waiting and not (stop and stop.is_set()):
             done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
             for future in done:
-                with suppress(BrokenProcessPool):
-                    note(futures[future], future.result())
-    except OSError as error:  # a process could not be started: seen once in many, and the next one could
-        print(f"a process for forecasts did not start ({error}); trying again", file=sys.stderr, flush=True)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in children:
-            child.kill()
-        for child in children:
-            child.join(timeout=10 * _LOOK_S)
+                note(futures[future], future)
 
 
-def _pool(processes: int) -> ProcessPoolExecutor:
-    """A pool whose processes start when they get something to do."""
-    # spawn: a fork would take over the threads and locks of Ray and MLflow
-    context = multiprocessing.get_context("spawn")
-    try:
-        return ProcessPoolExecutor(processes, context, initializer=_start_worker)
-    except OSError:
-        # the process in which Python keeps its semaphores was ended, by whomever: the second time there is a new one
-        return ProcessPoolExecutor(processes, context, initializer=_start_worker)
+def _undone(request: Request, reason: str) -> Forecast:
+    return Forecast(
+        request.cuda,
+        request.num_workers,
+        error=f"the forecast was not made: its process {reason}; forecast fewer at once, or go without: "
+        "forecast.enabled=false in a sweep",
+    )
 
 
 class Background:
@@ -172,7 +155,7 @@ class Background:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=10 * _LOOK_S)
+        self._thread.join(timeout=5.0)
 
     def result(self, on_wait: Callable[[int, int], None] = lambda done, total: None) -> list[Forecast]:
         """Wait for all; `forecast_all` has a limit of its own.
@@ -191,51 +174,29 @@ class Forecaster:
     """One process that forecasts what it is given, one after the other; it starts with the first. Use as a context."""
 
     def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool = Pool(_answer, 1, LIMIT_S)
 
     def __enter__(self) -> Forecaster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            children = list(self._pool._processes.values())
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            for child in children:
-                child.kill()
+        self._pool.__exit__()
 
     def submit(self, request: Request) -> Future[Forecast]:
-        if self._pool is None:
-            self._pool = _pool(1)
-        try:
-            return self._pool.submit(_answer, request)
-        except BrokenProcessPool:  # the process died, most likely for want of memory
-            self._pool = None
-            return self.submit(request)
+        return self._pool.submit(request)
 
     @staticmethod
     def result(future: Future[Forecast], request: Request) -> Forecast:
         """Wait for it; what does not come in time, or dies, has `error`."""
         try:
-            found = future.result(timeout=_IMPORTS_S + LIMIT_S)
-            return replace(found, capacity_bytes=request.capacity_bytes)
-        except (TimeoutError, BrokenProcessPool):
-            return Forecast(request.cuda, request.num_workers, error=_UNDONE)
-
-
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context here would take memory from those who train
-    os.environ["OMP_NUM_THREADS"] = "1"
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)  # the parent was killed, and could not end this
+            return replace(future.result(), capacity_bytes=request.capacity_bytes)
+        except (NoAnswerError, CancelledError) as error:
+            return _undone(request, str(error) or "was not wanted any more")
 
 
 def _answer(request: Request) -> Forecast:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context here would take memory from those who train
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         return forecast_one(request)
     except UserError as error:

@@ -292,6 +292,7 @@ def test_the_death_of_pythons_resource_tracker_costs_no_forecast(monkeypatch: py
     monkeypatch.setattr(tracker, "_check_alive", lambda: answers.pop() if answers else asked())
     (found,) = forecast_all([Request.of(config("model=mlp"), 2)])
     assert found.error is None and not answers
+    tracker.ensure_running()
 
 
 def test_forecasters_end_with_a_parent_that_is_killed():
