@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +183,20 @@ def end_descendants() -> None:
     if not _adopting:
         return
     # Python's own keeper of semaphores ends with this process; ended before, another one is started and complains
-    keeper = getattr(resource_tracker._resource_tracker, "_pid", None)
     for _ in range(3):  # what had a parent a moment ago is ours now
-        below = [child for child in psutil.Process().children(recursive=True) if child.pid != keeper]
+        below = [child for child in psutil.Process().children(recursive=True) if not _keeps_semaphores(child)]
         for process in below:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(below, timeout=2.0)
+
+
+def _keeps_semaphores(process: psutil.Process) -> bool:
+    """Whether it is the process that Python starts to keep semaphores; it ends with the one that started it."""
+    try:
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
 
 
 def lost_server() -> str | None:

@@ -172,6 +172,24 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
 
 
+_END_ALL = """
+import multiprocessing, psutil, subprocess
+from fsdp_lab.engine.cluster import adopt_orphans, end_descendants
+adopt_orphans()
+multiprocessing.get_context("spawn").Semaphore()
+child = subprocess.Popen(["sleep", "60"])
+end_descendants()
+print(psutil.pid_exists(child.pid))
+multiprocessing.get_context("spawn").Semaphore()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="who adopts orphans is Linux's")
+def test_all_descendants_end_but_pythons_keeper_of_semaphores():
+    done = subprocess.run([sys.executable, "-c", _END_ALL], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 _HOLD_EVERY_CORE = """
 import sys, time, ray
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
