@@ -10,7 +10,6 @@ import pytest
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.ray_private import CONTROLLER, OTHERS, missing, slower
 from fsdp_lab.private import Name
-from tests.conftest import ROOT
 from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for, workers_of
 
 set_environment()  # the second Ray Train is the one that is asked
@@ -33,14 +32,6 @@ def test_what_is_missing_is_named(name: Name, lacking: str):
     assert missing([name, *CONTROLLER]) == [lacking]
     line = slower([lacking])
     assert line.startswith("Ray 2.") and line.endswith(f" lacks {lacking}; trials start a few seconds slower")
-
-
-def test_no_other_file_knows_private_names_of_ray_or_hydra():
-    owners = {"fsdp_lab/engine/ray_private.py"}
-    for file in (*(ROOT / "fsdp_lab").rglob("*.py"), *(ROOT / "hydra_plugins").rglob("*.py")):
-        text = file.read_text()
-        private = [word for word in ("ray._", "ray.train.v2", "hydra._internal", "omegaconf._") if word in text]
-        assert not private or str(file.relative_to(ROOT)) in owners, f"{file}: {private}"
 
 
 # Adds a name that no Ray has, in every process of the sweep.
