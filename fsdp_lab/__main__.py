@@ -17,6 +17,7 @@ from fsdp_lab.config import ConfigError, conf_dir, objectives, to_dict
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.files import write_text
+from fsdp_lab.locks import locked
 from fsdp_lab.status import ExitCode
 
 
@@ -76,7 +77,7 @@ def write_config(path: Path, trial: Trial) -> None:
 
 def run_alone(trial: Trial) -> ExitCode:
     """A trial with no sweep around it; its exit status."""
-    from fsdp_lab.sweep.record import Record, begin_folder, locked, read_record, remember_last
+    from fsdp_lab.sweep.record import Record, begin_folder, read_record, remember_last
     from fsdp_lab.sweep.resume import check_unchanged, resumed_states
     from fsdp_lab.sweep.runner import SweepPlan
     from fsdp_lab.sweep.start import start_sweep

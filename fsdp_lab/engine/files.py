@@ -11,12 +11,11 @@
 | `turnaround.json` | the driver | seconds from the last report on its place to its first step |
 | `logs/rank<r>.log` | every rank | what it printed |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
-| `.alive` | every rank | nothing: locked while a process of the trial lives |
+| `.alive` | every rank | locked while a process of the trial lives |
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.files import write_json
+from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.status import TrialStatus
 
 
@@ -131,27 +131,16 @@ def read_progress(folder: Path) -> dict[str, float]:
 
 def hold_alive(folder: Path) -> None:
     """Let others see that this process works in the folder, until it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / ".alive", os.O_RDWR | os.O_CREAT, 0o644)
-    fcntl.flock(handle, fcntl.LOCK_SH)  # never closed: it ends with the process, however that ends
+    share_until_exit(folder / ".alive")
 
 
 def wait_until_alone(folder: Path, limit_s: float) -> bool:
     """Whether nobody works in the folder any more: the processes of a run before may take a while to end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / ".alive", os.O_RDWR | os.O_CREAT, 0o644)
-    until = time.monotonic() + limit_s
     try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    return False
-                time.sleep(0.1)
-    finally:
-        os.close(handle)
+        with exclusive(folder / ".alive", limit_s):
+            return True
+    except InUse:
+        return False
 
 
 # What another command may have left in a folder that is used again. Checkpoints stay: a trial looks at them

@@ -40,6 +40,7 @@ from fsdp_lab.config import Between, ConfigError, all_keys, conf_dir, settings, 
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.hardware import num_gpus
+from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
 from fsdp_lab.nightly.night import accept, run_night
 from fsdp_lab.nightly.nights import Night, read_nights, read_since
@@ -47,7 +48,6 @@ from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.verdict import baseline_of
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
-from fsdp_lab.sweep.record import InUse, holder, locked
 from fsdp_lab.tracking.tags import redact
 
 _OPTIONS = ("--once", "--continue", "--check", "--accept")
@@ -228,7 +228,7 @@ def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
     told = f"{baseline.id} ({baseline.verdict})" if baseline else "none yet: the first good night will be"
     busy = " but for its speeds, as others used the machine" if baseline and baseline.busy else ""
     print(f"baseline: {told}{busy}")
-    at_work = holder(study.folder)
+    at_work = holder(study.folder / ".lock")
     if at_work:
         print(f"now:      a night runs here ({at_work})")
     elif due_unfinished(schedule, nights_of(study), now.timestamp()) is not None:

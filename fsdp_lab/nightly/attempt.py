@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from fsdp_lab.config import UserError
+from fsdp_lab.locks import InUse, exclusive, holder
 from fsdp_lab.report.data import Sweep
 from fsdp_lab.status import ExitCode
 
@@ -101,21 +100,14 @@ def _wait_until_free(folder: Path, say: Callable[[str], None]) -> None:
     Raises:
         UserError: it does not.
     """
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    until, told = time.monotonic() + _LOCK_LIMIT_S, False
+    lock = folder / ".lock"
+    if holder(lock):
+        say(f"waits up to {_LOCK_LIMIT_S:g} s for the sweep in {folder} to end")
     try:
-        while time.monotonic() < until:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if not told:
-                    say(f"waits up to {_LOCK_LIMIT_S:g} s for the sweep in {folder} to end")
-                told = True
-                time.sleep(0.5)
-    finally:
-        os.close(handle)
-    raise UserError(f"the sweep in {folder} still runs; end it first.")
+        with exclusive(lock, _LOCK_LIMIT_S):
+            pass
+    except InUse as error:
+        raise UserError(f"the sweep in {folder} still runs ({error.holder}); end it first.") from None
 
 
 def _quoted(folder: Path) -> str:

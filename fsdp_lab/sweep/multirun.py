@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, objectives
 from fsdp_lab.config.options import secret_keys
+from fsdp_lab.locks import locked
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
@@ -23,7 +24,6 @@ from fsdp_lab.sweep.record import (
     Record,
     add_trial,
     begin_folder,
-    locked,
     read_record,
     read_trials,
     remember_last,

@@ -9,17 +9,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,61 +157,6 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
             yield json.loads(line)
-
-
-class InUse(UserError):
-    """Another process is at work in a folder."""
-
-
-@contextmanager
-def locked(folder: Path, key: str, name: str = ".lock") -> Iterator[None]:
-    """Have the folder for this process alone; ends with the process, however that ends.
-
-    Args:
-        key: what sets the folder on the command line.
-        name: of the file that is locked.
-
-    Raises:
-        InUse: another process works in it.
-        UserError: it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(
-            f"{key}={folder} cannot be written ({error.strerror}); free the disk, or set {key} to a folder that can be."
-        ) from error
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = os.read(handle, 200).decode(errors="replace").strip()
-            raise InUse(
-                f"{key}={folder} is in use by another start ({who}); wait until that has ended, or give this one a "
-                f"folder of its own: {key}=..."
-            ) from None
-        with suppress(OSError):  # a full disk: who it is would be told, the lock holds without
-            os.truncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
-        yield
-    finally:
-        os.close(handle)
-
-
-def holder(folder: Path, name: str = ".lock") -> str:
-    """Who has the folder, as `locked` wrote it; "" where nobody has."""
-    try:
-        handle = os.open(folder / name, os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return ""
-    except BlockingIOError:
-        return os.read(handle, 200).decode(errors="replace").strip() or "an unknown process"
-    finally:
-        os.close(handle)
 
 
 def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:

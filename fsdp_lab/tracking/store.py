@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import logging
 import os
@@ -19,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.locks import InUse, exclusive
 from fsdp_lab.tracking.tags import how_to_read, one_line, redact
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ _LOCAL = TrackingConfig().uri
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _PROBE_TIMEOUT_S = 8.0
 _SQLITE_TIMEOUT_S = 10.0
+_SCHEMA_LIMIT_S = 600.0  # for others to make the schema of a fresh store: some ten seconds each
 # A server that stops answering costs (1 + retries) * timeout a write. MLflow's own defaults allow 16 minutes,
 # and it would sleep for as long as a proxy's Retry-After header says. The URL that it prints at the end of
 # every run would show the credentials in tracking.uri.
@@ -65,7 +66,7 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
     try:
         uri, artifacts = _check_uri(tracking.uri)
         # Two processes that make the schema of one fresh database break each other's migration.
-        with _only_one(artifacts):
+        with _only_one(tracking.uri, artifacts):
             if to_write and uri.startswith("sqlite"):
                 _check_sqlite(tracking.uri, _sqlite_path(uri))
             from mlflow import MlflowClient
@@ -77,7 +78,7 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
                 found = client.get_experiment_by_name(tracking.experiment)
                 return client, str(found.experiment_id) if found else ""
             return client, _ensure_experiment(client, tracking.experiment, artifacts)
-    except TrackingError:
+    except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever MLflow, SQLAlchemy or a driver of theirs raises)
         raise refusal(tracking.uri, error) from None
@@ -168,18 +169,17 @@ def _check_sqlite(uri: str, path: Path) -> None:
 
 
 @contextmanager
-def _only_one(artifacts: Path | None) -> Iterator[None]:
-    """One process at a time past here, for a store in a folder of this machine; ends with the process."""
+def _only_one(uri: str, artifacts: Path | None) -> Iterator[None]:
+    """One process at a time past here, for a store in a folder of this machine that can be written."""
     folder = artifacts.parent if artifacts else None
-    if folder is None or not folder.is_dir():
+    if folder is None or not os.access(folder, os.W_OK):
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+        with exclusive(folder / ".mlflow.lock", _SCHEMA_LIMIT_S):
+            yield
+    except InUse as error:
+        raise _error(uri, f"another process opens the store ({error.holder})", "wait until that has ended") from None
 
 
 def runs_url(tracking: TrackingConfig) -> str | None:

@@ -9,10 +9,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.locks import InUse
 from fsdp_lab.nightly.loop import due_now, due_unfinished, loop
 from fsdp_lab.nightly.nights import GOOD, LEFT, Night, night_id
 from fsdp_lab.nightly.schedule import Schedule
-from fsdp_lab.sweep.record import InUse
 
 UTC = UTC
 FRIDAY = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)

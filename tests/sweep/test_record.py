@@ -15,6 +15,7 @@ import pytest
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import hold_alive, wait_until_alone
+from fsdp_lab.locks import locked
 from fsdp_lab.sweep.paths import storage
 from fsdp_lab.sweep.record import (
     Record,
@@ -25,7 +26,6 @@ from fsdp_lab.sweep.record import (
     changes_of_workers,
     drop_checkpoints,
     find_folder,
-    locked,
     read_record,
     read_trials,
     with_overrides,
@@ -79,7 +79,7 @@ def test_a_sweeps_folder_on_the_disk_of_all_nodes_stays_its_own(tmp_path: Path, 
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path):
     """The other one is a process of its own; when it is killed, the folder is free."""
-    script = "import sys, time, pathlib; from fsdp_lab.sweep.record import locked\n"
+    script = "import sys, time, pathlib; from fsdp_lab.locks import locked\n"
     script += "with locked(pathlib.Path(sys.argv[1]), 'k'): print('has it', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "has it\n"

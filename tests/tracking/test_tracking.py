@@ -24,6 +24,7 @@ from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.tracking import Tracker, TrackingError, read_sweep, tracker
 from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, redact, trial_params
 from tests.servers import end, free_port, mlflow_server
+from tests.test_locks import held
 
 FACTS = {
     "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 1437, "data_num_val": 360,
@@ -98,6 +99,14 @@ def test_a_fresh_store_is_made_with_its_folder_and_experiment(
     assert "press *Compare*" in experiment.tags["mlflow.note.content"]
     assert [p.name for p in tmp_path.iterdir()] == ["deep"]  # no mlruns, no mlflow.db in the current folder
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_store_that_another_process_does_not_let_go_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_lab.tracking.store._SCHEMA_LIMIT_S", 0.3)
+    with held(tmp_path / ".mlflow.lock") as other:
+        told = rf"tracking.uri=sqlite:///{tmp_path}/mlflow.db: another process opens the store \(process {other.pid},"
+        with pytest.raises(TrackingError, match=told):
+            Tracker(TrackingConfig(f"sqlite:///{tmp_path}/mlflow.db", "lab")).open()
 
 
 def test_opening_twice_keeps_the_experiment_and_what_was_written_about_it(store: TrackingConfig) -> None:

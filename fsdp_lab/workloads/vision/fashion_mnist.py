@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import DataConfig, ModelConfig
+from fsdp_lab.locks import InUse, exclusive
 from fsdp_lab.workloads.vision.images import ImageSource, Split
 
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
@@ -38,17 +39,15 @@ def prepare(data: DataConfig) -> None:
         return
     reason = "data.download=false"
     if data.download:
-        from filelock import FileLock  # torch's own dependency
         from torchvision.datasets import FashionMNIST
 
         before = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # torchvision sets none: a dead mirror would hang
         try:
-            Path(data.root).mkdir(parents=True, exist_ok=True)
-            with FileLock(Path(data.root, ".download.lock"), timeout=_DOWNLOAD_WAIT_S):  # trials side by side
+            with exclusive(Path(data.root, ".download.lock"), _DOWNLOAD_WAIT_S):  # trials side by side
                 FashionMNIST(data.root, download=True)
             return
-        except (OSError, RuntimeError) as error:  # filelock's Timeout is an OSError
+        except (OSError, RuntimeError, InUse) as error:
             reason = f"the download failed: {error}"
         finally:
             socket.setdefaulttimeout(before)

@@ -1,0 +1,124 @@
+"""Locks between processes: files in folders, by flock(2). A lock goes with its process, however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from fsdp_lab.config.errors import UserError
+
+_LOOK_S = 0.1
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class InUse(UserError):
+    """Another process has the lock; `holder` says which."""
+
+    def __init__(self, message: str, holder: str = "") -> None:
+        super().__init__(message)
+        self.holder = holder
+
+
+@contextmanager
+def exclusive(path: Path, limit_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock of a file alone, and write into it who does. The file and its folder are made.
+
+    Args:
+        limit_s: how long to wait for it.
+
+    Raises:
+        InUse: another process still has it.
+        OSError: the file cannot be made.
+        UserError: its file system has no locks.
+    """
+    handle = _open(path)
+    try:
+        until = time.monotonic() + limit_s
+        while not _take(handle, path, fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                who = _read(handle)
+                raise InUse(f"{path} is locked by {who}; wait until it has ended, or end it.", who)
+            time.sleep(_LOOK_S)
+        with suppress(OSError):  # a full disk: who it is would be told, the lock holds without
+            os.truncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def share_until_exit(path: Path) -> None:
+    """Hold the lock of a file together with others until this process ends; nobody has it alone meanwhile. Waits for
+    who has. Raises as `exclusive`, without a limit."""
+    handle = _open(path)  # never closed
+    while not _take(handle, path, fcntl.LOCK_SH):
+        time.sleep(_LOOK_S)
+
+
+def holder(path: Path) -> str:
+    """Return who holds the lock of a file alone, as `exclusive` wrote it; "" where nobody does."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return "" if _take(handle, path, fcntl.LOCK_SH) else _read(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(folder: Path, key: str, name: str = ".lock") -> Iterator[None]:
+    """Have a folder for this process alone.
+
+    Args:
+        key: what sets the folder on the command line.
+        name: of the file that is locked.
+
+    Raises:
+        InUse: another process works in it.
+        UserError: it cannot be written, or its file system has no locks.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(folder / name))
+        except InUse as error:
+            raise InUse(
+                f"{key}={folder} is in use by another start ({error.holder}); wait until that has ended, or give this "
+                f"one a folder of its own: {key}=...",
+                error.holder,
+            ) from None
+        except OSError as error:
+            reason = f"{key}={folder} cannot be written ({error.strerror})"
+            raise UserError(f"{reason}; free the disk, or set {key} to a folder that can be.") from error
+        yield
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+
+def _take(handle: int, path: Path, kind: int) -> bool:
+    """Take the lock, or return False where another process has it."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise UserError(
+            f"{path.parent} is on a file system without locks ({error.strerror}), and two processes could work in it "
+            "at once; use a folder on another one, or have it mounted with locks (Lustre: -o flock; NFS: with lockd)."
+        ) from error
+    return True
+
+
+def _read(handle: int) -> str:
+    return os.pread(handle, 200, 0).decode(errors="replace").strip() or "an unknown process"

@@ -1,0 +1,37 @@
+"""A night that goes on waits for what was left of its sweep."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.nightly import attempt
+from fsdp_lab.sweep.record import Record
+from tests.test_locks import held
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    Record.of(["-m", "sharding=root,ddp"], True, TrialConfig()).write(tmp_path)
+    return tmp_path
+
+
+def test_a_sweep_that_still_runs_is_waited_for(begun: Path):
+    said: list[str] = []
+    with held(begun / ".lock") as other:
+        assert other.stdin is not None
+        threading.Timer(1.0, other.stdin.close).start()
+        assert not attempt.set_aside_if_changed(begun, said.append)
+    assert said == [f"waits up to 120 s for the sweep in {begun} to end"]
+    assert not attempt.set_aside_if_changed(begun, said.append) and len(said) == 1
+
+
+def test_a_sweep_that_does_not_end_is_told_with_its_process(begun: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attempt, "_LOCK_LIMIT_S", 0.3)
+    with held(begun / ".lock") as other:
+        told = rf"the sweep in {begun} still runs \(process {other.pid}, since .*\); end it first."
+        with pytest.raises(UserError, match=told):
+            attempt.set_aside_if_changed(begun, lambda text: None)

@@ -1,0 +1,93 @@
+"""Locks between processes: who has them, who waits, and file systems without them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab import locks
+from fsdp_lab.config import UserError
+from fsdp_lab.locks import InUse, exclusive, holder, locked, share_until_exit
+
+_HOLD = {
+    "alone": "with exclusive(path): print('has it', flush=True); sys.stdin.read()",
+    "with others": "share_until_exit(path); print('has it', flush=True); sys.stdin.read()",
+}
+
+
+@contextmanager
+def held(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the lock until its input ends, or it is killed."""
+    script = "import sys, pathlib; from fsdp_lab.locks import exclusive, share_until_exit\n"
+    script += f"path = pathlib.Path(sys.argv[1])\n{_HOLD[how]}"
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "has it\n"
+            yield other
+        finally:
+            other.kill()
+
+
+def test_who_has_a_lock_is_known_until_it_is_killed(tmp_path: Path):
+    path = tmp_path / "made" / ".lock"
+    assert holder(path) == ""
+    with held(path) as other:
+        assert holder(path).startswith(f"process {other.pid}, since 20")
+        with pytest.raises(InUse, match=f"{path} is locked by process {other.pid}, since .*; wait"), exclusive(path):
+            pass
+        other.kill()
+        other.wait()
+        assert holder(path) == ""
+    with exclusive(path):
+        assert holder(path).startswith(f"process {os.getpid()}, since 20")
+    assert holder(path) == ""
+
+
+def test_who_waits_gets_it_when_it_is_let_go(tmp_path: Path):
+    path = tmp_path / ".lock"
+    with held(path) as other:
+        assert other.stdin is not None
+        threading.Timer(1.0, other.stdin.close).start()
+        with exclusive(path, limit_s=60.0):
+            assert holder(path).startswith(f"process {os.getpid()},")
+
+
+def test_several_share_a_lock_and_nobody_has_it_alone(tmp_path: Path):
+    path = tmp_path / ".lock"
+    with held(path, "with others"), held(path, "with others") as second:
+        assert holder(path) == "", "nobody has it alone"
+        share_until_exit(tmp_path / ".lock")
+        with pytest.raises(InUse), exclusive(path, limit_s=0.3):
+            pass
+        assert second.poll() is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    """Stands for a mount that cannot be had here: flock(2) has these errors for it."""
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    told = rf"^{tmp_path} is on a file system without locks \({os.strerror(number)}\).*use a folder on another one"
+    with pytest.raises(UserError, match=told), locked(tmp_path, "hydra.run.dir"):
+        pass
+    with pytest.raises(UserError, match=told):
+        share_until_exit(tmp_path / ".alive")
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path):
+    (tmp_path / "file").touch()
+    told = f"nightly.folder={tmp_path}/file/folder cannot be written .Not a directory.; .* set nightly.folder to"
+    with pytest.raises(UserError, match=told), locked(tmp_path / "file" / "folder", "nightly.folder"):
+        pass
