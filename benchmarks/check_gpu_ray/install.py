@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,12 +22,11 @@ from benchmarks.check_gpu_ray.parts import (
     MANIFEST,
     DamagedError,
     Manifest,
-    copy_whole,
     matches,
     set_id,
     unpack,
-    write_whole,
 )
+from fsdp_lab.files import whole, write_text
 
 _MARK = ".fsdp_lab_wheels"  # in the target: the set that is installed
 _LIMIT_S = 900
@@ -85,7 +85,8 @@ def stage(given: list[Path], staging: Path) -> tuple[Path, Manifest | None, list
         if entry and not matches(part, entry):
             damaged.append(part.name)
         elif entry is None or not matches(folder / part.name, entry):
-            copy_whole(part, folder / part.name)
+            with whole(folder / part.name) as making:
+                shutil.copyfile(part, making)
     return folder, manifest, damaged
 
 
@@ -154,7 +155,7 @@ def install_set(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.target:
         compile_all(arguments.target)
-    write_whole(mark, manifest.id.encode())
+    write_text(mark, manifest.id)
     print(f"installed {len(wheels)} wheels into {place}" + (f": export PYTHONPATH={place}" if arguments.target else ""))
     return 0
 

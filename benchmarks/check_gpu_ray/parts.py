@@ -1,4 +1,5 @@
-"""A set of wheels, packed into parts that travel one by one. Standard library only: the target machine runs this.
+"""A set of wheels, packed into parts that travel one by one. Standard library only, and `fsdp_lab.files`: the target
+machine runs this before anything is installed.
 
 A set is `manifest.json` and `wheels-<id>-<n>-of-<count>.part`; the parts, joined, are a tar file of the wheels.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 import tarfile
@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from fsdp_lab.files import write_text
 
 MANIFEST = "manifest.json"
 _PART = re.compile(r"wheels-([0-9a-f]{8})-\d+-of-\d+\.part")
@@ -49,7 +51,7 @@ class Manifest:
     wheels: list[Entry]
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / MANIFEST, (json.dumps(asdict(self), indent=1) + "\n").encode())
+        write_text(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def read(path: Path) -> Manifest:
@@ -76,19 +78,6 @@ def entry_of(path: Path) -> Entry:
 def matches(path: Path, entry: Entry) -> bool:
     """Whether the file is there with the content that the manifest says."""
     return path.is_file() and path.stat().st_size == entry.bytes and entry_of(path).sha256 == entry.sha256
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write under a temporary name, then rename: a reader never sees half a file."""
-    making = path.with_name(f".{path.name}.{os.getpid()}.making")
-    making.write_bytes(content)
-    making.rename(path)
-
-
-def copy_whole(source: Path, path: Path) -> None:
-    making = path.with_name(f".{path.name}.{os.getpid()}.making")
-    shutil.copyfile(source, making)
-    making.rename(path)
 
 
 def pack(wheels: Iterable[Path], folder: Path, part_bytes: int, about: dict[str, Any]) -> Manifest:
