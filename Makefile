@@ -27,7 +27,7 @@ test-ui: $(VENV)/.installed ## MLflow's pages and ours in a real browser, about 
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,browser]"
 	FSDP_LAB_UI=1 FSDP_LAB_SCREENSHOTS=docs/screenshots $(PY) -m pytest -m ui
 
-lint: $(VENV)/.installed    ## ruff, with the rooms' import rules, mypy, and what is imported against what is declared
+lint: $(VENV)/.installed    ## ruff, with the packages' import rules, mypy, and what is imported against what is declared
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

@@ -1,4 +1,4 @@
-"""Imports between the rooms point one way, and each third-party system has its owners (DESIGN.md, The rooms)."""
+"""Imports between the packages point one way, and each third-party system has its owners (see CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 from tests.conftest import ROOT
 
-# What every room may import; it imports nothing of ours.
+# What every package may import; it imports nothing of ours.
 FOR_ALL = {"metrics", "status"}
-# Room -> the rooms that it may import besides itself and these. A new room is added here, with what it may see.
+SYSTEM = {"hardware", "files", "locks"}
+# Package -> the packages that it may import besides itself and these. A new one is added here, with what it may see.
 MAY_IMPORT = {
     "metrics": set(),
     "status": set(),
@@ -29,21 +30,10 @@ MAY_IMPORT = {
     "training": {"hardware", "files", "private", "config", "profile", "workloads"},
     "forecast": {"hardware", "files", "config", "profile", "training", "workloads"},
     "forecast.__main__": {"config", "compose", "forecast", "sweep", "training"},
-    "engine": {"locks", "hardware", "files", "private", "config", "training"},
+    "engine": {*SYSTEM, "private", "config", "training"},
     "report": {"files", "config"},
     "report.__main__": {"config", "compose", "report", "sweep", "tracking"},
-    "sweep": {
-        "locks",
-        "hardware",
-        "files",
-        "config",
-        "compose",
-        "workloads",
-        "forecast",
-        "engine",
-        "report",
-        "tracking",
-    },
+    "sweep": {*SYSTEM, "config", "compose", "workloads", "forecast", "engine", "report", "tracking"},
     "nightly": {"locks", "files", "config", "report", "sweep", "tracking"},
     "nightly.__main__": {"locks", "hardware", "config", "compose", "nightly", "sweep", "tracking"},
     "predict": {"config", "training", "tracking", "workloads"},
@@ -61,11 +51,11 @@ OWNERS = {
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
 
 
-def room_of(file: Path) -> str:
+def package_of(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
     if parts[0] == "hydra_plugins":
         return parts[0]
-    # a command's own file sees more than the room it lies in
+    # a command's own file sees more than the package it lies in
     return ".".join(parts[1:]) if ".".join(parts[1:]) in MAY_IMPORT else parts[1]
 
 
@@ -75,34 +65,34 @@ def imports(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "write imports out: `from fsdp_lab.room import ...`"
+            assert node.level == 0, "write imports out: `from fsdp_lab.package import ...`"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def broken_rules(room: str, source: str) -> list[str]:
+def broken_rules(package: str, source: str) -> list[str]:
     broken = []
-    may_import = MAY_IMPORT[room] | FOR_ALL - {room}
+    may_import = MAY_IMPORT[package] | FOR_ALL - {package}
     for name in imports(source):
         top, *rest = name.split(".")
-        if room not in OWNERS.get(top, {room}):
-            broken.append(f"{room} imports {top}, which belongs to {', '.join(sorted(OWNERS[top]))}")
-        if top == "fsdp_lab" and rest and rest[0] not in {room, *may_import}:
-            broken.append(f"{room} imports {name}, and may see {', '.join(sorted(may_import)) or 'no room'}")
+        if package not in OWNERS.get(top, {package}):
+            broken.append(f"{package} imports {top}, which belongs to {', '.join(sorted(OWNERS[top]))}")
+        if top == "fsdp_lab" and rest and rest[0] not in {package, *may_import}:
+            broken.append(f"{package} imports {name}, and may see {', '.join(sorted(may_import)) or 'no package'}")
     return broken
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_file_imports_only_what_its_room_may_see(file: Path):
-    room = room_of(file)
-    if room == "__init__":
+def test_a_file_imports_only_what_its_package_may_see(file: Path):
+    package = package_of(file)
+    if package == "__init__":
         assert not list(imports(file.read_text())), "the package itself imports nothing"
         return
-    assert room in MAY_IMPORT, f"{room} is a new room: say in this test what it may import"
-    assert broken_rules(room, file.read_text()) == []
+    assert package in MAY_IMPORT, f"{package} is a new package: say in this test what it may import"
+    assert broken_rules(package, file.read_text()) == []
 
 
 @pytest.mark.parametrize(
-    ("room", "source"),
+    ("package", "source"),
     [
         ("training", "import ray"),
         ("training", "from torchvision.models import VisionTransformer"),
@@ -119,8 +109,8 @@ def test_a_file_imports_only_what_its_room_may_see(file: Path):
         ("config", "from fsdp_lab.hardware import num_gpus"),
     ],
 )
-def test_the_rules_find_what_breaks_them(room: str, source: str):
-    assert len(broken_rules(room, source)) == 1
+def test_the_rules_find_what_breaks_them(package: str, source: str):
+    assert len(broken_rules(package, source)) == 1
 
 
 def module_of(file: Path) -> str:
@@ -131,7 +121,7 @@ def cycles(sources: dict[str, str]) -> dict[str, set[str]]:
     """Module -> what it imports that imports it in turn, straight or by others; inside functions too."""
     imported: dict[str, set[str]] = {}
     for module, source in sources.items():
-        # `from fsdp_lab.room import name`: the name is a module, or of the room's own file
+        # `from fsdp_lab.package import name`: the name is a module, or of the package's own file
         names = (next((n for n in (name, name.rpartition(".")[0]) if n in sources), module) for name in imports(source))
         imported[module] = set(names) - {module}
     reached = {module: set(names) for module, names in imported.items()}
