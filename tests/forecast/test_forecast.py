@@ -21,7 +21,7 @@ from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
 from fsdp_lab.forecast.fits import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators, gpu_memory
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
-from fsdp_lab.forecast.run import Background, Request, forecast_all
+from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all
 from fsdp_lab.profile import Event, Profile
 from tests.processes import called, still_running
 from tests.ranks import config
@@ -277,6 +277,21 @@ def test_a_forecast_process_that_is_killed_costs_nothing_but_time():
     found = forecast_all([Request.of(trial, 2) for trial in trials], kill_one)
     assert killed
     assert [forecast.error for forecast in found] == [None] * 3
+    assert forecasters() == []
+
+
+def test_a_search_forecasts_one_after_the_other_and_loses_one_with_its_process():
+    small, heavy = Request.of(config("model=mlp"), 2), Request.of(config("model=vit_l_16"), 2)
+    expected = forecast_profile(small.config, 2, cuda=False).peaks
+    with Forecaster() as forecaster:
+        assert forecaster.result(forecaster.submit(small), small).peaks == expected
+        lost, after = forecaster.submit(heavy), forecaster.submit(small)
+        (process,) = forecasters()
+        process.kill()
+        assert "its process was killed, most likely for want of memory" in str(forecaster.result(lost, heavy).error)
+        assert forecaster.result(after, small).peaks == expected
+        unwanted = forecaster.submit(heavy)
+    assert "not made" in str(forecaster.result(unwanted, heavy).error)
     assert forecasters() == []
 
 
