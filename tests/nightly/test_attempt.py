@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.nightly import attempt
 from fsdp_lab.sweep.record import Record
 from tests.test_locks import held
@@ -15,7 +15,7 @@ from tests.test_locks import held
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Path:
-    Record.of(["-m", "sharding=root,ddp"], True, TrialConfig()).write(tmp_path)
+    Record.of(["-m", "sharding=root,ddp"], True, SweepConfig()).write(tmp_path)
     return tmp_path
 
 
