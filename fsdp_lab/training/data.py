@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.training import TrainingConfig
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.hardware import default_loader_workers, worker_cpus
 from fsdp_lab.training.distributed import ParallelDims, Ranks, gather
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec
@@ -85,6 +87,28 @@ class ValOrder(Sampler[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.batches)
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """Both splits as this rank takes them. `order`: of the training split, to be sent to an epoch."""
+
+    order: TrainOrder
+    train: DataLoader[Batch]
+    val: DataLoader[Batch]
+
+
+def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: torch.device) -> Loaders:
+    """
+    Raises:
+        ConfigError: a global batch is more than there are training samples.
+    """
+    order = TrainOrder(len(data.train), config.training, dims)
+    val_order = ValOrder(len(data.val), microbatch_size(config.training, dims), dims)
+    workers = config.data.loader_workers
+    return Loaders(
+        order, build_loader(data.train, order, workers, device), build_loader(data.val, val_order, workers, device)
+    )
 
 
 def build_loader(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -54,6 +56,32 @@ def train_step(
     return total
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Times the steps of a trial, profiles the memory of one, and says which one begins."""
+
+    timer: StepTimer
+    memory: MemoryProfile
+    on_step: Callable[[int], None]
+
+    @contextmanager
+    def step(self, state: TrainState, microbatches: list[Batch]) -> Iterator[None]:
+        """Watch the optimizer step inside; an exception from it gets the step as a note."""
+        self.on_step(state.step + 1)
+        try:
+            if self.memory.tracks():
+                with self.memory.track(state.model, state.optimizer, tensors_of(microbatches)):
+                    yield
+                self.timer.start()  # the tracked step is slow: not one of the timed
+            else:
+                yield
+                self.memory.step_done()
+                self.timer.step_done()
+        except Exception as error:
+            error.add_note(f"step {state.step + 1}")
+            raise
+
+
 def train_epoch(
     state: TrainState,
     task: Task,
@@ -61,9 +89,7 @@ def train_epoch(
     config: TrialConfig,
     device: torch.device,
     dims: ParallelDims,
-    timer: StepTimer,
-    memory: MemoryProfile,
-    on_step: Callable[[int], None],
+    watch: Watch,
 ) -> tuple[Metrics, list[float]]:
     """Train through one epoch, or up to `training.max_steps`.
 
@@ -71,41 +97,32 @@ def train_epoch(
         metrics over the global batch, and the loss of every step averaged over all ranks.
 
     Raises:
-        DivergedError: a step's loss is not finite. Told after the epoch, to keep sync points out of it.
-        Exception: whatever a step raises, with the step as a note.
+        DivergedError: a step's loss is not finite. Raised after the epoch, to keep sync points out of it.
     """
     state.model.train()
-    scheduled = state.lr_schedule.last_epoch
-    steps_before = state.step
+    scheduled, steps_before = state.lr_schedule.last_epoch, state.step
     losses = []
-    timer.start()
+    watch.timer.start()
     for microbatches in _by_step(loader, config.training.grad_accum_steps):
-        on_step(state.step + 1)
-        try:
-            if memory.tracks():
-                with memory.track(state.model, state.optimizer, tensors_of(microbatches)):
-                    losses.append(train_step(state, task, microbatches, config, device))
-                timer.start()  # the tracked step is slow: not one of the timed
-            else:
-                losses.append(train_step(state, task, microbatches, config, device))
-                memory.step_done()
-                timer.step_done()
-        except Exception as error:
-            error.add_note(f"step {state.step + 1}")
-            raise
+        with watch.step(state, microbatches):
+            losses.append(train_step(state, task, microbatches, config, device))
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
     step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
-    mean = sum(step_losses) / len(step_losses)
-    if not math.isfinite(mean):
-        bad = next(i for i, loss in enumerate(step_losses) if not math.isfinite(loss))
-        raise DivergedError(f"the loss of step {steps_before + bad + 1} is {step_losses[bad]}")
-    metrics = {"train/loss": mean, "train/lr": float(state.lr_schedule.get_last_lr()[0])}
+    metrics = {"train/loss": _mean(step_losses, steps_before), "train/lr": float(state.lr_schedule.get_last_lr()[0])}
     if config.precision.loss_scaling:
         taken = state.lr_schedule.last_epoch - scheduled
         metrics["train/loss_scale"] = state.scaler.get_scale()
         metrics["train/skipped_steps"] = float(state.step - steps_before - taken)
     return metrics, step_losses
+
+
+def _mean(step_losses: list[float], steps_before: int) -> float:
+    mean = sum(step_losses) / len(step_losses)
+    if not math.isfinite(mean):
+        bad = next(i for i, loss in enumerate(step_losses) if not math.isfinite(loss))
+        raise DivergedError(f"the loss of step {steps_before + bad + 1} is {step_losses[bad]}")
+    return mean
 
 
 @torch.no_grad()

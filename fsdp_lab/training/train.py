@@ -14,14 +14,15 @@ import torch
 from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.build import build
-from fsdp_lab.training.checkpoint import Checkpoints, Metrics
-from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data, microbatch_size
+from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
+from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import Ranks, build_parallel_dims, setup_distributed
 from fsdp_lab.training.export import export_model
-from fsdp_lab.training.loop import evaluate, train_epoch
+from fsdp_lab.training.loop import Watch, evaluate, train_epoch
 from fsdp_lab.training.memory import MemoryProfile, start_clean
 from fsdp_lab.training.speed import StepTimer, device_peak_flops, speed_metrics
 from fsdp_lab.training.weights import init_weights
+from fsdp_lab.workloads.base import Data
 from fsdp_lab.workloads.build import build_workload
 
 
@@ -62,66 +63,68 @@ def train(
     start_clean(ranks.device)
     dims = build_parallel_dims(config.sharding, ranks)
     workload = build_workload(config.model, config.data)
-    spec, task = workload.model, workload.task
     data = load_data(workload.data, ranks)
-    train_order = TrainOrder(len(data.train), config.training, dims)
-    train_loader = build_loader(data.train, train_order, config.data.loader_workers, ranks.device)
-    val_order = ValOrder(len(data.val), microbatch_size(config.training, dims), dims)
-    val_loader = build_loader(data.val, val_order, config.data.loader_workers, ranks.device)
-
-    total_steps = train_order.steps_per_epoch * config.training.epochs
+    loaders = build_loaders(data, config, dims, ranks.device)
+    steps_per_epoch = loaders.order.steps_per_epoch
     state = build(
-        spec,
+        workload.model,
         config,
         dims,
         ranks.device,
-        materialize=lambda model: init_weights(model, spec, config, ranks.device),
-        steps_per_epoch=train_order.steps_per_epoch,
-        total_steps=total_steps,
+        materialize=lambda model: init_weights(model, workload.model, config, ranks.device),
+        steps_per_epoch=steps_per_epoch,
+        total_steps=steps_per_epoch * config.training.epochs,
     )
     checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
-
-    reporter.facts(_facts(config, ranks, state.model, data.digest, len(data.train), len(data.val), resumed_from))
+    reporter.facts(_facts(config, ranks, state.model, data, resumed_from))
     for metrics in state.history:
         reporter.epoch(metrics, resumed_from)
 
-    memory = MemoryProfile(config, spec.description, ranks, folder)
-    timer = StepTimer(config.training.timing_warmup_steps, ranks)
+    watch = Watch(
+        StepTimer(config.training.timing_warmup_steps, ranks),
+        MemoryProfile(config, workload.model.description, ranks, folder),
+        reporter.step,
+    )
     flops = workload.train_flops_per_sample() if device_peak_flops(config, ranks) else 0.0
-    max_steps = config.training.max_steps or total_steps
-    while state.epoch < config.training.epochs and state.step < max_steps:
-        train_order.go_to(state.epoch, state.epoch_step)
-        metrics, step_losses = train_epoch(
-            state, task, train_loader, config, ranks.device, dims, timer, memory, reporter.step
-        )
-        on_step_losses(step_losses)
-        metrics.update(speed_metrics(timer.take(), config, ranks, flops))
-        metrics.update(evaluate(state, task, val_loader, config, ranks.device, dims))
-        metrics.update(memory.figures())
+    while not _is_through(state, config):
+        loaders.order.go_to(state.epoch, state.epoch_step)
+        metrics, losses = train_epoch(state, workload.task, loaders.train, config, ranks.device, dims, watch)
+        on_step_losses(losses)
+        metrics.update(speed_metrics(watch.timer.take(), config, ranks, flops))
+        metrics.update(evaluate(state, workload.task, loaders.val, config, ranks.device, dims))
+        metrics.update(watch.memory.figures())
         metrics.update(epoch=state.epoch + 1, step=state.step)
-        if state.epoch_step >= train_order.steps_per_epoch:  # else max_steps cut it short: a resume takes the rest
+        if state.epoch_step >= steps_per_epoch:  # else max_steps cut it short: a resume takes the rest
             state.epoch, state.epoch_step = state.epoch + 1, 0
-        last = state.epoch == config.training.epochs or state.step >= max_steps
-        if last or state.epoch % config.checkpoint.every_epochs == 0:
-            metrics = checkpoints.save(state, metrics)
-            if last:
-                metrics.update(checkpoints.finish())
-        else:
-            state.remember(metrics)
-        reporter.epoch(metrics, checkpoints.last_whole())
+        reporter.epoch(_keep(metrics, state, config, checkpoints), checkpoints.last_whole())
 
     if config.export:
         export_model(state.model, config, ranks, folder / "model.pt")
+
+
+def _is_through(state: TrainState, config: TrialConfig) -> bool:
+    most = config.training.max_steps
+    return state.epoch >= config.training.epochs or (most is not None and state.step >= most)
+
+
+def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints: Checkpoints) -> Metrics:
+    """Save a checkpoint where one is due, and return the metrics with what that took."""
+    through = _is_through(state, config)
+    if not through and state.epoch % config.checkpoint.every_epochs:
+        state.remember(metrics)
+        return metrics
+    metrics = checkpoints.save(state, metrics)
+    if through:
+        metrics.update(checkpoints.finish())
+    return metrics
 
 
 def _facts(
     config: TrialConfig,
     ranks: Ranks,
     model: torch.nn.Module,
-    data_digest: str,
-    num_train: int,
-    num_val: int,
+    data: Data,
     resumed_from: Path | None,
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
@@ -130,9 +133,9 @@ def _facts(
         "world_size": ranks.world_size,
         "num_params": sum(p.numel() for p in model.parameters()),
         "torch": str(torch.__version__),
-        "data_digest": data_digest,
-        "data_num_train": num_train,
-        "data_num_val": num_val,
+        "data_digest": data.digest,
+        "data_num_train": len(data.train),
+        "data_num_val": len(data.val),
         "resumed_from": str(resumed_from) if resumed_from else None,
         "notes": [*sharding_notes(config), *memory_notes(config), *(cpu_notes(config) if on_cpu else ())],
     }
