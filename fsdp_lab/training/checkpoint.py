@@ -1,18 +1,19 @@
 """Checkpoints: DCP shards, written under a temporary name and renamed when whole.
 
-A folder of checkpoints holds `step_00000022/` and so on; each has DCP's files and `meta.json`, which
-says what wrote it and carries the metrics of the epochs so far. What has another name is not a
-checkpoint: a kill at any line leaves the last whole one.
+A folder of checkpoints holds `step_00000022/` and so on; each has DCP's files and `meta.json`, which says what wrote
+it and carries the metrics of the epochs so far. What has another name is not a checkpoint, and a damaged one is passed
+over for the one before: see `checkpoint_files.py`.
 
 DCP's own files are read with pickle: load only checkpoints that you or your jobs wrote.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,6 +33,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.key import Between
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.checkpoint_files import META, discard, find_latest, outdated, publish, read_meta
 from fsdp_lab.training.distributed import Ranks, sum_over_ranks
 
 Metrics = dict[str, float]
@@ -39,6 +42,18 @@ _SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "
 
 class CheckpointError(UserError):
     """A checkpoint that cannot be loaded here, and why."""
+
+
+@contextmanager
+def ordinary_errors(doing: str) -> Iterator[None]:
+    """Raise what went wrong on the first rank that failed, with a note of what was being done. DCP raises a
+    `CheckpointException` on every rank instead, which is no `Exception` and would end the process."""
+    try:
+        yield
+    except CheckpointException as failed:
+        cause = failed.failures[min(failed.failures)][0]
+        cause.add_note(doing)
+        raise cause from failed
 
 
 @dataclass
@@ -90,6 +105,8 @@ class Checkpoints:
     def __init__(self, folder: Path, config: TrialConfig, ranks: Ranks) -> None:
         self.folder, self.config, self.ranks = folder, config, ranks
         self.settings: CheckpointConfig = config.checkpoint
+        self.notes: list[str] = []  # on what was loaded
+        self._newest: Path | None = None
         self._writing: tuple[Future[Any], Path, dict[str, Any], float] | None = None
         self._async_group: dist.ProcessGroup | None = None
 
@@ -102,35 +119,59 @@ class Checkpoints:
         Raises:
             CheckpointError: there is none where `resume_from` points, or it is of another model or PyTorch.
         """
-        source = self._agree_on_source()
+        source, meta, self.notes = self._agree_on_source()
         if source is None:
             return None
-        meta = read_meta(source)
         check_meta(meta, source, self.config)
         if source.parent.absolute() == self.folder.absolute():
             check_same_trial(meta, source, self.config)
-        dcp.load({"train": state}, checkpoint_id=source)
+            self._newest = source
+        try:
+            with ordinary_errors(f"loading the checkpoint {source}"):
+                dcp.load({"train": state}, checkpoint_id=source)
+        except Exception as error:
+            if not isinstance(error.__cause__, CheckpointException) or is_of_the_machine(error):
+                raise
+            raise CheckpointError(
+                f"the checkpoint {source} is damaged: its files have their sizes and cannot be read "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); move it away, and the trial "
+                "starts from the one before."
+            ) from error
         state.history = meta["history"]
         return source
 
-    def _agree_on_source(self) -> Path | None:
-        """Rank 0 looks and tells the others: a slow shared disk must not split them."""
+    def _agree_on_source(self) -> tuple[Path | None, dict[str, Any], list[str]]:
+        """Rank 0 looks and tells the others: a slow shared disk must not split them.
+
+        Returns:
+            the checkpoint to load, its metadata, and a note where damaged ones were passed over.
+        """
         found: list[Any] = [None]
         if self.ranks.is_first:
-            found = [latest(self.folder)]
-            if found[0] is None and self.settings.resume_from is not None:
-                found = [latest(Path(self.settings.resume_from))]
-                if found[0] is None:
-                    found = [
-                        CheckpointError(
-                            f"checkpoint.resume_from={self.settings.resume_from} holds no whole checkpoint; give a "
-                            "folder named step_<number> with a meta.json in it, or the folder above such ones."
-                        )
-                    ]
+            try:
+                found = [self._find_source()]
+            except (OSError, ValueError, UserError) as error:
+                found = [error]
         dist.broadcast_object_list(found, src=0)
         if isinstance(found[0], Exception):
             raise found[0]
-        return found[0]
+        source, meta, notes = found[0]
+        return source, meta, notes
+
+    def _find_source(self) -> tuple[Path | None, dict[str, Any], list[str]]:
+        source, damaged = find_latest(self.folder)
+        if source is None and self.settings.resume_from is not None:
+            source, damaged_there = find_latest(Path(self.settings.resume_from))
+            if source is None:
+                raise CheckpointError(
+                    f"checkpoint.resume_from={self.settings.resume_from} holds no whole checkpoint; give a "
+                    f"folder named step_<number> with a {META} in it, or the folder above such ones."
+                    + "".join(f" Damaged: {each}." for each in damaged_there)
+                )
+            damaged += damaged_there
+        instead = f"training starts from {source}" if source else "training starts anew"
+        notes = [f"passed over a damaged checkpoint, {each}; {instead}" for each in damaged]
+        return source, read_meta(source) if source else {}, notes
 
     def save(self, state: TrainState, metrics: Metrics) -> Metrics:
         """Save now (`sync`) or start to (`async`); every rank calls it.
@@ -154,13 +195,15 @@ class Checkpoints:
             # its own, would ask for a stream of GPU 0 and so open a context there, on every rank. The writer is the
             # stager too, and blocks as the default one does.
             writer = dcp.FileSystemWriter(making, per_thread_copy_ahead=0)
-            future = dcp.async_save({"train": state}, storage_writer=writer, process_group=self._async_group)
+            with ordinary_errors(f"saving the checkpoint {target}"):
+                future = dcp.async_save({"train": state}, storage_writer=writer, process_group=self._async_group)
             assert isinstance(future, Future)
             metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
             state.remember(metrics)
             self._writing = (future, target, self._meta(state), begun)
             return metrics
-        dcp.save({"train": state}, checkpoint_id=making)
+        with ordinary_errors(f"saving the checkpoint {target}"):
+            dcp.save({"train": state}, checkpoint_id=making)
         metrics["checkpoint/bytes"] = self._size(making)
         metrics["checkpoint/save_s"] = metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
         state.remember(metrics)
@@ -168,15 +211,16 @@ class Checkpoints:
         return metrics
 
     def last_whole(self) -> Path | None:
-        """The newest finished checkpoint of this trial."""
-        return latest(self.folder)
+        """The newest finished checkpoint of this trial, of those that were loaded or saved here."""
+        return self._newest
 
     def finish(self) -> Metrics:
         """Wait for a save in the making and publish it. Every rank calls it, also at the end of training."""
         if self._writing is None:
             return {}
         future, target, meta, begun = self._writing
-        future.result(timeout=1800)
+        with ordinary_errors(f"saving the checkpoint {target}"):
+            future.result(timeout=1800)
         self._writing = None
         making = _making(target)
         figures = {"checkpoint/save_s": time.perf_counter() - begun, "checkpoint/bytes": self._size(making)}
@@ -186,7 +230,7 @@ class Checkpoints:
     def _make_folder(self, target: Path) -> Path:
         making = _making(target)
         if self.ranks.is_first:
-            for stale in (*self.folder.glob(".step_*"), target):  # what a killed run left behind
+            for stale in self.folder.glob(".step_*"):  # what a killed run left behind
                 shutil.rmtree(stale, ignore_errors=True)
             making.mkdir(parents=True)
         dist.barrier()
@@ -198,15 +242,12 @@ class Checkpoints:
         return float(sum_over_ranks(torch.tensor(float(size), dtype=torch.float64, device=self.ranks.device)))
 
     def _publish(self, making: Path, target: Path, meta: dict[str, Any]) -> None:
-        """Rank 0 writes the meta file, renames, and forgets what need not be kept."""
+        """Rank 0 gives the checkpoint its name, and then removes what need not be kept."""
         if self.ranks.is_first:
-            (making / "meta.json").write_text(json.dumps(meta, indent=1))
-            making.rename(target)
-            for old in outdated(self.folder, self.settings.keep_last, self.settings.keep_best):
-                trash = old.with_name(f".{old.name}.trash")
-                old.rename(trash)
-                shutil.rmtree(trash, ignore_errors=True)
+            publish(making, target, meta)
+            discard(outdated(self.folder, self.settings.keep_last, self.settings.keep_best))
         dist.barrier()
+        self._newest = target
 
     def _meta(self, state: TrainState) -> dict[str, Any]:
         return {
@@ -225,38 +266,9 @@ def _making(target: Path) -> Path:
     return target.with_name(f".{target.name}.making")
 
 
-def whole(folder: Path) -> bool:
-    """Whether a folder is a finished checkpoint."""
-    return folder.name.startswith("step_") and (folder / "meta.json").is_file()
-
-
-def all_whole(folder: Path) -> list[Path]:
-    """The finished checkpoints in a folder, oldest first."""
-    return sorted(f for f in folder.glob("step_*") if whole(f)) if folder.is_dir() else []
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest finished checkpoint of a folder; the folder itself where it is one."""
-    found = [folder] if whole(folder) else all_whole(folder)
-    return found[-1] if found else None
-
-
-def outdated(folder: Path, keep_last: int, keep_best: bool) -> list[Path]:
-    """What is neither among the last `keep_last` nor the one with the least validation loss."""
-    found = all_whole(folder)
-    keep = set(found[-keep_last:])
-    if keep_best and found:
-        keep.add(min(found, key=_val_loss))
-    return [f for f in found if f not in keep]
-
-
-def _val_loss(checkpoint: Path) -> float:
-    history = read_meta(checkpoint)["history"]
-    return history[-1].get("val/loss", float("inf")) if history else float("inf")
-
-
-def read_meta(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "meta.json").read_text())
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether memory or a disk failed, and not what was read from it."""
+    return isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
 
 
 def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:

@@ -77,7 +77,8 @@ def train(
     )
     checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
-    reporter.facts(_facts(config, ranks, state.model, data, resumed_from))
+    facts = _facts(config, ranks, state.model, data, resumed_from)
+    reporter.facts({**facts, "notes": [*checkpoints.notes, *facts["notes"]]})
     for metrics in state.history:
         reporter.epoch(metrics, resumed_from)
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from fsdp_lab.config import TrialConfig, UserError
-from fsdp_lab.training.checkpoint import CheckpointError, check_meta, latest, outdated, whole
+from fsdp_lab.training.checkpoint import CheckpointError, check_meta
+from fsdp_lab.training.checkpoint_files import discard, latest, outdated, publish, whole
 from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import apart
 
@@ -365,3 +366,136 @@ def test_the_thread_that_saves_asks_for_no_stream_of_a_gpu(tmp_path: Path) -> No
     """It has no device of its own: its current stream would be GPU 0's, where every rank would open a context."""
     (seen,) = run_ranks(1, ahead_of_saving, str(tmp_path))
     assert seen == names(4)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def overwrite(file: Path) -> None:
+    """Other bytes, as many."""
+    file.write_bytes(b"\x5a" * file.stat().st_size)
+
+
+DAMAGED = {  # what happens to which file of the newest checkpoint, and what is said of it
+    "cut meta": (cut, "meta.json", "meta.json cannot be read"),
+    "cut shard": (cut, "__1_0.distcp", "__1_0.distcp has"),
+    "no shard": (Path.unlink, "__0_0.distcp", "__0_0.distcp cannot be read (No such file or directory)"),
+    "cut metadata": (cut, ".metadata", ".metadata has"),
+    "cut meta, async": (cut, "meta.json", "meta.json cannot be read"),
+}
+UNREADABLE = {"shard": "__1_0.distcp", "metadata": ".metadata"}
+
+
+@pytest.fixture(scope="module")
+def damaged(runs: Runs) -> dict[str, Told]:
+    """The run of three epochs in `adam_whole` keeps its last one; these keep two, and the newer is damaged."""
+    jobs, whole_run = {}, Path(runs.folder, "kept")
+    keep = [SYNC, "optimizer.lr=0.01", "checkpoint.keep_last=2", "checkpoint.keep_best=false"]
+    results = run_ranks(2, train_in, [(str(whole_run), [*keep, "training.max_steps=4"])])
+    assert names_in(whole_run / "checkpoints") == names(2, 4) and not results[0][0].error
+    for name, (harm, file, _) in DAMAGED.items():
+        copy = shutil.copytree(whole_run, runs.folder / f"damaged {name}")
+        harm(copy / "checkpoints" / names(4)[0] / file)
+        jobs[name] = (str(copy), [*keep, *([ASYNC] if "async" in name else [])])
+    for name, file in UNREADABLE.items():
+        copy = shutil.copytree(whole_run, runs.folder / f"unreadable {name}")
+        overwrite(copy / "checkpoints" / names(4)[0] / file)
+        jobs[f"unreadable {name}"] = (str(copy), keep)
+    source = shutil.copytree(whole_run, runs.folder / "both damaged") / "checkpoints"
+    for name in names(2, 4):
+        cut(source / name / "meta.json")
+    jobs["anew"] = (str(source.parent), keep)
+    elsewhere = shutil.copytree(runs.folder / "damaged cut meta" / "checkpoints", runs.folder / "elsewhere")
+    jobs["from"] = (str(runs.folder / "from damaged"), [*keep, f"checkpoint.resume_from={elsewhere}"])
+    last = elsewhere / names(4)[0]
+    jobs["from the damaged one"] = (str(runs.folder / "refused"), [*keep, f"checkpoint.resume_from={last}"])
+    first, second = run_ranks(2, train_in, list(jobs.values()))
+    for name, one, other in zip(jobs, first, second, strict=True):
+        assert (one.losses, one.error) == (other.losses, other.error), name
+    return dict(zip(jobs, first, strict=True))
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, "from"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    runs: Runs, damaged: dict[str, Told], name: str
+) -> None:
+    told = damaged[name]
+    assert not told.error
+    assert told.losses == runs.two["adam whole"].losses[STEPS:]
+    assert Path(told.facts["resumed_from"]).name == names(2)[0]
+    (note,) = [note for note in told.facts["notes"] if "damaged" in note]
+    assert names(4)[0] in note and names(2)[0] in note and DAMAGED.get(name, DAMAGED["cut meta"])[2] in note
+    folder = runs.folder / ("from damaged" if name == "from" else f"damaged {name}") / "checkpoints"
+    assert names_in(folder) == names(4, 6) and all(whole(folder / each) for each in names(4, 6))
+
+
+def test_without_a_whole_one_training_starts_anew_and_says_so(runs: Runs, damaged: dict[str, Told]) -> None:
+    told = damaged["anew"]
+    assert told.losses == runs.two["adam whole"].losses
+    assert sum("training starts anew" in note for note in told.facts["notes"]) == 2
+
+
+def test_a_damaged_checkpoint_to_resume_from_is_an_error_that_says_what_is_wrong(damaged: dict[str, Told]) -> None:
+    error = damaged["from the damaged one"].error
+    assert error.startswith("CheckpointError") and "meta.json cannot be read" in error
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_bytes_that_only_the_reader_finds_damaged_are_an_error_on_every_rank(
+    runs: Runs, damaged: dict[str, Told], name: str
+) -> None:
+    error = damaged[f"unreadable {name}"].error
+    assert error.startswith(f"CheckpointError: the checkpoint {runs.folder}/unreadable {name}/checkpoints/")
+    assert names(4)[0] in error and "move it away" in error and "\n" not in error
+
+
+def test_a_checkpoint_of_before_sizes_were_written_is_whole(runs: Runs) -> None:
+    source = latest(runs.folder / "adam" / "checkpoints")
+    assert source is not None
+    copy = shutil.copytree(source, runs.folder / "old" / source.name)
+    meta = json.loads((copy / "meta.json").read_text())
+    sizes = meta.pop("files")
+    assert sizes == {f.name: f.stat().st_size for f in source.iterdir() if f.name != "meta.json"}
+    (copy / "meta.json").write_text(json.dumps(meta))
+    assert latest(copy.parent) == copy
+
+
+def test_older_checkpoints_are_removed_when_the_new_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this order: the names in the new folder synced, the folder renamed, its name synced, the old one removed."""
+    done = []
+    real = {"fsync": os.fsync, "rename": Path.rename}
+
+    def fsync(handle: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+        real["fsync"](handle)
+
+    def rename(path: Path, target: Path) -> Path:
+        done.append(f"rename {path.name}")
+        return real["rename"](path, target)
+
+    make(tmp_path, 1)
+    making = tmp_path / ".step_00000002.making"
+    making.mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    publish(making, tmp_path / "step_00000002", {"history": []})
+    discard(outdated(tmp_path, keep_last=1, keep_best=False))
+    assert done == [
+        "sync meta.json",
+        "sync .step_00000002.making",
+        "rename .step_00000002.making",
+        f"sync {tmp_path.name}",
+        "rename step_00000001",
+    ]
+    assert names_in(tmp_path) == names(2)
+
+
+def test_a_damaged_one_stays_until_a_newer_one_is_whole(tmp_path: Path) -> None:
+    made = [make(tmp_path, step) for step in (1, 2, 3)]
+    for broken in (made[0], made[2]):
+        cut(broken / "meta.json")
+    assert outdated(tmp_path, keep_last=1, keep_best=True) == [made[0]]
+    assert outdated(tmp_path / "none", keep_last=1, keep_best=True) == []

@@ -1,0 +1,126 @@
+"""A folder of checkpoints on the disk: which are whole, which is the newest, which may go.
+
+`step_00000022/` holds DCP's files and `meta.json`, which names each file with its size. A checkpoint is whole when its
+metadata can be read and its files have their sizes; bytes that changed in place are seen by DCP alone, when it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+META = "meta.json"
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What keeps a folder from being a whole checkpoint; None where nothing does."""
+    try:
+        meta = read_meta(checkpoint)
+    except FileNotFoundError:
+        return f"it has no {META}"
+    except (OSError, ValueError) as error:
+        return f"its {META} cannot be read ({error})"
+    for name, size in meta.get("files", {}).items():  # earlier versions wrote no sizes
+        try:
+            found = (checkpoint / name).stat().st_size
+        except OSError as error:
+            return f"its {name} cannot be read ({error.strerror})"
+        if found != size:
+            return f"its {name} has {found} bytes and was written with {size}"
+    return None
+
+
+def whole(folder: Path) -> bool:
+    """Whether a folder is a finished checkpoint, undamaged as far as sizes tell."""
+    return folder.name.startswith("step_") and damage(folder) is None
+
+
+def all_whole(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, oldest first."""
+    return [f for f in _all(folder) if whole(f)]
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a folder; the folder itself where it is one."""
+    return find_latest(folder)[0]
+
+
+def find_latest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a folder (the folder itself where it is one), and what is wrong with each newer
+    one, by its path."""
+    damaged: list[str] = []
+    itself = folder.name.startswith("step_") and (folder / META).exists()
+    for checkpoint in [folder] if itself else reversed(_all(folder)):
+        wrong = damage(checkpoint)
+        if wrong is None:
+            return checkpoint, damaged
+        damaged.append(f"{checkpoint}: {wrong}")
+    return None, damaged
+
+
+def outdated(folder: Path, keep_last: int, keep_best: bool) -> list[Path]:
+    """What is neither among the last `keep_last` whole ones nor the one with the least validation loss; damaged ones
+    count only once a newer one is whole."""
+    found = all_whole(folder)
+    keep = set(found[-keep_last:])
+    if keep_best and found:
+        keep.add(min(found, key=_val_loss))
+    return [f for f in _all(folder) if found and f not in keep and f.name <= found[-1].name]
+
+
+def publish(making: Path, target: Path, meta: dict[str, Any]) -> None:
+    """Write the meta file and give a checkpoint its name, so that it is on the disk when this returns."""
+    files = {str(f.relative_to(making)): f.stat().st_size for f in sorted(making.rglob("*")) if f.is_file()}
+    with (making / META).open("w") as out:
+        json.dump({**meta, "files": files}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    _sync(making)
+    if target.exists():
+        discard([target])
+    making.rename(target)
+    _sync(target.parent)
+
+
+def discard(checkpoints: Iterable[Path]) -> None:
+    """Remove checkpoints; a kill in the middle leaves none that looks whole."""
+    for checkpoint in checkpoints:
+        trash = checkpoint.with_name(f".{checkpoint.name}.trash")
+        checkpoint.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def read_meta(checkpoint: Path) -> dict[str, Any]:
+    """Return what `publish` wrote.
+
+    Raises:
+        OSError: the file is not there, or cannot be read.
+        ValueError: it is not JSON, or not ours.
+    """
+    meta = json.loads((checkpoint / META).read_text())
+    if not isinstance(meta, dict) or "history" not in meta:
+        raise ValueError("it lacks `history`")
+    return meta
+
+
+def _all(folder: Path) -> list[Path]:
+    """By name, which is by step."""
+    return sorted(f for f in folder.glob("step_*") if f.is_dir()) if folder.is_dir() else []
+
+
+def _val_loss(checkpoint: Path) -> float:
+    history = read_meta(checkpoint)["history"]
+    return history[-1].get("val/loss", float("inf")) if history else float("inf")
+
+
+def _sync(folder: Path) -> None:
+    """Put the names in a folder on the disk; DCP has done so with the content of its files."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
