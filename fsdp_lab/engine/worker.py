@@ -151,7 +151,7 @@ def redirect_output(path: Path) -> None:
 
 def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> None:
     """Leave `failures/rank<r>.json` and the traceback in the rank's log."""
-    if kind != "diverged":  # whose message says it all
+    if kind not in ("diverged", "user"):  # whose messages say it all
         traceback.print_exception(error)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the step

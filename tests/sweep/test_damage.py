@@ -1,0 +1,50 @@
+"""Disks that give back other bytes, or take no more: a trial fails, the next one runs (`engine=inline`: no Ray)."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from pathlib import Path
+
+from tests.conftest import command_line, run_cli
+from tests.servers import lay_store
+from tests.sweep.conftest import PLAIN, TINY, results
+
+INLINE = (
+    *(word for word in TINY if not word.startswith("cluster.num_workers")), *PLAIN, "engine=inline", "model=mlp",
+    "forecast.enabled=false", "export=false",
+)  # fmt: skip
+
+
+def test_a_checkpoint_that_cannot_be_read_fails_its_trial_and_no_other(tmp_path: Path):
+    words = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2")
+    assert run_cli(tmp_path, *words).returncode == 0
+    for shard in (tmp_path / "out/0/checkpoints").glob("step_*/*.distcp"):
+        shard.write_bytes(b"\x5a" * shard.stat().st_size)
+    for number in range(2):
+        (tmp_path / "out" / str(number) / "outcome.json").unlink()
+    done = run_cli(tmp_path, "resume=out", "training.epochs=3", "resume_anyway=true")
+    told = done.stdout + done.stderr
+    assert done.returncode == 1, told
+    assert [row["status"] for row in results(tmp_path)] == ["failed", "finished"], told
+    assert "Traceback" not in told
+    assert "out/0/checkpoints/step_" in told and "is damaged" in told and "move it away" in told
+
+
+def test_a_checkpoint_that_the_disk_does_not_take_fails_its_trial_and_no_other(tmp_path: Path):
+    """A limit on the size of a file stands in for the disk; the second trial's checkpoints are small enough."""
+    lay_store(tmp_path)
+    words = ("-m", *INLINE, "model.hidden_dim=2048,32")
+    done = subprocess.run(
+        command_line(*words),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 2**20, 20 * 2**20)),
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == 1, told
+    assert [row["status"] for row in results(tmp_path)] == ["failed", "finished"], told
+    assert "saving the checkpoint" in told and "step_00000004" in told
