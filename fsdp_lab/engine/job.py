@@ -30,6 +30,7 @@ from fsdp_lab.status import TrialStatus
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.25  # for reports, where Ray's controller is another process
+_LONGEST_LOOK_S = 5.0  # that counts as waiting for a trial's next step
 _TAIL_LINES = 50  # of a log, for the report of a failure
 
 
@@ -73,7 +74,7 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
     Args:
         report: given `{"epoch": n}` when the folder has the metrics of one more; not called after it has raised.
     """
-    folder, begun = Path(job.folder), time.time()
+    folder, begun = Path(job.folder), time.monotonic()
     try:
         if not wait_until_alone(folder, _ALONE_LIMIT_S):
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
@@ -86,7 +87,7 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
             (folder / "error.txt").write_text(report_of(folder, error))
         outcome = outcome_of(read_failures(folder) or [{"kind": "error", "message": first_line(error)}])
     with suppress(OSError):
-        write_outcome(folder, Outcome(outcome.status, outcome.error, time.time() - begun))
+        write_outcome(folder, Outcome(outcome.status, outcome.error, time.monotonic() - begun))
 
 
 def outcome_of(failures: list[dict[str, Any]]) -> Outcome:
@@ -247,26 +248,37 @@ def in_background(work: Callable[[], Any]) -> Future[Any]:
 @contextmanager
 def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Iterator[Callable[[], None]]:
     """End a trial inside that takes no step for so long, by taking its workers' places away. Before the first step of
-    an attempt they may have waited for these. Gives what is to be called when an attempt begins."""
+    an attempt they may have waited for these. Gives what is to be called when an attempt begins.
+
+    No clock of the trial's is compared with one here, and a second counts only if it was seen to pass: the wall clock
+    may be set, and a machine that was suspended is no stuck trial.
+    """
     done = threading.Event()
-    begun = time.time()
+    known: dict[str, float] = {}
+    started, idle_s = False, 0.0
 
     def begin() -> None:
-        nonlocal begun
-        begun = time.time()
+        nonlocal known, started, idle_s
+        known, started, idle_s = read_progress(folder), False, 0.0
 
     def look() -> None:
+        nonlocal known, started, idle_s
+        looked = time.monotonic()
         while timeout_s is not None and not done.wait(1.0):
-            progress = read_progress(folder)
-            started = progress.get("time", 0.0) > begun
-            last, limit = (progress["time"], timeout_s) if started else (begun, timeout_s + wait_timeout_s)
-            if time.time() - last > limit:
-                since = f"step {progress['step']:.0f} began" if started else "its start"
+            now = time.monotonic()
+            idle_s, looked = idle_s + min(now - looked, _LONGEST_LOOK_S), now
+            with suppress(OSError):  # a disk that is away for a moment
+                progress = read_progress(folder)
+                if progress != known:
+                    known, started, idle_s = progress, True, 0.0
+            if idle_s > (timeout_s if started else timeout_s + wait_timeout_s):
+                since = f"step {known['step']:.0f} began" if started and "step" in known else "its start"
                 message = f"no progress for trial_timeout_s={timeout_s:g} s since {since}; it was ended"
                 write_failure(folder, 0, "timeout", message, "")
                 remove_places(folder)
                 begin()
 
+    begin()
     thread = threading.Thread(target=look, name="watch", daemon=True)
     thread.start()
     try:
