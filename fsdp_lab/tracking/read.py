@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.metrics import is_mib_key
 from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, sqlite_file
-from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, redact
+from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, redact, redacted_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -101,7 +101,7 @@ def annotate(tracking: TrackingConfig, run_id: str, tags: Mapping[str, str], fil
             if file.suffix == ".html":  # a page was made by us, and may be large
                 client.log_artifact(run_id, str(file))
             else:
-                client.log_text(run_id, redact(file.read_text(encoding="utf-8")), file.name)
+                client.log_text(run_id, redacted_file(file), file.name)
 
 
 def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:

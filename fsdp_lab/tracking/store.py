@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.locks import InUse, exclusive
-from fsdp_lab.tracking.tags import how_to_read, one_line, redact
+from fsdp_lab.tracking.tags import NAME_LENGTH, how_to_read, one_line, redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -61,6 +61,11 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
     """
     if not tracking.experiment.strip():
         raise TrackingError("tracking.experiment is empty; give it a name, for example fsdp_lab.")
+    if len(tracking.experiment) > NAME_LENGTH:
+        raise TrackingError(
+            f"tracking.experiment has {len(tracking.experiment)} characters, and MLflow's databases take "
+            f"{NAME_LENGTH}; give a shorter name."
+        )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

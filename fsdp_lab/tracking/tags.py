@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import getpass
+import hashlib
 import importlib.metadata
+import json
 import platform
 import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,17 +57,57 @@ def how_to_read() -> str:
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
-_TAG_LENGTH = 5000  # what every MLflow server since 2.0 takes
+NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
+_PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
 _GIT_TIMEOUT_S = 5
 # `scheme://user:password@`, up to the last @ of the word: a password may hold an @ of its own. A URI that
 # goes on with a slash (sqlite:///…) has no user in it.
 _CREDENTIALS = re.compile(r"(\w://)[^\s/][^\s]*@")
-_SECRET_QUERY = re.compile(r"([?&](?:\w*password|passwd|pwd|token|secret|\w*key)=)[^\s&'\"]+", re.IGNORECASE)
+# `?name=value`, also in a fragment, and `;name=value` as ODBC has it, where a value in braces may hold anything.
+_QUERY = re.compile(r"([?&#]|;\s*)([\w.~%+-]+)=(\{[^}]*\}|[^\s&;'\"]+)")
+_SECRET_NAME = re.compile(r"pass|pwd|token|secret|key|auth|sig|cred|connect$", re.IGNORECASE)
+_SMALL_VALUE = re.compile(r"\d{1,6}|true|false|null", re.IGNORECASE)
+_HARMLESS = (
+    "application_name", "charset", "check_same_thread", "connect_timeout", "database", "driver", "encrypt", "mode",
+    "page", "sslmode", "timeout", "trustservercertificate", "workflowtype",
+)  # fmt: skip
 
 
 def redact(text: str) -> str:
-    """The text with the credentials of every URI in it as `***`."""
-    return _SECRET_QUERY.sub(r"\1***", _CREDENTIALS.sub(r"\1***@", text))
+    """The text with the credentials of every URI in it as `***`: its user, and each value of a query that is not known
+    to be harmless."""
+    return _QUERY.sub(_redact_value, _CREDENTIALS.sub(r"\1***@", text))
+
+
+def _redact_value(found: re.Match[str]) -> str:
+    before, name, value = found.groups()
+    secret = _SECRET_NAME.search(name) is not None
+    shown = name.lower() in _HARMLESS or _SMALL_VALUE.fullmatch(value) is not None or before.startswith(";")
+    return f"{before}{name}=***" if secret or not shown else found.group()
+
+
+def redacted_file(path: Path) -> str:
+    """The content of a text file, redacted; JSON stays JSON."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    with suppress(json.JSONDecodeError):
+        if path.suffix == ".json":
+            return json.dumps(_redact_strings(json.loads(text)), indent=1)
+    return redact(text)
+
+
+def _redact_strings(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _redact_strings(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_redact_strings(value) for value in content]
+    return redact(content) if isinstance(content, str) else content
+
+
+def shortened(name: str, length: int = NAME_LENGTH) -> str:
+    """A name that a database takes, still its own: a digest of the whole stands in the place of what is cut."""
+    if len(name) <= length:
+        return name
+    return f"{name[: length - 10]}-{hashlib.sha256(name.encode()).hexdigest()[:9]}"
 
 
 def one_line(text: str, length: int) -> str:
@@ -81,7 +124,7 @@ def trial_params(config: SweepConfig, choices: Mapping[str, str]) -> dict[str, s
     own = {k: v for k, v in flatten(config).items() if keys[k].is_param}
     said = {k: v for group, option in chosen.items() if group != "experiment" for k, v in _said(group, option).items()}
     values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in said or said[k] != v)}}
-    return {key: redact(_typed(value)) for key, value in values.items()}
+    return {shortened(key): shortened(redact(_typed(value)), _PARAM_LENGTH) for key, value in values.items()}
 
 
 def _said(group: str, option: str) -> dict[str, Any]:
@@ -134,7 +177,7 @@ def _origin(folder: Path, command: str) -> dict[str, Any]:
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
-    return {key: redact(str(value))[:_TAG_LENGTH] for key, value in tags.items()}
+    return {shortened(key): redact(str(value))[:_TAG_LENGTH] for key, value in tags.items()}
 
 
 @cache

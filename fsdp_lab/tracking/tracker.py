@@ -23,6 +23,8 @@ from fsdp_lab.tracking.tags import (
     fact_tags,
     one_line,
     redact,
+    redacted_file,
+    shortened,
     sweep_tags,
     trial_params,
     trial_tags,
@@ -44,7 +46,7 @@ _RUN_STATUS = {
 _RUN = "a run"
 _PARAMS_PER_BATCH = 100  # MLflow's limit
 _ERROR_LENGTH = 500
-_TEXTS = (".yaml", ".csv", ".txt", ".jsonl")
+_TEXTS = (".yaml", ".csv", ".txt", ".json", ".jsonl", ".log", ".md")
 
 
 def _to_stderr(message: str) -> None:
@@ -230,8 +232,8 @@ class Tracker:
 
             if (run_id, epoch) in self._epochs:
                 return
-            if not (again and self._has_epoch(client, id_, next(iter(names)), epoch)):
-                client.log_batch(id_, metrics=[Metric(k, v, now, epoch) for k, v in names.items()])
+            if not (again and self._has_epoch(client, id_, shortened(next(iter(names))), epoch)):
+                client.log_batch(id_, metrics=[Metric(shortened(k), v, now, epoch) for k, v in names.items()])
             self._epochs.add((run_id, epoch))
 
         self._write("metrics", run_id, write)
@@ -246,14 +248,16 @@ class Tracker:
         if not path.exists():
             self._outbox.tell("missing", f"{path} is not there, so MLflow has no copy of it.")
             return
-        if path.suffix in _TEXTS:  # a config or a command in it may name a server with its password
+        if path.is_dir():
+            for file in sorted(f for f in path.rglob("*") if f.is_file()):
+                self.log_artifact(run_id, file, Path(folder, file.parent.relative_to(path.parent)).as_posix())
+            return
+        if path.suffix in _TEXTS:  # a config, a command or a traceback may name a server with its password
             inside = "/".join(part for part in (folder, path.name) if part)
-            text = redact(path.read_text())
+            text = redacted_file(path)
             self._write("files", run_id, lambda client, id_, again: client.log_text(id_, text, inside))
             return
-        log = "log_artifacts" if path.is_dir() else "log_artifact"
-        inside = "/".join(part for part in (folder, path.name if path.is_dir() else "") if part)
-        self._write("files", run_id, lambda client, id_, again: getattr(client, log)(id_, str(path), inside or None))
+        self._write("files", run_id, lambda client, id_, again: client.log_artifact(id_, str(path), folder or None))
 
     def finish(
         self, run_id: str, status: TrialStatus, error: str | None = None, artifacts: Sequence[Path] = ()
@@ -305,7 +309,7 @@ class Tracker:
                     if run.data.tags.get(TRIAL_TAG, "") == number:
                         self._ids[handle] = str(run.info.run_id)
                         return
-            run = client.create_run(self._experiment_id, begun, tags=tags(), run_name=name)
+            run = client.create_run(self._experiment_id, begun, tags=tags(), run_name=shortened(redact(name)))
             self._ids[handle] = str(run.info.run_id)
 
         self._write(_RUN, handle, write)
@@ -349,7 +353,7 @@ def _log_config_files(client: MlflowClient, run_id: str, folder: Path) -> None:
     for name in ("config.yaml", "overrides.yaml"):
         path = folder / ".hydra" / name
         if path.is_file():
-            client.log_text(run_id, redact(path.read_text(encoding="utf-8")), f"config/{name}")
+            client.log_text(run_id, redacted_file(path), f"config/{name}")
 
 
 def _log_dataset(client: MlflowClient, run_id: str, facts: Mapping[str, Any]) -> None:
@@ -358,7 +362,7 @@ def _log_dataset(client: MlflowClient, run_id: str, facts: Mapping[str, Any]) ->
     name = str(facts["data"])
     sizes = {key: facts[key] for key in ("data_num_train", "data_num_val") if key in facts}
     dataset = Dataset(
-        name=name,
+        name=shortened(name, 500),
         digest=str(facts["data_digest"]),
         source_type="code",
         source=json.dumps({"tags": {"mlflow.source.name": f"fsdp_lab data={name}"}}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import sqlite3
 import subprocess
@@ -290,10 +291,101 @@ def test_credentials_are_shown_nowhere(opened: Tracker, tmp_path: Path) -> None:
         ("postgresql://host/db?password=pw&x=1", "postgresql://host/db?password=***&x=1"),
         ("sqlite:////home/me@lab/mlflow.db", "sqlite:////home/me@lab/mlflow.db"),
         ("http://host:5000", "http://host:5000"),
+        *(
+            (f"https://host/x?a=1&{name}=s3+/cr.t&y=2", f"https://host/x?a=1&{name}=***&y=2")
+            for name in ("access_token", "client_secret", "auth", "passphrase", "X-Amz-Signature", "sig", "unheard_of")
+        ),
+        ("https://host/#access_token=abc", "https://host/#access_token=***"),
+        ("postgresql://host/db?sslmode=require&timeout=30", "postgresql://host/db?sslmode=require&timeout=30"),
+        ("mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BPWD%3Dpw%3B", "mssql+pyodbc:///?odbc_connect=***"),
+        (
+            "mssql+pyodbc:///?odbc_connect=DRIVER={ODBC Driver 18};SERVER=h;UID=sa; PWD=pw;Encrypt=yes",
+            "mssql+pyodbc:///?odbc_connect=*** Driver 18};SERVER=h;UID=sa; PWD=***;Encrypt=yes",
+        ),
+        ("DRIVER=x;PWD={p w;1&2};y", "DRIVER=x;PWD=***;y"),
+        (
+            "'https://host/x?token=12' and (https://host/?key=34)",
+            "'https://host/x?token=***' and (https://host/?key=***",
+        ),
+        ("optimizer.lr='tag(log,interval(1e-4,1e-2))' # a=b", "optimizer.lr='tag(log,interval(1e-4,1e-2))' # a=b"),
     ],
 )
 def test_redact(text: str, expected: str) -> None:
     assert redact(text) == expected
+
+
+def test_files_and_folders_are_redacted_and_json_stays_json(
+    opened: Tracker, tmp_path: Path, problems: list[str]
+) -> None:
+    """Failures are kept with their tracebacks, which may quote an address."""
+    uri = "http://me:s3cr3t@host:5000/x?access_token=s3cr3t"
+    failures = tmp_path / "trial" / "failures"
+    failures.mkdir(parents=True)
+    failure = {"message": f"lost {uri}", "traceback": f'get("{uri}")\n  raise Lost("{uri}")\n', "rank": 0}
+    (failures / "rank0.json").write_text(json.dumps(failure))
+    (failures / "deeper").mkdir()
+    (failures / "deeper" / "rank0.log").write_bytes(f"asked {uri}\n".encode() + b"\xff")
+    (tmp_path / "trial" / "cut.json").write_text(f'{{"uri": "{uri}"')
+    (failures / "picture.png").write_bytes(b"\xff\x00")
+    run_id = opened.start_trial("t", [], tmp_path, None)
+    for path in (failures, tmp_path / "trial" / "cut.json"):
+        opened.log_artifact(run_id, path, "of")
+    kept = Path(str(read(run_id).info.artifact_uri).removeprefix("file://"))
+    found = {str(p.relative_to(kept)): p.read_bytes() for p in kept.rglob("*") if p.is_file()}
+    assert set(found) == {
+        "of/failures/rank0.json", "of/failures/deeper/rank0.log", "of/failures/picture.png", "of/cut.json",
+    }  # fmt: skip
+    assert not problems and all(b"s3cr3t" not in content for content in found.values())
+    shown = "http://***@host:5000/x?access_token=***"
+    assert json.loads(found["of/failures/rank0.json"]) == {
+        "message": f"lost {shown}", "traceback": f'get("{shown}")\n  raise Lost("{shown}")\n', "rank": 0,
+    }  # fmt: skip
+    assert found["of/failures/picture.png"] == b"\xff\x00"
+
+
+@pytest.fixture
+def strict(store: TrackingConfig) -> TrackingConfig:
+    """SQLite takes texts of any length; with triggers it refuses what is longer than MLflow's column, as PostgreSQL
+    does."""
+    from mlflow.store.tracking.dbmodels import models
+
+    with closing(sqlite3.connect("outputs/mlflow.db")) as database:
+        for table in models.Base.metadata.tables.values():
+            for column in table.columns:
+                length = getattr(column.type, "length", None)
+                if length and database.execute(f"PRAGMA table_info({table.name})").fetchall():
+                    database.execute(
+                        f"CREATE TRIGGER strict_{table.name}_{column.name} BEFORE INSERT ON {table.name} WHEN "
+                        f"length(NEW.{column.name}) > {length} BEGIN SELECT RAISE(ABORT, '{column.name} too long'); END"
+                    )
+        database.commit()
+    return store
+
+
+def test_names_and_values_of_any_length_fit_a_strict_database(
+    strict: TrackingConfig, tmp_path: Path, problems: list[str]
+) -> None:
+    """And stay apart: two names that differ in what is cut are two names."""
+    made = Tracker(strict, problems.append)
+    made.open()
+    long = "x" * 7000
+    runs = [made.start_trial(f"{long}{i}", [f"model._target_={long}"], tmp_path, None) for i in range(2)]
+    config = dataclasses.replace(CONFIG, tracking=TrackingConfig(f"http://{long}"))
+    made.log_config(runs[0], config, {f"{long}a": "1", f"{long}b": "2"}, tmp_path)
+    made.log_epoch(runs[0], {**METRICS, f"val/{long}": 1.0})
+    made.log_facts(runs[0], {**FACTS, "data": long, "notes": [long]})
+    made.finish(runs[0], "failed", long)
+    assert problems == []
+    names = [read(run).info.run_name or "" for run in runs]
+    assert names[0] != names[1] and {len(name) for name in names} == {250}
+    params = read(runs[0]).data.params
+    assert sorted(v for k, v in params.items() if k.startswith("xxx")) == ["1", "2"]
+    assert read(runs[0]).info.status == "FAILED"
+
+
+def test_an_experiment_with_a_name_that_is_too_long_is_refused(store: TrackingConfig) -> None:
+    with pytest.raises(TrackingError, match=r"tracking\.experiment has 300 characters"):
+        Tracker(dataclasses.replace(store, experiment="x" * 300)).open()
 
 
 def test_one_line_redacts_before_it_cuts() -> None:
