@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ from typing import Any
 from fsdp_lab.files import write_json
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.status import TrialStatus
+
+_ELSEWHERE = "set hydra.run.dir (hydra.sweep.dir with -m)"
 
 
 @dataclass(frozen=True)
@@ -175,13 +178,11 @@ def clear_left_over(folder: Path) -> None:
 
 def no_space(folder: Path, reason: str = "No space left on device") -> str:
     """A disk that takes no more, and what to do."""
-    return (
-        f"{folder}: {reason}; free the disk, or set hydra.run.dir (hydra.sweep.dir with -m) to a folder on another one"
-    )
+    return f"{folder}: {reason}; free the disk, or {_ELSEWHERE} to a folder on another one"
 
 
 def why_unwritten(folder: Path) -> str:
-    """Why a trial left no outcome: the disk has no room, or its process was killed."""
+    """Why a trial left no outcome: the disk has no room, the folder cannot be written, or its process was killed."""
     probe = folder / f".probe.{os.getpid()}"
     try:
         probe.write_bytes(b"\0" * 4096)
@@ -189,5 +190,8 @@ def why_unwritten(folder: Path) -> str:
     except OSError as error:
         with suppress(OSError):
             probe.unlink()
-        return no_space(folder, error.strerror or "it cannot be written")
+        reason = error.strerror or "it cannot be written"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return no_space(folder, reason)
+        return f"{folder} cannot be written ({reason}); make it writable, or {_ELSEWHERE} to a folder that can be"
     return "its process ended without a word: see the trial's logs"

@@ -11,7 +11,14 @@ import torch
 
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine import job
-from fsdp_lab.engine.files import append_line, clear_left_over, read_failures, read_latest, read_outcome
+from fsdp_lab.engine.files import (
+    append_line,
+    clear_left_over,
+    read_failures,
+    read_latest,
+    read_outcome,
+    why_unwritten,
+)
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.engine.worker import FolderReporter, check_gpu, kind_of, record_failure, train_and_record
 
@@ -126,3 +133,12 @@ def test_what_the_last_epoch_has_not_keeps_its_latest_value(tmp_path: Path):
     ):
         append_line(tmp_path / "metrics.jsonl", json.dumps(metrics))
     assert read_latest(tmp_path) == {"epoch": 3, "val/loss": 0.5, "perf/samples_per_s": 50.0}
+
+
+def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):
+    """A folder that is gone, or not ours, is another matter; `tests/sweep/test_kills.py` fills a real disk."""
+    (tmp_path / "file").write_text("")
+    told = why_unwritten(tmp_path / "file")
+    assert "cannot be written (Not a directory); make it writable, or set hydra.run.dir" in told
+    assert "free" not in told
+    assert "without a word" in why_unwritten(tmp_path)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import command_line, run_cli
 from tests.servers import lay_store
-from tests.sweep.conftest import PLAIN, TINY, results
+from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for
 
 INLINE = (
     *(word for word in TINY if not word.startswith("cluster.num_workers")), *PLAIN, "engine=inline", "model=mlp",
@@ -48,3 +51,20 @@ def test_a_checkpoint_that_the_disk_does_not_take_fails_its_trial_and_no_other(t
     assert done.returncode == 1, told
     assert [row["status"] for row in results(tmp_path)] == ["failed", "finished"], told
     assert "saving the checkpoint" in told and "step_00000004" in told
+
+
+def test_a_folder_that_has_become_read_only_is_not_called_full(tmp_path: Path):
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    folder = tmp_path / "out"
+    with started(tmp_path, *INLINE, "training.epochs=3000", "data.num_train=960") as process:
+        wait_for(lambda: has_trained_an_epoch(folder), process)
+        if not mount or subprocess.run([mount, "-t", "tmpfs", "-o", "ro", "tmpfs", folder], check=False).returncode:
+            pytest.skip("nothing can be mounted here (it takes root)")
+        try:
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            subprocess.run([str(umount), "--lazy", folder], check=True)
+    told = stdout + stderr
+    assert process.returncode == 1, told
+    assert "cannot be written (Read-only file system); make it writable" in told
+    assert "its folder is full" not in told

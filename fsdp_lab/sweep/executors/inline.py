@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_lab.config import TrialConfig, part
-from fsdp_lab.engine.files import read_outcome
+from fsdp_lab.engine.files import read_outcome, why_unwritten
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.runner import SweepRun
@@ -27,6 +27,6 @@ class InlineExecutor:
             if outcome is not None:
                 sweep.end(number, outcome.status, outcome.error)
             else:
-                sweep.end(number, TrialStatus.failed, "its folder is full")
+                sweep.end(number, TrialStatus.failed, why_unwritten(folder))
 
     def stop(self) -> None: ...
