@@ -4,7 +4,8 @@ python -m fsdp_lab.predict run=<MLflow run id>
 python -m fsdp_lab.predict file=outputs/.../model.pt data.root=<folder that has FashionMNIST/>
 
 Takes also `device=auto|cpu|cuda` (auto: a GPU where PyTorch sees one), `tracking.uri`, `data.download=false` and
-`out=<folder for predictions.png>`.
+`out=<folder for predictions.png>`. Images are looked for in `data.root` (outputs/data), never where the model's file
+says.
 """
 
 from __future__ import annotations
@@ -108,11 +109,12 @@ def device_type(wanted: str, cuda: bool) -> str:
 
 
 def data_of(recorded: DataConfig, options: dict[str, str]) -> DataConfig:
-    """The data that the model was trained on, from the place that is named now."""
-    download = options.get("data.download", str(recorded.download)).lower()
+    """The data that the model was trained on, from the place that is named now: a folder that the file names may be
+    anybody's choice."""
+    download = options.get("data.download", str(DataConfig.download)).lower()
     if download not in ("true", "false"):
         raise ConfigError(f"data.download={download} is not a truth value; use true or false.")
-    root = options.get("data.root", recorded.root)
+    root = options.get("data.root", DataConfig.root)
     return dataclasses.replace(recorded, root=root, download=download == "true")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp_lab.config import ConfigError, UserError
-from fsdp_lab.predict import device_type, read_options
+from fsdp_lab.config.schema import DataConfig
+from fsdp_lab.predict import data_of, device_type, read_options
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,12 @@ def test_a_device_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_options(["--help"])
     assert "device=auto|cpu|cuda" in capsys.readouterr().out
+
+
+def test_the_folder_that_a_models_file_names_is_not_used() -> None:
+    """The file may be anybody's: images were downloaded to where it said."""
+    recorded = DataConfig(name="fashion_mnist", root="/home/somebody/.ssh", download=False, num_val=7)
+    found = data_of(recorded, {})
+    assert (found.name, found.num_val) == ("fashion_mnist", 7)
+    assert (found.root, found.download) == ("outputs/data", True)
+    assert data_of(recorded, {"data.root": "mine", "data.download": "false"}).root == "mine"

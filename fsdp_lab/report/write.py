@@ -89,9 +89,10 @@ def page(title: str, about: str, body: str, charts: Sequence[tuple[str, str, obj
         for name, _, figure in charts
     )
     template = resources.files("fsdp_lab.report").joinpath("page.html").read_text(encoding="utf-8")
-    parts = {"TITLE": html.escape(title), "ABOUT": about, "BODY": body, "CHARTS": drawn}
-    filled = re.sub(r"@([A-Z]+)@", lambda m: parts.get(m[1], m[0]), template)
-    return filled.replace("@PLOTLY@", get_plotlyjs() if charts else "")
+    plotly = get_plotlyjs() if charts else ""
+    parts = {"TITLE": html.escape(title), "ABOUT": about, "BODY": body, "CHARTS": drawn, "PLOTLY": plotly}
+    # in one pass: a name may be one of these words
+    return re.sub(r"@([A-Z]+)@", lambda m: parts.get(m[1], m[0]), template)
 
 
 def _in_script(text: str | None) -> str:
@@ -151,15 +152,16 @@ def to_markdown(sweep: Sweep, found: Answer) -> str:
     def line(text: str = "") -> None:
         out.write(text + "\n")
 
-    line(f"# {sweep.name}\n")
-    line(f"**{found.sentence}**\n")
+    line(f"# {_text(sweep.name)}\n")
+    line(f"**{_text(found.sentence)}**\n")
     if found.command:
-        line(f"```\n{found.command}\n```\n")
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", found.command)), default=0))
+        line(f"{fence}\n{found.command}\n{fence}\n")
     for rule in found.rules:
-        line(f"- {rule}")
+        line(f"- {_text(rule)}")
     line()
     for name, text in _about(sweep):
-        line(f"- {name}: {_cell(text)}")
+        line(f"- {_text(name)}: {_cell(text)}")
     line("\n## Trials\n")
     rows = []
     for trial in sweep.trials:
@@ -170,7 +172,8 @@ def to_markdown(sweep: Sweep, found: Answer) -> str:
             row.append(f"**{text}**" if value is not None and value == best[column.key] else text)
         rows.append(row)
     line(_markdown_table(("trial", *sweep.axes, "status", *(c.label for c in columns)), rows))
-    line(f"Pareto front of peak memory and samples/s: {', '.join(f'`{name}`' for name in found.front) or 'none'}.\n")
+    front = ", ".join(f"`{_text(name)}`" for name in found.front) or "none"
+    line(f"Pareto front of peak memory and samples/s: {front}.\n")
     if len(sweep.settings) > 1:
         line("## What each axis does alone: means over the other axes ± one standard deviation\n")
         heads = ("axis", "value", "settings", *(declared(key).label for key in (SPEED, MEMORY, sweep.loss_key)))
@@ -243,7 +246,12 @@ def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return _text(text).replace("|", "\\|")
+
+
+def _text(text: str) -> str:
+    """On one line, and without elements: Markdown hands HTML on."""
+    return " ".join(text.split()).replace("<", "&lt;")
 
 
 def _inline(text: str) -> str:

@@ -143,13 +143,25 @@ def drop_checkpoints(folder: Path) -> None:
     Reads nothing but `trials.jsonl`: the configs may be of other code.
 
     Raises:
-        OSError: something cannot be taken away.
+        OSError: something cannot be taken away, or does not belong to the sweep; then nothing of it is touched.
     """
     for line in _lines(folder):
-        where = Path(line.get("storage") or folder / line["folder"])
+        where = Path(line.get("storage") or folder / line["folder"]).resolve()
+        if not _belongs(where, folder):
+            raise OSError(f"{folder}/trials.jsonl names {where}, which is not below the sweep's folder or its storage")
         if (where / "checkpoints").exists():
             shutil.rmtree(where / "checkpoints")
         (where / "model.pt").unlink(missing_ok=True)
+
+
+def _belongs(where: Path, sweep_folder: Path) -> bool:
+    """Whether a trial's folder is below its sweep's, or below the one that the sweep has on a shared disk."""
+    if where.is_relative_to(sweep_folder.resolve()):
+        return True
+    try:
+        return (sweep_folder / ".storage").read_text() in where.parts[1:]  # see `results.name_storage`
+    except OSError:
+        return False
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:

@@ -57,6 +57,27 @@ def test_the_page_needs_no_network_and_its_texts_are_no_html():
     assert to_markdown(made, answer(made)).count("a\\|b") >= 1
 
 
+def test_a_name_that_is_a_word_of_the_template_is_a_name(tmp_path: Path):
+    """`@PLOTLY@` in a name put the library, 5 MB, in its place everywhere: 525 MB."""
+    hostile = dataclasses.replace(trial(0, ROWS[0]), setting={"sharding": "@PLOTLY@", "precision": "@BODY@ \\1"})
+    made = dataclasses.replace(sweep([hostile, *[trial(i, row) for i, row in enumerate(ROWS) if i]]), name="@PLOTLY@")
+    page = to_html(made, answer(made))
+    assert page.count("plotly.js v") == to_html(sweep(), answer(sweep())).count("plotly.js v") == 1
+    assert "<title>@PLOTLY@" in page and "<td>@PLOTLY@</td><td>@BODY@ \\1</td>" in page
+
+
+def test_names_bring_no_elements_into_the_markdown():
+    evil = "<script>alert(1)</script>"
+    hostile = dataclasses.replace(trial(2, ROWS[2]), setting={"sharding": evil, "precision": f"x\n```\n{evil}"})
+    trials = [dataclasses.replace(hostile, number=number, error=evil) for number in range(2)]
+    made = dataclasses.replace(sweep(trials), name=evil, command=evil, about=[(evil, evil)])
+    found = dataclasses.replace(answer(made), command=f"python -m fsdp_lab a='```\n{evil}'", rules=[evil])
+    text = to_markdown(made, found)
+    outside = text.replace(f"````\n{found.command}\n````", "")
+    assert outside != text, "the command as it is, in a fence that it cannot end"
+    assert "<script" not in outside and "&lt;script>" in outside
+
+
 def test_the_table_of_the_page_marks_the_best_and_the_recommended():
     page = to_html(sweep(), answer(sweep()))
     rows = re.findall(r"<tr(?: class=\"chosen\")? data-words=.*?</tr>", page)

@@ -65,6 +65,21 @@ def test_checkpoints_go_wherever_they_lie_and_whatever_code_they_are_of(tmp_path
         assert left - {".hydra"} == {"metrics.jsonl"}
 
 
+@pytest.mark.parametrize("line", [{"folder": "../other"}, {"folder": "0", "storage": "other"}, {"folder": "link"}])
+def test_what_does_not_belong_to_the_sweep_is_not_removed(line: dict[str, str], tmp_path: Path, compose_trial):
+    """A folder may come from somebody else, and its record name any path."""
+    sweep, other = tmp_path / "sweep", tmp_path / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    (other / "model.pt").write_text("")
+    begin_folder(sweep, [compose_trial(["sharding=root"], 0)])
+    (sweep / "link").symlink_to(other)
+    absolute = {key: str(tmp_path / value) if key == "storage" else value for key, value in line.items()}
+    (sweep / "trials.jsonl").write_text(json.dumps({"overrides": [], **absolute}))
+    with pytest.raises(OSError, match="not below the sweep's folder or its storage"):
+        drop_checkpoints(sweep)
+    assert {path.name for path in other.iterdir()} == {"checkpoints", "model.pt"}
+
+
 def test_a_sweeps_folder_on_the_disk_of_all_nodes_stays_its_own(tmp_path: Path, compose_trial):
     """Where the sweep's folder is moved, or seen from another node; one that is begun in its place has another."""
     trial = compose_trial(["sharding=root", f"cluster.storage_path={tmp_path}/disk"], 0)
