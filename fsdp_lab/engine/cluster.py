@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import psutil
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).
@@ -78,6 +80,7 @@ def start_ray(cluster: ClusterConfig) -> None:
         # Ray's servers listen on every interface unless the node's address is the loopback; it takes that
         # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        set_own_token()
     else:
         probe(cluster.address)
     import ray
@@ -85,6 +88,7 @@ def start_ray(cluster: ClusterConfig) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if cluster.address is None:
         adopt_orphans()
+        keep_meetings_here()
         # "local" and not None, which would join a Ray that somebody else started on this machine
         # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
         cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
@@ -97,6 +101,18 @@ def start_ray(cluster: ClusterConfig) -> None:
         except (ConnectionError, RuntimeError, ValueError) as error:
             refused = any(sign in printed() + str(error) for sign in _TOKEN_REFUSED)
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
+
+
+_own_token = secrets.token_hex(32)
+
+
+def set_own_token() -> None:
+    """Let a Ray that is started here answer only to those who have this process's token, which is in the environment
+    of its processes and nowhere else. Ray's own lies in the home folder for everybody to read. One who turned
+    authentication off (RAY_AUTH_MODE=disabled) has it off; a Ray without authentication takes no notice."""
+    if "ray" not in sys.modules:  # else it has read the mode, and from 2.59 on asks for tokens by itself
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ["RAY_AUTH_TOKEN"] = _own_token  # it comes before a path
 
 
 @contextmanager
@@ -164,6 +180,7 @@ def stop_ray() -> None:
     if shutdown is not None:  # else Ctrl-C came while Ray was being imported
         shutdown()
     end_descendants()
+    end_meetings()
 
 
 _adopting = False

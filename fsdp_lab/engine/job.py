@@ -25,6 +25,7 @@ from fsdp_lab.engine.files import (
     wait_until_alone,
     write_outcome,
 )
+from fsdp_lab.engine.rendezvous import all_on, meet_by_file, meeting_folder, node_id
 from fsdp_lab.engine.worker import check_gpu, train_worker, write_failure
 from fsdp_lab.status import TrialStatus
 
@@ -115,14 +116,15 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(job.wait_timeout_s)
     set_environment()
     attempts = Attempts(Path(job.folder), begins)
-    if ray_private.missing():
-        fit_by_ray(job, report, attempts)
-    else:
-        settings = trainer_settings(job, job.max_failures, [reporting(report)])
-        ray_private.fit_here(settings, job.folder, attempts, ray_is_ours=job.ray_is_ours)
+    with meeting_folder() as meeting:
+        if ray_private.missing():
+            fit_by_ray(job, report, attempts, meeting)
+        else:
+            settings = trainer_settings(job, meeting, job.max_failures, [reporting(report)])
+            ray_private.fit_here(settings, job.folder, attempts, ray_is_ours=job.ray_is_ours)
 
 
-def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: Attempts) -> None:
+def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: Attempts, meeting: str) -> None:
     """As `fit`, by what Ray Train promises: its controller is a process of its own, new for each attempt, so that the
     rules for another one are ours. What the workers report is read from the trial's folder."""
     from ray.train import TrainingFailedError
@@ -132,7 +134,7 @@ def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: A
     reports = NewReports(folder)
     while True:
         attempts.begin()
-        done = in_background(TorchTrainer(**trainer_settings(job, marks=places_mark(folder))).fit)
+        done = in_background(TorchTrainer(**trainer_settings(job, meeting, marks=places_mark(folder))).fit)
         try:
             while not wait([done], _LOOK_S).done:
                 reports.pass_on(report)
@@ -152,11 +154,16 @@ def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: A
 
 
 def trainer_settings(
-    job: Job, max_failures: int = 0, callbacks: Sequence[Any] = (), marks: Mapping[str, float] | None = None
+    job: Job,
+    meeting: str,
+    max_failures: int = 0,
+    callbacks: Sequence[Any] = (),
+    marks: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The arguments of a `TorchTrainer`.
 
     Args:
+        meeting: a folder of this machine's for workers that are all on it.
         max_failures: what Ray itself tries again.
         marks: resources of a worker that only tell whose it is.
     """
@@ -165,7 +172,7 @@ def trainer_settings(
     return {
         "train_loop_per_worker": train_worker,
         "train_loop_config": job.as_dict(),
-        "torch_config": torch_config(job),
+        "torch_config": torch_config(job, meeting),
         "scaling_config": ScalingConfig(
             num_workers=job.num_workers,
             use_gpu=job.use_gpu,
@@ -183,17 +190,23 @@ def trainer_settings(
     }
 
 
-def torch_config(job: Job) -> Any:
-    """Ray's, with a look at the GPUs first: without one NCCL fails there, before our code on the workers is called."""
+def torch_config(job: Job, meeting: str) -> Any:
+    """Ray's, with a look at the GPUs first: without one NCCL fails there, before our code on the workers is called.
+    Workers that are all on this machine meet by a file in `meeting`."""
     import ray
     from ray.train.torch import TorchConfig
+
+    here = node_id()
 
     class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             if job.use_gpu:
                 ranks = range(len(worker_group))
                 ray.get([worker_group.execute_single_async(rank, check_gpu, job.folder, rank) for rank in ranks])
-            super().on_start(worker_group, backend_config)
+            if all_on(here, worker_group):
+                meet_by_file(worker_group, meeting, backend_config.backend, backend_config.timeout_s)
+            else:
+                super().on_start(worker_group, backend_config)
 
     class Torch(TorchConfig):
         backend_cls = Backend

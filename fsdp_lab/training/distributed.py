@@ -40,20 +40,18 @@ def sees_cuda() -> tuple[bool, str | None]:
 def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
     """Join the process group that torchrun's variables describe, or the one that a launcher made already.
 
-    Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works.
+    Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works. A group of one meets
+    in memory: PyTorch's store would listen on every interface.
     """
     cuda = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in str(dist.get_backend_config()))
     if not dist.is_initialized():
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        for name, alone in (
-            ("RANK", "0"),
-            ("WORLD_SIZE", "1"),
-            ("MASTER_ADDR", "127.0.0.1"),
-            ("MASTER_PORT", "0"),
-        ):
-            os.environ.setdefault(name, alone)
-        dist.init_process_group(backend_name("cuda" if cuda else "cpu"), timeout=timedelta(seconds=timeout_s))
+        backend, limit = backend_name("cuda" if cuda else "cpu"), timedelta(seconds=timeout_s)
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        else:
+            dist.init_process_group(backend, timeout=limit)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     return Ranks(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
