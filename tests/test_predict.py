@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_lab.config import ConfigError, UserError
-from fsdp_lab.config.schema import DataConfig
+from fsdp_lab.config.workload import DataConfig
 from fsdp_lab.predict import data_of, device_type, read_options
 
 

@@ -38,7 +38,7 @@ def test_every_server_of_a_local_ray_listens_on_the_loopback_only():
 
 _OTHERS = """
 import os, ray, subprocess, sys
-from fsdp_lab.config.schema import ClusterConfig
+from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import start_ray, stop_ray
 start_ray(ClusterConfig())
 task = "print(ray.get(ray.remote(lambda: 'ran').remote()))"
