@@ -12,7 +12,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,8 @@ def meet_by_file(worker_group: Any, folder: str, backend: str, timeout_s: float)
 def join_by_file(path: str, backend: str, timeout_s: float) -> None:
     """Join the process group as the rank that Ray Train made of this worker; sets the variables that launchers set."""
     import ray.train
-    import torch.distributed as dist
+
+    from fsdp_lab.training.distributed import join_by_file_store
 
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
@@ -84,7 +84,4 @@ def join_by_file(path: str, backend: str, timeout_s: float) -> None:
     )
     if sys.platform == "linux":  # else gloo listens where the host's name points, which may be the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    limit = timedelta(seconds=timeout_s)
-    store = dist.FileStore(path, world_size)
-    store.set_timeout(limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    join_by_file_store(path, backend, rank, world_size, timeout_s)

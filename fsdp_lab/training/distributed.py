@@ -56,6 +56,14 @@ def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
     return Ranks(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
 
+def join_by_file_store(path: str, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """Join the process group of ranks on one machine that all name the same new file."""
+    limit = timedelta(seconds=timeout_s)
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
 @dataclass(frozen=True)
 class ParallelDims:
     """How the ranks divide the work: `dp_replicate` groups of `dp_shard` shards of `tp` tensor-parallel ranks.
