@@ -1,0 +1,209 @@
+"""What Ray Tune is given: it asks for the next trial, and says when one starts, reports or ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+from ray import tune
+from ray.tune.search import Searcher
+
+from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict
+from fsdp_lab.engine import cluster as engine
+from fsdp_lab.engine import ray_private
+from fsdp_lab.engine.files import read_outcome, why_unwritten
+from fsdp_lab.engine.job import Job, trial_function
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.executors.folder_scheduler import FolderScheduler, build_scheduler
+from fsdp_lab.sweep.names import label
+from fsdp_lab.sweep.runner import SweepRun
+
+_QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
+_REPEAT_S = 60.0
+
+
+def build_tuner(sweep: SweepRun) -> tune.Tuner:
+    places = Places()
+    waiting = [state.trial.config for state in sweep.states if not state.ended]
+    side_by_side = min((places.of(config).side_by_side for config in waiting), default=0)
+    # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
+    return tune.Tuner(
+        tune.with_resources(trial_function, {"memory": 1, **engine.driver_node()}),
+        tune_config=tune.TuneConfig(
+            search_alg=NextTrial(sweep, places),
+            scheduler=FolderScheduler(sweep, build_scheduler(sweep.config)),
+            num_samples=-1,
+            max_concurrent_trials=side_by_side or places.of(sweep.config).side_by_side,
+            reuse_actors=True,
+            trial_name_creator=lambda trial: f"trial_{trial.config['number']}",
+            trial_dirname_creator=lambda trial: f"trial_{trial.config['number']}",
+        ),
+        run_config=tune.RunConfig(
+            name=".ray_tune",
+            storage_path=str(sweep.folder),
+            verbose=0,
+            callbacks=[TuneCallback(sweep, places), *ray_private.quiet_tune()],
+            # a trial whose own process was killed; what goes wrong in it is the job's to try again
+            failure_config=tune.FailureConfig(max_failures=sweep.config.cluster.max_failures),
+        ),
+    )
+
+
+class Places:
+    """What trials need of the cluster, asked of it once for each need."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, engine.Resources] = {}
+
+    def of(self, config: SweepConfig) -> engine.Resources:
+        """
+        Raises:
+            ConfigError: the cluster can never hold it.
+        """
+        key = str(config.cluster)
+        if key not in self._known:
+            config.check(engine.resolve_num_workers(config.cluster))
+            self._known[key] = engine.check_capacity(config.cluster)
+        return self._known[key]
+
+
+class NextTrial(Searcher):
+    """Gives Tune the sweep's next trial when it has a place for one."""
+
+    def __init__(self, sweep: SweepRun, places: Places) -> None:
+        super().__init__()
+        self._sweep, self._places = sweep, places
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune keeps a copy on disk, which nobody reads: the folder of the sweep is what a resume reads."""
+        return {}
+
+    def suggest(self, trial_id: str) -> Any:
+        while True:
+            number = self._sweep.next()
+            if number is None:
+                return Searcher.FINISHED
+            config = self._sweep.states[number].trial.config
+            try:
+                self._places.of(config)
+                break
+            except ConfigError as error:
+                if self._sweep.plan.search is None:
+                    raise
+                self._sweep.end(number, TrialStatus.failed, str(error))  # the cluster cannot hold what was suggested
+        self._sweep.prepare(number)
+        return {"number": number, "job": json.dumps(job_of(config, str(self._sweep.folder_of(number))).as_dict())}
+
+    def set_search_properties(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+        pass
+
+    def save(self, checkpoint_path: str) -> None:
+        pass
+
+    def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
+        pass
+
+    def restore(self, checkpoint_path: str) -> None:
+        pass
+
+
+def job_of(config: SweepConfig, folder: str) -> Job:
+    return Job(
+        to_dict(part(config, TrialConfig)),
+        folder,
+        engine.resolve_num_workers(config.cluster),
+        engine.resolve_cpus_per_worker(config.cluster),
+        engine.num_gpus() > 0,
+        os.getcwd(),
+        config.trial_timeout_s,
+        config.cluster.wait_timeout_s,
+        config.cluster.max_failures,
+        config.cluster.address is None,
+    )
+
+
+class TuneCallback(tune.Callback):
+    """Passes Ray Tune's events on to the sweep. Runs in the driver, between Tune's own steps."""
+
+    def __init__(self, sweep: SweepRun, places: Places) -> None:
+        self._sweep, self._places = sweep, places
+        self._speak_at: dict[int, float] = {}
+        self._stopped: set[int] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune keeps a copy of its callbacks on disk; this one's state is the driver's, and files."""
+        return {}
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        number = trial.config["number"]
+        self._sweep.begin(number)
+        self._speak_at[number] = time.monotonic() + _QUIET_S
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        number = trial.config["number"]
+        if result.get("done"):  # the scheduler stops it: first of all, before the store is asked anything
+            self._stopped.add(number)
+            engine.remove_places(self._sweep.folder_of(number))
+        self._sweep.look(number)
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._end(trial)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._end(trial)
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """The trial's own process was killed, and Tune starts it again."""
+        number = trial.config["number"]
+        engine.remove_places(self._sweep.folder_of(number))
+        self._sweep.say(f"{self._label(number)}: its own process was killed; it goes on in a new one")
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Say what a trial that has not begun to train is waiting for."""
+        self._sweep.tick()
+        for number, speak_at in list(self._speak_at.items()):
+            if self._sweep.is_training(number):
+                del self._speak_at[number]
+                self._sweep.look(number)
+            elif time.monotonic() > speak_at:
+                self._speak_at[number] = time.monotonic() + _REPEAT_S
+                self._sweep.say(f"{self._label(number)} waits for {self._short_of(number)}")
+
+    def _label(self, number: int) -> str:
+        return label(number, self._sweep.states)
+
+    def _short_of(self, number: int) -> str:
+        if not engine.unmet_request():
+            return "its worker processes to start and import PyTorch"
+        cluster = self._sweep.states[number].trial.config.cluster
+        places, free = self._places.of(self._sweep.states[number].trial.config), engine.free_resources()
+        parts = [
+            f"{amount:g} {name} ({free.get(name, 0):g} of {places.total[name]:g} free)"
+            for name, amount in places.needed.items()
+        ]
+        limit = f"it gives up after cluster.wait_timeout_s={cluster.wait_timeout_s:g} s"
+        return f"{' and '.join(parts)}; {limit}"
+
+    def _end(self, trial: Any) -> None:
+        number = trial.config["number"]
+        self._speak_at.pop(number, None)
+        folder = self._sweep.folder_of(number)
+        outcome = read_outcome(folder)
+        if outcome is None:
+            # Its process cannot free what the workers hold where it was killed, and would take its time where it
+            # was stopped: the next trial waits for these places.
+            engine.remove_places(folder)
+        if outcome is not None:
+            self._sweep.end(number, outcome.status, outcome.error)
+        elif number in self._stopped:
+            through = self._sweep.is_through(number)
+            self._sweep.end(number, TrialStatus.finished if through else TrialStatus.stopped)
+        else:
+            self._sweep.end(number, TrialStatus.failed, why_unwritten(folder))
