@@ -102,8 +102,39 @@ def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_
     """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.execution.controller import TrainController
-    from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
-    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+    class Controller(TrainController):
+        worker_group_cls = worker_group(group_name, attempts, ray_is_ours)
+
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without two that start one more process for each trial: Ray's placement-group cleaner, which asks a
+            dashboard that is not there, and the manager of Ray's data sets, of which there are none."""
+            callbacks = super()._create_default_callbacks()  # type: ignore[misc]
+            return [
+                c for c in callbacks if type(c).__name__ not in ("PlacementGroupCleanerCallback", "DatasetsCallback")
+            ]
+
+        def _initialize_and_run_controller(self, **settings: Any) -> Any:
+            failures = failure_policy(attempts)(self.run_config.failure_config)
+            settings["failure_policy"] = failures
+            if ray_is_ours:
+                settings["scaling_policy"] = no_autoscaler()(self.scaling_config)
+            controller = Controller(**settings)
+            failures.group = controller.get_worker_group
+            try:
+                asyncio.run(controller.run())
+                return controller.get_result()
+            finally:
+                if controller.get_worker_group() is not None:  # stopped by Tune, in the middle of a report
+                    attempts.stop()
+
+    Trainer(**settings).fit()
+
+
+def worker_group(group_name: str, attempts: Rules, ray_is_ours: bool) -> Any:
+    """Workers in a placement group with a name; and in processes that Ray keeps ready: what it would hand over as their
+    environment they have from the driver's."""
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
     from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
     from ray.util import placement_group
@@ -111,9 +142,6 @@ def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_
     numbers = itertools.count()
 
     class Workers(WorkerGroup):
-        """In a placement group with a name; and in processes that Ray keeps ready: what it would hand over as their
-        environment they have from the driver's."""
-
         def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
             attempts.begin()
             bundles = [worker_group_context.resources_per_worker] * worker_group_context.num_workers
@@ -124,6 +152,13 @@ def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_
         @staticmethod
         def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
             return {} if ray_is_ours else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+
+    return Workers
+
+
+def failure_policy(attempts: Rules) -> Any:
+    """Ray's rules for another attempt, after ours. Its objects get `group`, which returns the worker group."""
+    from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 
     class Failures(DefaultFailurePolicy):
         group: Callable[[], Any]
@@ -139,9 +174,14 @@ def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_
         def _poll(self, timeout_s: float) -> dict[int, Exception]:
             return self.group().poll_status(timeout_s).errors if self.group() is not None else {}
 
-    class NoAutoscaler(FixedScalingPolicy):
-        """For a Ray that was started here: the coordinator of autoscaling is one more process, slow to start."""
+    return Failures
 
+
+def no_autoscaler() -> Any:
+    """For a Ray that was started here: the coordinator of autoscaling is one more process, slow to start."""
+    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+    class NoAutoscaler(FixedScalingPolicy):
         def _maybe_send_resource_request(self) -> None:
             pass
 
@@ -151,32 +191,7 @@ def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_
         async def before_controller_shutdown(self) -> None:
             pass
 
-    class Controller(TrainController):
-        worker_group_cls = Workers
-
-    class Trainer(TorchTrainer):
-        def _create_default_callbacks(self) -> list[Any]:
-            """Without two that start one more process for each trial: Ray's placement-group cleaner, which asks a
-            dashboard that is not there, and the manager of Ray's data sets, of which there are none."""
-            callbacks = super()._create_default_callbacks()  # type: ignore[misc]
-            return [
-                c for c in callbacks if type(c).__name__ not in ("PlacementGroupCleanerCallback", "DatasetsCallback")
-            ]
-
-        def _initialize_and_run_controller(self, **settings: Any) -> Any:
-            settings["failure_policy"] = failures = Failures(self.run_config.failure_config)  # type: ignore[arg-type]
-            if ray_is_ours:
-                settings["scaling_policy"] = NoAutoscaler(self.scaling_config)  # type: ignore[arg-type]
-            controller = Controller(**settings)
-            failures.group = controller.get_worker_group
-            try:
-                asyncio.run(controller.run())
-                return controller.get_result()
-            finally:
-                if controller.get_worker_group() is not None:  # stopped by Tune, in the middle of a report
-                    attempts.stop()
-
-    Trainer(**settings).fit()
+    return NoAutoscaler
 
 
 def failed_to_be_placed(error: Exception) -> bool:
