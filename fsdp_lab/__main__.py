@@ -77,11 +77,11 @@ def write_config(path: Path, trial: Trial) -> None:
 
 def run_alone(trial: Trial) -> ExitCode:
     """A trial with no sweep around it; its exit status."""
-    from fsdp_lab.sweep.record import Record, begin_folder, read_record, remember_last
-    from fsdp_lab.sweep.resume import check_unchanged, resumed_states
     from fsdp_lab.sweep.runner import SweepPlan
     from fsdp_lab.sweep.start import start_sweep
     from fsdp_lab.sweep.state import SweepState, TrialState
+    from fsdp_lab.sweep.store.record import Record, begin_folder, read_record, remember_last
+    from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 
     folder, resumed = trial.folder, trial.config.resume is not None
     with locked(folder, "hydra.run.dir"):
@@ -112,8 +112,8 @@ def resume_first(arguments: list[str]) -> list[str]:
     """With `resume=...` the command line that it stands for, typed where that was typed; else the same."""
     if not any(a.startswith("resume=") for a in arguments):
         return arguments
-    from fsdp_lab.sweep.record import TYPED_ELSEWHERE
-    from fsdp_lab.sweep.resume import resume_arguments
+    from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
+    from fsdp_lab.sweep.store.resume import resume_arguments
 
     meant, launched_in = resume_arguments(arguments)
     if os.path.isdir(launched_in) and not os.path.samefile(launched_in, "."):

@@ -64,7 +64,7 @@ def run_sweep(arguments: Sequence[str], folder: Path, go_on: str) -> int:
 
 def changed_since(folder: Path) -> list[str]:
     """What code and libraries a sweep was begun with that are others now."""
-    from fsdp_lab.sweep.record import changes_of_code, read_record
+    from fsdp_lab.sweep.store.record import changes_of_code, read_record
 
     return changes_of_code(read_record(folder, "sweep"))
 

@@ -183,7 +183,7 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
 
 def prune(study: Study, say: Callable[[str], None]) -> None:
     """Take away the checkpoints and models of old nights: all but the newest `nightly.keep`. Metrics stay."""
-    from fsdp_lab.sweep.record import drop_checkpoints
+    from fsdp_lab.sweep.store.record import drop_checkpoints
 
     over = [night for night in read_nights(study.folder) if night.over]
     for night in over[: -study.nightly.keep]:

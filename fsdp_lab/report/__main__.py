@@ -59,8 +59,8 @@ def run(options: dict[str, str]) -> None:
     Raises:
         UserError: there is no such sweep, or nothing of it has finished.
     """
-    from fsdp_lab.sweep.record import find_folder
     from fsdp_lab.sweep.report import require_results, sweep_in, sweep_stored
+    from fsdp_lab.sweep.store.record import find_folder
     from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
 
     which = options["sweep"].strip("'\"")

@@ -20,7 +20,10 @@ from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
 from fsdp_lab.sweep.plan import plan_sweep
-from fsdp_lab.sweep.record import (
+from fsdp_lab.sweep.runner import SweepPlan
+from fsdp_lab.sweep.search import OptunaSearch, read_space
+from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.record import (
     Record,
     add_trial,
     begin_folder,
@@ -30,10 +33,7 @@ from fsdp_lab.sweep.record import (
     with_overrides,
     write_hydra_folder,
 )
-from fsdp_lab.sweep.resume import check_unchanged, resumed_states
-from fsdp_lab.sweep.runner import SweepPlan
-from fsdp_lab.sweep.search import OptunaSearch, read_space
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 
 
 def run_multirun(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.sweep.record import TYPED_ELSEWHERE
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
 GOES_ON = "FSDP_LAB_GOES_ON"  # set by a night for its sweep
 

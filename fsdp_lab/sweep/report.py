@@ -20,10 +20,10 @@ from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys
 from fsdp_lab.sweep.names import setting
-from fsdp_lab.sweep.paths import storage
-from fsdp_lab.sweep.record import Record, read_record, read_trials, saved_config
-from fsdp_lab.sweep.resume import resumed_states
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.paths import storage
+from fsdp_lab.sweep.store.record import Record, read_record, read_trials, saved_config
+from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking import fetch_artifact, read_sweep, runs_url
 from fsdp_lab.tracking.tags import redact
 

@@ -25,11 +25,11 @@ from fsdp_lab.engine.files import (
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.status import ExitCode, TrialStatus
-from fsdp_lab.sweep.paths import storage
-from fsdp_lab.sweep.record import Record, add_trial, write_hydra_folder
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.paths import storage
+from fsdp_lab.sweep.store.record import Record, add_trial, write_hydra_folder
 
 
 @dataclass(frozen=True)

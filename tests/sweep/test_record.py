@@ -16,8 +16,8 @@ from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import hold_alive, wait_until_alone
 from fsdp_lab.locks import locked
-from fsdp_lab.sweep.paths import storage
-from fsdp_lab.sweep.record import (
+from fsdp_lab.sweep.store.paths import storage
+from fsdp_lab.sweep.store.record import (
     Record,
     add_trial,
     begin_folder,
@@ -31,7 +31,7 @@ from fsdp_lab.sweep.record import (
     with_overrides,
     write_hydra_folder,
 )
-from fsdp_lab.sweep.resume import resume_arguments
+from fsdp_lab.sweep.store.resume import resume_arguments
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
 

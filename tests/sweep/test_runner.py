@@ -13,9 +13,9 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.engine.files import append_line, read_outcome
 from fsdp_lab.files import write_json
 from fsdp_lab.status import ExitCode, TrialStatus
-from fsdp_lab.sweep.record import Record
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.record import Record
 
 Compose = Callable[[Sequence[str], int], Trial]
 LOSS = [("val/loss", "min")]

@@ -28,3 +28,13 @@ def name_storage(sweep_folder: Path) -> None:
     if not (sweep_folder / _STORAGE).exists():
         own = uuid.uuid4().hex[:8]  # others may have a folder of that name
         write_text(sweep_folder / _STORAGE, f"{'-'.join(sweep_folder.absolute().parts[-2:])}-{own}")
+
+
+def is_storage_of(where: Path, sweep_folder: Path) -> bool:
+    """Whether a trial's folder is below its sweep's, or below the one that the sweep has on a shared disk."""
+    if where.is_relative_to(sweep_folder.resolve()):
+        return True
+    try:
+        return (sweep_folder / _STORAGE).read_text() in where.parts[1:]
+    except OSError:
+        return False

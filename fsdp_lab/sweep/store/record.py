@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+import fsdp_lab
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import (
     Between,
@@ -42,7 +43,7 @@ from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import append_line, clear_left_over
 from fsdp_lab.files import write_json, write_text
-from fsdp_lab.sweep.paths import name_storage, storage
+from fsdp_lab.sweep.store.paths import is_storage_of, name_storage, storage
 from fsdp_lab.tracking.tags import redact
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
@@ -94,7 +95,7 @@ def begin_folder(folder: Path, trials: Sequence[Trial]) -> None:
 
 def code_digests() -> dict[str, str]:
     """Of every file of the package that does something."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(fsdp_lab.__file__).resolve().parent
     files = sorted(package.rglob("*.py"))
     return {str(f.relative_to(package)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files}
 
@@ -147,21 +148,11 @@ def drop_checkpoints(folder: Path) -> None:
     """
     for line in _lines(folder):
         where = Path(line.get("storage") or folder / line["folder"]).resolve()
-        if not _belongs(where, folder):
+        if not is_storage_of(where, folder):
             raise OSError(f"{folder}/trials.jsonl names {where}, which is not below the sweep's folder or its storage")
         if (where / "checkpoints").exists():
             shutil.rmtree(where / "checkpoints")
         (where / "model.pt").unlink(missing_ok=True)
-
-
-def _belongs(where: Path, sweep_folder: Path) -> bool:
-    """Whether a trial's folder is below its sweep's, or below the one that the sweep has on a shared disk."""
-    if where.is_relative_to(sweep_folder.resolve()):
-        return True
-    try:
-        return (sweep_folder / ".storage").read_text() in where.parts[1:]  # see `results.name_storage`
-    except OSError:
-        return False
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:

@@ -10,8 +10,9 @@ from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_json, read_latest, read_outcome
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.paths import storage
-from fsdp_lab.sweep.record import (
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.paths import storage
+from fsdp_lab.sweep.store.record import (
     Record,
     changes_of_code,
     changes_of_config,
@@ -20,7 +21,6 @@ from fsdp_lab.sweep.record import (
     read_record,
     with_overrides,
 )
-from fsdp_lab.sweep.state import TrialState
 
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:

@@ -1,0 +1,1 @@
+"""What a sweep leaves in its folder, and how the next start takes it up."""
