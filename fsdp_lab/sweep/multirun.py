@@ -101,9 +101,9 @@ class Command:
         if not self.common.config.search.samples:
             grid = enumerate_grid(self._parser, self._defaults, self._arguments)
             planned = plan_sweep(grid, self._compose)
-            return self._plan(
-                [TrialState(trial) for trial in planned.trials], swept_keys(grid), record
-            ), planned.notes()
+            record = replace(record, num_trials=len(planned.trials))
+            states = [TrialState(trial) for trial in planned.trials]
+            return self._plan(states, swept_keys(grid), record), planned.notes()
         search, swept = self._search([])
         first = search.next()  # now: what is wrong in it is told before anything starts
         return self._plan([TrialState(first)] if first else [], swept, record, search), []
@@ -118,7 +118,7 @@ class Command:
         typed_now = [argument for argument in self._arguments if argument not in record.arguments]
         trials = [
             replace(self._compose_with(typed_now, overrides, number), folder=folder)
-            for number, (overrides, folder) in enumerate(read_trials(self.folder))
+            for number, (overrides, folder) in enumerate(read_trials(self.folder, record.num_trials))
         ]
         search = None
         if self.common.config.search.samples:

@@ -81,7 +81,7 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
         UserError: no sweep was started there, or none of its trials has ended.
     """
     record = read_record(folder, "sweep")
-    listed = read_trials(folder) if record.multirun else [(record.arguments, folder)]
+    listed = read_trials(folder, record.num_trials, "sweep") if record.multirun else [(record.arguments, folder)]
     trials = [t for i, (overrides, where) in enumerate(listed) if (t := _trial_in(where, i, overrides)) is not None]
     if not trials:
         raise UserError(f"sweep={folder}: no trial was begun there, so there is nothing to report.")

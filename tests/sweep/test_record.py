@@ -47,6 +47,24 @@ def test_a_line_that_a_kill_cut_short_is_no_trial_and_spoils_no_other(tmp_path: 
     assert read_trials(tmp_path) == [(trial.overrides, trial.folder) for trial in trials]
 
 
+@pytest.mark.parametrize("damage", ["cut", "gone", "emptied", "last"])
+def test_a_trial_that_is_missing_in_the_middle_is_refused_and_named(tmp_path: Path, compose_trial, damage: str):
+    for number, words in enumerate(WORDS):
+        add_trial(tmp_path, compose_trial(words, number))
+    path = tmp_path / "trials.jsonl"
+    first, second, third = path.read_text().splitlines(keepends=True)
+    left = {
+        "cut": [first, second[:20] + "\n", third],
+        "gone": [first, third],
+        "emptied": [],
+        "last": [first, second, third[:20]],
+    }[damage]
+    path.write_text("".join(left))
+    missing = {"cut": "1", "gone": "1", "emptied": "0, 1, 2", "last": "2"}[damage]
+    with pytest.raises(UserError, match=rf"resume={tmp_path}: .*trials.jsonl lacks trial {missing} of 3"):
+        read_trials(tmp_path, 3)
+
+
 def test_checkpoints_go_wherever_they_lie_and_whatever_code_they_are_of(tmp_path: Path, compose_trial):
     own = compose_trial(["sharding=root"], 0)
     shared = compose_trial(["sharding=root", f"cluster.storage_path={tmp_path}/disk"], 1)

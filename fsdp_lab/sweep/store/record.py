@@ -54,7 +54,9 @@ _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 
 @dataclass(frozen=True)
 class Record:
-    """`sweep.json`. `arguments`: as typed, without `-m`; `num_workers`: what null stood for; `code`: file -> digest."""
+    """`sweep.json`. `arguments`: as typed, without `-m`; `num_workers`: what null stood for; `code`: file -> digest;
+    `num_trials`: of a grid, all of which are written down before it starts; None for a search, and from versions that
+    did not count."""
 
     id: str
     arguments: list[str]
@@ -63,6 +65,7 @@ class Record:
     num_workers: int
     code: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
+    num_trials: int | None = None
 
     @staticmethod
     def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> Record:
@@ -127,15 +130,35 @@ def read_record(folder: Path, key: str = "resume") -> Record:
 
 def add_trial(folder: Path, trial: Trial) -> None:
     """Append a trial to `trials.jsonl`, before it starts."""
-    content = {"overrides": trial.overrides, "folder": os.path.relpath(trial.folder, folder)}
+    content = {
+        "number": trial.index,
+        "overrides": trial.overrides,
+        "folder": os.path.relpath(trial.folder, folder),
+    }
     if trial.config.cluster.storage_path is not None:
         content["storage"] = str(storage(trial, folder))
     append_line(folder / "trials.jsonl", json.dumps(content))
 
 
-def read_trials(folder: Path) -> list[tuple[list[str], Path]]:
-    """The overrides and the folder of each trial, in their order; a line that a kill cut short is no trial."""
-    return [(line["overrides"], folder / line["folder"]) for line in _lines(folder)]
+def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume") -> list[tuple[list[str], Path]]:
+    """The overrides and the folder of each trial, in their order. A last line that a kill cut short is no trial: it is
+    written before its trial starts.
+
+    Args:
+        num_trials: how many there are; None where that is not known.
+        key: what the folder was given to on the command line.
+
+    Raises:
+        UserError: a trial is missing. Without it, the results of the others would be taken for those of its neighbours.
+    """
+    lines = {line.get("number", position): line for position, line in enumerate(_lines(folder))}
+    count = max(num_trials or 0, 1 + max(lines, default=-1))
+    if missing := [number for number in range(count) if number not in lines]:
+        raise UserError(
+            f"{key}={folder}: {folder / 'trials.jsonl'} lacks trial {', '.join(map(str, missing))} of {count}: a line "
+            "is damaged or gone. Restore the file from a copy, or start the sweep anew."
+        )
+    return [(lines[number]["overrides"], folder / lines[number]["folder"]) for number in range(count)]
 
 
 def drop_checkpoints(folder: Path) -> None:
@@ -159,7 +182,8 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / "trials.jsonl"
     for line in path.read_text().splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
-            yield json.loads(line)
+            if isinstance(content := json.loads(line), dict) and {"overrides", "folder"} <= content.keys():
+                yield content
 
 
 def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
