@@ -25,8 +25,8 @@ def _private_folder(inside: str | None = None) -> tempfile.TemporaryDirectory[st
 
 
 def keep_meetings_here() -> None:
-    """Keep the folders of all trials in one of this process, which is gone after `end_meetings`, or with the process: a
-    trial's own process is often killed."""
+    """Keep the folders of all trials in one of this process, which is gone after `end_meetings`: a trial's own process
+    is often killed. What a kill of this one leaves is empty but for sockets' names, and the system's to clear."""
     _kept.append(_private_folder())
     os.environ[_DRIVER_FOLDER] = _kept[-1].name
 
@@ -68,7 +68,8 @@ def meet_by_file(worker_group: Any, folder: str, backend: str, timeout_s: float)
 
 
 def join_by_file(path: str, backend: str, timeout_s: float) -> None:
-    """Join the process group as the rank that Ray Train made of this worker; sets the variables that launchers set."""
+    """Join the process group as the rank that Ray Train made of this worker. Sets the variables that launchers set, but
+    for MASTER_ADDR and MASTER_PORT: there is no such port."""
     import ray.train
 
     from fsdp_lab.training.distributed import join_by_file_store
@@ -82,6 +83,8 @@ def join_by_file(path: str, backend: str, timeout_s: float) -> None:
         LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
         NODE_RANK=str(context.get_node_rank()),
     )
+    if "nccl" in backend:  # as Ray does: a rank that fails ends the others
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if sys.platform == "linux":  # else gloo listens where the host's name points, which may be the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     join_by_file_store(path, backend, rank, world_size, timeout_s)

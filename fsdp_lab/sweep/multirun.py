@@ -105,8 +105,12 @@ class Command:
             states = [TrialState(trial) for trial in planned.trials]
             return self._plan(states, swept_keys(grid), record), planned.notes()
         search, swept = self._search([])
-        first = search.next()  # now: what is wrong in it is told before anything starts
-        return self._plan([TrialState(first)] if first else [], swept, record, search), []
+        try:
+            first = search.next()  # now: what is wrong in it is reported before anything starts
+        except ConfigError:
+            print(*search.notes(), sep="\n", flush=True)
+            raise
+        return self._plan([TrialState(first)] if first else [], swept, record, search), search.notes()
 
     def resumed_sweep(self) -> SweepPlan:
         """The plan of what an earlier start has left in the folder, which is locked by the caller.

@@ -51,7 +51,7 @@ def sweep_of(
             state.figures(),
             list(read_metrics(storage(state.trial, folder))),
             [redact(override) for override in state.trial.overrides],
-            state.error,
+            redact(state.error) if state.error else None,
             run_id(number),
             state.seconds,
             str((read_any_facts(storage(state.trial, folder)) or {}).get("device", "")),
@@ -108,7 +108,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
         data.Trial(
             number,
             {axis: words.get(axis, "") for axis in axes},
-            TrialStatus(run.tags.get("status", TrialStatus.running)),
+            _status(run.tags.get("status")),
             run.metrics,
             run.epochs,
             overrides,
@@ -128,6 +128,11 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
     report = _report_config(tracking, runs[0].run_id)
     tolerances = (report.loss_tolerance, report.speed_tolerance)
     return data.Sweep(name, command, axes, trials, *tolerances, runs_url(tracking), libraries)
+
+
+def _status(tag: str | None) -> TrialStatus:
+    """What a run's tag says; running where it says nothing, or what no version wrote."""
+    return TrialStatus(tag) if tag in TrialStatus.__members__ else TrialStatus.running
 
 
 def _report_config(tracking: TrackingConfig, run_id: str) -> ReportConfig:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import SweepConfig
+from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.engine.files import (
     Outcome,
     clear_attempt,
@@ -53,7 +53,7 @@ class SweepPlan:
 
 
 class Listener:
-    """Is called with what happens in a sweep, in this order, each time after the sweep's own state and files have it.
+    """Is called with what happens in a sweep, each time after the sweep's own state and files have it.
 
     Entered before anything starts, left after everything has ended. Only `opened` may raise.
     """
@@ -210,8 +210,12 @@ class SweepRun:
         Raises:
             TrackingError: the store cannot be reached.
         """
-        self.publish("opened")
-        self._opened = True
+        self._opened = True  # already: an interrupt in the middle of it closes what is open
+        try:
+            self.publish("opened")
+        except UserError:
+            self._opened = False
+            raise
 
     def has_more(self) -> bool:
         """Whether a trial is still to be begun."""
@@ -231,9 +235,13 @@ class SweepRun:
 
     def _suggested(self) -> int | None:
         search = self.plan.search
-        trial = search.next() if search is not None else None
-        for note in search.notes() if search is not None else ():
-            self.say(note)
+        if search is None:
+            return None
+        try:
+            trial = search.next()
+        finally:
+            for note in search.notes():
+                self.say(note)
         if trial is None:
             return None
         self._keep(trial)

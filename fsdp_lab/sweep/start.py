@@ -26,10 +26,10 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     console = Console(plan.state, plan.swept)
     runs = MlflowRuns(plan.config.tracking, console)
     report = Report(runs)
-    # In this order: MLflow first, so that the table has the runs' ids.
-    listeners = [runs, ResultsCsv(runs.run_id), report, console]
+    # In this order: MLflow first, so that the table has the runs' ids; forecasts last, for they may skip a trial.
+    listeners = [runs, console, ResultsCsv(runs.run_id), report]
     if plan.config.engine is Engine.ray:
-        listeners.insert(0, Forecasts(plan))
+        listeners.append(Forecasts(plan))
     code = run_sweep(plan, build_executor(plan.config.engine), listeners)
     console.final(report.answer)
     shown = f"report: {relative(plan.folder)}/{FILES[0]}   " if report.answer else ""

@@ -184,7 +184,9 @@ def _only_one(uri: str, artifacts: Path | None) -> Iterator[None]:
         with exclusive(folder / ".mlflow.lock", _SCHEMA_LIMIT_S):
             yield
     except InUse as error:
-        raise _error(uri, f"another process opens the store ({error.holder})", "wait until that has ended") from None
+        raise _error(
+            uri, f"another process is opening the store ({error.holder})", "wait until that has ended"
+        ) from None
 
 
 def runs_url(tracking: TrackingConfig) -> str | None:

@@ -133,7 +133,7 @@ class Checkpoints:
             if not isinstance(error.__cause__, CheckpointException) or is_of_the_machine(error):
                 raise
             raise CheckpointError(
-                f"the checkpoint {source} is damaged: its files have their sizes and cannot be read "
+                f"the checkpoint {source} is damaged: its files have the expected sizes but cannot be read "
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); move it away, and the trial "
                 "starts from the one before."
             ) from error

@@ -17,18 +17,22 @@ META = "meta.json"
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What keeps a folder from being a whole checkpoint; None where nothing does."""
+    """What keeps a folder from being a whole checkpoint; None where nothing does.
+
+    Raises:
+        OSError: the disk does not say: it may be away, and a checkpoint on it whole.
+    """
     try:
         meta = read_meta(checkpoint)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return f"it has no {META}"
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return f"its {META} cannot be read ({error})"
     for name, size in meta.get("files", {}).items():  # earlier versions wrote no sizes
         try:
             found = (checkpoint / name).stat().st_size
-        except OSError as error:
-            return f"its {name} cannot be read ({error.strerror})"
+        except FileNotFoundError:
+            return f"its {name} is missing"
         if found != size:
             return f"its {name} has {found} bytes and was written with {size}"
     return None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_lab.compose import Trial
+from fsdp_lab.config import UserError
 from fsdp_lab.engine.files import append_line, read_outcome
 from fsdp_lab.files import write_json
 from fsdp_lab.status import ExitCode, TrialStatus
@@ -137,3 +140,78 @@ def test_a_trial_that_is_skipped_never_begins(plan: SweepPlan):
     assert ("ended", 1, "skipped") in listener.heard and ("began", 1) not in listener.heard
     outcome = read_outcome(plan.state.trials[1].trial.folder)
     assert outcome is not None and (outcome.status, outcome.error) == ("skipped", "too large")
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), RuntimeError("a bug")])
+def test_what_ends_a_sweep_while_it_opens_closes_what_is_open(plan: SweepPlan, raised: BaseException):
+    class Opens(Hears):
+        def opened(self, sweep: SweepRun) -> None:
+            super().opened(sweep)
+            raise raised
+
+    listener = Opens()
+    with suppress(RuntimeError):
+        assert run_sweep(plan, Acts(), [listener]) is ExitCode.interrupted
+    assert listener.heard == [("opened",), ("closing",), ("closed",)]
+
+
+def test_a_store_that_cannot_be_reached_leaves_nothing_to_close(plan: SweepPlan):
+    class Refuses(Hears):
+        def opened(self, sweep: SweepRun) -> None:
+            raise UserError("no store")
+
+    listener, executor = Refuses(), Acts()
+    with pytest.raises(UserError, match="no store"):
+        run_sweep(plan, executor, [listener])
+    assert listener.heard == [] and executor.stopped == 1
+
+
+def test_a_sweep_closes_once_whoever_comes_first(plan: SweepPlan):
+    """The thread that ends an interrupted sweep in time, and the driver that gets there after all."""
+    listener = Hears()
+    sweep = SweepRun(plan, [listener])
+    sweep.open()
+    number = sweep.next()
+    assert number == 0
+    sweep.begin(number)
+    assert sweep.close(interrupted=True) is ExitCode.interrupted
+    assert sweep.close(interrupted=True) is ExitCode.interrupted
+    sweep.end(number, TrialStatus.finished)  # the driver wakes: the trial has ended already
+    assert plan.state.trials[0].status is TrialStatus.interrupted
+    assert listener.heard == [("opened",), ("began", 0), ("closing",), ("ended", 0, "interrupted"), ("closed",)]
+
+
+class Suggests:
+    """A search with one trial to give, and something to say about another."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.left, self.said = [trial], ["not tried: b"]
+
+    def has_more(self) -> bool:
+        return bool(self.left)
+
+    def next(self) -> Trial | None:
+        return self.left.pop() if self.left else None
+
+    def notes(self) -> list[str]:
+        notes, self.said = self.said, []
+        return notes
+
+    def tell(self, trial: Trial, status: TrialStatus, metrics: Any) -> None:
+        self.told = (trial, status)
+
+
+def test_a_search_is_asked_and_told_and_what_it_says_is_said(plan: SweepPlan, compose_trial: Compose):
+    class Notes(Hears):
+        def added(self, sweep: SweepRun, number: int) -> None:
+            self.heard.append(("added", number))
+
+        def say(self, text: str) -> None:
+            self.heard.append(("say", text))
+
+    trial = compose_trial(["training.seed=9"], 0)
+    search, listener = Suggests(trial), Notes()
+    searched = replace(plan, state=SweepState([], LOSS), search=search)
+    assert run_sweep(searched, Acts(), [listener]) is ExitCode.finished
+    assert listener.heard[2:5] == [("say", "not tried: b"), ("added", 0), ("began", 0)]
+    assert search.told == (trial, TrialStatus.finished)

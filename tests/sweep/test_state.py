@@ -14,7 +14,9 @@ from fsdp_lab.sweep.state import TRANSITIONS, IllegalTransition, SweepState, Tri
 
 LOSS = [("val/loss", "min")]
 TRIAL = Trial(0, SweepConfig(), {}, [], Path(), DictConfig({}))
-# From each status the ones that may follow, as DESIGN.md's flow of a trial has them.
+# From each status the ones that may follow, written down a second time by hand: a trial waits, gets its place, runs and
+# ends; what its process was killed in runs again; what the cluster cannot hold fails, and what cannot fit is skipped,
+# without running.
 MAY_FOLLOW = {
     "waiting": "starting skipped",
     "starting": "running failed skipped",

@@ -105,7 +105,9 @@ def test_a_fresh_store_is_made_with_its_folder_and_experiment(
 def test_a_store_that_another_process_does_not_let_go_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_lab.tracking.store._SCHEMA_LIMIT_S", 0.3)
     with held(tmp_path / ".mlflow.lock") as other:
-        told = rf"tracking.uri=sqlite:///{tmp_path}/mlflow.db: another process opens the store \(process {other.pid},"
+        told = (
+            rf"tracking.uri=sqlite:///{tmp_path}/mlflow.db: another process is opening the store \(process {other.pid},"
+        )
         with pytest.raises(TrackingError, match=told):
             Tracker(TrackingConfig(f"sqlite:///{tmp_path}/mlflow.db", "lab")).open()
 

@@ -114,16 +114,16 @@ class NextTrial(Searcher):
 
 def job_of(config: SweepConfig, folder: str) -> Job:
     return Job(
-        to_dict(part(config, TrialConfig)),
-        folder,
-        engine.resolve_num_workers(config.cluster),
-        engine.resolve_cpus_per_worker(config.cluster),
-        engine.num_gpus() > 0,
-        os.getcwd(),
-        config.trial_timeout_s,
-        config.cluster.wait_timeout_s,
-        config.cluster.max_failures,
-        config.cluster.address is None,
+        config=to_dict(part(config, TrialConfig)),
+        folder=folder,
+        num_workers=engine.resolve_num_workers(config.cluster),
+        cpus_per_worker=engine.resolve_cpus_per_worker(config.cluster),
+        use_gpu=engine.num_gpus() > 0,
+        launched_in=os.getcwd(),
+        timeout_s=config.trial_timeout_s,
+        wait_timeout_s=config.cluster.wait_timeout_s,
+        max_failures=config.cluster.max_failures,
+        ray_is_ours=config.cluster.address is None,
     )
 
 

@@ -113,8 +113,10 @@ class Console(Listener):
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         if ending.early:  # at once: a store that hangs may be all that follows
             self.say(f"to go on: {go_on_command(sweep.folder)}")
+        self.update()
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        self.update()
         if ending.code is ExitCode.failed and not ending.early:
             self.say(f"to try what failed again: {resume_command(sweep.folder)} resume_failed=true")
 

@@ -13,7 +13,7 @@ from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.metrics import mib
 from fsdp_lab.sweep.names import label
-from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun
+from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import TrialState
 
 
@@ -81,6 +81,9 @@ class Forecasts(Listener):
             if future.done():
                 del self._pending[number]
                 self._take(sweep, number, self._forecaster.result(future, request))
+
+    def closing(self, sweep: SweepRun, ending: Ending) -> None:
+        self._forecaster.__exit__()  # its process holds PyTorch in memory
 
     def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
         """Publish a forecast, and skip the trial where it is not to be tried."""

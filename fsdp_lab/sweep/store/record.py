@@ -169,10 +169,11 @@ def drop_checkpoints(folder: Path) -> None:
     Raises:
         OSError: something cannot be taken away, or does not belong to the sweep; then nothing of it is touched.
     """
-    for line in _lines(folder):
-        where = Path(line.get("storage") or folder / line["folder"]).resolve()
+    folders = [Path(line.get("storage") or folder / line["folder"]).resolve() for line in _lines(folder)]
+    for where in folders:
         if not is_storage_of(where, folder):
             raise OSError(f"{folder}/trials.jsonl names {where}, which is not below the sweep's folder or its storage")
+    for where in folders:
         if (where / "checkpoints").exists():
             shutil.rmtree(where / "checkpoints")
         (where / "model.pt").unlink(missing_ok=True)
