@@ -69,7 +69,7 @@ class Pool(Generic[Question, Answer]):
     def _take(self) -> _Child:
         with self._lock:
             if self._closed:
-                raise NoAnswerError("was not wanted any more")
+                raise NoAnswerError
             if not self._idle:
                 self._children.append(_Child(self._answer))
                 return self._children[-1]

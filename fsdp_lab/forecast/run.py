@@ -95,9 +95,7 @@ def forecast_all(
         _in_pool({key: distinct[key]}, 1, note, stop)
     return [
         # the capacity is no part of what is shared, unless the largest microbatch was asked for
-        replace(found[r.key], capacity_bytes=r.capacity_bytes)
-        if r.key in found
-        else _undone(r, why_not.get(r.key, "was not wanted any more"))
+        replace(found[r.key], capacity_bytes=r.capacity_bytes) if r.key in found else _undone(r, why_not.get(r.key))
         for r in requests
     ]
 
@@ -120,13 +118,18 @@ def _in_pool(
                 note(futures[future], future)
 
 
-def _undone(request: Request, reason: str) -> Forecast:
-    return Forecast(
-        request.cuda,
-        request.num_workers,
-        error=f"the forecast was not made: its process {reason}; forecast fewer at once, or go without: "
-        "forecast.enabled=false in a sweep",
-    )
+def _undone(request: Request, reason: str | None) -> Forecast:
+    """
+    Args:
+        reason: what became of its process; None where the forecast was cancelled.
+    """
+    error = "the forecast was cancelled"
+    if reason:
+        error = (
+            f"the forecast was not made: its process {reason}; forecast fewer at once, or go without: "
+            "forecast.enabled=false in a sweep"
+        )
+    return Forecast(request.cuda, request.num_workers, error=error)
 
 
 class Background:
@@ -191,7 +194,7 @@ class Forecaster:
         try:
             return replace(future.result(), capacity_bytes=request.capacity_bytes)
         except (NoAnswerError, CancelledError) as error:
-            return _undone(request, str(error) or "was not wanted any more")
+            return _undone(request, str(error) or None)
 
 
 def _answer(request: Request) -> Forecast:

@@ -132,7 +132,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
 
 def _status(tag: str | None) -> TrialStatus:
     """What a run's tag says; running where it says nothing, or what no version wrote."""
-    return TrialStatus(tag) if tag in TrialStatus.__members__ else TrialStatus.running
+    return TrialStatus.__members__.get(tag or "", TrialStatus.running)
 
 
 def _report_config(tracking: TrackingConfig, run_id: str) -> ReportConfig:

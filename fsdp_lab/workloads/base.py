@@ -108,8 +108,8 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def _map(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the same nesting of dicts, lists and tuples with `function(tensor)` in the place of each tensor. A subclass
-    of dict comes back as a dict; everything else stays as it is."""
+    """Return the same nesting of dicts, lists and tuples with `function(tensor)` in the place of each tensor. A
+    subclass of dict comes back as a dict; everything else stays as it is."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
