@@ -254,7 +254,8 @@ def stops_on(config: SweepConfig) -> tuple[str, str]:
 def _objective(word: str, name: str) -> tuple[str, str]:
     metric, _, direction = word.rpartition(":")
     if direction not in ("min", "max"):
-        raise ConfigError(f"{name}={word} says no direction; use {word}:min or {word}:max.")
+        named = metric if can_be_objective(metric) else word
+        raise ConfigError(f"{name}={word} says no direction; use {named}:min or {named}:max.")
     if not can_be_objective(metric):
         known = objective_keys()
         close = difflib.get_close_matches(metric, known, n=1)

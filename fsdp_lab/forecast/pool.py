@@ -84,11 +84,14 @@ class _Child:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, answer), daemon=True)
+        # Ctrl-C is the parent's. A process inherits what its starter blocks: it cannot say so itself early enough.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         except OSError as error:
             raise NoAnswerError(f"did not start ({error})") from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             theirs.close()  # so that its end is the end of the pipe
 
     def ask(self, question: Any, limit_s: float) -> Any:
@@ -117,7 +120,6 @@ def _how(exit_code: int | None) -> str:
 
 
 def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError):
         while True:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 
 from fsdp_lab.config import ConfigError
 
@@ -51,9 +51,16 @@ def discrete_values(override: Override) -> list[str]:
     if not override.is_discrete_sweep():
         raise ConfigError(
             f"{override.input_line}: an interval has no end of values and cannot be enumerated by a grid; use a "
-            f"list or range, for example {key}=range(1,4), or search=random or search=optuna."
+            f"list or range, for example {key}={_between(override)}, or search=random or search=optuna."
         )
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _between(override: Override) -> str:
+    """Some values of an interval, as a list is typed."""
+    sweep = override.value()
+    assert isinstance(sweep, IntervalSweep)
+    return f"{sweep.start:g},{sweep.end:g}"
 
 
 def swept_keys(grid: Sequence[Sequence[str]]) -> list[str]:

@@ -103,7 +103,8 @@ class Command:
             planned = plan_sweep(grid, self._compose)
             record = replace(record, num_trials=len(planned.trials))
             states = [TrialState(trial) for trial in planned.trials]
-            return self._plan(states, swept_keys(grid), record), planned.notes()
+            notes = [*planned.notes(), *self._idle_search_keys()]
+            return self._plan(states, swept_keys(grid), record), notes
         search, swept = self._search([])
         try:
             first = search.next()  # now: what is wrong in it is reported before anything starts
@@ -111,6 +112,13 @@ class Command:
             print(*search.notes(), sep="\n", flush=True)
             raise
         return self._plan([TrialState(first)] if first else [], swept, record, search), search.notes()
+
+    def _idle_search_keys(self) -> list[str]:
+        """What was typed for a search, where a grid runs all its cells."""
+        typed = [
+            word for word in self._arguments if word.lstrip("+").startswith(("search.num_trials=", "search.seed="))
+        ]
+        return [f"{word} has no effect with search=grid, which runs every cell; add search=random" for word in typed]
 
     def resumed_sweep(self) -> SweepPlan:
         """The plan of what an earlier start has left in the folder, which is locked by the caller.

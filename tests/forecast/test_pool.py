@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.forecast.pool import NoAnswerError, Pool
+from fsdp_lab.forecast.pool import NoAnswerError, Pool, _Child
 from tests.processes import called, still_running
 
 LIMIT_S = 60.0
@@ -66,6 +66,16 @@ def test_a_process_that_does_not_answer_costs_one_answer(question: str, told: st
 def test_ctrl_c_is_the_parents():
     with Pool(answer, 1, LIMIT_S) as pool:
         assert pool.submit(f"signal {signal.SIGINT:d}").result()[0] == f"signal {signal.SIGINT:d}"
+
+
+def test_ctrl_c_while_a_process_starts_is_the_parents_too():
+    child = _Child(answer)
+    try:
+        assert child._process.pid is not None
+        os.kill(child._process.pid, signal.SIGINT)  # Python has not even started there
+        assert child.ask("a", LIMIT_S)[0] == "a"
+    finally:
+        child.kill()
 
 
 def test_the_end_of_the_pool_is_the_end_of_its_processes():
