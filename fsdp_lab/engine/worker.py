@@ -150,8 +150,10 @@ def redirect_output(path: Path) -> None:
 
 
 def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> None:
-    """Leave `failures/rank<r>.json` and the traceback in the rank's log."""
-    if kind not in ("diverged", "user"):  # whose messages say it all
+    """Leave `failures/rank<r>.json`, and in the rank's log the error, with its traceback where it is not the user's."""
+    if kind == "user":  # whose message says it all
+        print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr, flush=True)
+    elif kind != "diverged":
         traceback.print_exception(error)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the step

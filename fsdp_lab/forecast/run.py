@@ -123,7 +123,7 @@ def _undone(request: Request, reason: str | None) -> Forecast:
     Args:
         reason: what became of its process; None where the forecast was cancelled.
     """
-    error = "the forecast was cancelled"
+    error = "the forecast was not made: it was cancelled"
     if reason:
         error = (
             f"the forecast was not made: its process {reason}; forecast fewer at once, or go without: "

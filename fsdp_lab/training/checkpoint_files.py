@@ -31,8 +31,8 @@ def damage(checkpoint: Path) -> str | None:
     for name, size in meta.get("files", {}).items():  # earlier versions wrote no sizes
         try:
             found = (checkpoint / name).stat().st_size
-        except FileNotFoundError:
-            return f"its {name} is missing"
+        except FileNotFoundError as error:
+            return f"its {name} cannot be read ({error.strerror})"
         if found != size:
             return f"its {name} has {found} bytes and was written with {size}"
     return None

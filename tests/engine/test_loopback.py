@@ -58,7 +58,7 @@ stop_ray()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nobody_runs_a_task_on_a_local_ray_without_its_token(tmp_path: Path):
     """Not even one who can read what Ray left in the home folder; and the token itself is in no file."""

@@ -18,6 +18,8 @@ INLINE = (
     "forecast.enabled=false", "export=false",
 )  # fmt: skip
 
+pytestmark = pytest.mark.long
+
 
 def test_a_checkpoint_that_cannot_be_read_fails_its_trial_and_no_other(tmp_path: Path):
     words = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2")
