@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
@@ -85,6 +86,7 @@ class _Child:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, answer), daemon=True)
         # Ctrl-C is the parent's. A process inherits what its starter blocks: it cannot say so itself early enough.
+        resource_tracker.ensure_running()  # which unblocks it again where it is not running yet
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
@@ -120,6 +122,7 @@ def _how(exit_code: int | None) -> str:
 
 
 def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError):
         while True:
