@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import signal
 import sys
+import threading
 import time
 from fnmatch import fnmatch
 from pathlib import Path
@@ -64,7 +65,19 @@ def run_all(groups: dict[tuple[str, int], list[Line]], bench: Bench, state: Stat
     every = [line for lines in groups.values() for line in lines]
     known = state.results()
     progress = Progress(len(every), sum(line.id in known for line in every))
-    launcher = Launcher(bench, state, deadline, progress.show)
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def show(result: Result) -> None:
+        progress.show(result)
+        if interrupted.is_set():  # Python loses an exception that is raised within a destructor
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    launcher = Launcher(bench, state, deadline, show)
     try:
         for (batch, _), lines in groups.items():
             left = [line for line in lines if line.id not in known]
@@ -73,6 +86,8 @@ def run_all(groups: dict[tuple[str, int], list[Line]], bench: Bench, state: Stat
                 table.write(table.rows(every, state.results()), bench, Path(bench.folder))
     except KeyboardInterrupt:
         print("check_gpu: interrupted; the same command resumes here", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Progress:
