@@ -5,19 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-import yaml
-from omegaconf import OmegaConf
 
-from fsdp_lab.compose import Trial, check, check_overrides, explain, register_schema, single_trial
-from fsdp_lab.config import ConfigError, conf_dir, objectives, to_dict
-from fsdp_lab.config.options import secret_keys
+from fsdp_lab.compose import check, check_overrides, explain, register_schema, single_trial
+from fsdp_lab.config import ConfigError, conf_dir
 from fsdp_lab.engine.cluster import stop_ray
-from fsdp_lab.files import write_text
-from fsdp_lab.locks import locked
 from fsdp_lab.status import ExitCode
 
 
@@ -58,45 +52,16 @@ def end_interrupted() -> NoReturn:
 
 def run_single(cfg: Any) -> None:
     """One trial: what Hydra calls without -m."""
+    from fsdp_lab.sweep.alone import run_alone
+
     try:
         trial = single_trial(cfg)
         check(trial.config)
-        if any(OmegaConf.select(cfg, key) is not None for key in secret_keys()):  # a preset's; Hydra wrote it down
-            write_config(trial.folder / ".hydra" / "config.yaml", trial)
         code = run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
     if code:
         sys.exit(code)
-
-
-def write_config(path: Path, trial: Trial) -> None:
-    """The trial's config, in which nothing of the nights is."""
-    write_text(path, yaml.safe_dump(to_dict(trial.config), sort_keys=False))
-
-
-def run_alone(trial: Trial) -> ExitCode:
-    """A trial with no sweep around it; its exit status."""
-    from fsdp_lab.sweep.runner import SweepPlan
-    from fsdp_lab.sweep.start import start_sweep
-    from fsdp_lab.sweep.state import SweepState, TrialState
-    from fsdp_lab.sweep.store.record import Record, begin_folder, read_record, remember_last
-    from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
-
-    folder, resumed = trial.folder, trial.config.resume is not None
-    with locked(folder, "hydra.run.dir"):
-        if resumed:
-            record = read_record(folder)
-            states = resumed_states([trial], folder, trial.config)
-            check_unchanged(record, states, folder, trial.config)
-            remember_last(folder)
-        else:
-            record = Record.of(sys.argv[1:], False, trial.config)
-            begin_folder(folder, [trial])
-            record.write(folder)
-            states = [TrialState(trial)]
-        state = SweepState(states, objectives(trial.config))
-        return start_sweep(SweepPlan(state, trial.config, folder, [], record, resumed=resumed))
 
 
 def leave(error: Exception) -> NoReturn:

@@ -169,7 +169,7 @@ def single_trial(cfg: DictConfig) -> Trial:
     """The trial that Hydra runs now."""
     hydra = HydraConfig.get()
     with open_dict(cfg):
-        cfg.hydra = {"runtime": {"choices": hydra.runtime.choices}}
+        cfg.hydra = hydra
     return Trial(
         None,
         typed_config(cfg),

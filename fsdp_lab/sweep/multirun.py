@@ -23,6 +23,7 @@ from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.folder import new_folder
 from fsdp_lab.sweep.store.record import (
     Record,
     add_trial,
@@ -48,7 +49,10 @@ def run_multirun(
     command = Command(context, config, defaults, arguments)
     if command.common.config.resume is None:
         plan, notes = command.new_sweep()  # first: a command that is refused writes nothing
-        with locked(command.folder, "hydra.sweep.dir"):
+        with new_folder(command.folder, "hydra.sweep.dir", config.hydra) as folder:
+            if folder != command.folder:
+                config.hydra.sweep.dir = str(folder)
+                plan, notes = Command(context, config, defaults, arguments).new_sweep()
             write_multirun(config, plan)
             code = _run(plan, notes)
     else:

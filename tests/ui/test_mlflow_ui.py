@@ -168,7 +168,7 @@ def test_a_server_with_passwords(
     known.context.close()
 
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "0f-n0body")
-    refused = run_cli(tmp_path, *sweep)
+    refused = run_cli(tmp_path, *sweep, "hydra.sweep.dir=again")
     assert refused.returncode == 2
     assert f"tracking.uri={locked}: the server refuses" in refused.stderr
     assert "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in refused.stderr

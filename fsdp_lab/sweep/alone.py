@@ -1,0 +1,47 @@
+"""One trial with no sweep around it: what is typed without `-m`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import objectives
+from fsdp_lab.locks import locked
+from fsdp_lab.status import ExitCode
+from fsdp_lab.sweep.runner import SweepPlan
+from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.folder import new_folder
+from fsdp_lab.sweep.store.record import Record, begin_folder, read_record, remember_last, write_hydra_folder
+from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
+
+
+def run_alone(trial: Trial) -> ExitCode:
+    """Train a trial, or go on with it; its exit status.
+
+    Raises:
+        UserError: its folder is taken, or nothing can be resumed there; see `run_sweep` for what else.
+    """
+    if trial.config.resume is not None:
+        with locked(trial.folder, "hydra.run.dir"):
+            record = read_record(trial.folder)
+            states = resumed_states([trial], trial.folder, trial.config)
+            check_unchanged(record, states, trial.folder, trial.config)
+            remember_last(trial.folder)
+            return _start(states, record, resumed=True)
+    with new_folder(trial.folder, "hydra.run.dir", trial.hydra_config.hydra) as folder:
+        trial = replace(trial, folder=folder)
+        record = Record.of(sys.argv[1:], False, trial.config)
+        begin_folder(folder, [trial])
+        write_hydra_folder(trial)
+        record.write(folder)
+        return _start([TrialState(trial)], record)
+
+
+def _start(states: Sequence[TrialState], record: Record, resumed: bool = False) -> ExitCode:
+    from fsdp_lab.sweep.start import start_sweep
+
+    trial = states[0].trial
+    state = SweepState(states, objectives(trial.config))
+    return start_sweep(SweepPlan(state, trial.config, trial.folder, [], record, resumed=resumed))

@@ -1,0 +1,59 @@
+"""The folder of a new sweep: one that nobody works in, and that holds no results of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from fsdp_lab.config import UserError
+from fsdp_lab.locks import InUse, locked
+from fsdp_lab.sweep.names import relative, resume_command
+
+
+class Occupied(UserError):
+    """The folder holds the results of another start."""
+
+
+@contextmanager
+def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
+    """Lock the folder of a new sweep, and give its path. A folder that was not typed makes way for another sweep in it,
+    such as one that was started in the same second: `14-05-09-2`.
+
+    Args:
+        key: what sets the folder on the command line.
+        hydra: Hydra's own part of the config.
+
+    Raises:
+        InUse, Occupied: the folder was typed, and another sweep has it.
+        UserError: see `locked`.
+    """
+    typed = any(str(word).startswith(f"{key}=") for word in hydra.overrides.hydra)
+    with ExitStack() as held:
+        for number in count(1):
+            folder = planned if number == 1 else planned.with_name(f"{planned.name}-{number}")
+            try:
+                held.enter_context(locked(folder, key))
+                _check_free(folder, key)
+                break
+            except (InUse, Occupied):
+                if typed:
+                    raise
+                held.close()
+        yield folder
+
+
+def _check_free(folder: Path, key: str) -> None:
+    """A sweep that was refused at its start has left nothing but what the next one writes anew."""
+    if not any((folder / name).exists() for name in ("results.csv", "facts.json")) and not any(
+        folder.glob("*/facts.json")
+    ):
+        return
+    go_on = f" To go on with it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
+    raise Occupied(
+        f"{key}={relative(folder)} holds the results of another start, which would be lost.{go_on} To start anew, name "
+        f"a folder of its own: {key}=..."
+    )

@@ -1,0 +1,87 @@
+"""Where a new sweep writes: never over another one."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from fsdp_lab.locks import InUse
+from fsdp_lab.sweep.store.folder import Occupied, new_folder
+from tests.conftest import run_cli
+from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for
+
+INLINE = (
+    *(word for word in TINY if not word.startswith("cluster.num_workers")), *PLAIN, "engine=inline", "model=mlp",
+    "forecast.enabled=false",
+)  # fmt: skip
+KEY = "hydra.sweep.dir"
+
+
+def hydra(*typed: str) -> DictConfig:
+    return OmegaConf.create({"overrides": {"hydra": list(typed)}})
+
+
+def test_starts_of_one_second_have_folders_of_their_own(tmp_path: Path):
+    planned = tmp_path / "14-05-09"
+    with new_folder(planned, KEY, hydra()) as first, new_folder(planned, KEY, hydra()) as second:
+        assert (first.name, second.name) == ("14-05-09", "14-05-09-2")
+        (first / "results.csv").touch()
+        (second / "facts.json").touch()
+    with new_folder(planned, KEY, hydra()) as third:
+        assert third.name == "14-05-09-3", "the others have ended, and their results stay"
+    with new_folder(planned, KEY, hydra()) as fourth:
+        assert fourth.name == "14-05-09-3", "nothing was begun there"
+
+
+def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
+    typed = hydra(f"{KEY}={tmp_path}")
+    with new_folder(tmp_path, KEY, typed) as folder:
+        assert folder == tmp_path
+        with pytest.raises(InUse, match="in use by another start"), new_folder(tmp_path, KEY, typed):
+            pass
+    (tmp_path / "sweep.json").touch()
+    with new_folder(tmp_path, KEY, typed):
+        pass  # its start was refused: MLflow was away
+    told = (
+        rf"{KEY}={tmp_path} holds the results of another start.*python -m fsdp_lab resume={tmp_path}\. .*: {KEY}=\.\.\."
+    )
+    for left in ("results.csv", "facts.json", "0/facts.json"):
+        (tmp_path / left).parent.mkdir(exist_ok=True)
+        (tmp_path / left).touch()
+        with pytest.raises(Occupied, match=told), new_folder(tmp_path, KEY, typed):
+            pass
+        (tmp_path / left).unlink()
+
+
+@pytest.mark.parametrize("multirun", [False, True])
+def test_a_second_start_changes_nothing_of_the_first_which_can_be_resumed(tmp_path: Path, multirun: bool):
+    """While the first runs, and after it was killed."""
+    flag = ("-m",) if multirun else ()
+    trial = tmp_path / "out" / ("0" if multirun else "")
+    other = (*flag, *INLINE, "optimizer.lr=0.5", "training.epochs=1")
+    settings = ("training.epochs=3000", "data.num_train=960", "checkpoint.every_epochs=5")
+    with started(tmp_path, *flag, *INLINE, *settings) as process:
+        wait_for(lambda: has_trained_an_epoch(trial), process)
+        before = written_once(tmp_path / "out")
+        running = run_cli(tmp_path, *other)
+        assert written_once(tmp_path / "out") == before
+        process.kill()
+    killed = run_cli(tmp_path, *other)
+    assert (running.returncode, killed.returncode) == (2, 2), running.stderr + killed.stderr
+    assert "is in use by another start" in running.stderr
+    assert "holds the results of another start" in killed.stderr
+    assert written_once(tmp_path / "out") == before
+    done = run_cli(tmp_path, "resume=out", "training.max_steps=200", "resume_anyway=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert results(tmp_path)[0]["status"] == "finished"
+
+
+def written_once(folder: Path) -> dict[str, str]:
+    """The digest of each file that a sweep writes at its start."""
+    names = {"sweep.json", "trials.jsonl", "multirun.yaml", "config.yaml", "hydra.yaml", "overrides.yaml"}
+    files = [path for path in sorted(folder.rglob("*")) if path.name in names]
+    assert files
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
