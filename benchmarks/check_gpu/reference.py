@@ -1,7 +1,7 @@
 """One unsharded process in plain PyTorch, in float32 on the CPU: what the sharded runs are compared with.
 
-Shares with the package the model's builder, the draw of its first weights and the synthetic images. Batches,
-optimizer, clipping and losses are written again.
+Shares with the package the model's builder and the synthetic images. First weights, batches, optimizer, clipping and
+losses are written again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.training.weights import draw
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.vision.images import preprocess
 from fsdp_lab.workloads.vision.synthetic import synthetic
@@ -60,10 +59,5 @@ def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
 
 def build(config: TrialConfig) -> nn.Module:
     """The model with its first weights."""
-    spec = build_model_spec(config.model)
-    model = spec.build()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            owner = model.get_submodule(name.rpartition(".")[0])
-            parameter.copy_(draw(spec, owner, name, parameter.shape, config.training.seed))
-    return model
+    torch.manual_seed(config.training.seed)
+    return build_model_spec(config.model).build()

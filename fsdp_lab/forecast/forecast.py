@@ -25,7 +25,7 @@ from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tens
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
 from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.profile import Profile
-from fsdp_lab.training.build import build
+from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
 from fsdp_lab.training.loop import train_step
@@ -35,11 +35,12 @@ from fsdp_lab.training.timeline import write_timeline
 from fsdp_lab.training.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    replace_tensors,
     without_modes,
 )
+from fsdp_lab.training.weights import materialize
 from fsdp_lab.workloads.base import Batch, Workload, tensors_of
 from fsdp_lab.workloads.build import build_workload
+from fsdp_lab.workloads.construct import Blueprint
 
 _MICROBATCH_LIMIT = 2**20  # where memory does not stop it, the search does
 
@@ -179,15 +180,17 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
 def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, cuda: bool) -> Profile:
     with ExitStack() as fake:
 
-        def without_values(model: nn.Module) -> None:
+        def without_values(model: nn.Module, _: Blueprint) -> None:
             """From here to the end of the step every new tensor is a fake one."""
             values = fake.enter_context(fake_tensors())
             if cuda:
                 fake.enter_context(cuda_kernels())
-            materialize(model, gradient_device(config, device))
+            home = gradient_device(config, device)
+            materialize(model, lambda old: fresh_tensor(old, home if old.is_meta else device))
             _mark_forward(model, values)
 
-        state = build(workload.model, unpinned(config), dims, device, materialize=without_values)
+        unused = leaves_some_unused(workload, config)
+        state = build(workload.model, unpinned(config), dims, device, materialize=without_values, find_unused=unused)
         if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
             # what DDP does in C++, where the fake group has no result
             state.model.register_comm_hook(None, allreduce_hook)
@@ -207,21 +210,17 @@ def unpinned(config: TrialConfig) -> TrialConfig:
     return replace(config, offload=OffloadConfig(OffloadTarget.cpu_unpinned))
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """`model.to_empty(device)` by making each tensor anew: a fake tensor that is made from another one stays
-    tied to it, and could not take its place."""
-
-    def fresh(old: Tensor) -> Tensor:
-        if not isinstance(old, DTensor):
-            return torch.empty(old.shape, dtype=old.dtype, device=device)
-        with without_modes():  # `to_local` makes a view, and `old` is no fake tensor
-            shape = old.to_local().shape
-        local = torch.empty(shape, dtype=old.dtype, device=device)
-        return DTensor.from_local(
-            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-        )
-
-    replace_tensors(model, fresh)
+def fresh_tensor(old: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor like another one, made anew: a fake tensor that is made from another one stays tied to it, and
+    could not take its place."""
+    if not isinstance(old, DTensor):
+        return torch.empty(old.shape, dtype=old.dtype, device=device)
+    with without_modes():  # `to_local` makes a view, and `old` is no fake tensor
+        shape = old.to_local().shape
+    local = torch.empty(shape, dtype=old.dtype, device=device)
+    return DTensor.from_local(
+        local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+    )
 
 
 def fake_microbatches(workload: Workload, config: TrialConfig, dims: ParallelDims) -> list[Batch]:

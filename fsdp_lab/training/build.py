@@ -10,12 +10,16 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.blocks import check_blocks, find_block_classes
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
-from fsdp_lab.workloads.base import ModelSpec
+from fsdp_lab.training.weights import build_blueprint
+from fsdp_lab.workloads.base import ModelSpec, Workload
+from fsdp_lab.workloads.construct import Blueprint
 
 
 def build(
@@ -23,9 +27,10 @@ def build(
     config: TrialConfig,
     dims: ParallelDims,
     device: torch.device,
-    materialize: Callable[[nn.Module], None],
+    materialize: Callable[[nn.Module, Blueprint], None],
     steps_per_epoch: int = 1,
     total_steps: int = 1,
+    find_unused: bool = False,
 ) -> TrainState:
     """Build, shard and materialise the model, then make what trains it.
 
@@ -33,16 +38,33 @@ def build(
         device: where the model computes.
         materialize: gives the parameters of a model on `meta` their storage and values, in place.
         steps_per_epoch, total_steps: of the learning-rate schedule.
+        find_unused: whether some parameters get no gradient.
+
+    Raises:
+        UserError: the model has no blocks and the config needs some, or cannot be built on `meta`.
     """
     assert dims.mesh is not None
-    with torch.device("meta"):
-        model = spec.build()
-    apply_to_blocks(model, spec.block_classes, config)
-    apply_fully_shard(model, spec.block_classes, config, dims.mesh)
-    materialize(model)
-    model = apply_ddp(model, config, device)
+    blueprint = build_blueprint(spec, config)
+    model = blueprint.model
+    blocks = spec.block_classes or find_block_classes(model)
+    check_blocks(model, blocks, config)
+    apply_to_blocks(model, blocks, config)
+    apply_fully_shard(model, blocks, config, dims.mesh)
+    materialize(model, blueprint)
+    model = apply_ddp(model, config, device, find_unused)
 
     optimizer = build_optimizer(model, config, dims.dp_degree)
     scaler = build_scaler(config.precision, gradient_device(config, device))
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
     return TrainState(model, optimizer, scaler, lr_schedule)
+
+
+def leaves_some_unused(workload: Workload, config: TrialConfig) -> bool:
+    """Whether some parameters get no gradient, for which DDP would wait; where a step on `meta` cannot tell, they may.
+    FSDP2 does not ask."""
+    if config.sharding.granularity is not Granularity.ddp:
+        return False
+    try:
+        return bool(workload.parameters_without_gradient())
+    except Exception:  # noqa: BLE001 (whatever a model's forward pass raises where there are no values)
+        return True

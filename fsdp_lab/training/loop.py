@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ def train_epoch(
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
     losses = []
     watch.timer.start()
+    _seed(config, state.step, dims)
     for microbatches in _by_step(loader, config.training.grad_accum_steps):
+        _seed(config, state.step, dims)
         with watch.step(state, microbatches):
             losses.append(train_step(state, task, microbatches, config, device))
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
@@ -154,6 +157,12 @@ def evaluate(
     if not math.isfinite(means["loss"]):
         raise DivergedError(f"the validation loss after step {state.step} is {means['loss']}")
     return {f"val/{name}": mean for name, mean in means.items()}
+
+
+def _seed(config: TrialConfig, step: int, dims: ParallelDims) -> None:
+    """Let what a step draws, as dropout does, depend on seed, step and part of the batch alone: a run that was resumed
+    draws what an uninterrupted one does, and no two ranks draw the same."""
+    torch.manual_seed(zlib.crc32(f"{config.training.seed}/{step}/{dims.dp_rank}".encode()))
 
 
 def _by_step(loader: DataLoader[Batch], grad_accum_steps: int) -> Iterable[list[Batch]]:

@@ -6,7 +6,9 @@ root last. DDP comes after the weights are there, because it has nothing to mate
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import dataclasses
+import inspect
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -34,9 +36,15 @@ from fsdp_lab.config.parallel import (
 )
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.blocks import BlockClasses
 from fsdp_lab.training.torch_private import checkpoint_wrapper, one_post_forward_mesh
 
-BlockClasses = tuple[type[nn.Module], ...]
+# PyTorch has another name for it since 2.15.
+_REGISTERED: set[type] = set()
+_DDP_KEYS = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _DDP_KEYS else "broadcast_buffers": False
+}
 TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.float16: torch.float16}
 
 
@@ -57,6 +65,8 @@ def apply_fully_shard(model: nn.Module, block_classes: BlockClasses, config: Tri
     if config.sharding.granularity is Granularity.ddp:
         return
     units = sharding_units(model, block_classes, config.sharding)
+    for module in (*units, model):
+        module.register_forward_hook(_register_dataclasses)  # before FSDP2's own hooks, which run after it
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mp_policy(config.precision),
@@ -70,8 +80,33 @@ def apply_fully_shard(model: nn.Module, block_classes: BlockClasses, config: Tri
     set_prefetch(units, config.sharding)
 
 
+def _register_dataclasses(module: nn.Module, args: Any, output: Any) -> None:
+    """Let PyTorch look into a dataclass that a module returns. FSDP2 before PyTorch 2.15 finds no tensor in it, and
+    the module's backward pass would compute without its parameters."""
+    if dataclasses.is_dataclass(output) and type(output) not in _REGISTERED:
+        _REGISTERED.add(type(output))
+        with suppress(ValueError):  # it is registered, as the outputs of transformers are
+            torch.export.register_dataclass(type(output))
+
+
 def sharding_units(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
-    """The modules that become units of their own, children before parents, without the root."""
+    """The modules that become units of their own, children before parents, without the root. A module that shares a
+    parameter with one outside of it is none: tied parameters belong into one unit, and theirs is the root."""
+    return [unit for unit in _candidates(model, block_classes, sharding) if not _is_tied(model, unit)]
+
+
+def _is_tied(model: nn.Module, unit: nn.Module) -> bool:
+    inside = set(unit.modules())
+    shared = {id(parameter) for parameter in unit.parameters()}
+    return any(
+        id(parameter) in shared
+        for module in model.modules()
+        if module not in inside
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
     match sharding.granularity:
         case Granularity.root:
             return []
@@ -153,13 +188,21 @@ def set_prefetch(units: list[nn.Module], sharding: ShardingConfig) -> None:
             unit.set_modules_to_backward_prefetch(units[max(0, i - behind) : i][::-1])  # type: ignore[arg-type]
 
 
-def apply_ddp(model: nn.Module, config: TrialConfig, device: torch.device) -> nn.Module:
+def apply_ddp(model: nn.Module, config: TrialConfig, device: torch.device, find_unused: bool = False) -> nn.Module:
     """The replicated baseline. Gradients are views of the reduction's buckets; a narrower
-    `reduce_dtype` compresses them on the wire."""
+    `reduce_dtype` compresses them on the wire.
+
+    Args:
+        find_unused: whether some parameters get no gradient, for which DDP would wait.
+    """
     if config.sharding.granularity is not Granularity.ddp:
         return model
     model = DistributedDataParallel(
-        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
+        **_SYNC_BUFFERS,  # FSDP2 does not either: every sharding computes the same
     )
     hook = {Dtype.bfloat16: bf16_compress_hook, Dtype.float16: fp16_compress_hook}.get(config.precision.reduce_dtype)
     if hook is not None:

@@ -306,3 +306,8 @@ def peers_not_asked(device: torch.device) -> Iterator[None]:
 def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
     """Put `fresh(tensor)` in the place of every parameter and buffer, and let FSDP2 know."""
     model._apply(fresh)
+
+
+def unsplit_classes(model: nn.Module) -> frozenset[str]:
+    """Return the names of the classes that a model does not want divided: transformers' models have such a list."""
+    return frozenset(getattr(model, "_no_split_modules", None) or ())

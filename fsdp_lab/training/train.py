@@ -13,7 +13,8 @@ import torch
 
 from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.build import build
+from fsdp_lab.training.blocks import batch_norm_notes
+from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import Ranks, build_parallel_dims, setup_distributed
@@ -71,9 +72,10 @@ def train(
         config,
         dims,
         ranks.device,
-        materialize=lambda model: init_weights(model, workload.model, config, ranks.device),
+        materialize=lambda model, blueprint: init_weights(model, blueprint, config, ranks.device),
         steps_per_epoch=steps_per_epoch,
         total_steps=steps_per_epoch * config.training.epochs,
+        find_unused=leaves_some_unused(workload, config),
     )
     checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
@@ -138,5 +140,10 @@ def _facts(
         "data_num_train": len(data.train),
         "data_num_val": len(data.val),
         "resumed_from": str(resumed_from) if resumed_from else None,
-        "notes": [*sharding_notes(config), *memory_notes(config), *(cpu_notes(config) if on_cpu else ())],
+        "notes": [
+            *sharding_notes(config),
+            *memory_notes(config),
+            *(cpu_notes(config) if on_cpu else ()),
+            *batch_norm_notes(model, ranks.world_size),
+        ],
     }

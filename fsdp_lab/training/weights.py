@@ -1,71 +1,96 @@
-"""First weights: drawn from the seed alone, so that every sharding starts from the same ones.
+"""First weights: those of the model's own constructor after `torch.manual_seed(training.seed)`, whatever the sharding.
 
-Each parameter has a generator of its own, seeded by `training.seed` and its name. Drawn on rank 0 and
-sent out (`init=rank0`), or drawn one at a time on every rank, which keeps its shard (`init=meta`): the
-weights are equal to the bit either way, for any sharding and any number of workers.
+`init=rank0`: rank 0 runs the constructor and sends out the values, a parameter at a time. `init=meta`: every rank runs
+it and keeps its part. The weights are equal to the bit either way, for any number of workers.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.optimizer import gradient_device
-from fsdp_lab.training.torch_private import WRAPPED
+from fsdp_lab.training.torch_private import WRAPPED, replace_tensors
 from fsdp_lab.workloads.base import ModelSpec
+from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
 
 _WRAPPER = f"{WRAPPED}."
 
 
-def named_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """`(full name, module that holds it, parameter)`, without the names that wrappers put in between."""
-    for prefix, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            yield f"{prefix}.{leaf}".lstrip(".").replace(_WRAPPER, ""), module, parameter
+def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
+    """Build the model without the values of its parameters. With `init=rank0` a constructor that reads them is run as
+    it is.
 
-
-def draw(spec: ModelSpec, owner: nn.Module, name: str, shape: torch.Size, seed: int) -> Tensor:
-    """One parameter's first value, float32 on the CPU, unsharded."""
-    # One text for both: the CPU generator takes only the lower 32 bits of a seed.
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    out = torch.empty(shape)
-    spec.draw_parameter(owner, name, out, generator)
-    return out
-
-
-def init_weights(model: nn.Module, spec: ModelSpec, config: TrialConfig, device: torch.device) -> None:
-    """Materialise the shards of a model on `meta` and fill them.
-
-    `init=rank0`: only rank 0 ever holds the whole model, in host memory; the others receive it a
-    parameter at a time and keep their part. `init=meta`: no rank does.
+    Raises:
+        UserError: such a constructor with `init=meta`.
     """
-    model.to_empty(device=gradient_device(config, device))
-    seed = config.training.seed
-    if config.init is Init.meta:
-        with torch.no_grad():
-            for name, owner, parameter in named_owners(model):
-                _fill(parameter, draw(spec, owner, name, parameter.shape, seed))
-        return
-    full: dict[str, Tensor] = {}
-    if dist.get_rank() == 0:
-        full = {name: draw(spec, owner, name, p.shape, seed) for name, owner, p in named_owners(model)}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full, options=options)  # type: ignore[arg-type]
+    try:
+        return Blueprint(spec.build, config.training.seed)
+    except ValuesNeeded as error:
+        if config.init is Init.meta:
+            raise UserError(
+                f"init=meta: the constructor of {error.module} reads the values of parameters, which are not there yet "
+                f"({error.reason}); use init=rank0, which builds the whole model on rank 0."
+            ) from error
+        return Blueprint(spec.build, config.training.seed, whole=True)
 
 
-def _fill(parameter: nn.Parameter, full: Tensor) -> None:
+def init_weights(model: nn.Module, blueprint: Blueprint, config: TrialConfig, device: torch.device) -> None:
+    """Give the parameters of a sharded model on `meta` their storage and values, and put its buffers on the device.
+
+    With `init=rank0` only rank 0 ever holds the whole model, in host memory; with `init=meta` no rank holds more than
+    a group of its parameters (`construct.GROUP_BYTES`).
+    """
+    home = gradient_device(config, device)
+    materialize(model, lambda old: torch.empty_like(old, device=home) if old.is_meta else old.to(device))
+    parameters = {name.replace(_WRAPPER, ""): parameter for name, parameter in model.named_parameters()}
+    source = 0 if config.init is Init.rank0 else None
+    values: Iterable[tuple[str, Tensor | None]] = ((name, None) for name in blueprint.names)
+    if source is None or dist.get_rank() == source:
+        values = blueprint.values()
+    with torch.no_grad():
+        for name, value in values:
+            _fill(parameters[name], value, source)
+
+
+def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
+    """Put `fresh(tensor)` in the place of every parameter and buffer. Tied parameters stay tied, which they do not
+    under PyTorch's own `to_empty`.
+
+    Args:
+        fresh: gets parameters on `meta`, and real buffers.
+    """
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((module, leaf))
+    replace_tensors(model, fresh)
+    for (first, name), *others in holders.values():
+        for module, leaf in others:
+            setattr(module, leaf, getattr(first, name))
+
+
+def _fill(parameter: nn.Parameter, value: Tensor | None, source: int | None) -> None:
+    """Copy the part of a value that is this rank's.
+
+    Args:
+        value: the whole of it; None where another rank sends it.
+        source: the rank that sends it; None where every rank has it.
+    """
     if not isinstance(parameter, DTensor):
-        parameter.copy_(full)
+        if value is not None:
+            parameter.copy_(value)
+        if source is not None:
+            dist.broadcast(parameter.detach(), source)
         return
-    # src_data_rank=None: every rank has the same `full`, so each cuts its own part without a message.
-    full = full.to(parameter.device_mesh.device_type)
-    part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    device = parameter.device_mesh.device_type
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device) if value is None else value.to(device)
+    part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=source)
     parameter.to_local().copy_(part.to_local())

@@ -10,22 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp_lab.workloads.construct import Blueprint
+
 # Tensors in any nesting of tuples, lists and dictionaries. Only the task and the data set look inside.
 Batch = Any
-# (module that holds the parameter, its full name, tensor to fill, generator)
-DrawParameter = Callable[[nn.Module, str, Tensor, torch.Generator], None]
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to build a model, the classes of its repeating blocks, and how to draw one parameter's first value.
+    """How to build a model, and the classes of its repeating blocks.
 
-    `description`: the model in a few words, for the reader of a memory timeline.
+    `build`: the constructor; what it gives the parameters after `torch.manual_seed(training.seed)` are the first
+    weights. `block_classes`: None where they are to be found in the model. `description`: the model in a few words,
+    for the reader of a memory timeline.
     """
 
     build: Callable[[], nn.Module]
-    block_classes: tuple[type[nn.Module], ...]
-    draw_parameter: DrawParameter
+    block_classes: tuple[type[nn.Module], ...] | None
     description: str
 
 
@@ -86,12 +87,22 @@ class Workload:
     def train_flops_per_sample(self) -> float:
         """Count the matrix FLOPs of forward and backward for one sample on `meta`, the backward as twice the
         forward. Recomputation is not counted: MFU is about the model's own work."""
-        with torch.device("meta"):
-            model = self.model.build().eval()
-            batch = self.data.example_batch(1)
+        model, batch = self._on_meta()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            self.task.forward(model, batch)
+            self.task.forward(model.eval(), batch)
         return 3.0 * counter.get_total_flops()
+
+    def parameters_without_gradient(self) -> list[str]:
+        """Return the names of those that a step leaves without one, as a step on `meta` shows, frozen ones apart."""
+        model, batch = self._on_meta()
+        self.task.loss(self.task.forward(model, batch), batch).backward()
+        return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+    def _on_meta(self) -> tuple[nn.Module, Batch]:
+        """The model, and a batch of one sample."""
+        model = Blueprint(self.model.build, seed=0).model.to("meta")
+        with torch.device("meta"):
+            return model, self.data.example_batch(1)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -1,6 +1,6 @@
 """One unsharded process in plain PyTorch: what the sharded runs are compared with.
 
-Shares with the package only the model's builder and the draw of its first weights. The images come from
+Shares with the package only the model's builder. The images come from
 scikit-learn's own reader, and the batches are worked out again from seed and epoch.
 """
 
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.training.weights import draw
 from fsdp_lab.workloads.build import build_model_spec
 
 
@@ -42,12 +41,14 @@ def resize(images: Tensor, size: int) -> Tensor:
     return F.interpolate(images, size=(size, size), mode="bilinear")
 
 
+def first_model(config: TrialConfig) -> nn.Module:
+    """What a plain script starts with."""
+    torch.manual_seed(config.training.seed)
+    return build_model_spec(config.model).build()
+
+
 def first_weights(config: TrialConfig) -> dict[str, Tensor]:
-    spec = build_model_spec(config.model)
-    with torch.device("meta"):
-        model = spec.build()
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
-    return {n: draw(spec, owners[n], n, p.shape, config.training.seed) for n, p in model.named_parameters()}
+    return {name: value.detach() for name, value in first_model(config).state_dict().items()}
 
 
 def build_optimizer(model: nn.Module, config: TrialConfig) -> torch.optim.Optimizer:
@@ -68,8 +69,7 @@ def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
     """
     (train_x, train_y), (val_x, val_y) = digits()
     count, batch, size = config.data.num_train or 1437, config.training.global_batch_size, config.model.image_size
-    model = build_model_spec(config.model).build()
-    model.load_state_dict(first_weights(config))
+    model = first_model(config)
     optimizer = build_optimizer(model, config)
     losses: list[float] = []
     for epoch in range(config.training.epochs):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 
 from fsdp_lab.config import TrialConfig
+from fsdp_lab.workloads.construct import Blueprint
 from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import Run, apart, first_weights, train_unsharded
 
@@ -193,30 +194,31 @@ def test_the_memory_tracker_changes_no_digit(two_ranks: Results) -> None:
 
 
 def initial_weights(cases: list[Case]) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """`(full first weights, number of parameters that this rank drew)` of each case."""
+    """`(full first weights, number of parameters whose values this rank built)` of each case."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    from fsdp_lab.training import weights
     from fsdp_lab.training.build import build
     from fsdp_lab.training.distributed import build_parallel_dims, setup_distributed
+    from fsdp_lab.training.weights import init_weights
     from fsdp_lab.workloads.build import build_model_spec
 
-    real_draw, drawn = weights.draw, [0]
+    values, given = Blueprint.values, [0]
 
-    def counting_draw(*args: Any) -> torch.Tensor:
-        drawn[0] += 1
-        return real_draw(*args)
+    def counted(blueprint: Blueprint) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in values(blueprint):
+            given[0] += 1
+            yield name, value
 
-    weights.draw = counting_draw
+    Blueprint.values = counted  # type: ignore[method-assign]
     ranks, results = setup_distributed(), []
     for case in cases:
-        drawn[0] = 0
+        given[0] = 0
         trial = config(*case)
         spec, dims = build_model_spec(trial.model), build_parallel_dims(trial.sharding, ranks)
-        init = partial(weights.init_weights, spec=spec, config=trial, device=ranks.device)
+        init = partial(init_weights, config=trial, device=ranks.device)
         state = build(spec, trial, dims, ranks.device, materialize=init)
         full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        results.append((dict(full), drawn[0]))
+        results.append((dict(full), given[0]))
     return results
 
 
@@ -229,12 +231,12 @@ def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
     ]
     cases += [("offload=cpu", f"init={init}", "model=mlp") for init in ("rank0", "meta")]
     first, second = run_ranks(2, initial_weights, cases)
-    for case, (got, drawn_first), (_, drawn_second) in zip(cases, first, second, strict=True):
+    for case, (got, built_first), (_, built_second) in zip(cases, first, second, strict=True):
         expected = first_weights(config(*case))
         assert got.keys() == expected.keys(), case
         assert all(torch.equal(got[key], expected[key]) for key in expected), case
-        assert drawn_first == len(expected), case
-        assert drawn_second == (0 if "init=rank0" in case else len(expected)), case
+        assert built_first == len(expected), case
+        assert built_second == (0 if "init=rank0" in case else len(expected)), case
 
 
 def test_the_seed_changes_the_weights() -> None:

@@ -18,7 +18,6 @@ from fsdp_lab.forecast import forecast
 from fsdp_lab.training import train
 from fsdp_lab.workloads import Data, DataSpec, ModelSpec, Workload
 from tests.ranks import Memo, config, run_ranks
-from tests.workloads import tiny
 
 WORDS = ("model.family=tiny", "model.image_size=4", "model.num_layers=2", "data.name=tiny", "model.num_classes=2",
          "optimizer.lr=0.01", "data.num_train=null", "data.num_val=null", "memory_profile=peaks")  # fmt: skip
@@ -103,7 +102,7 @@ def addition(*_: object) -> Workload:
         nested = {"sum": torch.empty(size), "counted": torch.empty(size, dtype=torch.bool)}
         return {"terms": torch.empty(size, 2), "nested": nested}
 
-    model = ModelSpec(lambda: nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1)), (nn.Linear,), tiny.draw, "adder")
+    model = ModelSpec(lambda: nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1)), (nn.Linear,), "adder")
     data = DataSpec(lambda: None, lambda: Data(Sums(64), Sums(9), "digest"), example)
     return Workload(model, data, Addition())
 

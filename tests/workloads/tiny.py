@@ -33,13 +33,8 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def draw(owner: nn.Module, name: str, out: Tensor, generator: torch.Generator) -> None:
-    with torch.no_grad():
-        out.normal_(std=0.1, generator=generator)
-
-
 def build_model(config: ModelConfig) -> ModelSpec:
-    return ModelSpec(lambda: Tiny(config), (Block,), draw, "tiny")
+    return ModelSpec(lambda: Tiny(config), (Block,), "tiny")
 
 
 def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:

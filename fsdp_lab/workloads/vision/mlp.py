@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 
-import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config.workload import ModelConfig
@@ -14,7 +12,7 @@ from fsdp_lab.workloads.base import ModelSpec
 
 def build_model(config: ModelConfig) -> ModelSpec:
     description = f"{config.family}, {config.num_layers} layers of {config.hidden_dim}"
-    return ModelSpec(lambda: Mlp(config), (MlpBlock,), draw_linear, description)
+    return ModelSpec(lambda: Mlp(config), (MlpBlock,), description)
 
 
 class MlpBlock(nn.Sequential):
@@ -36,11 +34,3 @@ class Mlp(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.blocks(images.flatten(1)))
-
-
-@torch.no_grad()
-def draw_linear(owner: nn.Module, name: str, out: Tensor, generator: torch.Generator) -> None:
-    """PyTorch's own default for a linear layer: uniform within 1/sqrt(fan_in)."""
-    assert isinstance(owner, nn.Linear)
-    bound = 1 / math.sqrt(owner.in_features)
-    out.uniform_(-bound, bound, generator=generator)

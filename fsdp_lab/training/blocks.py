@@ -1,0 +1,71 @@
+"""The repeating blocks of a model: what `per_block` shards, checkpointing wraps and compile compiles."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.torch_private import unsplit_classes
+
+BlockClasses = tuple[type[nn.Module], ...]
+
+
+def find_block_classes(model: nn.Module) -> BlockClasses:
+    """Return the classes that the model names itself, as those of transformers do, else the class that the longest list
+    of its modules repeats; nothing where there is no such list."""
+    named = unsplit_classes(model)
+    classes = {type(module) for module in model.modules() if type(module).__name__ in named}
+    if classes:
+        return tuple(sorted(classes, key=lambda kind: kind.__name__))
+    lists = [blocks for module in model.modules() if (blocks := _repeated(module))]
+    return (type(max(lists, key=len)[0]),) if lists else ()
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    """The children of a list of modules of one class. A sequence of PyTorch's own layers is no list of blocks."""
+    children = list(module.children())
+    kinds = {type(child) for child in children}
+    if len(children) < 2 or len(kinds) > 1 or not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return []
+    if isinstance(module, nn.Sequential) and type(children[0]).__module__.startswith("torch.nn."):
+        return []
+    return children
+
+
+def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) -> None:
+    """
+    Raises:
+        UserError: the config needs blocks, and the model has none of these classes.
+    """
+    if any(isinstance(module, blocks) for module in model.modules()):
+        return
+    needed_by = {
+        "sharding=per_block": config.sharding.granularity is Granularity.per_block,
+        "activation_checkpointing=full": config.activation_checkpointing is ActivationCheckpointing.full,
+        "compile=true": config.compile,
+    }
+    for setting, needs in needed_by.items():
+        if needs:
+            known = (
+                f"no module of class {', '.join(kind.__name__ for kind in blocks)}" if blocks else "no repeating block"
+            )
+            raise UserError(
+                f"{setting}: {type(model).__name__} has {known}. Name the class of its blocks with "
+                "model.block_classes=[...], or use another setting."
+            )
+
+
+def batch_norm_notes(model: nn.Module, world_size: int) -> list[str]:
+    """Say once what batch norm does on several ranks."""
+    kinds = {
+        type(m).__name__ for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+    }
+    if world_size == 1 or not kinds:
+        return []
+    return [
+        f"{', '.join(sorted(kinds))} computes its statistics from each rank's part of the batch: losses depend on the "
+        "number of workers, and the exported model has the statistics of rank 0. nn.SyncBatchNorm shares them."
+    ]

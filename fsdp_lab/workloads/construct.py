@@ -1,0 +1,169 @@
+"""A model's constructor, run without the values of its parameters, and run again for the values.
+
+What a constructor does decides the first weights, and nothing else does: no distribution is written down a second time.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+GROUP_BYTES = 4 * 2**30  # of values at a time; a smaller model starts with those of one plain call of its constructor
+
+
+class ValuesNeeded(Exception):
+    """The constructor asks a parameter for its values; `module` is the class that did."""
+
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(f"{module}: {reason}")
+        self.module, self.reason = module, reason
+
+
+class Blueprint:
+    """A model whose parameters are on `meta`, and where their values come from.
+
+    The parameters go to `meta` as modules register them, so a model of any size can be built on any machine. Buffers
+    are computed for real, on the CPU. The values are those that the constructor gives after `torch.manual_seed(seed)`;
+    where there are more than `group_bytes` of them, it runs once for each group of parameters, with a seed for each.
+
+    Args:
+        whole: build all values in one piece, for a constructor that reads them. Else that is an error.
+
+    Raises:
+        ValuesNeeded: see `whole`.
+    """
+
+    def __init__(
+        self, build: Callable[[], nn.Module], seed: int, whole: bool = False, group_bytes: int = GROUP_BYTES
+    ) -> None:
+        self._build, self._seed, self._whole, self._group_bytes = build, seed, whole, group_bytes
+        self.model, registered = self._construct(seed, () if not whole else None)
+        if whole:
+            for parameter in registered:
+                _to_meta(parameter)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        # By number of registration. What the constructor has replaced has no name, but took random numbers, too.
+        self._names = [names.get(id(parameter), "") for parameter in registered]
+        self._sizes = [parameter.numel() * parameter.element_size() for parameter in registered]
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters in the order of `values`."""
+        return [name for name in self._names if name]
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Give the name and the first value of every parameter, on the CPU; of tied ones once, by the first name.
+
+        Raises:
+            ValuesNeeded: see the class.
+        """
+        for number, group in enumerate(self._groups()):
+            # a seed of its own, or equal layers in two groups would be equal
+            seed = self._seed if number == 0 else zlib.crc32(f"{self._seed}/{number}".encode())
+            _, registered = self._construct(seed, group)
+            for parameter in group:
+                if self._names[parameter]:
+                    yield self._names[parameter], registered[parameter].detach()
+
+    def _groups(self) -> list[list[int]]:
+        """The parameters in the order of their registration, in groups of limited size."""
+        groups: list[list[int]] = [[]]
+        left = self._group_bytes
+        for number, size in enumerate(self._sizes):
+            if groups[-1] and size > left and not self._whole:
+                groups.append([])
+                left = self._group_bytes
+            groups[-1].append(number)
+            left -= size
+        return groups
+
+    def _construct(self, seed: int, real: Collection[int] | None) -> tuple[nn.Module, list[nn.Parameter]]:
+        """
+        Args:
+            real: the parameters that keep their values, by number; None: all.
+        """
+        with seeded(seed), torch.device("cpu"), _registering(real) as registration:
+            try:
+                model = self._build()
+            except (RuntimeError, NotImplementedError) as error:
+                if real is None or "meta" not in str(error):
+                    raise
+                raise ValuesNeeded(_raised_in(error.__traceback__), " ".join(str(error).split())) from error
+            for parameter in model.parameters():  # what was put in place past `register_parameter`
+                registration.add(parameter)
+        return model, registration.parameters
+
+
+class _Registration:
+    """The parameters of a model under construction, in the order in which modules register them."""
+
+    def __init__(self, real: Collection[int] | None) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self._real = None if real is None else frozenset(real)
+        self._seen: set[int] = set()
+
+    def add(self, parameter: nn.Parameter) -> None:
+        if id(parameter) in self._seen:
+            return
+        if self._real is not None and len(self.parameters) not in self._real:
+            _to_meta(parameter)
+        self._seen.add(id(parameter))
+        self.parameters.append(parameter)
+
+
+def _to_meta(parameter: nn.Parameter) -> None:
+    """In place, so that whoever holds the parameter still does: a tie made later is a tie."""
+    swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+
+
+def _raised_in(trace: TracebackType | None) -> str:
+    """The class of the module in whose code an error was raised; of PyTorch's own only where there is no other."""
+    found: list[type[nn.Module]] = []
+    while trace is not None:
+        code, here = trace.tb_frame.f_code, trace.tb_frame.f_locals
+        first = here.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, nn.Module):
+            found.append(type(first))
+        trace = trace.tb_next
+    users = [kind for kind in found if not kind.__module__.startswith("torch.")]
+    return (users or found or [nn.Module])[-1].__name__
+
+
+@contextmanager
+def _registering(real: Collection[int] | None) -> Iterator[_Registration]:
+    registration = _Registration(real)
+    register = nn.Module.register_parameter
+
+    def register_and_note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            registration.add(parameter)
+
+    nn.Module.register_parameter = register_and_note  # type: ignore[assignment,method-assign]
+    try:
+        yield registration
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed PyTorch's generator of the CPU, NumPy's and Python's; afterwards they are as before."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

@@ -1,0 +1,136 @@
+"""A module that knows nothing of sharding trains as it does alone: what breaks in silence elsewhere, case by case."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_lab.config import UserError
+from fsdp_lab.training.blocks import batch_norm_notes, check_blocks, find_block_classes
+from fsdp_lab.training.parallelize import sharding_units
+from fsdp_lab.workloads.construct import Blueprint
+from tests.ranks import config, run_ranks
+from tests.training.odd import Block, Odd, batches, train_plain, workload
+
+STEPS, SIZE, SEED = 6, 8, 3
+SHARDINGS = ("ddp", "root", "per_block", "per_layer", "size_based sharding.min_num_params=80")
+CASES = [
+    (f"sharding={sharding}", f"reshard_after_forward={reshard}", f"init={init}")
+    for sharding, reshard, init in product(SHARDINGS, ("always", "never"), ("rank0", "meta"))
+]
+
+
+def words(case: tuple[str, ...]) -> list[str]:
+    return [*" ".join(case).split(), f"training.seed={SEED}", "optimizer=adam", "optimizer.lr=0.02"]
+
+
+def train_sharded(cases: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Losses over the global batch, final weights, and what is left of the buffer, of each case."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from fsdp_lab.training.build import build, leaves_some_unused
+    from fsdp_lab.training.distributed import build_parallel_dims, setup_distributed
+    from fsdp_lab.training.loop import train_step
+    from fsdp_lab.training.weights import init_weights
+
+    ranks, results = setup_distributed(), []
+    for case in cases:
+        trial, work = config(*words(case)), workload()
+        dims = build_parallel_dims(trial.sharding, ranks)
+        unused = leaves_some_unused(work, trial)
+        init = partial(init_weights, config=trial, device=ranks.device)
+        state = build(work.model, trial, dims, ranks.device, materialize=init, find_unused=unused)
+        state.model.train()
+        losses = []
+        for batch in batches(STEPS, SIZE):
+            part = batch.chunk(ranks.world_size)[ranks.rank]
+            losses.append(dims.sum(train_step(state, work.task, [part], trial, ranks.device)).item() / ranks.world_size)
+        full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        (angles,) = state.model.buffers()
+        results.append({"losses": losses, "weights": dict(full), "angles": angles})
+    return results
+
+
+def test_it_learns_what_it_learns_alone_in_every_sharding() -> None:
+    """Tied weights, a buffer, dataclasses and dicts, a block called twice, frozen and unused parameters."""
+    losses, weights = train_plain(STEPS, SIZE, lr=0.02, seed=SEED)
+    assert losses[-1] < losses[0]
+    first, _ = run_ranks(2, train_sharded, CASES)
+    for case, got in zip(CASES, first, strict=True):
+        assert max(abs(a - b) for a, b in zip(got["losses"], losses, strict=True)) < 1e-5, (case, got["losses"], losses)
+        assert torch.equal(got["angles"], Odd().angles), case
+        assert got["weights"].keys() == weights.keys(), case
+        for name, weight in weights.items():
+            torch.testing.assert_close(got["weights"][name], weight, rtol=0, atol=2e-5, msg=f"{case} {name}")
+        tied = (got["weights"]["embedding.weight"], got["weights"]["head.weight"])
+        assert torch.equal(*tied), case
+
+
+def test_buffers_keep_their_precision() -> None:
+    (got,) = run_ranks(1, train_sharded, [("sharding=per_block", "precision=bf16")])[0]
+    assert torch.equal(got["angles"], Odd().angles) and got["angles"].dtype == torch.float32
+
+
+def test_the_step_on_meta_finds_what_has_no_gradient() -> None:
+    assert workload().parameters_without_gradient() == ["unused.weight", "unused.bias"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["sharding=per_block"], ["blocks.0", "blocks.1", "blocks.2"]),
+        # neither the embedding nor the head, which are one parameter
+        (
+            ["sharding=per_layer"],
+            [*(f"blocks.{n}.{leaf}" for n in range(3) for leaf in ("linear", "norm")), "frozen", "unused"],
+        ),
+        (["sharding=size_based", "sharding.min_num_params=80"], ["blocks.0", "blocks.1", "blocks.2"]),
+    ],
+)
+def test_tied_parameters_lie_in_one_unit(overrides: list[str], expected: list[str]) -> None:
+    model = Blueprint(Odd, seed=0).model
+    names = {id(module): name for name, module in model.named_modules()}
+    units = sharding_units(model, find_block_classes(model), config(*overrides).sharding)
+    assert [names[id(unit)] for unit in units] == expected
+
+
+class Named(nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+        self.block = Block(0.0)
+
+
+def test_blocks_are_found() -> None:
+    """By the name that transformers give them, else the longest list of one class."""
+    assert find_block_classes(Named()) == (Block,)
+    assert find_block_classes(Odd()) == (Block,)
+    assert find_block_classes(nn.Sequential(*(Block(0.0) for _ in range(2)))) == (Block,)
+    assert find_block_classes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
+    both = nn.ModuleDict({"a": nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), "b": Odd()})
+    assert find_block_classes(both) == (Block,)
+
+
+@pytest.mark.parametrize("setting", ["sharding=per_block", "activation_checkpointing=full", "compile=true"])
+def test_a_model_without_blocks_is_refused_where_some_are_needed(setting: str) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2))
+    trial = config("sharding=root", setting)
+    with pytest.raises(UserError, match=rf"{setting}: Sequential has no repeating block.*model.block_classes="):
+        check_blocks(plain, find_block_classes(plain), trial)
+    with pytest.raises(UserError, match="has no module of class Block"):
+        check_blocks(plain, (Block,), trial)
+    check_blocks(plain, (), config("sharding=root"))
+
+
+def test_batch_norm_is_told_once() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.LayerNorm(2))
+    (note,) = batch_norm_notes(model, 2)
+    assert note.startswith("BatchNorm1d, BatchNorm2d computes")
+    assert batch_norm_notes(model, 1) == batch_norm_notes(model[2:], 2) == []
