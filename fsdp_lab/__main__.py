@@ -69,7 +69,9 @@ def leave(error: Exception) -> NoReturn:
     message = explain(error)
     if message is None:
         raise error
-    print(f"fsdp_lab: {message}", file=sys.stderr)
+    from fsdp_lab.tracking.tags import redact  # a typed word may hold a password
+
+    print(f"fsdp_lab: {redact(message)}", file=sys.stderr)
     sys.exit(ExitCode.refused)
 
 
@@ -79,11 +81,12 @@ def resume_first(arguments: list[str]) -> list[str]:
         return arguments
     from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
     from fsdp_lab.sweep.store.resume import resume_arguments
+    from fsdp_lab.sweep.store.trust import enter
 
     meant, launched_in = resume_arguments(arguments)
     if os.path.isdir(launched_in) and not os.path.samefile(launched_in, "."):
         os.environ[TYPED_ELSEWHERE] = os.getcwd()
-        os.chdir(launched_in)
+        enter(launched_in)
     return meant
 
 

@@ -73,12 +73,14 @@ def holder(path: Path) -> str:
 
 
 @contextmanager
-def locked(folder: Path, key: str, name: str = ".lock") -> Iterator[None]:
+def locked(folder: Path, key: str, name: str = ".lock", private: bool = False) -> Iterator[None]:
     """Have a folder for this process alone.
 
     Args:
         key: what sets the folder on the command line.
         name: of the file that is locked.
+        private: make the folder for this user alone where it is not there. One that is there stays as it is, unless it
+            is empty: Hydra has made it.
 
     Raises:
         InUse: another process works in it.
@@ -86,6 +88,8 @@ def locked(folder: Path, key: str, name: str = ".lock") -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
+            if private:
+                _make_private(folder)
             stack.enter_context(exclusive(folder / name))
         except InUse as error:
             raise InUse(
@@ -97,6 +101,13 @@ def locked(folder: Path, key: str, name: str = ".lock") -> Iterator[None]:
             reason = f"{key}={folder} cannot be written ({error.strerror})"
             raise UserError(f"{reason}; free the disk, or set {key} to a folder that can be.") from error
         yield
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        with suppress(PermissionError):  # it is somebody else's
+            folder.chmod(0o700)
 
 
 def _open(path: Path) -> int:

@@ -155,7 +155,7 @@ class TrackingConfig:
     uri: str = key("sqlite:///outputs/mlflow.db", secret=Secret.CREDENTIALS)
     experiment: str = key("fsdp_lab")
     patience_s: float = key(60.0, not_negative, may_differ=Between.STARTS)
-    ui: Optional[str] = key(None, may_differ=Between.STARTS)
+    ui: Optional[str] = key(None, may_differ=Between.STARTS, secret=Secret.CREDENTIALS)
 
 
 @dataclass

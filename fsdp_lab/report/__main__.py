@@ -9,6 +9,7 @@ Writes report.html, report.md and report.csv into the sweep's folder and to its 
   tracking.uri             the store that holds the run
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files
+  trust                    true: read a folder that is another user's, or that others can write into
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fsdp_lab.config import ConfigError, UserError, check_ranges, read_words
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import Sweep
 from fsdp_lab.report.write import FILES, write_report
-from fsdp_lab.tracking import TrackingError
+from fsdp_lab.tracking.tags import redact
 
-KEYS = ("sweep", "report.loss_tolerance", "report.speed_tolerance", "tracking.uri", "tracking.ui", "out")
+if TYPE_CHECKING:
+    from fsdp_lab.sweep.store.record import Record
+
+KEYS = ("sweep", "report.loss_tolerance", "report.speed_tolerance", "tracking.uri", "tracking.ui", "out", "trust")
 
 
 def main() -> int:
@@ -61,6 +66,7 @@ def run(options: dict[str, str]) -> None:
     """
     from fsdp_lab.sweep.report import require_results, sweep_in, sweep_stored
     from fsdp_lab.sweep.store.record import find_folder
+    from fsdp_lab.sweep.store.trust import is_own, read_trust
     from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
 
     which = options["sweep"].strip("'\"")
@@ -72,24 +78,44 @@ def run(options: dict[str, str]) -> None:
         sweep, run_id = with_tolerances(sweep, options), which
     else:
         folder = find_folder(which, tracking, "sweep")
+        own = is_own(folder, "sweep", read_trust(options.get("trust")))
         sweep, record, config = sweep_in(folder)
-        uri = options.get("tracking.uri") or seen_from(config.tracking.uri, record.launched_in)
         ui = options.get("tracking.ui", config.tracking.ui)
-        tracking = dataclasses.replace(config.tracking, uri=uri, ui=ui)
+        tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)
         sweep = dataclasses.replace(with_tolerances(sweep, options), runs_url=runs_url(tracking))
     require_results(sweep, which)
     out = Path(options["out"]) if "out" in options else folder or Path("outputs/report", which)
     out.mkdir(parents=True, exist_ok=True)
     found = write_report(sweep, out)
     try:
+        if not is_run and "tracking.uri" not in options:
+            tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
         run_id = which if is_run else find_sweep_run(tracking, record.id)
         if run_id:
             annotate(tracking, run_id, {}, [out / name for name in FILES])
         else:
             print("fsdp_lab.report: the store has no run of this sweep, so the report is in its folder alone")
-    except TrackingError as error:
+    except UserError as error:
         print(f"fsdp_lab.report: MLflow has not got the report: {error}", file=sys.stderr)
     tell(found, out)
+
+
+def store_of(record: Record, config: SweepConfig, own: bool) -> str:
+    """Return the store that a folder names.
+
+    Args:
+        own: whether the folder is this user's. Only then an address in it is one to send this user's credentials to.
+
+    Raises:
+        ConfigError: it is to be typed.
+    """
+    from fsdp_lab.sweep.store.passwords import store_address
+    from fsdp_lab.sweep.store.words import is_local_store
+
+    uri = config.tracking.uri
+    if not own and not is_local_store(uri):
+        raise ConfigError(f"tracking.uri={redact(uri)} is from another user's folder; if you want it, type it.")
+    return seen_from(store_address(config, record.arguments), record.launched_in)
 
 
 def seen_from(uri: str, folder: str) -> str:

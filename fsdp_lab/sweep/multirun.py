@@ -24,6 +24,7 @@ from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.folder import new_folder
+from fsdp_lab.sweep.store.passwords import words_as_typed
 from fsdp_lab.sweep.store.record import (
     Record,
     add_trial,
@@ -35,6 +36,7 @@ from fsdp_lab.sweep.store.record import (
     write_hydra_folder,
 )
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
+from fsdp_lab.tracking.tags import redact_strings
 
 
 def run_multirun(
@@ -134,7 +136,8 @@ class Command:
         typed_now = [argument for argument in self._arguments if argument not in record.arguments]
         trials = [
             replace(self._compose_with(typed_now, overrides, number), folder=folder)
-            for number, (overrides, folder) in enumerate(read_trials(self.folder, record.num_trials))
+            for number, (written, folder) in enumerate(read_trials(self.folder, record.num_trials))
+            for overrides in [words_as_typed(written, record.arguments)]
         ]
         search = None
         if self.common.config.search.samples:
@@ -184,7 +187,8 @@ def write_multirun(config: DictConfig, plan: SweepPlan) -> None:
     with open_dict(kept):
         for key in secret_keys():
             OmegaConf.update(kept, key, None)
-    OmegaConf.save(kept, plan.folder / "multirun.yaml")
+    plain = redact_strings(OmegaConf.to_container(kept, resolve=False, enum_to_str=True))
+    OmegaConf.save(OmegaConf.create(plain), plan.folder / "multirun.yaml")
     for trial in trials:
         write_hydra_folder(trial)
         add_trial(plan.folder, trial)

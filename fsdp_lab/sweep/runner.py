@@ -28,7 +28,7 @@ from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.paths import storage
+from fsdp_lab.sweep.store.paths import make_storage, storage
 from fsdp_lab.sweep.store.record import Record, add_trial, write_hydra_folder
 
 
@@ -251,14 +251,13 @@ class SweepRun:
 
     def _keep(self, trial: Trial) -> None:
         """Write a suggested trial down before it starts, so that a resume finds it."""
-        clear_left_over(storage(trial, self.folder))
+        clear_left_over(make_storage(trial, self.folder))
         write_hydra_folder(trial)
         add_trial(self.folder, trial)
 
     def prepare(self, number: int) -> None:
         """Empty a trial's folder of what another command left there; one that goes on keeps what it has."""
-        folder = self.folder_of(number)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_storage(self.states[number].trial, self.folder)
         if self.states[number].goes_on:
             clear_attempt(folder)
         else:

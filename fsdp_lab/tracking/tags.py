@@ -61,8 +61,8 @@ NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's dat
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
 _GIT_TIMEOUT_S = 5
 # `scheme://user:password@`, up to the last @ of the word: a password may hold an @ of its own. A URI that
-# goes on with a slash (sqlite:///…) has no user in it.
-_CREDENTIALS = re.compile(r"(\w://)[^\s/][^\s]*@")
+# goes on with a slash (sqlite:///…) has no user in it. Hydra writes the colon of a trial's override as `\:`.
+_CREDENTIALS = re.compile(r"(\w\\?://)[^\s/][^\s]*@")
 # `?name=value`, also in a fragment, and `;name=value` as ODBC has it, where a value in braces may hold anything.
 _QUERY = re.compile(r"([?&#]|;\s*)([\w.~%+-]+)=(\{[^}]*\}|[^\s&;'\"]+)")
 _SECRET_NAME = re.compile(r"pass|pwd|token|secret|key|auth|sig|cred|connect$", re.IGNORECASE)
@@ -91,15 +91,16 @@ def redacted_file(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
     with suppress(json.JSONDecodeError):
         if path.suffix == ".json":
-            return json.dumps(_redact_strings(json.loads(text)), indent=1)
+            return json.dumps(redact_strings(json.loads(text)), indent=1)
     return redact(text)
 
 
-def _redact_strings(content: Any) -> Any:
+def redact_strings(content: Any) -> Any:
+    """Plain values with every text in them redacted."""
     if isinstance(content, dict):
-        return {key: _redact_strings(value) for key, value in content.items()}
+        return {key: redact_strings(value) for key, value in content.items()}
     if isinstance(content, list):
-        return [_redact_strings(value) for value in content]
+        return [redact_strings(value) for value in content]
     return redact(content) if isinstance(content, str) else content
 
 

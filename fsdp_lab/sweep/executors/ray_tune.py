@@ -10,11 +10,13 @@ import logging
 import os
 import signal
 import threading
+from contextlib import chdir
 
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.shutdown import sigterm_interrupts
+from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
 
 class RayTuneExecutor:
@@ -32,7 +34,9 @@ class RayTuneExecutor:
         """
         cluster = sweep.config.cluster
         sweep.say("Ray starts" if cluster.address is None else "Ray is being reached")
-        engine.start_ray(cluster)
+        # Ray lets its workers import from the folder that it is started in; where a resume stands is not one for that.
+        with chdir(os.environ.get(TYPED_ELSEWHERE, ".")):
+            engine.start_ray(cluster)
         sigterm_interrupts()  # Ray has put a handler of its own
         if cluster.address is None:
             threading.Thread(target=self._watch_servers, args=(sweep,), name="ray", daemon=True).start()

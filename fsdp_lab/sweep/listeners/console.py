@@ -17,6 +17,7 @@ from fsdp_lab.sweep.listeners.table import epoch_line, trial_table
 from fsdp_lab.sweep.names import go_on_command, label, resume_command, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.tracking.tags import redact
 
 _FILE_WIDTH = 160  # of a table that goes to a file or a pipe, which says no width
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
@@ -52,7 +53,8 @@ class Console(Listener):
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """Print an event on a line of its own."""
+        """Print an event on a line of its own, without passwords."""
+        text = redact(text)
         if self._live:
             self._live.console.print(text, highlight=False, markup=False)
         else:

@@ -36,7 +36,7 @@ def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
         for number in count(1):
             folder = planned if number == 1 else planned.with_name(f"{planned.name}-{number}")
             try:
-                held.enter_context(locked(folder, key))
+                held.enter_context(locked(folder, key, private=True))
                 _check_free(folder, key)
                 break
             except (InUse, Occupied):

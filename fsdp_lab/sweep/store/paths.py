@@ -30,6 +30,15 @@ def name_storage(sweep_folder: Path) -> None:
         write_text(sweep_folder / _STORAGE, f"{'-'.join(sweep_folder.absolute().parts[-2:])}-{own}")
 
 
+def make_storage(trial: Trial, sweep_folder: Path) -> Path:
+    """As `storage`; the folder is made where it is not there, for this user alone."""
+    where = storage(trial, sweep_folder)
+    top = where if trial.folder.absolute() == sweep_folder.absolute() else where.parent
+    for folder in (top, where):  # `Path.mkdir` makes those above as everybody's
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+    return where
+
+
 def is_storage_of(where: Path, sweep_folder: Path) -> bool:
     """Whether a trial's folder is below its sweep's, or below the one that the sweep has on a shared disk."""
     if where.is_relative_to(sweep_folder.resolve()):

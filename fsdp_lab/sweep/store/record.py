@@ -2,8 +2,8 @@
 
 | file | what |
 | --- | --- |
-| `sweep.json` | what was typed, and with which code and libraries |
-| `trials.jsonl` | a line a trial: its overrides, in the order of the trials |
+| `sweep.json` | what was typed, and with which code and libraries; for its owner alone |
+| `trials.jsonl` | a line a trial: its overrides without passwords, in the order of the trials |
 | `.lock` | locked while a driver works in the folder |
 """
 
@@ -36,15 +36,16 @@ from fsdp_lab.config import (
     from_dict,
     part,
     settings,
-    to_dict,
     workers_of,
 )
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import append_line, clear_left_over
-from fsdp_lab.files import write_json, write_text
-from fsdp_lab.sweep.store.paths import is_storage_of, name_storage, storage
-from fsdp_lab.tracking.tags import redact
+from fsdp_lab.files import whole, write_text
+from fsdp_lab.sweep.store.passwords import config_to_write, resolved, words_to_write
+from fsdp_lab.sweep.store.paths import is_storage_of, make_storage, name_storage, storage
+from fsdp_lab.sweep.store.words import key_of
+from fsdp_lab.tracking.tags import redact, redact_strings
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
 # Set while a resume works in another folder than the one it was typed in.
@@ -76,8 +77,9 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """The last thing that is written of a new sweep: with it there is something to resume."""
-        write_json(folder / "sweep.json", asdict(self))
-        (folder / "sweep.json").chmod(0o600)  # an address that was typed may hold a password
+        with whole(folder / "sweep.json") as making:
+            making.touch(0o600)  # before anything is in it: an address that was typed may hold a password
+            making.write_text(json.dumps(asdict(self), indent=1))
         remember_last(folder)
 
 
@@ -93,7 +95,7 @@ def begin_folder(folder: Path, trials: Sequence[Trial]) -> None:
     (folder / "trials.jsonl").unlink(missing_ok=True)
     name_storage(folder)
     for trial in trials:
-        clear_left_over(storage(trial, folder))
+        clear_left_over(make_storage(trial, folder))
 
 
 def code_digests() -> dict[str, str]:
@@ -132,7 +134,7 @@ def add_trial(folder: Path, trial: Trial) -> None:
     """Append a trial to `trials.jsonl`, before it starts."""
     content = {
         "number": trial.index,
-        "overrides": trial.overrides,
+        "overrides": words_to_write(trial.overrides),
         "folder": os.path.relpath(trial.folder, folder),
     }
     if trial.config.cluster.storage_path is not None:
@@ -244,7 +246,7 @@ def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
     if not path.exists():
         return []
     try:
-        before = saved_config(yaml.safe_load(path.read_text()))
+        before = resolved(saved_config(yaml.safe_load(path.read_text())))
     except ConfigError as error:
         return [f"{path}: {error}"]
     there, here, keys = _settings(before), _settings(config), keys_of(SweepConfig)
@@ -273,20 +275,21 @@ def _settings(config: SweepConfig) -> dict[str, Any]:
 
 def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:
     """Overrides with others in the place of those for the same keys."""
-    keys = {_key(override) for override in on_top}
-    return [*(override for override in overrides if _key(override) not in keys), *on_top]
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
+    keys = {key_of(override) for override in on_top}
+    return [*(override for override in overrides if key_of(override) not in keys), *on_top]
 
 
 def write_hydra_folder(trial: Trial) -> None:
-    """`.hydra/` of a trial, as Hydra's own launcher leaves it."""
+    """`.hydra/` of a trial, as Hydra's own launcher leaves it, but for passwords."""
     hydra_folder = trial.folder / ".hydra"
-    hydra_folder.mkdir(parents=True, exist_ok=True)
+    trial.folder.mkdir(0o700, parents=True, exist_ok=True)
+    hydra_folder.mkdir(exist_ok=True)
     hydra = OmegaConf.to_container(trial.hydra_config.hydra, resolve=False, enum_to_str=True)
-    contents = {"config": to_dict(trial.config), "hydra": {"hydra": hydra}, "overrides": trial.overrides}
+    contents = {
+        "config": config_to_write(trial),
+        "hydra": {"hydra": redact_strings(hydra)},  # what was typed is in it more than once
+        "overrides": words_to_write(trial.overrides),
+    }
     for name, content in contents.items():  # by libyaml, which is many times as fast as Hydra's way
         text = yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
         (hydra_folder / f"{name}.yaml").write_text(text)

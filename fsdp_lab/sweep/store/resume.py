@@ -19,29 +19,46 @@ from fsdp_lab.sweep.store.record import (
     changes_of_workers,
     find_folder,
     read_record,
+    read_trials,
     with_overrides,
 )
+from fsdp_lab.sweep.store.trust import check_words, is_own, read_trust
+from fsdp_lab.sweep.store.words import key_of
 
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:
     """The command line that `resume=...` stands for, and the folder that it is to be typed in.
 
     Raises:
-        UserError: there is nothing to resume.
+        UserError: there is nothing to resume, or it is not to be trusted.
     """
     resume = next(a.partition("=")[2] for a in arguments if a.startswith("resume="))
-    typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith("resume=")]
+    trust = read_trust(next((a.partition("=")[2] for a in arguments if a.startswith("trust=")), None))
+    typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith(("resume=", "trust="))]
     uri = next((a.partition("=")[2] for a in typed if a.startswith("tracking.uri=")), TrackingConfig().uri)
     folder = find_folder(resume.strip("'\""), TrackingConfig(uri=uri))
+    own = is_own(folder, "resume", trust)
     record = read_record(folder)
+    _check_words(record, folder, typed, own)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     ours = [f"resume='{quoted}'", f"{place}='{quoted}'", *([] if record.multirun else ["hydra.output_subdir=null"])]
-    return [
-        *(["-m"] if record.multirun else []),
-        *with_overrides(record.arguments, [*typed, *ours]),
-    ], record.launched_in
+    first = next((i for i, word in enumerate(typed) if word.startswith("-")), len(typed))
+    typed, options = typed[:first], typed[first:]  # argparse wants the overrides in one piece
+    held = [word for word in record.arguments if key_of(word) not in {key_of(option) for option in options}]
+    words = [*with_overrides(held, [*typed, *ours]), *options]
+    return [*(["-m"] if record.multirun else []), *words], record.launched_in
+
+
+def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) -> None:
+    """Look at what Hydra is to get from the folder: not at words in whose place others were typed now."""
+    replaced = {key_of(word) for word in typed}
+    trials = read_trials(folder, record.num_trials) if record.multirun else []
+    held = {"sweep.json": record.arguments, "trials.jsonl": [word for words, _ in trials for word in words]}
+    for name, words in held.items():
+        left = [word for word in words if not isinstance(word, str) or key_of(word) not in replaced]
+        check_words(left, folder / name, "resume", own)
 
 
 def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:

@@ -1,0 +1,154 @@
+"""Whose a sweep's folder is, and what of it is taken at its word.
+
+A resume unpickles the folder's checkpoints and composes its words, and a report opens the store that it names. So the
+folder is this user's own, or the command line says `trust=true`; its words are those of `words.py` in either case.
+"""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import pwd
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.sweep.store.words import Known, key_of, known_words, leads_away, names_code, refusal
+from fsdp_lab.tracking.tags import redact
+
+_OTHERS_ENTER, _OTHERS_WRITE, _GROUP_WRITES = 0o011, 0o002, 0o020
+
+
+def read_trust(value: str | None) -> bool:
+    """Return what `trust=` says.
+
+    Raises:
+        ConfigError: neither true nor false.
+    """
+    if value not in (None, "true", "false"):
+        raise ConfigError(f"trust={value} is not a truth value; use true or false.")
+    return value == "true"
+
+
+def is_own(folder: Path, key: str, trust: bool) -> bool:
+    """Return whether a sweep's folder, with what it keeps on a shared disk, is this user's; False where it is another's
+    and trusted.
+
+    Args:
+        key: what named the folder on the command line.
+
+    Raises:
+        UserError: it is another user's, or others may write into it, and it is not trusted.
+    """
+    reason = why_foreign(folder)
+    if reason is None:  # what it says of its other folders is this user's word by now
+        reason = next((found for where in _elsewhere(folder) if (found := why_foreign(where))), None)
+    if reason is None:
+        return True
+    if not trust:
+        raise UserError(
+            f"{key}={folder}: {reason}, and a sweep's folder can have code run as you (its checkpoints are pickles). "
+            "Use one of your own; or, if you trust everybody who can write there, add trust=true."
+        )
+    return False
+
+
+def why_foreign(folder: Path) -> str | None:
+    """Return who else may have written what is in a folder; None where that is this user, or root, alone.
+
+    A group may write where it is the user's private one: of the same name, with no other member (umask 002). What lies
+    below a folder that nobody else enters may have any mode.
+    """
+    others_enter = bool(folder.stat().st_mode & _OTHERS_ENTER)
+    for path in _all_in(folder):
+        try:
+            status = path.stat()
+        except OSError:  # it went away, or is a link to nothing
+            continue
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to {_user(status.st_uid)}"
+        group_writes = status.st_mode & _GROUP_WRITES and not _is_private_group(status.st_gid)
+        if (status.st_mode & _OTHERS_WRITE or group_writes) and (others_enter or path == folder):
+            return f"others can write into {path} (`chmod -R go-w` takes that away)"
+    return None
+
+
+def check_words(words: Sequence[Any], source: Path, key: str, own: bool, known: Known | None = None) -> None:
+    """Let Hydra get the words that a file of a sweep's folder holds, and show those that name code to run.
+
+    Args:
+        source: the file.
+        key: as for `is_own`.
+
+    Raises:
+        ConfigError: a word that is taken from no file, or not from this one.
+    """
+    known = known or known_words()
+    for word in words:
+        reason = refusal(word, known, own)
+        if reason is None and not own and leads_away(word):
+            reason = "an address is taken from your own folders only"
+        if reason is not None:
+            again = word if str(word).startswith("-") else f"{key_of(str(word))}=..."
+            raise ConfigError(
+                f"{key}={source.parent}: {source.name} holds {redact(str(word))}, and {reason}. If it is what you "
+                f"want, type it behind {key}=...: {again}"
+            )
+    for word in dict.fromkeys(word for word in words if names_code(word, known)):
+        print(f"{source} names code that runs: {redact(word)}", flush=True)
+
+
+def enter(folder: str) -> None:
+    """Stand in a folder, so that relative paths mean what they meant there; its modules are not to be imported, here or
+    in a process that is started from here."""
+    typed = os.getcwd()
+    sys.path[:] = [os.path.join(typed, path) for path in sys.path]
+    if "PYTHONPATH" in os.environ:  # an empty part of it is the folder that a process starts in
+        paths = os.environ["PYTHONPATH"].split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(os.path.join(typed, path) for path in paths)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    os.chdir(folder)
+
+
+def _all_in(folder: Path) -> Iterator[Path]:
+    yield folder
+    for where, folders, files in os.walk(folder):
+        yield from (Path(where, name) for name in (*folders, *files))
+
+
+def _elsewhere(folder: Path) -> Iterator[Path]:
+    """The folders that a sweep names outside its own: a trial's, and what it keeps below `cluster.storage_path`."""
+    with suppress(OSError, ValueError):
+        for line in (folder / "trials.jsonl").read_text().splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                content = json.loads(line)
+                for where in (folder / content["folder"], Path(content.get("storage", folder))):
+                    if where.is_dir() and not where.resolve().is_relative_to(folder.resolve()):
+                        yield where
+    with suppress(OSError, KeyError, TypeError, yaml.YAMLError):  # of a trial alone
+        saved = yaml.load((folder / ".hydra" / "config.yaml").read_text(), Loader=yaml.CSafeLoader)
+        where = Path(saved["cluster"]["storage_path"], (folder / ".storage").read_text())
+        if where.is_dir():
+            yield where
+
+
+def _user(number: int) -> str:
+    with suppress(KeyError):
+        return f"user {pwd.getpwuid(number).pw_name}"
+    return f"user {number}"
+
+
+@cache
+def _is_private_group(number: int) -> bool:
+    try:
+        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

@@ -1,0 +1,389 @@
+"""Folders of others: what a resume and a report take from them, and to whom they talk because of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.config import SweepConfig, conf_dir
+from fsdp_lab.engine.files import Outcome, append_line, write_outcome
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.store import trust
+from fsdp_lab.sweep.store.record import Record, add_trial, begin_folder, write_hydra_folder
+from fsdp_lab.sweep.store.words import Known, known_words, leads_away, names_code, refusal
+from tests.conftest import STORE, command_line, run_cli
+from tests.servers import lay_store
+
+SOMEBODY = 54321
+WORKLOADS = Known(
+    frozenset({"optimizer.lr", "task.loss"}), frozenset({"model"}), free=("model.",), code=frozenset({"task.loss"})
+)
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "optimizer.lr=1e-3,1e-2", "+optimizer.lr=0.1", "++optimizer.lr=0.1", "~experiment", "sharding=root,ddp",
+        "sharding=choice(root,'ddp')", "+experiment=zero2_zero3", "sharding=glob(*)", "hydra.sweep.dir='a b/c'",
+        "hydra.run.dir=out", "hydra.sweep.subdir=${hydra.job.num}", "hydra.sweeper.params.sharding=null",
+        "hydra.sweeper.params.optimizer.lr=1e-3,1e-2", "training.global_batch_size=${per_worker:8}",
+        "optimizer.lr='tag(log,interval(1e-4,1e-2))'", "data.root=${data.name}", "hydra.sweep.dir=o/${now:%Y-%m}",
+        "tracking.uri=http://host:5000", "objective=[memory/peak_bytes:min,val/loss:min]", "data.root=../data",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_typed_for_sweeps_is_taken_from_a_file(word: str, own: bool):
+    assert refusal(word, known_words(), own) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "rule"),
+    [
+        ("--experimental-rerun=x.pickle", "no option of the command line"),
+        ("--config-dir=.", "no option of the command line"),
+        ("-cd", "no option of the command line"),
+        ("+hydra.callbacks.x._target_=psutil.Popen", "only keys of the configuration"),
+        ("hydra.sweeper._target_=os.system", "only keys of the configuration"),
+        ("hydra/launcher=x", "only keys of the configuration"),
+        ("hydra.searchpath=[file:///tmp]", "only keys of the configuration"),
+        ("hydra.sweeper.params={}", "only keys of the configuration"),
+        ("hydra.sweeper.params.hydra.callbacks.x._target_=os.system", "only keys of the configuration"),
+        ("hydra.sweeper.params.experiment=../../evil", "may name the options only"),
+        ("experiment=../../evil", "may name the options only"),
+        ("+experiment=/tmp/evil", "may name the options only"),
+        ("sharding=choice(root,${oc.env:HOME})", "may name the options only"),
+        ("sharding={_target_:os.system}", "may name the options only"),
+        ("sharding@hydra.callbacks=root", "only keys of the configuration"),
+        ("trust=true", "only keys of the configuration"),
+        ("model._target_=mine.Net", "only keys of the configuration"),
+        (" hydra.run.dir=x", "only keys of the configuration"),
+        ("data.root=${oc.decode:x}", "of interpolations"),
+        ("data.root=${${x}:y}", "of interpolations"),
+        ("data.root=${ my.own:y}", "of interpolations"),
+        (r"data.root=$\{oc.decode\:x\}", "of interpolations"),
+        ("optimizer.lr=${now:%Y},${oc.dict.keys:x}", "of interpolations"),
+        (["optimizer.lr=1"], "it is no word"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("own", [True, False])
+def test_what_could_run_code_is_not_taken_from_a_file(word: object, rule: str, own: bool):
+    told = refusal(word, known_words(), own)
+    assert told is not None and rule in told
+
+
+def test_a_variable_of_the_environment_is_read_for_its_owner_alone():
+    word = "tracking.experiment=${oc.env:AWS_SECRET_ACCESS_KEY}"
+    assert refusal(word, known_words(), own=True) is None
+    assert "of interpolations" in str(refusal(word, known_words(), own=False))
+
+
+@pytest.mark.parametrize("word", ["model._target_=mine.Net", "model.head={_target_:mine.Head}", "task.loss=mine.loss"])
+def test_code_that_a_users_own_folder_names_runs_and_is_shown(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert names_code(word, WORKLOADS) and not names_code("model.depth=3", WORKLOADS)
+    assert "your own folders only" in str(refusal(word, WORKLOADS, own=False))
+    trust.check_words([word, "model.depth=3", word], tmp_path / "sweep.json", "resume", True, WORKLOADS)
+    assert capsys.readouterr().out == f"{tmp_path}/sweep.json names code that runs: {word}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "away"),
+    [
+        ("tracking.uri=sqlite:///outputs/mlflow.db", False),
+        ("tracking.uri='sqlite:////data/x y.db'", False),
+        ("tracking.uri=http://host", True),
+        ("tracking.uri=postgresql://host/db", True),
+        ("tracking.uri=${oc.env:X}", True),
+        ("tracking.uri=sqlite:///a,http://host", True),
+        ("tracking.uri=databricks", True),
+        ("cluster.address=ray://host:10001", True),
+        (r"tracking.uri=sqlite\:///mlflow.db", False),
+        ("cluster.address=null", False),
+        ("tracking.experiment=http://host", False),
+    ],
+)
+def test_which_words_have_us_talk_to_another_machine(word: str, away: bool):
+    assert leads_away(word) is away
+
+
+@pytest.fixture
+def lay_sweep(compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """The folder of a sweep of one trial that finished, `tmp_path/out`; its words are added to the record's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fsdp_lab"])
+
+    def lay(words: Sequence[str] = (), trial_words: Sequence[str] = (), multirun: bool = True) -> Path:
+        folder = tmp_path / "out"
+        lay_store(tmp_path)
+        trial = compose_trial([STORE], 0)
+        where = folder / "0" if multirun else folder
+        object.__setattr__(trial, "folder", where)
+        object.__setattr__(trial, "overrides", [STORE, *trial_words])
+        begin_folder_of(folder)
+        begin_folder(folder, [trial])
+        write_hydra_folder(trial)
+        write_outcome(where, Outcome(TrialStatus.finished, None, 1.0))
+        metrics = {"epoch": 1, "step": 4, "val/loss": 1.5, "memory/peak_bytes": 1.0, "perf/samples_per_s": 9.0}
+        append_line(where / "metrics.jsonl", json.dumps(metrics))
+        add_trial(folder, trial)
+        Record.of([*words, STORE], multirun, SweepConfig()).write(folder)
+        return folder
+
+    return lay
+
+
+def begin_folder_of(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+
+
+def report(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fsdp_lab.report", *arguments]
+    environ = {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env=environ)
+
+
+class _Pickled:
+    def __init__(self, made: Path) -> None:
+        self.made = str(made)
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (self.made,)
+
+
+@pytest.mark.parametrize("how", ["rerun", "callback", "sweeper", "path", "config_dir", "axis", "trial"])
+def test_a_resume_runs_no_code_that_the_folder_names(how: str, lay_sweep, tmp_path: Path):
+    """Each of these did: it made `made`. The folder is the user's own, for example out of an archive."""
+    made = tmp_path / "made"
+    evil = f"# @package _global_\nhydra:\n  callbacks:\n    x:\n      _target_: os.mkdir\n      path: {made}\n"
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/evil.yaml").write_text(evil)
+    (tmp_path / "job.pickle").write_bytes(pickle.dumps(_Pickled(made)))
+    path = os.path.relpath(tmp_path / "experiment/evil", conf_dir() / "experiment")
+    words = {
+        "rerun": [f"--experimental-rerun={tmp_path}/job.pickle"],
+        "callback": ["+hydra.callbacks.x._target_=os.mkdir", f"+hydra.callbacks.x.path={made}"],
+        "sweeper": ["hydra.sweeper._target_=os.mkdir", f"+hydra.sweeper.path={made}"],
+        "path": [f"experiment={path}"],
+        "config_dir": [f"--config-dir={tmp_path}", "experiment=evil"],
+        "axis": [f"hydra.sweeper.params.experiment={path}"],
+        "trial": [],
+    }[how]
+    folder = lay_sweep(words, ["+hydra.callbacks.x._target_=os.mkdir"] if how == "trial" else [])
+    done = run_cli(tmp_path, "resume=out")
+    assert not made.exists()
+    assert done.returncode == 2, done.stdout + done.stderr
+    held = "trials.jsonl holds +hydra.callbacks" if how == "trial" else f"sweep.json holds {words[0]}"
+    assert f"resume={folder}: {held}" in done.stderr and "type it behind resume=...:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_word_that_is_typed_again_is_taken(lay_sweep, tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\ntraining:\n  seed: 7\n")
+    lay_sweep([f"--config-dir={tmp_path}", "experiment=mine"], multirun=False)
+    assert run_cli(tmp_path, "resume=out", "--cfg", "job").returncode == 2
+    done = run_cli(tmp_path, "resume=out", f"--config-dir={tmp_path}", "--cfg", "job")
+    assert done.returncode == 0 and "seed: 7" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("what", [".", "sweep.json", "trials.jsonl", "0/.hydra/config.yaml", "0/checkpoints"])
+@needs_root
+def test_what_another_user_wrote_is_refused_unless_trusted(what: str, lay_sweep, tmp_path: Path):
+    folder = lay_sweep()
+    (folder / "0/checkpoints").mkdir()
+    os.chown(folder / what, SOMEBODY, SOMEBODY)
+    for done, key in ((run_cli(tmp_path, "resume=out"), "resume"), (report(tmp_path, "sweep=out"), "sweep")):
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert f"{key}={folder}: {folder / what} belongs to user {SOMEBODY}" in done.stderr
+        assert "trust=true" in done.stderr and "Traceback" not in done.stderr
+    done = run_cli(tmp_path, "resume=out", "trust=true")
+    assert done.returncode == 0 and "nothing is left to do" in done.stdout, done.stdout + done.stderr
+    assert report(tmp_path, "sweep=out", "trust=true").returncode == 0
+    assert "use true or false" in run_cli(tmp_path, "resume=out", "trust=yes").stderr
+
+
+@needs_root
+def test_trust_is_no_word_of_a_file(lay_sweep, tmp_path: Path):
+    folder = lay_sweep(["trust=true"])
+    os.chown(folder, SOMEBODY, SOMEBODY)
+    assert "belongs to user" in run_cli(tmp_path, "resume=out").stderr
+    os.chown(folder, 0, 0)
+    assert "sweep.json holds trust=true" in run_cli(tmp_path, "resume=out").stderr
+
+
+@pytest.mark.parametrize("multirun", [True, False])
+@needs_root
+def test_what_another_user_wrote_on_the_shared_disk_is_refused(multirun: bool, tmp_path: Path, compose_trial):
+    trial = compose_trial([f"cluster.storage_path={tmp_path}/disk"], 0)
+    object.__setattr__(trial, "folder", tmp_path / "out" / ("0" if multirun else ""))
+    begin_folder(tmp_path / "out", [trial])
+    write_hydra_folder(trial)
+    if multirun:
+        add_trial(tmp_path / "out", trial)
+    (shared,) = (tmp_path / "disk").iterdir()
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+    assert trust.is_own(tmp_path / "out", "resume", False)
+    (inner := shared / "0" / "checkpoints" if multirun else shared / "checkpoints").mkdir()
+    os.chown(inner, SOMEBODY, SOMEBODY)
+    with pytest.raises(Exception, match=f"{inner} belongs to user {SOMEBODY}"):
+        trust.is_own(tmp_path / "out", "resume", False)
+
+
+def test_what_others_can_write_into_is_foreign(tmp_path: Path):
+    folder, file = tmp_path / "out", tmp_path / "out/0/x"
+    (folder / "0").mkdir(parents=True)
+    file.write_text("")
+    folder.chmod(0o755)
+    assert trust.why_foreign(folder) is None
+    for path in (folder, folder / "0", file):
+        before = path.stat().st_mode
+        path.chmod(0o777)
+        assert trust.why_foreign(folder) == f"others can write into {path} (`chmod -R go-w` takes that away)"
+        path.chmod(before)
+    file.chmod(0o666)
+    folder.chmod(0o700)
+    assert trust.why_foreign(folder) is None, "nobody else gets there"
+
+
+@needs_root
+def test_a_group_of_more_than_the_user_makes_a_folder_foreign(tmp_path: Path):
+    tmp_path.chmod(0o775)
+    assert trust.why_foreign(tmp_path) is None, "root's own group has no other member"
+    os.chown(tmp_path, 0, SOMEBODY)
+    assert "others can write" in str(trust.why_foreign(tmp_path))
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[str]]]:
+    """An address, and what was sent there to authorize: "" for a request without."""
+    heard: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(self.headers.get("Authorization", ""))
+            self.send_response(404)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", heard
+    server.shutdown()
+
+
+@needs_root
+def test_the_token_goes_to_no_address_of_somebody_elses_folder(
+    lay_sweep, listener: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    uri, heard = listener
+    folder = lay_sweep([f"tracking.uri={uri}"])
+    config = folder / "0/.hydra/config.yaml"
+    config.write_text(config.read_text().replace(STORE.partition("=")[2], uri))
+    os.chown(folder, SOMEBODY, SOMEBODY)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret-token")
+    assert report(tmp_path, "sweep=out").returncode == 2
+    done = report(tmp_path, "sweep=out", "trust=true")
+    assert done.returncode == 0 and f"tracking.uri={uri} is from another user's folder" in done.stderr
+    assert (folder / "report.md").exists()
+    assert run_cli(tmp_path, "resume=out").returncode == 2
+    done = run_cli(tmp_path, "resume=out", "trust=true")
+    assert done.returncode == 2 and "an address is taken from your own folders only" in done.stderr, done.stderr
+    assert heard == []
+    assert report(tmp_path, "sweep=out", "trust=true", f"tracking.uri={uri}").returncode == 0
+    assert "Bearer secret-token" in heard, "it was typed"
+    heard.clear()
+    os.chown(folder, 0, 0)
+    assert report(tmp_path, "sweep=out").returncode == 0
+    assert "Bearer secret-token" in heard, "the folder is our own"
+
+
+@needs_root
+def test_a_variable_goes_into_no_report_of_somebody_elses_folder(lay_sweep, tmp_path: Path):
+    folder = lay_sweep()
+    config = folder / "0/.hydra/config.yaml"
+    config.write_text(config.read_text().replace("ui: null", "ui: http://host/${oc.env:SOME_SECRET}"))
+    os.chown(folder, SOMEBODY, SOMEBODY)
+    assert report(tmp_path, "sweep=out", "trust=true", SOME_SECRET="hunter2").returncode == 0
+    assert "hunter2" not in (folder / "report.html").read_text()
+
+
+# What the folder that a sweep was started in holds: modules that Python and Ray import early, or late.
+PLANTED = ("json", "pickle", "random", "struct", "selectors", "tempfile", "torch", "mlflow")
+
+
+def plant(folder: Path) -> Path:
+    """Modules that leave word of having been imported; returns where."""
+    folder.mkdir()
+    word = folder.parent / "imported"
+    for name in PLANTED:
+        text = f"open({str(word)!r}, 'a').write({name!r} + '\\n')\nraise ImportError('planted')\n"
+        (folder / f"{name}.py").write_text(text)
+    return word
+
+
+_ENTERS = """
+import sys
+from fsdp_lab.sweep.store.trust import enter
+from fsdp_lab.forecast.pool import Pool
+import subprocess
+if __name__ == "__main__":
+    enter(sys.argv[1])
+    with Pool(str, 1, 60.0) as pool:
+        print(pool.submit(7).result())
+    print(subprocess.run([sys.executable, "-c", "import random, json; print('fine')"], capture_output=True, text=True))
+    import torch
+"""
+
+
+@pytest.mark.parametrize("start", ["-m", "-c"])
+def test_no_module_of_the_folder_that_is_entered_is_imported(start: str, tmp_path: Path):
+    """Neither here nor in processes that are started from here; also where the search path is relative."""
+    word = plant(tmp_path / "launched")
+    (tmp_path / "enters.py").write_text(_ENTERS)
+    how = ["-m", "enters"] if start == "-m" else ["-c", "import runpy; runpy.run_module('enters', run_name='__main__')"]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", root])}
+    done = subprocess.run(
+        [sys.executable, *how, str(tmp_path / "launched")], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert not word.exists(), word.read_text()
+    assert done.returncode == 0 and "fine" in done.stdout, done.stderr
+
+
+@pytest.mark.long
+def test_a_resume_in_the_folder_it_was_launched_in_imports_nothing_from_there(tmp_path: Path):
+    """With Ray's processes and a forecast's: started in `launched`, resumed from elsewhere."""
+    from tests.sweep.conftest import PLAIN, TINY
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "launched").mkdir()
+    words = [*TINY, *PLAIN, "model=mlp", "-m", "optimizer.lr=1e-3"]
+    assert run_cli(tmp_path / "launched", *words).returncode == 0
+    (tmp_path / "launched").rename(tmp_path / "moved")
+    word = plant(tmp_path / "launched")
+    for path in (tmp_path / "moved").iterdir():
+        path.rename(tmp_path / "launched" / path.name)
+    (tmp_path / "launched/out/0/outcome.json").unlink()
+    done = subprocess.run(
+        command_line(f"resume={tmp_path}/launched/out"), cwd=tmp_path / "elsewhere", capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
+    assert not word.exists(), word.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr
