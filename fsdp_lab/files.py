@@ -1,13 +1,34 @@
-"""Files that are whole or not there at all."""
+"""Files that are whole or not there at all, and what is done about those that are damaged all the same."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+_reported: set[Path] = set()
+
+
+def report_damaged(path: Path, why: object, what_now: str = "it counts as absent") -> None:
+    """Warn on standard error, once for each file."""
+    if path not in _reported:
+        _reported.add(path)
+        print(f"fsdp_lab: warning: {path} is damaged ({why}); {what_now}", file=sys.stderr, flush=True)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content; None where there is no such file, or, with a warning, where it is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        report_damaged(path, error if path.stat().st_size else "it is empty")
+        return None
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.files import write_json
+from fsdp_lab.files import read_json, report_damaged, write_json
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.status import TrialStatus
 
@@ -36,11 +36,13 @@ _ELSEWHERE = "set hydra.run.dir (hydra.sweep.dir with -m)"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended. `error` is one line for people; `seconds` from its begin to its end."""
+    """How a trial ended. `error` is one line for people; `seconds` from its begin to its end; `epochs`: the last one of
+    `metrics.jsonl` then, None where an earlier version wrote the outcome."""
 
     status: TrialStatus
     error: str | None = None
     seconds: float | None = None
+    epochs: int | None = None
 
 
 def append_line(path: Path, text: str) -> None:
@@ -52,26 +54,52 @@ def append_line(path: Path, text: str) -> None:
         lines.write(f"{text}\n".encode())
 
 
-def read_json(path: Path) -> Any:
-    """The content, or None where there is no such file."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
+def read_object(path: Path, **required: Any) -> dict[str, Any] | None:
+    """Return the object in a file; None where there is none, or, with a warning, where it is damaged.
+
+    Args:
+        required: the keys that it has to have, with the types of their values, as `isinstance` takes them.
+    """
+    content = read_json(path)
+    if content is None:
         return None
+    if not isinstance(content, dict):
+        report_damaged(path, "it is no JSON object")
+        return None
+    if wrong := [key for key, types in required.items() if not isinstance(content.get(key), types)]:
+        report_damaged(path, f"it has no valid `{wrong[0]}`")
+        return None
+    return content
+
+
+def read_numbers(path: Path) -> dict[str, float]:
+    """Return the named numbers in a file; empty as `read_object` returns None."""
+    content = read_object(path) or {}
+    if not _are_numbers(content):
+        report_damaged(path, "it holds other things than numbers")
+        return {}
+    return content
+
+
+def _are_numbers(content: dict[str, Any]) -> bool:
+    return all(isinstance(value, (int, float)) for value in content.values())
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
     """Each whole line of `metrics.jsonl`; an epoch that was told twice comes once, as it was last."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    epochs: dict[int, dict[str, float]] = {}
-    for line in lines:
-        try:
-            metrics = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut short by a kill in the middle of writing
-        epochs[int(metrics["epoch"])] = metrics
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    epochs = {int(metrics["epoch"]): metrics for metrics in map(metrics_in, lines) if metrics is not None}
     yield from (epochs[epoch] for epoch in sorted(epochs))
+
+
+def metrics_in(line: str | bytes) -> dict[str, float] | None:
+    """Return the metrics in a line of `metrics.jsonl`; None for one that a kill cut short."""
+    try:
+        metrics = json.loads(line)
+    except ValueError:
+        return None
+    return metrics if isinstance(metrics, dict) and "epoch" in metrics and _are_numbers(metrics) else None
 
 
 def read_latest(folder: Path) -> dict[str, float]:
@@ -81,7 +109,8 @@ def read_latest(folder: Path) -> dict[str, float]:
 
 def read_failures(folder: Path) -> list[dict[str, Any]]:
     """Failures by rank, the cause first: a rank whose peers went away says so, and is not the cause."""
-    found = [read_json(path) for path in sorted((folder / "failures").glob("rank*.json"))]
+    paths = sorted((folder / "failures").glob("rank*.json"))
+    found = [read_object(p, kind=str, message=str, traceback=str, rank=int, time=(int, float)) for p in paths]
     return sorted((f for f in found if f), key=lambda f: (f["kind"] == "peer", f["time"]))
 
 
@@ -93,12 +122,30 @@ def set_aside_failures(folder: Path) -> None:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    write_json(folder / "outcome.json", asdict(outcome))
+    """Write how a trial ended, with the last epoch that it has told."""
+    told = [int(metrics["epoch"]) for metrics in read_metrics(folder)]
+    write_json(folder / "outcome.json", {**asdict(outcome), "epochs": max(told, default=0)})
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    content = read_json(folder / "outcome.json")
-    return Outcome(**{**content, "status": TrialStatus(content["status"])}) if content else None
+    """Return how a trial ended; None where it has not, or, with a warning, where that cannot be read."""
+    path = folder / "outcome.json"
+    content = read_object(path, status=str)
+    if content is None:
+        return None
+    status = str(content["status"])
+    if status not in TrialStatus.__members__ or not TrialStatus(status).is_result:
+        report_damaged(path, f"status={status} is no result")
+        return None
+    others: dict[str, Any] = {"error": str, "seconds": (int, float), "epochs": int}
+    known = {key: content[key] for key, types in others.items() if isinstance(content.get(key), types)}
+    return Outcome(TrialStatus(status), **known)
+
+
+def missing_epochs(folder: Path, outcome: Outcome) -> list[int]:
+    """Return the epochs that a trial had told when it ended, and that `metrics.jsonl` has no more."""
+    told = {int(metrics["epoch"]) for metrics in read_metrics(folder)}
+    return [epoch for epoch in range(1, 1 + max(outcome.epochs or 0, *told, 0)) if epoch not in told]
 
 
 class Progress:
@@ -129,7 +176,7 @@ class Progress:
 
 def read_progress(folder: Path) -> dict[str, float]:
     """`step`, and in seconds since 1970 `first_step`, `time` and `reported`; what is not known yet is not there."""
-    return read_json(folder / "progress.json") or {}
+    return read_numbers(folder / "progress.json")
 
 
 def hold_alive(folder: Path) -> None:
@@ -165,7 +212,12 @@ def clear_attempt(folder: Path) -> None:
 
 def read_any_facts(folder: Path) -> dict[str, Any] | None:
     """Those of the last start that got so far."""
-    return read_json(folder / "facts.json") or read_json(folder / "facts.before.json")
+    return read_facts(folder) or read_facts(folder, "facts.before.json")
+
+
+def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
+    """Those of the last start; None where it did not get so far."""
+    return read_object(folder / name, notes=list)
 
 
 def clear_left_over(folder: Path) -> None:

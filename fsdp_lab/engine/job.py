@@ -19,6 +19,7 @@ from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.cluster import places_mark, remove_places, set_environment, worker_resources
 from fsdp_lab.engine.files import (
     Outcome,
+    metrics_in,
     read_failures,
     read_progress,
     set_aside_failures,
@@ -240,8 +241,8 @@ class NewReports:
                 if not line.endswith(b"\n"):
                     return
                 self._read += len(line)
-                with suppress(json.JSONDecodeError):  # a worker was killed in the middle of writing
-                    report({"epoch": json.loads(line)["epoch"]})
+                if metrics := metrics_in(line):
+                    report({"epoch": metrics["epoch"]})
 
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:

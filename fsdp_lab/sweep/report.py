@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from fsdp_lab.sweep.grid import swept_keys
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.paths import storage
-from fsdp_lab.sweep.store.record import Record, read_record, read_trials, saved_config
+from fsdp_lab.sweep.store.record import Record, read_hydra_file, read_record, read_trials, saved_config
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking import fetch_artifact, read_sweep, runs_url
 from fsdp_lab.tracking.tags import redact
@@ -82,7 +83,7 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
     """
     record = read_record(folder, "sweep")
     listed = read_trials(folder, record.num_trials, "sweep") if record.multirun else [(record.arguments, folder)]
-    trials = [t for i, (overrides, where) in enumerate(listed) if (t := _trial_in(where, i, overrides)) is not None]
+    trials = [_trial_in(where, number, overrides) for number, (overrides, where) in enumerate(listed)]
     if not trials:
         raise UserError(f"sweep={folder}: no trial was begun there, so there is nothing to report.")
     states = resumed_states(trials, folder, trials[0].config)
@@ -162,20 +163,27 @@ def typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial | None:
-    """A trial by the files that Hydra left; None for one that was never set up."""
-    try:
-        config = yaml.load((folder / ".hydra" / "config.yaml").read_text(), Loader=yaml.CSafeLoader)
-        hydra = yaml.load((folder / ".hydra" / "hydra.yaml").read_text(), Loader=yaml.CSafeLoader)
-    except FileNotFoundError:
-        return None
-    choices = {k: str(v) for k, v in hydra["hydra"]["runtime"]["choices"].items() if v and not k.startswith("hydra/")}
-    return Trial(number, saved_config(config), choices, list(overrides), folder, OmegaConf.create())
+def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial:
+    """A trial by the files that Hydra left: a trial has them before it is written down.
+
+    Raises:
+        UserError: one is damaged or gone.
+    """
+    values, hydra = (read_hydra_file(folder, name) for name in ("config.yaml", "hydra.yaml"))
+    if values is None or hydra is None:
+        raise UserError(
+            f"{folder / '.hydra' / ('config.yaml' if values is None else 'hydra.yaml')} is damaged or gone, and so is "
+            "what this trial was; `python -m fsdp_lab resume=<the sweep's folder>` writes it again."
+        )
+    options = hydra["runtime"]["choices"].items()
+    choices = {k: str(v) for k, v in options if v and not k.startswith("hydra/")}
+    return Trial(number, saved_config(values), choices, list(overrides), folder, OmegaConf.create())
 
 
 def _run_ids(folder: Path) -> dict[str, str]:
     try:
         with (folder / "results.csv").open(newline="") as rows:
-            return {row["trial"]: row["run_id"] for row in csv.DictReader(rows)}
-    except (OSError, KeyError):
+            ids = {row["trial"]: row["run_id"] for row in csv.DictReader(rows)}
+    except (OSError, KeyError, ValueError, csv.Error):
         return {}
+    return {number: run_id for number, run_id in ids.items() if re.fullmatch("[0-9a-f]{32}", run_id or "")}

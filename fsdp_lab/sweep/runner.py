@@ -16,7 +16,7 @@ from fsdp_lab.engine.files import (
     Outcome,
     clear_attempt,
     clear_left_over,
-    read_json,
+    read_facts,
     read_metrics,
     read_outcome,
     read_progress,
@@ -29,7 +29,7 @@ from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.paths import make_storage, storage
-from fsdp_lab.sweep.store.record import Record, add_trial, write_hydra_folder
+from fsdp_lab.sweep.store.record import Record, add_trial, restore_hydra_folder, write_hydra_folder
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,9 @@ class SweepRun:
         Raises:
             TrackingError: the store cannot be reached.
         """
+        if self.plan.resumed:
+            for state in self.states:
+                restore_hydra_folder(state.trial)
         self._opened = True  # already: an interrupt in the middle of it closes what is open
         try:
             self.publish("opened")
@@ -300,7 +303,7 @@ class SweepRun:
     def look(self, number: int) -> None:
         """Publish what the trial's folder has and the listeners have not."""
         folder, state = self.folder_of(number), self.states[number]
-        if number not in self._facts_read and (facts := read_json(folder / "facts.json")):
+        if number not in self._facts_read and (facts := read_facts(folder)):
             self._facts_read.add(number)
             self.publish("facts", number, facts)
         for metrics in read_metrics(folder):

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from pathlib import Path
 
 from fsdp_lab.compose import Trial
+from fsdp_lab.config import UserError
 from fsdp_lab.files import write_text
 
 _STORAGE = ".storage"
 
 
 def storage(trial: Trial, sweep_folder: Path) -> Path:
-    """Where the trial's processes write: its own folder, or the shared one of `cluster.storage_path`."""
+    """Where the trial's processes write: its own folder, or the shared one of `cluster.storage_path`.
+
+    Raises:
+        UserError: the name of the sweep's folder there is lost.
+    """
     shared = trial.config.cluster.storage_path
     if shared is None:
         return trial.folder.absolute()
     within = os.path.relpath(trial.folder, sweep_folder)  # "." for a trial alone
-    name = (sweep_folder / _STORAGE).read_text()
+    path = sweep_folder / _STORAGE
+    name = path.read_text(errors="replace").strip() if path.exists() else ""
+    if not re.fullmatch(r"[^/]+-[0-9a-f]{8}", name):
+        raise UserError(
+            f"{path} is damaged or gone; write into it what this sweep's folder below cluster.storage_path={shared} is "
+            "called (trials.jsonl names the folders there), or start the sweep anew."
+        )
     return (Path(shared).absolute() / name / within).resolve()
 
 

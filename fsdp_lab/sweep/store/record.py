@@ -41,7 +41,7 @@ from fsdp_lab.config import (
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import append_line, clear_left_over
-from fsdp_lab.files import whole, write_text
+from fsdp_lab.files import report_damaged, whole, write_text
 from fsdp_lab.sweep.store.passwords import config_to_write, resolved, words_to_write
 from fsdp_lab.sweep.store.paths import is_storage_of, make_storage, name_storage, storage
 from fsdp_lab.sweep.store.words import key_of
@@ -120,7 +120,7 @@ def read_record(folder: Path, key: str = "resume") -> Record:
     """
     path = folder / "sweep.json"
     try:
-        return Record(**json.loads(path.read_text()))
+        return _checked(Record(**json.loads(path.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         raise UserError(
             f"{key}={folder}: no sweep was started there (there is no {path.name}); give the folder that holds "
@@ -128,6 +128,26 @@ def read_record(folder: Path, key: str = "resume") -> Record:
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start the sweep anew.") from None
+
+
+def _checked(record: Record) -> Record:
+    """
+    Raises:
+        TypeError: a value is of another type.
+    """
+    wrong = [
+        name
+        for name, types in (("id", str), ("launched_in", str), ("multirun", bool), ("num_workers", int),
+                            ("code", dict), ("libraries", dict), ("num_trials", int | None))
+        if not isinstance(getattr(record, name), types)
+    ]  # fmt: skip
+    if wrong or not _is_words(record.arguments):
+        raise TypeError(f"it has no valid `{wrong[0] if wrong else 'arguments'}`")
+    return record
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def add_trial(folder: Path, trial: Trial) -> None:
@@ -155,12 +175,25 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
     """
     lines = {line.get("number", position): line for position, line in enumerate(_lines(folder))}
     count = max(num_trials or 0, 1 + max(lines, default=-1))
+    known = {folder / line["folder"] for line in lines.values()}
+    if num_trials is None and (unknown := [path for path in _with_outcome(folder) if path not in known]):
+        raise UserError(
+            f"{key}={folder}: {folder / 'trials.jsonl'} lacks the trial in {unknown[0]}: a line is damaged or gone. "
+            "Restore the file from a copy, or start the sweep anew."
+        )
     if missing := [number for number in range(count) if number not in lines]:
         raise UserError(
             f"{key}={folder}: {folder / 'trials.jsonl'} lacks trial {', '.join(map(str, missing))} of {count}: a line "
             "is damaged or gone. Restore the file from a copy, or start the sweep anew."
         )
     return [(lines[number]["overrides"], folder / lines[number]["folder"]) for number in range(count)]
+
+
+def _with_outcome(folder: Path) -> list[Path]:
+    """The folders of trials that have a result of this sweep; an earlier one in its place may have left others."""
+    record = folder / "sweep.json"
+    begun = record.stat().st_mtime if record.exists() else 0.0
+    return sorted(path.parent for path in folder.glob("*/outcome.json") if path.stat().st_mtime >= begun)
 
 
 def drop_checkpoints(folder: Path) -> None:
@@ -183,10 +216,16 @@ def drop_checkpoints(folder: Path) -> None:
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / "trials.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
-            if isinstance(content := json.loads(line), dict) and {"overrides", "folder"} <= content.keys():
+            if _is_trial(content := json.loads(line)):
                 yield content
+
+
+def _is_trial(content: Any) -> bool:
+    if not isinstance(content, dict) or not _is_words(content.get("overrides")):
+        return False
+    return isinstance(content.get("folder"), str) and isinstance(content.get("number", 0), int)
 
 
 def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
@@ -206,7 +245,13 @@ def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Pa
                 f"{key}=last: no sweep was started from this folder (there is no {_LAST}); give the sweep's own "
                 "folder or the id of its parent run."
             )
-        return Path(_LAST.read_text().strip())
+        last = _LAST.read_text(errors="replace").strip()
+        if not Path(last).is_absolute() or not Path(last).is_dir():
+            raise UserError(
+                f"{key}=last: {_LAST} names no folder ({last or 'it is empty'}); give the sweep's own folder or the id "
+                "of its parent run."
+            )
+        return Path(last)
     folder = Path(named)
     if folder.is_dir():
         return folder.absolute()
@@ -243,10 +288,11 @@ def changes_of_workers(record: Record, config: SweepConfig) -> list[str]:
 def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
     """What the trial's saved config has other than `config`, in words. Nothing for a trial that was never set up."""
     path = trial_folder / ".hydra" / "config.yaml"
-    if not path.exists():
+    values = read_hydra_file(trial_folder, path.name)
+    if values is None:
         return []
     try:
-        before = resolved(saved_config(yaml.safe_load(path.read_text())))
+        before = resolved(saved_config(values))
     except ConfigError as error:
         return [f"{path}: {error}"]
     there, here, keys = _settings(before), _settings(config), keys_of(SweepConfig)
@@ -255,6 +301,30 @@ def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
         for key, value in here.items()
         if there[key] != value and not (value is None and there[key] == keys[key].before_null)
     ]
+
+
+# Each of Hydra's files has this key near its end, whatever version wrote it: a file that was cut short lacks it.
+_LAST_KEYS = {"config.yaml": "report", "hydra.yaml": "verbose"}
+
+
+def read_hydra_file(trial_folder: Path, name: str) -> dict[str, Any] | None:
+    """Return what `.hydra/config.yaml`, or `hydra.yaml` below its only key, holds; None where there is no such file,
+    or, with a warning, where it is damaged."""
+    path = trial_folder / ".hydra" / name
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.load(text, Loader=yaml.CSafeLoader)
+    except FileNotFoundError:
+        return None
+    except (ValueError, yaml.YAMLError) as error:
+        report_damaged(path, " ".join(str(error).split()))
+        return None
+    if name == "hydra.yaml" and isinstance(content, dict):
+        content = content.get("hydra")
+    if not isinstance(content, dict) or _LAST_KEYS[name] not in content or not text.endswith("\n"):
+        report_damaged(path, "it is cut short")
+        return None
+    return content
 
 
 def saved_config(values: dict[str, Any]) -> SweepConfig:
@@ -293,3 +363,10 @@ def write_hydra_folder(trial: Trial) -> None:
     for name, content in contents.items():  # by libyaml, which is many times as fast as Hydra's way
         text = yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
         (hydra_folder / f"{name}.yaml").write_text(text)
+
+
+def restore_hydra_folder(trial: Trial) -> None:
+    """Write `.hydra/` again, as the trial is composed now, where a file of it is damaged or gone."""
+    if not all(read_hydra_file(trial.folder, name) for name in _LAST_KEYS):
+        with suppress(OSError):  # the folder cannot be written: what needs it says so
+            write_hydra_folder(trial)

@@ -8,7 +8,15 @@ from pathlib import Path
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.files import read_any_facts, read_json, read_latest, read_outcome
+from fsdp_lab.engine.files import (
+    Outcome,
+    missing_epochs,
+    read_any_facts,
+    read_latest,
+    read_numbers,
+    read_outcome,
+)
+from fsdp_lab.files import report_damaged
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.paths import storage
@@ -68,16 +76,30 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
     for trial in trials:
         state = TrialState(trial, goes_on=True)
         where = storage(trial, folder)
-        outcome = read_outcome(where)
+        outcome = _believed(read_outcome(where), where)
         if outcome is not None and outcome.status is TrialStatus.failed and config.resume_failed:
             outcome = None  # it is taken away when the trial begins
-        state.forecast_before = read_json(where / "forecast.json") or {}
-        state.turnaround_s = (read_json(where / "turnaround.json") or {}).get("turnaround_s")
+        state.forecast_before = read_numbers(where / "forecast.json")
+        state.turnaround_s = read_numbers(where / "turnaround.json").get("turnaround_s")
         if outcome is not None:
             state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
             state.metrics = read_latest(where)
         states.append(state)
     return states
+
+
+def _believed(outcome: Outcome | None, folder: Path) -> Outcome | None:
+    """Return the outcome of a trial, but for one that finished and whose epochs are not all there: its last checkpoint
+    has them, and a resume that starts from it writes them again."""
+    missing = missing_epochs(folder, outcome) if outcome else []
+    if outcome is None or not missing:
+        return outcome
+    words = f"it lacks epoch {', '.join(map(str, missing))} of a trial that had {outcome.epochs or max(missing)}"
+    if outcome.status is TrialStatus.finished:
+        report_damaged(folder / "metrics.jsonl", words, "resume restores it, starting from the last checkpoint")
+        return None
+    report_damaged(folder / "metrics.jsonl", words, "the figures of this trial are those of its other epochs")
+    return outcome
 
 
 def check_unchanged(record: Record, states: Sequence[TrialState], folder: Path, config: SweepConfig) -> None:
@@ -121,7 +143,7 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
     for state in states:
         facts = read_any_facts(storage(state.trial, folder))
         data = state.trial.config.data
-        if facts and data.name != "synthetic":  # which is made from its settings
+        if facts and "data_digest" in facts and data.name != "synthetic":  # which is made from its settings
             key = f"{data.name} {data.root} {data.num_train} {data.num_val}"
             found.setdefault(key, (facts["data_digest"], state.trial.config))
     if not found:
