@@ -32,18 +32,25 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Give a temporary name to write under, and rename it at the end: a reader never sees half a file. Its folder is
-    made; where the block raises, nothing is left.
+def whole(path: Path, durable: bool = False) -> Iterator[Path]:
+    """Give a temporary name to write under, and rename it at the end: a reader never sees half a file. Where the block
+    raises, nothing is left. Its folder has to be there: one that was removed is not made again.
+
+    Args:
+        durable: return when the file and its name are on the disk, where a power cut leaves them: for what a resume
+            cannot do without.
 
     Raises:
         OSError: with the path, which Python leaves out where a write fails (a full disk).
     """
     making = path.with_name(f".{path.name}.{os.getpid()}.making")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield making
+        if durable:
+            sync(making)
         making.rename(path)
+        if durable:
+            sync(path.parent)
     except BaseException as error:
         with suppress(OSError):
             making.unlink()
@@ -52,12 +59,21 @@ def whole(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, durable: bool = False) -> None:
     """As `whole`."""
-    with whole(path) as making:
+    with whole(path, durable) as making:
         making.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any, durable: bool = False) -> None:
     """As `whole`."""
-    write_text(path, json.dumps(content, indent=1))
+    write_text(path, json.dumps(content, indent=1), durable)
+
+
+def sync(path: Path) -> None:
+    """Put the content of a file, or the names in a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.files import read_json, report_damaged, write_json
+from fsdp_lab.files import read_json, report_damaged, sync, write_json
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.status import TrialStatus
 
@@ -124,7 +124,9 @@ def set_aside_failures(folder: Path) -> None:
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write how a trial ended, with the last epoch that it has told."""
     told = [int(metrics["epoch"]) for metrics in read_metrics(folder)]
-    write_json(folder / "outcome.json", {**asdict(outcome), "epochs": max(told, default=0)})
+    if told:  # before the outcome, which says that they are there
+        sync(folder / "metrics.jsonl")
+    write_json(folder / "outcome.json", {**asdict(outcome), "epochs": max(told, default=0)}, durable=True)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -234,7 +236,10 @@ def no_space(folder: Path, reason: str = "No space left on device") -> str:
 
 
 def why_unwritten(folder: Path) -> str:
-    """Why a trial left no outcome: the disk has no room, the folder cannot be written, or its process was killed."""
+    """Why a trial left no outcome: its folder is gone or cannot be written, the disk has no room, or its process was
+    killed."""
+    if not folder.is_dir():
+        return f"{folder} is gone: it was removed or moved while the trial ran"
     probe = folder / f".probe.{os.getpid()}"
     try:
         probe.write_bytes(b"\0" * 4096)

@@ -151,7 +151,7 @@ def redirect_output(path: Path) -> None:
 
 def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> None:
     """Leave `failures/rank<r>.json`, and in the rank's log the error, with its traceback where it is not the user's."""
-    if kind == "user":  # whose message says it all
+    if kind == "user" or not folder.is_dir():  # whose message says it all; that the folder is gone says the sweep
         print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr, flush=True)
     elif kind != "diverged":
         traceback.print_exception(error)
@@ -165,7 +165,8 @@ def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> 
 
 def write_failure(folder: Path, rank: int, kind: str, message: str, text: str) -> None:
     failure = {"rank": rank, "kind": kind, "message": message, "traceback": text, "time": time.time()}
-    with suppress(OSError):  # the disk is full: the driver looks at it when it finds nothing
+    with suppress(OSError):  # the disk is full, or the folder gone: the driver looks at it when it finds nothing
+        (folder / "failures").mkdir(exist_ok=True)
         write_json(folder / "failures" / f"rank{rank}.json", failure)
 
 

@@ -78,7 +78,8 @@ def night_id(moment: float) -> str:
 
 
 def write_night(folder: Path, night: Night) -> None:
-    write_json(folder / night.id / "night.json", asdict(night))
+    (folder / night.id).mkdir(parents=True, exist_ok=True)
+    write_json(folder / night.id / "night.json", asdict(night), durable=True)
 
 
 def read_nights(folder: Path) -> list[Night]:
@@ -109,7 +110,8 @@ def read_since(folder: Path, now: float) -> float:
     """From when on nights count; the first call is that moment."""
     path = folder / "since.json"
     if not path.exists():
-        write_json(path, {"since": now})
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"since": now}, durable=True)
     return float(json.loads(path.read_text())["since"])
 
 

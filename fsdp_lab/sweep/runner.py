@@ -22,7 +22,7 @@ from fsdp_lab.engine.files import (
     read_progress,
     write_outcome,
 )
-from fsdp_lab.files import write_json
+from fsdp_lab.files import sync, write_json
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search
@@ -50,6 +50,10 @@ class SweepPlan:
     record: Record
     search: Search | None = None
     resumed: bool = False
+
+
+class FolderGone(UserError):
+    """The sweep's folder was removed or moved while it ran."""
 
 
 class Listener:
@@ -154,12 +158,16 @@ def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]
                 sweep.publish("ready")
                 if sweep.has_more():
                     executor.run(sweep)
+                    sweep.check_folder()
             else:
                 sweep.say(f"nothing is left to do: all {len(sweep.states)} trials have a result")
         except KeyboardInterrupt:
             interrupted = True
             lost = executor.interrupted_by
             sweep.say(f"{lost} has ended: it was killed" if lost else "interrupted")
+        except FolderGone as gone:
+            error = gone
+            sweep.say(str(gone))
         except BaseException as caught:
             error = caught
             raise
@@ -177,6 +185,8 @@ class SweepRun:
         self.plan, self.config, self.folder = plan, plan.config, plan.folder
         self.state = plan.state
         self.closed = False
+        # What is there as long as the folder is; processes of a trial may make a folder of its name again.
+        self._mark = [path for path in (self.folder / "sweep.json",) if path.exists()]
         self._listeners = listeners
         self._opened = False
         self._said: set[str] = set()
@@ -220,12 +230,24 @@ class SweepRun:
             self._opened = False
             raise
 
+    def check_folder(self) -> None:
+        """
+        Raises:
+            FolderGone: as said.
+        """
+        if not all(path.exists() for path in self._mark):
+            raise FolderGone(
+                f"{self.folder} is gone: it was removed or moved while the sweep ran, which ends here. What trials "
+                "reported until then is in MLflow; start the sweep anew, or resume it where the folder is now."
+            )
+
     def has_more(self) -> bool:
         """Whether a trial is still to be begun."""
         return self.state.open or (self.plan.search is not None and self.plan.search.has_more())
 
     def next(self) -> int | None:
         """The number of the trial to begin next; None when there is none."""
+        self.check_folder()
         while True:
             number = self.state.next_waiting()
             if number is None:
@@ -257,6 +279,7 @@ class SweepRun:
         clear_left_over(make_storage(trial, self.folder))
         write_hydra_folder(trial)
         add_trial(self.folder, trial)
+        sync(self.folder / "trials.jsonl")
 
     def prepare(self, number: int) -> None:
         """Empty a trial's folder of what another command left there; one that goes on keeps what it has."""
@@ -320,7 +343,8 @@ class SweepRun:
                 write_json(folder / "turnaround.json", {"turnaround_s": state.turnaround_s})
 
     def tick(self) -> None:
-        """Called again and again while trials run."""
+        """Called again and again while trials run. Raises as `check_folder`."""
+        self.check_folder()
         self.publish("tick")
 
     def end(self, number: int, status: TrialStatus, error: str | None = None) -> None:
@@ -337,7 +361,9 @@ class SweepRun:
 
     def skip(self, number: int, error: str) -> None:
         """Record a trial that cannot fit, without starting it."""
-        clear_left_over(self.folder_of(number))  # what another command left there is not this one's result
+        folder = self.folder_of(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        clear_left_over(folder)  # what another command left there is not this one's result
         self.states[number].end(TrialStatus.skipped, error, time.time())
         self._write_forecast(number)
         self._write_outcome(number)

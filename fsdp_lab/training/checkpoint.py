@@ -232,7 +232,8 @@ class Checkpoints:
         if self.ranks.is_first:
             for stale in self.folder.glob(".step_*"):  # what a killed run left behind
                 shutil.rmtree(stale, ignore_errors=True)
-            making.mkdir(parents=True)
+            self.folder.mkdir(exist_ok=True)  # not its parents: where the trial's folder was removed, it has failed
+            making.mkdir()
         dist.barrier()
         return making
 

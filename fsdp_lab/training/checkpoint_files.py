@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.files import sync
+
 META = "meta.json"
 
 
@@ -83,11 +85,11 @@ def publish(making: Path, target: Path, meta: dict[str, Any]) -> None:
         json.dump({**meta, "files": files}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
-    _sync(making)
+    sync(making)  # the names: DCP has synced the content of its files
     if target.exists():
         discard([target])
     making.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def discard(checkpoints: Iterable[Path]) -> None:
@@ -119,12 +121,3 @@ def _all(folder: Path) -> list[Path]:
 def _val_loss(checkpoint: Path) -> float:
     history = read_meta(checkpoint)["history"]
     return history[-1].get("val/loss", float("inf")) if history else float("inf")
-
-
-def _sync(folder: Path) -> None:
-    """Put the names in a folder on the disk; DCP has done so with the content of its files."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -70,3 +70,24 @@ def test_a_folder_that_has_become_read_only_is_not_called_full(tmp_path: Path):
     assert process.returncode == 1, told
     assert "cannot be written (Read-only file system); make it writable" in told
     assert "its folder is full" not in told
+
+
+@pytest.mark.parametrize("engine", ["inline", "ray"])
+@pytest.mark.parametrize("words", [("-m", "optimizer.lr=1e-3,1e-2"), ("optimizer.lr=1e-3",)], ids=["sweep", "alone"])
+def test_a_folder_that_is_removed_in_mid_sweep_ends_it_with_one_message(
+    tmp_path: Path, engine: str, words: tuple[str, ...]
+):
+    folder = tmp_path / "out"
+    first = folder / "0" if "-m" in words else folder
+    long = (*INLINE, f"engine={engine}", "cluster.num_workers=1", "training.epochs=3000", "data.num_train=960")
+    with started(tmp_path, *words, *long) as process:
+        wait_for(lambda: has_trained_an_epoch(first), process)
+        while folder.exists():  # a trial may write while it is removed
+            shutil.rmtree(folder, ignore_errors=True)
+        stdout, stderr = process.communicate(timeout=100)
+    told = stdout + stderr
+    assert process.returncode == 1, told
+    assert told.count(f"{folder} is gone: it was removed or moved while the sweep ran") == 1, told
+    assert "Traceback" not in told and "resume=" not in told and "trial 1 starts" not in told, told
+    assert not (folder / "sweep.json").exists() and not list(folder.rglob("metrics.jsonl"))
+    assert engine == "ray" or not folder.exists()

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,9 +163,20 @@ def commands() -> Iterator[Commands]:
 
 
 @pytest.fixture(scope="module")
-def sweeps(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the three sweeps: `finished-000` and so on, each with a store of its own."""
-    root = tmp_path_factory.mktemp("round")
+def sweeps(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the three sweeps: `finished-000` and so on, each with a store of its own. In memory where there is
+    some: a database on a disk waits for it at every write."""
+    memory = Path("/dev/shm")
+    in_memory = memory.is_dir() and shutil.disk_usage(memory).free > 2**30
+    root = Path(tempfile.mkdtemp(prefix="round-", dir=memory if in_memory else tmp_path_factory.getbasetemp()))
+    try:
+        make_sweeps(commands, root)
+        yield root
+    finally:
+        shutil.rmtree(root)
+
+
+def make_sweeps(commands: Commands, root: Path) -> None:
     for name, words in SWEEPS.items():
         folder = root / f"{name}-000"
         folder.mkdir()
@@ -176,7 +188,6 @@ def sweeps(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path
             assert done.code == (name == "failed"), done.told
         first = next(path.parent for path in folder.rglob("metrics.jsonl"))
         (first / "forecast.json").write_text(json.dumps(FORECAST))  # only sweeps on Ray make one
-    return root
 
 
 def start_and_kill(commands: Commands, folder: Path, words: list[str]) -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.files import hold_alive, wait_until_alone
+from fsdp_lab.engine.files import Outcome, hold_alive, wait_until_alone, write_outcome
 from fsdp_lab.locks import locked
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.store.paths import storage
 from fsdp_lab.sweep.store.record import (
     Record,
@@ -26,8 +27,10 @@ from fsdp_lab.sweep.store.record import (
     changes_of_workers,
     drop_checkpoints,
     find_folder,
+    read_hydra_file,
     read_record,
     read_trials,
+    restore_hydra_folder,
     with_overrides,
     write_hydra_folder,
 )
@@ -252,3 +255,44 @@ def test_what_write_hydra_folder_leaves_is_what_hydra_composed(compose_trial):
     config = yaml.safe_load((trial.folder / ".hydra" / "config.yaml").read_text())
     assert config["precision"]["param_dtype"] == "float16" and config["objective"] == ["memory/peak_bytes:min"]
     assert json.loads(json.dumps(config)) == config
+
+
+def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: Path, compose_trial):
+    """Going on without it would train that trial's number again, into its folder."""
+    Record.of([], True, SweepConfig()).write(tmp_path)
+    for number in range(2):
+        trial = compose_trial(["sharding=root"], number)
+        add_trial(tmp_path, trial)
+        trial.folder.mkdir()
+        write_outcome(trial.folder, Outcome(TrialStatus.finished))
+    assert len(read_trials(tmp_path)) == 2
+    path = tmp_path / "trials.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(UserError, match=rf"trials.jsonl lacks the trial in {tmp_path}/1"):
+        read_trials(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "hydra.yaml"])
+def test_hydras_files_are_known_to_be_cut_short_wherever_that_is(tmp_path: Path, compose_trial, name: str):
+    """A cut YAML file can be read, and lacks keys: their defaults would be taken for the trial's values."""
+    trial = compose_trial(["optimizer.lr=0.1"], 0)
+    write_hydra_folder(trial)
+    path = trial.folder / ".hydra" / name
+    whole = path.read_text()
+    assert read_hydra_file(trial.folder, name)
+    last = whole.index("\nreport:") if name == "config.yaml" else whole.index("\n  verbose:")
+    for length in [*range(0, last + 2, 7), last + 1, len(whole) - 1]:
+        path.write_text(whole[:length])
+        assert read_hydra_file(trial.folder, name) is None, whole[:length][-40:]
+    restore_hydra_folder(trial)
+    assert path.read_text() == whole
+
+
+def test_a_storage_folder_whose_name_is_damaged_is_refused(tmp_path: Path, compose_trial):
+    trial = compose_trial(["sharding=root", f"cluster.storage_path={tmp_path}/disk"], 0)
+    begin_folder(tmp_path, [trial])
+    name = (tmp_path / ".storage").read_text()
+    for damaged in ("", name[: len(name) // 2]):
+        (tmp_path / ".storage").write_text(damaged)
+        with pytest.raises(UserError, match=r"\.storage is damaged or gone"):
+            storage(trial, tmp_path)

@@ -92,6 +92,7 @@ class NextTrial(Searcher):
             except ConfigError as error:
                 if self._sweep.plan.search is None:
                     raise
+                self._sweep.prepare(number)
                 self._sweep.end(number, TrialStatus.failed, str(error))  # the cluster cannot hold what was suggested
         self._sweep.prepare(number)
         return {"number": number, "job": json.dumps(job_of(config, str(self._sweep.folder_of(number))).as_dict())}

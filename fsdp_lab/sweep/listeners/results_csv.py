@@ -61,6 +61,8 @@ class ResultsCsv(Listener):
         """A full disk is reported once: MLflow may lie on another one and goes on."""
         self._stale, self._written = False, time.monotonic()
         path = sweep.folder / "results.csv"
+        if not sweep.folder.is_dir():  # the sweep says so, and ends
+            return
         try:
             write_results(path, sweep.states, sweep.plan.swept, sweep.state.front(), self._run_id)
         except OSError as error:

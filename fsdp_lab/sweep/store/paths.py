@@ -39,7 +39,9 @@ def name_storage(sweep_folder: Path) -> None:
     from another node, and where the sweep's folder was moved."""
     if not (sweep_folder / _STORAGE).exists():
         own = uuid.uuid4().hex[:8]  # others may have a folder of that name
-        write_text(sweep_folder / _STORAGE, f"{'-'.join(sweep_folder.absolute().parts[-2:])}-{own}")
+        sweep_folder.mkdir(parents=True, exist_ok=True)
+        name = f"{'-'.join(sweep_folder.absolute().parts[-2:])}-{own}"
+        write_text(sweep_folder / _STORAGE, name, durable=True)
 
 
 def make_storage(trial: Trial, sweep_folder: Path) -> Path:

@@ -41,7 +41,7 @@ from fsdp_lab.config import (
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import append_line, clear_left_over
-from fsdp_lab.files import report_damaged, whole, write_text
+from fsdp_lab.files import report_damaged, sync, whole, write_text
 from fsdp_lab.sweep.store.passwords import config_to_write, resolved, words_to_write
 from fsdp_lab.sweep.store.paths import is_storage_of, make_storage, name_storage, storage
 from fsdp_lab.sweep.store.words import key_of
@@ -77,7 +77,9 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """The last thing that is written of a new sweep: with it there is something to resume."""
-        with whole(folder / "sweep.json") as making:
+        if (folder / "trials.jsonl").exists():
+            sync(folder / "trials.jsonl")
+        with whole(folder / "sweep.json", durable=True) as making:
             making.touch(0o600)  # before anything is in it: an address that was typed may hold a password
             making.write_text(json.dumps(asdict(self), indent=1))
         remember_last(folder)
@@ -86,6 +88,7 @@ class Record:
 def remember_last(folder: Path) -> None:
     """What `resume=last` is, from here on."""
     with suppress(OSError):
+        _LAST.parent.mkdir(exist_ok=True)
         write_text(_LAST, str(folder.absolute()))
 
 
@@ -362,7 +365,7 @@ def write_hydra_folder(trial: Trial) -> None:
     }
     for name, content in contents.items():  # by libyaml, which is many times as fast as Hydra's way
         text = yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
-        (hydra_folder / f"{name}.yaml").write_text(text)
+        write_text(hydra_folder / f"{name}.yaml", text)
 
 
 def restore_hydra_folder(trial: Trial) -> None:
