@@ -21,7 +21,7 @@ from tests.forked import Commands, Done
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, has_trained_an_epoch
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 TINY = (
     "data.num_train=64", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=0",
@@ -33,6 +33,8 @@ SWEEPS = {
     "failed": ["checkpoint.resume_from=null,nowhere", "cluster.storage_path=disk"],
     "killed": ["optimizer.lr=1e-3,1e-2,1e-1"],
 }
+REPORTED = "reported.csv"
+SAMPLED = 5  # every fifth case, which is of every kind of damage: four or three of each file
 RESUME = {"finished": "resume=out", "failed": "resume=out", "killed": "resume=last"}
 NEXT = ("fsdp_lab", *TINY, "training.epochs=1", "export=false", "hydra.run.dir=next")
 # The figures that are the same each time, to the last digit.
@@ -66,7 +68,7 @@ def left_in(folder: Path, done: dict[str, Done]) -> Left:
         return [] if program not in done or done[program].code == 2 else rows_of(folder / name)
 
     return Left(
-        rows("report", "out/report.csv"),
+        rows("report", REPORTED),
         rows("resume", "out/results.csv"),
         {
             path.parent.name: epochs_in(path)
@@ -122,9 +124,12 @@ def faults(case: Case, done: dict[str, Done], left: Left, sound: Left) -> Iterat
     for program, end in done.items():
         if end.code not in (0, 1, 2) or "Traceback" in end.told:
             yield f"{program} ended with {end.code}"
-        if end.code == 2 and (name not in end.told or program == "next"):
+        # that a trial had an outcome, nobody knows once it is removed: it counts as not finished
+        unknown = program == "report" and case.damage == "removed" and "no trial has finished" in end.told
+        if end.code == 2 and (name not in end.told or program == "next") and not unknown:
             yield f"{program} was refused without naming {name}"
-    if done["report"].code != 2 and (wrong := differing(left.report, sound.report, name, done["report"].told)):
+    known = done["report"].told + (name if case.damage == "removed" else "")
+    if done["report"].code != 2 and (wrong := differing(left.report, sound.report, name, known)):
         yield f"report: {wrong}"
     if done["resume"].code == 2:
         return
@@ -139,15 +144,17 @@ def faults(case: Case, done: dict[str, Done], left: Left, sound: Left) -> Iterat
 
 
 def differing(found: list[dict[str, str]], sound: list[dict[str, str]], name: str, told: str) -> str:
-    """Where rows differ; a trial that counts as not ended may lack figures where a message names the file, and what was
-    forecast may be missing with its file."""
+    """Where rows differ. A trial that counts as not ended may have fewer epochs, where a message names the file or it
+    had not ended before; and what was forecast may be missing with its file."""
     if len(found) != len(sound):
         return f"{len(found)} rows, and not {len(sound)}"
     for row, other in zip(found, sound, strict=True):
-        waits = row["status"] == "waiting" and name in told
+        waits = row["status"] == "waiting" and (name in told or other["status"] == "waiting")
+        if waits and float(row["epoch"] or 0) < float(other["epoch"] or 0):
+            continue
         for key in row.keys() | other.keys():
-            missing = row.get(key, "") == "" and (waits or (key in FORECAST and name == "forecast.json"))
-            if row.get(key) != other.get(key) and not missing and not (waits and key == "status"):
+            forecast = row.get(key, "") == "" and key in FORECAST and name == "forecast.json"
+            if row.get(key) != other.get(key) and not forecast and not (waits and key == "status"):
                 return f"{key} of {row} is not that of {other}"
     return ""
 
@@ -238,11 +245,15 @@ def run_all(commands: Commands, folders: list[Path], resumes: list[str], follow:
         wanted = [i for i in range(len(folders)) if program != "next" or follow[i]]
         for job, end in commands.run([(folders[i], words(i)) for i in wanted]):
             done[wanted[job]][program] = end
+            if program == "report" and end.code == 0:  # a resume writes its own in this place
+                shutil.copy(folders[job] / "out/report.csv", folders[job] / REPORTED)
     return done
 
 
 def test_damage_is_mended_or_named(commands: Commands, sweeps: Path):
     all_cases = cases(sweeps)
+    if not os.environ.get("FSDP_LAB_EVERY"):  # all of them take ten minutes
+        all_cases = all_cases[::SAMPLED]
     sound: dict[str, Left] = {}
     for sweep in SWEEPS:
         folder = copied(sweeps, sweep, 999)
