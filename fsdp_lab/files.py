@@ -32,11 +32,13 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def whole(path: Path, durable: bool = False) -> Iterator[Path]:
+def whole(path: Path, durable: bool = False, parents: bool = True) -> Iterator[Path]:
     """Give a temporary name to write under, and rename it at the end: a reader never sees half a file. Where the block
-    raises, nothing is left. Its folder has to be there: one that was removed is not made again.
+    raises, nothing is left.
 
     Args:
+        parents: make its folder. Not for what a trial or a sweep writes into its own: one that was removed meanwhile is
+            not to come back.
         durable: return when the file and its name are on the disk, where a power cut leaves them: for what a resume
             cannot do without.
 
@@ -45,6 +47,8 @@ def whole(path: Path, durable: bool = False) -> Iterator[Path]:
     """
     making = path.with_name(f".{path.name}.{os.getpid()}.making")
     try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
         yield making
         if durable:
             sync(making)
@@ -59,15 +63,15 @@ def whole(path: Path, durable: bool = False) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str, durable: bool = False) -> None:
+def write_text(path: Path, text: str, durable: bool = False, parents: bool = True) -> None:
     """As `whole`."""
-    with whole(path, durable) as making:
+    with whole(path, durable, parents) as making:
         making.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, content: Any, durable: bool = False) -> None:
+def write_json(path: Path, content: Any, durable: bool = False, parents: bool = True) -> None:
     """As `whole`."""
-    write_text(path, json.dumps(content, indent=1), durable)
+    write_text(path, json.dumps(content, indent=1), durable, parents)
 
 
 def sync(path: Path) -> None:

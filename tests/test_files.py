@@ -51,7 +51,7 @@ def test_the_epochs_of_a_trial_are_on_the_disk_before_its_outcome(tmp_path: Path
 
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
-        write_json(tmp_path / "gone" / "a.json", {})
+        write_json(tmp_path / "gone" / "a.json", {}, parents=False)
     assert not list(tmp_path.iterdir())
 
 

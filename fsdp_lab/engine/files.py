@@ -126,7 +126,9 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     told = [int(metrics["epoch"]) for metrics in read_metrics(folder)]
     if told:  # before the outcome, which says that they are there
         sync(folder / "metrics.jsonl")
-    write_json(folder / "outcome.json", {**asdict(outcome), "epochs": max(told, default=0)}, durable=True)
+    write_json(
+        folder / "outcome.json", {**asdict(outcome), "epochs": max(told, default=0)}, durable=True, parents=False
+    )
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -173,7 +175,7 @@ class Progress:
             return
         self._written = time.monotonic()
         with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-            write_json(self._file, self._content)
+            write_json(self._file, self._content, parents=False)
 
 
 def read_progress(folder: Path) -> dict[str, float]:
@@ -219,7 +221,7 @@ def read_any_facts(folder: Path) -> dict[str, Any] | None:
 
 def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
     """Those of the last start; None where it did not get so far."""
-    return read_object(folder / name, notes=list)
+    return read_object(folder / name)
 
 
 def clear_left_over(folder: Path) -> None:
@@ -238,7 +240,7 @@ def no_space(folder: Path, reason: str = "No space left on device") -> str:
 def why_unwritten(folder: Path) -> str:
     """Why a trial left no outcome: its folder is gone or cannot be written, the disk has no room, or its process was
     killed."""
-    if not folder.is_dir():
+    if not folder.exists():
         return f"{folder} is gone: it was removed or moved while the trial ran"
     probe = folder / f".probe.{os.getpid()}"
     try:

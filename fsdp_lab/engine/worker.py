@@ -27,7 +27,7 @@ class FolderReporter:
 
     def facts(self, facts: dict[str, Any]) -> None:
         if self.first:
-            write_json(self.folder / "facts.json", {**facts, "data": self.data_name})
+            write_json(self.folder / "facts.json", {**facts, "data": self.data_name}, parents=False)
 
     def step(self, step: int) -> None:
         if self.first:
@@ -167,7 +167,7 @@ def write_failure(folder: Path, rank: int, kind: str, message: str, text: str) -
     failure = {"rank": rank, "kind": kind, "message": message, "traceback": text, "time": time.time()}
     with suppress(OSError):  # the disk is full, or the folder gone: the driver looks at it when it finds nothing
         (folder / "failures").mkdir(exist_ok=True)
-        write_json(folder / "failures" / f"rank{rank}.json", failure)
+        write_json(folder / "failures" / f"rank{rank}.json", failure, parents=False)
 
 
 def kind_of(error: BaseException) -> str:

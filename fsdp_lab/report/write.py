@@ -31,7 +31,7 @@ def write_report(sweep: Sweep, folder: Path) -> Answer:
     found = answer(sweep)
     contents = (to_html(sweep, found), to_markdown(sweep, found), to_csv(sweep, found))
     for name, content in zip(FILES, contents, strict=True):
-        write_text(folder / name, content)
+        write_text(folder / name, content, parents=False)
     return found
 
 

@@ -230,12 +230,17 @@ class SweepRun:
             self._opened = False
             raise
 
+    @property
+    def has_folder(self) -> bool:
+        """Whether the folder is the one that the sweep was started in."""
+        return all(path.exists() for path in self._mark)
+
     def check_folder(self) -> None:
         """
         Raises:
             FolderGone: as said.
         """
-        if not all(path.exists() for path in self._mark):
+        if not self.has_folder:
             raise FolderGone(
                 f"{self.folder} is gone: it was removed or moved while the sweep ran, which ends here. What trials "
                 "reported until then is in MLflow; start the sweep anew, or resume it where the folder is now."
@@ -311,7 +316,7 @@ class SweepRun:
     def _write_forecast(self, number: int) -> None:
         if figures := self.states[number].forecast_figures:
             with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-                write_json(self.folder_of(number) / "forecast.json", figures)
+                write_json(self.folder_of(number) / "forecast.json", figures, parents=False)
 
     def is_training(self, number: int) -> bool:
         return self.states[number].ended or (self.folder_of(number) / "facts.json").exists()
@@ -340,7 +345,7 @@ class SweepRun:
         if state.turnaround_s is None and state.place_free_since is not None and first_step is not None:
             state.turnaround_s = first_step - state.place_free_since
             with suppress(OSError):
-                write_json(folder / "turnaround.json", {"turnaround_s": state.turnaround_s})
+                write_json(folder / "turnaround.json", {"turnaround_s": state.turnaround_s}, parents=False)
 
     def tick(self) -> None:
         """Called again and again while trials run. Raises as `check_folder`."""
@@ -390,9 +395,10 @@ class SweepRun:
             return ending.code
         self.closed = True
         self.publish("closing", ending)
+        reason = "its folder is gone" if isinstance(error, FolderGone) else str(error) if error else None
         for number, state in enumerate(self.states):
             if state.status is TrialStatus.running:
-                self.end(number, TrialStatus.interrupted, str(error) if error else None)
+                self.end(number, TrialStatus.interrupted, reason)
         self.publish("closed", ending)
         self.publish("finish", ending)
         return ending.code

@@ -46,7 +46,7 @@ def export_model(model: nn.Module, config: TrialConfig, ranks: Ranks, path: Path
         "data": to_dict(config.data),
         "state_dict": {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)},
     }
-    with whole(path, durable=True) as making:
+    with whole(path, durable=True, parents=False) as making:
         torch.save(content, making)
 
 

@@ -225,7 +225,7 @@ class MemoryProfile:
         if profile is None:
             return
         content = {"step": self._tracked, "rank": self.ranks.rank, "peaks": profile.peaks}
-        write_json(self._file("peaks", "json"), content)
+        write_json(self._file("peaks", "json"), content, parents=False)
         if self.detail is Detail.timeline:
             from fsdp_lab.training.timeline import write_timeline
 

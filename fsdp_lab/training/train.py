@@ -59,6 +59,7 @@ def train(
         UserError: something that the user can mend.
         DivergedError: the loss is not finite.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     ranks = setup_distributed()
     config.check(ranks.world_size)
     start_clean(ranks.device)

@@ -175,6 +175,7 @@ def test_what_is_a_parameter():
 def test_secrets_are_no_trials():
     assert {name: known.secret for name, known in KEYS.items() if known.secret} == {
         "tracking.uri": Secret.CREDENTIALS,
+        "tracking.ui": Secret.CREDENTIALS,
         "nightly.notify.url": Secret.VALUE,
     }
     assert secret_keys() == ["nightly.notify.url"]

@@ -113,7 +113,7 @@ class Console(Listener):
             self._change()
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
-        if ending.early and sweep.folder.is_dir():  # at once: a store that hangs may be all that follows
+        if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
             self.say(f"to go on: {go_on_command(sweep.folder)}")
         self.update()
 

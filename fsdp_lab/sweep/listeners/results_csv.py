@@ -105,7 +105,7 @@ def write_results(
                 state.trial.folder,
             ]
         )
-    write_text(path, text.getvalue())
+    write_text(path, text.getvalue(), parents=False)
 
 
 def shown(status: TrialStatus) -> TrialStatus:
