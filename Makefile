@@ -9,14 +9,17 @@ SWEEP ?= sharding=per_block precision=fp16 -m
 sweep: $(VENV)/.installed   ## the sweep of the README: offload x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
 
+# Two files of tests side by side: much of a test is waiting for processes to start.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile
+
 test: $(VENV)/.installed    ## the tests, but for those that take longest
-	$(PY) -m pytest -m "not long"
+	$(PYTEST) -m "not long"
 
 test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: kills, nights, every pair of settings
-	$(PY) -m pytest -m long
+	$(PYTEST) -m long
 
 test-fast: $(VENV)/.installed
-	$(PY) -m pytest -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long"
 
 test-oldest: $(VENV)/.installed ## a sweep with the oldest versions that pyproject.toml declares, in an environment of its own
 	$(PY) -m tests.oldest
