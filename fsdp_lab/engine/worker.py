@@ -151,7 +151,7 @@ def redirect_output(path: Path) -> None:
 
 def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> None:
     """Leave `failures/rank<r>.json`, and in the rank's log the error, with its traceback where it is not the user's."""
-    if kind == "user" or not folder.is_dir():  # whose message says it all; that the folder is gone says the sweep
+    if kind == "user" or not folder.is_dir():  # the message says it all; of a folder that is gone, the sweep tells
         print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr, flush=True)
     elif kind != "diverged":
         traceback.print_exception(error)

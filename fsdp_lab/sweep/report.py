@@ -172,8 +172,8 @@ def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial:
     values, hydra = (read_hydra_file(folder, name) for name in ("config.yaml", "hydra.yaml"))
     if values is None or hydra is None:
         raise UserError(
-            f"{folder / '.hydra' / ('config.yaml' if values is None else 'hydra.yaml')} is damaged or gone, and so is "
-            "what this trial was; `python -m fsdp_lab resume=<the sweep's folder>` writes it again."
+            f"{folder / '.hydra' / ('config.yaml' if values is None else 'hydra.yaml')} is damaged or missing, so "
+            "this trial's settings are unknown; `python -m fsdp_lab resume=<the sweep's folder>` writes the file again."
         )
     options = hydra["runtime"]["choices"].items()
     choices = {k: str(v) for k, v in options if v and not k.startswith("hydra/")}

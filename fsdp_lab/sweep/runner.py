@@ -238,12 +238,12 @@ class SweepRun:
     def check_folder(self) -> None:
         """
         Raises:
-            FolderGone: as said.
+            FolderGone: the folder is not there any more.
         """
         if not self.has_folder:
             raise FolderGone(
-                f"{self.folder} is gone: it was removed or moved while the sweep ran, which ends here. What trials "
-                "reported until then is in MLflow; start the sweep anew, or resume it where the folder is now."
+                f"{self.folder} is gone: it was removed or moved while the sweep ran, so the sweep ends. What its "
+                "trials reported is in MLflow. If you moved the folder, resume it there; else start a new sweep."
             )
 
     def has_more(self) -> bool:

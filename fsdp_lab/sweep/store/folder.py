@@ -20,8 +20,8 @@ class Occupied(UserError):
 
 @contextmanager
 def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
-    """Lock the folder of a new sweep, and give its path. A folder that was not typed makes way for another sweep in it,
-    such as one that was started in the same second: `14-05-09-2`.
+    """Lock the folder of a new sweep, and give its path. Where a default folder is taken, as by a sweep that was
+    started in the same second, the new one gets a number: `14-05-09-2`.
 
     Args:
         key: what sets the folder on the command line.
@@ -54,6 +54,6 @@ def _check_free(folder: Path, key: str) -> None:
         return
     go_on = f" To go on with it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
     raise Occupied(
-        f"{key}={relative(folder)} holds the results of another start, which would be lost.{go_on} To start anew, name "
-        f"a folder of its own: {key}=..."
+        f"{key}={relative(folder)} holds the results of another start, which would be lost.{go_on} To start a new "
+        f"one, name another folder: {key}=..."
     )
