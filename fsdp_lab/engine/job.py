@@ -71,12 +71,15 @@ def trial_function(config: dict[str, Any]) -> None:
 def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
     """Train to the end, restarts included; leaves `outcome.json` in the trial's folder, whatever happens.
 
-    Only a disk that is full or away keeps it from that: the driver finds no outcome, and looks at the disk.
+    Only a disk that is full or away, or a folder that was removed, keeps it from that: the driver finds no outcome,
+    and looks at the disk.
 
     Args:
         report: given `{"epoch": n}` when the folder has the metrics of one more; not called after it has raised.
     """
     folder, begun = Path(job.folder), time.monotonic()
+    if not folder.is_dir():  # removed while the trial waited for its place; Ray Train would make it again
+        return
     try:
         if not wait_until_alone(folder, _ALONE_LIMIT_S):
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")

@@ -34,8 +34,13 @@ class FolderReporter:
             self.progress.step(step)
 
     def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
-        """Write the metrics into the folder, the only way by which they reach the driver, then wake it."""
+        """Write the metrics into the folder, the only way by which they reach the driver, then wake it.
+
+        Raises:
+            FileNotFoundError: the folder was removed. Ray may have made it again: it holds no `facts.json` then.
+        """
         if self.first:
+            (self.folder / "facts.json").stat()
             append_line(self.folder / "metrics.jsonl", json.dumps(metrics))
             self.progress.reported()
         self.wake(metrics["epoch"])
@@ -103,6 +108,11 @@ def train_worker(job: dict[str, Any]) -> None:
     folder = Path(job["folder"])
     if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
         os.chdir(job["launched_in"])
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is not on {socket.gethostname()}: it was removed, or that node does not mount it; set "
+            "cluster.storage_path to a folder on a disk that every node mounts"
+        )
     os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
     hold_alive(folder)
     redirect_output(folder / "logs" / f"rank{rank}.log")

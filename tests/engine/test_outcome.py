@@ -135,6 +135,18 @@ def test_what_the_last_epoch_has_not_keeps_its_latest_value(tmp_path: Path):
     assert read_latest(tmp_path) == {"epoch": 3, "val/loss": 0.5, "perf/samples_per_s": 50.0}
 
 
+def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path):
+    """Ray makes the folder of a removed trial again, for its own files."""
+    reporter = FolderReporter(tmp_path, 0, "digits")
+    reporter.facts({"device": "cpu"})
+    reporter.epoch({"epoch": 1.0}, None)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError):
+        reporter.epoch({"epoch": 2.0}, None)
+    assert not list(tmp_path.iterdir())
+
+
 def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):
     """A folder that is gone, or not ours, is another matter; `tests/sweep/test_kills.py` fills a real disk."""
     (tmp_path / "file").write_text("")

@@ -18,7 +18,7 @@ INLINE = (
     "forecast.enabled=false", "export=false",
 )  # fmt: skip
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def test_a_checkpoint_that_cannot_be_read_fails_its_trial_and_no_other(tmp_path: Path):
@@ -63,7 +63,7 @@ def test_a_folder_that_has_become_read_only_is_not_called_full(tmp_path: Path):
         if not mount or subprocess.run([mount, "-t", "tmpfs", "-o", "ro", "tmpfs", folder], check=False).returncode:
             pytest.skip("nothing can be mounted here (it takes root)")
         try:
-            stdout, stderr = process.communicate(timeout=60)
+            stdout, stderr = process.communicate(timeout=200)
         finally:
             subprocess.run([str(umount), "--lazy", folder], check=True)
     told = stdout + stderr
@@ -84,7 +84,7 @@ def test_a_folder_that_is_removed_in_mid_sweep_ends_it_with_one_message(
         wait_for(lambda: has_trained_an_epoch(first), process)
         while folder.exists():  # a trial may write while it is removed
             shutil.rmtree(folder, ignore_errors=True)
-        stdout, stderr = process.communicate(timeout=100)
+        stdout, stderr = process.communicate(timeout=250)
     told = stdout + stderr
     assert process.returncode == 1, told
     assert told.count(f"{folder} is gone: it was removed or moved while the sweep ran") == 1, told
