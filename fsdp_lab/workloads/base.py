@@ -64,7 +64,7 @@ class DataSpec:
 class Task(Protocol):
     """What the model learns from a batch. Called with batches on the model's device."""
 
-    unit: str  # what is counted: samples
+    unit: str  # what is counted: samples or tokens
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the model's outputs. Only this runs under autocast."""
@@ -78,17 +78,20 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a data set and a task."""
+    """A model, a data set and a task. `flops_per_unit`: of training on one of the task's units; None: counted."""
 
     model: ModelSpec
     data: DataSpec
     task: Task
+    flops_per_unit: float | None = None
 
     def train_flops_per_sample(self) -> float:
         """Count the matrix FLOPs of forward and backward for one sample on `meta`, the backward as twice the
         forward. Recomputation is not counted: MFU is about the model's own work."""
+        if self.flops_per_unit is not None:
+            return self.flops_per_unit
         model, batch = self._on_meta()
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter:  # gradients are recorded: without them a task is validated
             self.task.forward(model.eval(), batch)
         return 3.0 * counter.get_total_flops()
 
@@ -107,7 +110,7 @@ class Workload:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch to the device, without waiting where its memory is pinned."""
-    return _map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
@@ -118,14 +121,14 @@ def tensors_of(batch: Batch) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-def _map(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
+def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
     """Return the same nesting of dicts, lists and tuples with `function(tensor)` in the place of each tensor. A
     subclass of dict comes back as a dict; everything else stays as it is."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
-        return {key: _map(function, value) for key, value in batch.items()}
+        return {key: map_tensors(function, value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        values = [_map(function, value) for value in batch]
+        values = [map_tensors(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
