@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 import hydra
 
 from fsdp_lab.compose import check, check_overrides, explain, register_schema, single_trial
-from fsdp_lab.config import ConfigError, conf_dir
+from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
+from fsdp_lab.config.options import names_code
+from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.status import ExitCode
 
@@ -22,8 +24,11 @@ def main() -> None:
         if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
             key = nightly[0].partition("=")[0]
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or type it there.")
-        sys.argv[1:] = multirun_first(resume_first(sys.argv[1:]))
+        config_dir, words = split_config_dir(resume_first(sys.argv[1:]))
+        sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
+        if config_dir is not None or names_code(words):
+            import_from(os.getcwd())
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)
     register_schema()
@@ -90,10 +95,11 @@ def resume_first(arguments: list[str]) -> list[str]:
     return meant
 
 
-def multirun_first(arguments: list[str]) -> list[str]:
-    """`-m` to the front: argparse wants the overrides in one piece, people put it anywhere."""
+def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
+    """`-m` and `--config-dir` to the front: argparse wants the overrides in one piece, people put them anywhere."""
     flags = [a for a in arguments if a in ("-m", "--multirun")]
-    return flags[:1] + [a for a in arguments if a not in ("-m", "--multirun")]
+    folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
+    return [*flags[:1], *folder, *(a for a in arguments if a not in ("-m", "--multirun"))]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import difflib
 import errno
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,15 @@ from fsdp_lab.config import (
     workers_of,
 )
 from fsdp_lab.config.machine import check_local_capacity
+from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
 _KEYS = frozenset(all_keys())
+# Group -> the class of ours, and what makes a typed group of plain values. The group itself takes any key.
+_OPEN: dict[str, tuple[type, Any]] = {
+    "model": (ModelConfig, ModelGroup.of_plain),
+    "data": (DataConfig, DataGroup.of_plain),
+}
 _REMEDIES = {
     "to Float": "; use a number such as 0.001",
     "to Integer": "; use a whole number",
@@ -65,9 +71,20 @@ class Trial:
         return " ".join(self.overrides) or "trial"
 
 
+@dataclass
+class Schema(NightlyConfig):
+    """What Hydra composes: `model` and `data` are what their option says, and whatever is typed below them."""
+
+    model: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+    data: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+
+
 def register_schema() -> None:
-    """Let Hydra check every override against the dataclasses."""
-    ConfigStore.instance().store(name="schema", node=NightlyConfig, provider="fsdp_lab")
+    """Let Hydra check every override against the dataclasses, but for the groups that take any key."""
+    schema = OmegaConf.structured(Schema)
+    for group in _OPEN:
+        OmegaConf.set_struct(schema[group], False)  # a node's own flag wins over the root's
+    ConfigStore.instance().store(name="schema", node=schema, provider="fsdp_lab")
     OmegaConf.register_new_resolver("per_worker", _per_worker, replace=True)
 
 
@@ -99,11 +116,36 @@ def nightly_config(cfg: DictConfig) -> NightlyConfig:
     own = OmegaConf.create(cfg)
     with open_dict(own):
         own.pop("hydra", None)
-    if unknown := [key for key in _leaves(own) if key not in _KEYS]:
+    opened = {group: _typed_group(group, own[group]) for group in _OPEN}
+    unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in _OPEN]
+    if unknown:
         raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {_valid(unknown[0])}")
     config = OmegaConf.to_object(own)
     assert isinstance(config, NightlyConfig)
-    return config
+    values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}
+    return NightlyConfig(**{**values, **opened})
+
+
+def _typed_group(group: str, node: DictConfig) -> Any:
+    """Return an open group as its class: ours, with OmegaConf's own conversions, or the user's.
+
+    Raises:
+        ConfigError: a key that our class has not, or a value of another type.
+    """
+    values = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(values, dict)
+    ours, of_plain = _OPEN[group]
+    if "_target_" in values:
+        return of_plain(values)
+    typed = OmegaConf.structured(ours)
+    for key, value in values.items():
+        if key not in typed:
+            raise ConfigError(f"{group}.{key!s} is not a key. {_valid(f'{group}.{key!s}')}")
+        try:
+            OmegaConf.update(typed, str(key), value)
+        except OmegaConfBaseException as error:
+            raise ConfigError(_wrong_value(f"{group}.{key!s}", str(value), _one_line(str(error)))) from error
+    return OmegaConf.to_object(typed)
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -114,6 +156,23 @@ def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
+
+
+def search_path(config_dir: str | None) -> list[str]:
+    """Return the overrides by which Hydra finds the options of a folder of the user's beside ours.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if config_dir is None:
+        return []
+    folder = Path(config_dir).absolute()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--config-dir={config_dir}: there is no folder {folder}; give one that holds model/mine.yaml."
+        )
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.searchpath=['file://{quoted}']"]
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
@@ -161,7 +220,7 @@ def check(config: SweepConfig) -> None:
     config.check(num_workers)
     check_forecast(config)
     missing = config.data.missing()
-    if missing and not config.data.download:
+    if missing and not config.data.download:  # else the first worker of a node downloads it
         raise UserError(f"{missing} (data.download=false)")
 
 
@@ -228,10 +287,7 @@ def _composition(error: BaseException) -> str:
         if "not in" in cause or "Key" in cause:
             return f"{key} is not a key. {_valid(key)}"
     if found := re.search(r"Error merging override ([^=]+)=(\S*)", text):
-        remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "")
-        if not found[2]:
-            remedy += "; it is empty: put what holds a $ into single quotes, for the shell takes it"
-        return f"{found[1]}={found[2]}: {_cut(cause).rstrip('.')}{remedy}."
+        return _wrong_value(found[1], found[2], cause)
     if "Ambiguous value for argument" in text or "requires --multirun" in text:
         given = re.search(r"(?:argument|parameters) '([^']+)'", text)
         return (
@@ -239,6 +295,17 @@ def _composition(error: BaseException) -> str:
             "trial for each, or give one value."
         )
     return _cut(f"{text} {cause}".strip())
+
+
+def _wrong_value(key: str, value: str, cause: str) -> str:
+    """
+    Args:
+        cause: OmegaConf's message.
+    """
+    remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "")
+    if not value:
+        remedy += "; it is empty: put what holds a $ into single quotes, for the shell takes it"
+    return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."
 
 
 def _valid(key: str) -> str:

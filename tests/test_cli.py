@@ -24,7 +24,7 @@ BAD = {
     "unknown key of none": (["bogus.key=1"], ["bogus.key is not a key", "optimizer", "training"]),
     "key that + adds": (["+nonsense=1"], ["nonsense is not a key", "nothing would read it", "keys begin with"]),
     "key of a group that + adds": (["+training.epoch=5"], ["training.epoch is not", "mean training.epochs?"]),
-    "class of a group that + adds": (["+model._target_=my.Net"], ["model._target_ is not a key", "model.family"]),
+    "class of a group that + adds": (["+offload._target_=my.Net"], ["offload._target_ is not a key", "offload.target"]),
     "number for a group": (["precision=16"], ["precision=16", "is a group", "bf16, bf16_mixed, fp16"]),
     "nothing for a group": (["offload=null"], ["offload=null", "is a group", "cpu, cpu_unpinned, none"]),
     "list for a group": (["data=[1,2]"], ["data=[1,2]", "is a group", "digits, fashion_mnist, synthetic"]),

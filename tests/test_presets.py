@@ -11,9 +11,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from fsdp_lab.compose import register_schema, typed_config
-from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict
+from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict, with_custom
 from tests.conftest import FASHION_MNIST
 from tests.ranks import Memo, run_ranks
+from tests.workloads.user.project import HERE
 
 TWO_STEPS = [
     "training.max_steps=2", "training.global_batch_size=32", "data.num_train=64", "data.num_val=16",
@@ -29,6 +30,11 @@ NEEDS = {
     "reshard_after_forward=to_size": ["reshard_after_forward.size=1"],
     "data=fashion_mnist": [f"data.root={FASHION_MNIST}", "data.download=false"],
     "experiment=ray_template": [f"data.root={FASHION_MNIST}", "data.download=false"],
+    "model=custom": [f"model._target_={HERE}.net.digits", "model.width=8"],
+    "data=custom": [f"data._target_={HERE}.data.Pictures"],
+    "data=example": [f"model._target_={HERE}.net.Net", "model.width=8", f"task.loss={HERE}.net.loss"],
+    "task=custom": [f"task.loss={HERE}.net.labels"],
+    "task=model_loss": [f"model._target_={HERE}.net.WithLoss", "model.width=8", "data=example"],
     # With all their layers two steps take up to minutes on two cores, and 8 GB.
     "model=vit_b_16": [*LARGE, "model.num_layers=2"],
     "model=vit_l_16": [*LARGE, "model.num_layers=2"],
@@ -39,7 +45,7 @@ OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in conf_dir().glob("
 
 def composed(option: str) -> SweepConfig:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return typed_config(compose("config", [*TWO_STEPS, option, *NEEDS.get(option, [])]))
+        return typed_config(compose("config", with_custom([*TWO_STEPS, option, *NEEDS.get(option, [])])))
 
 
 def has_its_images(config: SweepConfig) -> bool:

@@ -90,7 +90,7 @@ def mfu_of(samples_per_s: float, bench: Bench) -> float | None:
     if peak is None:
         return None
     config = trial(setting_of(bench, "off"))
-    flops = build_workload(config.model, config.data).train_flops_per_sample()
+    flops = build_workload(config.model, config.data, config.task).train_flops_per_sample()
     return samples_per_s * flops / (peak * bench.workers)
 
 

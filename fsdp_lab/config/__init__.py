@@ -10,7 +10,7 @@ from fsdp_lab.config.key import Between, check_ranges
 from fsdp_lab.config.machine import check_forecast, default_num_workers, workers_of
 from fsdp_lab.config.nightly import NightlyConfig
 from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
-from fsdp_lab.config.options import all_keys, conf_dir
+from fsdp_lab.config.options import all_keys, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.sweep import SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.words import read_words
@@ -19,5 +19,5 @@ __all__ = [
     "Between", "CombinationError", "ConfigError", "NightlyConfig", "SweepConfig", "TrialConfig", "UserError",
     "all_keys", "check_forecast", "check_ranges", "conf_dir", "cpu_notes", "default_num_workers",
     "effective_settings", "flatten", "from_dict", "memory_notes", "memory_settings", "objectives", "part",
-    "read_words", "settings", "sharding_notes", "stops_on", "to_dict", "workers_of",
+    "read_words", "settings", "sharding_notes", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
 ]  # fmt: skip

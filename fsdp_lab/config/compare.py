@@ -11,7 +11,7 @@ from fsdp_lab.config.trial import TrialConfig
 
 def settings(config: TrialConfig, between: Between) -> dict[str, Any]:
     """Return the keys that count in a comparison, with their values."""
-    keys = keys_of(type(config))
+    keys = keys_of(config)
     return {name: value for name, value in flatten(config).items() if between not in keys[name].may_differ}
 
 
@@ -26,7 +26,7 @@ def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
 
 def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     """Return what changes the memory of an optimizer step: trials that agree share one forecast."""
-    keys = keys_of(type(config))
+    keys = keys_of(config)
     counting = {name: value for name, value in flatten(config).items() if keys[name].memory is not None}
     values = {n: bool(v) if keys[n].memory is Memory.WHETHER else v for n, v in counting.items()}
     return values | _effective(config, num_workers)

@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A nested dictionary of plain values; enums become the names that are typed."""
+    if hasattr(config, "to_keys"):  # a group that takes any key
+        return config.to_keys()
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
@@ -30,7 +32,7 @@ def flatten(config: Any) -> dict[str, Any]:
 
     def walk(prefix: str, node: dict[str, Any]) -> typing.Iterator[tuple[str, Any]]:
         for key, value in node.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and value:
                 yield from walk(f"{prefix}{key}.", value)
             else:
                 yield f"{prefix}{key}", value
@@ -61,6 +63,8 @@ def _typed(hint: Any, value: Any, key: str) -> Any:
         if value is None:
             return None
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if hasattr(hint, "of_plain") and isinstance(value, dict):
+        return hint.of_plain(value, f"{key}.")
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return from_dict(hint, value, f"{key}.")  # type: ignore[arg-type]
     if isinstance(hint, type) and issubclass(hint, Enum):

@@ -59,6 +59,7 @@ class Key:
         named_by_option: an option of its group says it by its name, as `sharding=ddp` says `sharding.granularity`.
         is_param: it is logged as an MLflow parameter of the trial.
         before_null: what versions wrote that had a number instead of null as its default.
+        named: what is typed for it, where that is not the field's name.
     """
 
     rule: Rule | None = None
@@ -68,6 +69,7 @@ class Key:
     named_by_option: bool = False
     is_param: bool = True
     before_null: Any = None
+    named: str | None = None
 
 
 def key(default: Any, rule: Rule | None = None, **metadata: Any) -> Any:
@@ -87,9 +89,44 @@ def group(config_class: type, **metadata: Any) -> Any:
     return field(default_factory=config_class, metadata={"key": Key(**metadata)})
 
 
-def keys_of(config_class: Any) -> dict[str, Key]:
-    """Return the metadata of every key of a dataclass by its dotted name, in the order of the fields."""
-    return _keys_of(config_class)
+def keys_of(config: Any) -> dict[str, Key]:
+    """Return the metadata of every key of a dataclass by its dotted name, in the order of the fields.
+
+    Args:
+        config: the class, or a config, which may hold keys of the user's: arguments of a callable.
+    """
+    config_class: Any = config if isinstance(config, type) else type(config)
+    if config is config_class:
+        return _keys_of(config_class)
+    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    opened = [name for name, value in own.items() if hasattr(value, "to_keys")]
+    if not opened:
+        return _keys_of(config_class)
+    found: dict[str, Key] = {}
+    for each in dataclasses.fields(config):
+        known: Key = each.metadata["key"]
+        if not dataclasses.is_dataclass(own[each.name]):
+            found[each.name] = known
+            continue
+        inner = _open_keys(own[each.name]) if each.name in opened else keys_of(own[each.name])
+        found |= {f"{each.name}.{name}": _within(key, known) for name, key in inner.items()}
+    return found
+
+
+def _open_keys(group: Any) -> dict[str, Key]:
+    """Return the metadata of the keys that an open group has now: of its own, and of its arguments."""
+    own = {f.metadata["key"].named or f.name: f.metadata["key"] for f in dataclasses.fields(group)}
+    return {name: own.get(name, own["arguments"]) for name in flatten(group)}
+
+
+def _within(inner: Key, group: Key) -> Key:
+    """Return the metadata of a key of a group, with that of the group added."""
+    return dataclasses.replace(
+        inner,
+        may_differ=inner.may_differ | group.may_differ,
+        memory=inner.memory or group.memory,
+        is_param=inner.is_param and group.is_param,
+    )
 
 
 @cache
@@ -102,12 +139,7 @@ def _keys_of(config_class: Any) -> dict[str, Key]:
             continue
         assert isinstance(each.default_factory, type)
         for name, inner in _keys_of(each.default_factory).items():
-            found[f"{each.name}.{name}"] = dataclasses.replace(
-                inner,
-                may_differ=inner.may_differ | known.may_differ,
-                memory=inner.memory or known.memory,
-                is_param=inner.is_param and known.is_param,
-            )
+            found[f"{each.name}.{name}"] = _within(inner, known)
     return found
 
 
@@ -124,7 +156,7 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     for name, value in values.items():
         if type(value) is int and abs(value) > LARGEST_INTEGER:
             raise ConfigError(f"{prefix}{name}={value} is too large; use at most {LARGEST_INTEGER}.")
-    for name, known in keys_of(type(config)).items():
+    for name, known in keys_of(config).items():
         value = values[name]
         if known.rule is not None and value is not None and (wrong := known.rule(value)):
             raise ConfigError(f"{prefix}{name}={value} {wrong}.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import Secret, keys_of
 from fsdp_lab.config.nightly import NightlyConfig
 
@@ -20,6 +22,49 @@ def conf_dir() -> Path:
 def all_keys() -> list[str]:
     """Return every key that can be typed, dotted."""
     return list(keys_of(NightlyConfig))
+
+
+# Groups below which any key may stand: an argument of a callable of the user's.
+OPEN_GROUPS = ("model", "data")
+# Keys whose value names code to import, beside the `_target_` of those groups.
+CODE_KEYS = ("model.block_classes", "model.init_weights", "data.collate_fn", "task.loss", "task.metrics")
+_CONFIG_DIR = ("--config-dir", "-cd")
+# A key that only the option `custom` of its group has -> the group.
+_CUSTOM = {"model._target_": "model", "data._target_": "data", "task.loss": "task"}
+
+
+def with_custom(words: Sequence[str]) -> list[str]:
+    """Return a command line in which `model._target_=...` alone stands for `model=custom` too, so that no size of the
+    default model is an argument; likewise `data` and `task.loss`."""
+    typed = [word.partition("=")[0].lstrip("+") if not word.endswith("=null") else "" for word in words]
+    implied = {typed.index(key): group for key, group in _CUSTOM.items() if key in typed and group not in typed}
+    return [
+        each for i, word in enumerate(words) for each in ((f"{implied[i]}=custom", word) if i in implied else (word,))
+    ]
+
+
+def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the folder that `--config-dir` names, where options of the user's lie beside ours, and the other words.
+
+    Raises:
+        ConfigError: the option has no value.
+    """
+    found, rest, left = None, [], iter(words)
+    for word in left:
+        name, has_value, value = word.partition("=")
+        if name not in _CONFIG_DIR:
+            rest.append(word)
+            continue
+        folder = value if has_value else next(left, "")
+        if not folder:
+            raise ConfigError(f"{word} names nothing; give the folder, as in --config-dir=conf_of_mine.")
+        found = found or folder
+    return found, rest
+
+
+def names_code(words: Sequence[str]) -> bool:
+    """Whether any word of a command line names code of the user's."""
+    return any(word.partition("=")[0].lstrip("+") in CODE_KEYS or "_target_" in word for word in words)
 
 
 def secret_keys() -> list[str]:

@@ -21,6 +21,12 @@ REGISTRY: dict[str, dict[str, str]] = {
         "fashion_mnist": "fsdp_lab.workloads.vision.fashion_mnist",
         "synthetic": "fsdp_lab.workloads.vision.synthetic",
     },
+    # a module with `build_task(TaskConfig, ModelGroup) -> Task`
+    "task.name": {
+        "classification": "fsdp_lab.workloads.vision.classification",
+        "model_loss": "fsdp_lab.workloads.user.task",
+        "custom": "fsdp_lab.workloads.user.task",
+    },
     # a module with `build_sampler(seed) -> optuna.samplers.BaseSampler`; a grid samples nothing
     "search.name": {
         "grid": "",
@@ -40,7 +46,7 @@ def register(key: str, name: str, module: str) -> None:
     """Let a key of the registry name a module of another package, in this process.
 
     Args:
-        key: `model.family`, `data.name`, `search.name` or `scheduler.name`.
+        key: `model.family`, `data.name`, `task.name`, `search.name` or `scheduler.name`.
     """
     REGISTRY[key][name] = module
 

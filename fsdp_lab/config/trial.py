@@ -18,7 +18,7 @@ from fsdp_lab.config.training import (
     OptimizerName,
     TrainingConfig,
 )
-from fsdp_lab.config.workload import DataConfig, ModelConfig
+from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup, TaskConfig
 
 
 @dataclass
@@ -32,8 +32,9 @@ class TrialConfig:
     precision: PrecisionConfig = group(PrecisionConfig)
     offload: OffloadConfig = group(OffloadConfig, memory=Memory.VALUE)
     reshard_after_forward: ReshardConfig = group(ReshardConfig, memory=Memory.VALUE)
-    model: ModelConfig = group(ModelConfig, memory=Memory.VALUE)
-    data: DataConfig = group(DataConfig)
+    model: ModelGroup = group(ModelConfig, memory=Memory.VALUE)
+    data: DataGroup = group(DataConfig)
+    task: TaskConfig = group(TaskConfig)
     optimizer: OptimizerConfig = group(OptimizerConfig)
     lr_schedule: LrScheduleConfig = group(LrScheduleConfig)
     training: TrainingConfig = group(TrainingConfig)
@@ -58,6 +59,7 @@ class TrialConfig:
         check_ranges(self)
         self.model.check()
         self.data.check()
+        self.task.check()
         self.offload.check(self.sharding)
         self.sharding.check(num_workers)
         self.training.check(num_workers)
@@ -65,6 +67,10 @@ class TrialConfig:
         self.optimizer.check()
         self.precision.check()
         self._check_fused()
+
+    def code(self) -> list[str]:
+        """Return the dotted paths to the user's code that this trial calls."""
+        return [*self.model.paths(), *self.data.paths(), *self.task.paths()]
 
     def _check_fused(self) -> None:
         optimizer = self.optimizer

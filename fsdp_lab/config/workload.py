@@ -1,18 +1,95 @@
-"""The model and the data set that a trial trains."""
+"""The model, the data set and the task that a trial trains: ours by sizes, the user's by `_target_` and arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional  # OmegaConf reads this on every Python that this project supports
+from typing import Any, Optional  # OmegaConf reads this on every Python that this project supports
 
+from fsdp_lab.config.convert import from_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError
-from fsdp_lab.config.key import Between, Memory, at_least_one, divisors, key, not_negative
+from fsdp_lab.config.key import Between, Memory, at_least_one, divisors, key, not_negative, positive
+from fsdp_lab.config.open import OpenGroup
 from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.target import check_arguments, import_callable, import_object
+
+EXAMPLE_BATCH = "model.example_batch"  # the target of `data=example`: the batches are the model's own
 
 
 @dataclass
-class ModelConfig:
+class ModelGroup:
+    """What stands under `model`: a `ModelConfig` of ours, or a `UserModel`."""
+
+    @classmethod
+    def of_plain(cls, values: dict[str, Any], prefix: str = "model.") -> ModelGroup:
+        """Return the model that plain values describe: the user's where they have a `_target_`.
+
+        Raises:
+            ConfigError: an unknown key, or a value of another type.
+        """
+        return UserModel.of_keys(values, prefix) if "_target_" in values else from_dict(ModelConfig, values, prefix)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: a value that is wrong alone.
+        """
+        raise NotImplementedError
+
+    def paths(self) -> list[str]:
+        """Return the dotted paths to the user's code."""
+        return []
+
+
+@dataclass
+class DataGroup:
+    """What stands under `data`: a `DataConfig` of ours, or a `UserData`."""
+
+    @classmethod
+    def of_plain(cls, values: dict[str, Any], prefix: str = "data.") -> DataGroup:
+        """As `ModelGroup.of_plain`."""
+        return UserData.of_keys(values, prefix) if "_target_" in values else from_dict(DataConfig, values, prefix)
+
+    @property
+    def name(self) -> str:
+        """What the data set is called before people."""
+        raise NotImplementedError
+
+    @property
+    def num_train(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def num_val(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def loader_workers(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def download(self) -> bool:
+        """Whether what is missing may be downloaded."""
+        return True
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: a value that is wrong alone.
+        """
+        raise NotImplementedError
+
+    def missing(self) -> str | None:
+        """Say which files are not there; None when all are, or nothing is known of them."""
+        return None
+
+    def paths(self) -> list[str]:
+        """Return the dotted paths to the user's code."""
+        return []
+
+
+@dataclass
+class ModelConfig(ModelGroup):
     """An image classifier. `family` is a name of the registry; `patch_size`, `num_heads` and `mlp_dim` belong to the
     ViT family only."""
 
@@ -59,7 +136,38 @@ _FASHION_MNIST_FILES = (
 
 
 @dataclass
-class DataConfig:
+class UserModel(ModelGroup, OpenGroup):
+    """A module of the user's: `target` is called with `arguments`.
+
+    `block_classes`: paths to what `per_block` shards; null: found from the module. `init_weights`: a path to
+    `f(module, generator)`; null: PyTorch's ways. `flops_per_unit`: of a forward and backward pass; null: counted.
+    """
+
+    target: Optional[str] = key(None, named="_target_")
+    arguments: dict[str, Any] = key(dict)
+    block_classes: Optional[list[str]] = key(None)
+    init_weights: Optional[str] = key(None)
+    flops_per_unit: Optional[float] = key(None, positive)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: a path that cannot be imported, or arguments that the target does not take.
+        """
+        target = needed_target(self.target, "model")
+        check_arguments(import_callable(target, "model._target_"), target, "model", self.arguments)
+        for path in self.block_classes or ():
+            if not isinstance(import_object(path, "model.block_classes"), type):
+                raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
+        if self.init_weights is not None:
+            import_callable(self.init_weights, "model.init_weights")
+
+    def paths(self) -> list[str]:
+        return [path for path in (self.target, *(self.block_classes or ()), self.init_weights) if path]
+
+
+@dataclass
+class DataConfig(DataGroup):
     """`name` is one of the registry. `num_train`/`num_val`: use only the first so many samples; null takes all there
     are. `loader_workers` null: 0 on a CPU; on a GPU one for each core of the worker but one, 4 at most.
     """
@@ -91,3 +199,86 @@ class DataConfig:
             "point data.root at the folder that holds FashionMNIST/raw, allow data.download=true where there is "
             "internet, or use data=digits, which needs no files."
         )
+
+
+@dataclass
+class UserData(DataGroup, OpenGroup):
+    """A data set of the user's: `target` is called with `arguments` and `split="train"`, then `split="val"`.
+
+    `collate_fn`: a path to what makes a batch of a list of items; null: PyTorch's `default_collate`. The other keys are
+    as in `DataConfig`.
+    """
+
+    target: Optional[str] = key(None, named="_target_", memory=Memory.VALUE)
+    arguments: dict[str, Any] = key(dict, memory=Memory.VALUE)
+    collate_fn: Optional[str] = key(None, memory=Memory.VALUE)
+    num_train: Optional[int] = key(None, at_least_one)
+    num_val: Optional[int] = key(None, at_least_one)
+    loader_workers: Optional[int] = key(None, not_negative, may_differ=Between.CHECKPOINT)
+
+    @property
+    def name(self) -> str:
+        return self.target or ""
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: a path that cannot be imported, or arguments that the target does not take.
+        """
+        target = needed_target(self.target, "data")
+        if target != EXAMPLE_BATCH:
+            function = import_callable(target, "data._target_")
+            check_arguments(function, target, "data", self.arguments, given=("split",))
+        if self.collate_fn is not None:
+            import_callable(self.collate_fn, "data.collate_fn")
+
+    def paths(self) -> list[str]:
+        return [path for path in (self.target, self.collate_fn) if path and path != EXAMPLE_BATCH]
+
+
+def needed_target(target: str | None, group: str) -> str:
+    """
+    Raises:
+        ConfigError: there is none.
+    """
+    if target is None:
+        raise ConfigError(f"{group}=custom: {group}._target_ names nothing; give it as package.module.name.")
+    return target
+
+
+def _is_unit(value: str) -> str | None:
+    return None if value in ("samples", "tokens") else "is not a unit; use samples or tokens"
+
+
+@dataclass
+class TaskConfig:
+    """What a model learns from a batch. `name` is one of the registry.
+
+    For `custom`: `loss` is a path to `f(model, batch)`, which returns the mean loss, a scalar; `metrics` one to
+    `f(model, batch)`, which returns `{name: (sum, count)}` in validation. `unit`: what is counted; null: the task's.
+    """
+
+    name: str = key("classification", named_by_option=True, memory=Memory.VALUE)
+    loss: Optional[str] = key(None, memory=Memory.VALUE)
+    metrics: Optional[str] = key(None)
+    unit: Optional[str] = key(None, _is_unit)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: the task is not registered, or a path cannot be imported.
+            CombinationError: a loss for a task that has one, or none for one that needs it.
+        """
+        module_of("task.name", self.name)
+        if (self.name == "custom") != (self.loss is not None):
+            raise CombinationError(
+                f"task={self.name} with task.loss={self.loss or 'null'}: task=custom takes its loss from task.loss, "
+                "the other tasks have their own; give both, or neither.",
+                keys=("task", "task.loss"),
+            )
+        for name in ("loss", "metrics"):
+            if path := getattr(self, name):
+                import_callable(path, f"task.{name}")
+
+    def paths(self) -> list[str]:
+        return [path for path in (self.loss, self.metrics) if path]

@@ -37,7 +37,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fsdp_lab.compose import Trial, check_overrides, explain, group_choices, register_schema, typed_config
+from fsdp_lab.compose import Trial, check_overrides, explain, group_choices, register_schema, search_path, typed_config
 from fsdp_lab.config import (
     ConfigError,
     SweepConfig,
@@ -47,7 +47,10 @@ from fsdp_lab.config import (
     cpu_notes,
     default_num_workers,
     sharding_notes,
+    split_config_dir,
+    with_custom,
 )
+from fsdp_lab.config.workload import ModelConfig, UserModel
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
 from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
@@ -85,14 +88,18 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
     Raises:
         Exception: what Hydra or the checks say of the overrides.
     """
+    config_dir, overrides = split_config_dir(overrides)
     if options := [word for word in overrides if word.startswith("-")]:
-        raise ConfigError(f"{options[0]} is not an option here; the options are -m and --help, all else is key=value.")
+        raise ConfigError(
+            f"{options[0]} is not an option here; the options are -m, --config-dir and --help, all else is key=value."
+        )
+    overrides, found_in = with_custom(overrides), search_path(config_dir)
     check_overrides(overrides)
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
 
         def cell(values: Sequence[str], number: int) -> Trial:
-            cfg = compose("config", list(values), return_hydra_config=True)
+            cfg = compose("config", [*values, *found_in], return_hydra_config=True)
             return Trial(number, typed_config(cfg), group_choices(cfg), list(values), Path(), cfg)
 
         if not multirun:
@@ -100,7 +107,7 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
             check(trial.config)
             return Plan([trial]), []
         loader = GlobalHydra.instance().config_loader()
-        defaults = dict(compose("config", [], return_hydra_config=True).hydra.sweeper.params)
+        defaults = dict(compose("config", found_in, return_hydra_config=True).hydra.sweeper.params)
         grid = enumerate_grid(OverridesParser.create(config_loader=loader), defaults, overrides)
         return plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
 
@@ -168,12 +175,15 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
     """What the figures are about, and what in the configuration they do not see."""
     groups = ("model", "sharding", "precision", "offload", "reshard_after_forward", "optimizer")
     fixed = [f"{group}={trials[0].choices[group]}" for group in groups if group not in swept]
+    fixed += [f"{key}={value}" for key, value in _arguments(trials[0]).items() if key not in swept]
     sizes = sorted(
         {t.config.training.global_batch_size // r.num_workers for t, r in zip(trials, requests, strict=True)}
     )
-    images = sorted({(t.config.model.image_size, t.config.model.num_channels) for t in trials})
+    models = [t.config.model for t in trials]
+    images = sorted({(m.image_size, m.num_channels) for m in models if isinstance(m, ModelConfig)})
     shapes = " or ".join(f"{size}x{size}x{channels}" for size, channels in images)
-    fixed.append(f"{' or '.join(map(str, sizes))} images of {shapes} per worker and step")
+    items = f"images of {shapes}" if images else "items"
+    fixed.append(f"{' or '.join(map(str, sizes))} {items} per worker and step")
     count = f"{len(trials)} setting{'s' if len(trials) > 1 else ''}"
     console.print(f"{count}: {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)
@@ -188,6 +198,12 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
         notes.append("the capacity is compared with a CPU worker's tensors; for GPUs add forecast.device=cuda.")
     for note in dict.fromkeys(notes):
         console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _arguments(trial: Trial) -> dict[str, object]:
+    """What a model of the user's is called with, by its keys; nothing for one of ours."""
+    theirs = isinstance(trial.config.model, UserModel)
+    return {key: value for key, value in trial.values.items() if theirs and key.startswith("model.")}
 
 
 def tell_allowances(console: Console, found: list[Forecast]) -> None:

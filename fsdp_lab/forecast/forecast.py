@@ -69,7 +69,7 @@ def forecast(
     profile = forecast_profile(config, num_workers, cuda)
     found = _weigh(profile, config, num_workers, cuda, capacity_bytes)
     if page is not None:
-        model = build_workload(config.model, config.data).model.description
+        model = build_workload(config.model, config.data, config.task).model.description
         what = {"for": "GPUs" if cuda else "CPUs", "workers": str(num_workers), **main_settings(config, model)}
         with suppress(OSError):  # a full disk costs the page, not the forecast
             write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
@@ -165,7 +165,7 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
     device = ACCELERATOR if cuda else HOST
     with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run
-        workload = build_workload(config.model, config.data)
+        workload = build_workload(config.model, config.data, config.task)
         dims = build_parallel_dims(config.sharding, ranks)
         try:
             return _profile(workload, config, dims, device, cuda)

@@ -35,8 +35,25 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.compose import check, check_overrides, explain, group_choices, nightly_config, register_schema
-from fsdp_lab.config import Between, ConfigError, all_keys, conf_dir, settings, workers_of
+from fsdp_lab.compose import (
+    check,
+    check_overrides,
+    explain,
+    group_choices,
+    nightly_config,
+    register_schema,
+    search_path,
+)
+from fsdp_lab.config import (
+    Between,
+    ConfigError,
+    all_keys,
+    conf_dir,
+    settings,
+    split_config_dir,
+    with_custom,
+    workers_of,
+)
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.hardware import num_gpus
@@ -140,9 +157,9 @@ def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
     option, reason, overrides = None, "", []
     rest = iter(words)
     for word in rest:
-        name, _, value = word.partition("=")
-        if not word.startswith("-"):
-            overrides.append(word)
+        name, has_value, value = word.partition("=")
+        if not word.startswith("-") or name == "--config-dir":
+            overrides.append(word if not word.startswith("-") or has_value else f"{word}={next(rest, '')}")
             continue
         if name not in _OPTIONS:
             raise ConfigError(f"{word} is not an option here; the options are {', '.join(_OPTIONS)} and --help.")
@@ -162,6 +179,8 @@ def read_study(overrides: list[str]) -> Study:
     Raises:
         Exception: what Hydra or the checks say of them.
     """
+    config_dir, overrides = split_config_dir(overrides)
+    overrides, found_in = with_custom(overrides), search_path(config_dir)
     words = [word.lstrip("+~") for word in overrides]
     if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
         raise ConfigError(f"{resumes[0]}: a night goes on by itself when it was interrupted; leave it out.")
@@ -175,7 +194,7 @@ def read_study(overrides: list[str]) -> Study:
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         parsed = parser.parse_overrides(overrides)
         plain = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-        defaults: dict[str, Any] = compose("config", plain, return_hydra_config=True).hydra.sweeper.params
+        defaults: dict[str, Any] = compose("config", [*plain, *found_in], return_hydra_config=True).hydra.sweeper.params
         given = all_overrides(parser, {k: None if v is None else str(v) for k, v in defaults.items()}, overrides)
         axes = {o.get_key_element(): discrete_values(o) for o in given.values()}
         if several := [
@@ -186,7 +205,7 @@ def read_study(overrides: list[str]) -> Study:
                 f"\"{several[0]}='0 2,14 * * *'\"."
             )
         first = [values[0] for values in axes.values()]
-        cfg = compose("config", first, return_hydra_config=True)
+        cfg = compose("config", [*first, *found_in], return_hydra_config=True)
     config = nightly_config(cfg)
     choices = group_choices(cfg)
     check(config)
@@ -208,11 +227,12 @@ def read_study(overrides: list[str]) -> Study:
     default_axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]
     # with defaults out of the way the axes have the order of the words: the repeats lie as far apart as they can
     no_defaults = [f"hydra.sweeper.params.{key}=null" for key, value in defaults.items() if value is not None]
-    arguments = [*repeats, *default_axes, *typed, *no_defaults]
+    folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
+    arguments = [*folder, *repeats, *default_axes, *typed, *no_defaults]
     shares_cores = shared["device"] == "cpu" and config.cluster.address is None
     secret = [word for word in overrides if word.lstrip("+").partition("=")[0] in secret_keys()]
     shown = [f"{word.partition('=')[0]}=***" if word in secret else word for word in overrides]
-    go_on = redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *shown]))
+    go_on = redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *folder, *shown]))
     return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, shared, shares_cores, go_on)
 
 

@@ -45,7 +45,7 @@ class Composer:
         """The values set on what the options give; None where only Hydra itself can tell what is meant, or say what
         is wrong."""
         parsed = self._parser.parse_overrides(list(overrides))
-        values = [o for o in parsed if o.key_or_group in _KEYS and o.type is OverrideType.CHANGE]
+        values = [o for o in parsed if _is_value(o.key_or_group) and o.type is OverrideType.CHANGE]
         options = tuple(o.input_line or "" for o in parsed if o not in values)
         try:
             if options not in self._by_options:
@@ -61,6 +61,11 @@ class Composer:
         kept = [override for override in parsed if override.key_or_group not in naming.exclude_keys]
         cfg.hydra.job.override_dirname = dirname(kept, naming.item_sep, naming.kv_sep)
         return cfg
+
+
+def _is_value(key: str) -> bool:
+    """Whether an override of this key sets a value, one of ours or an argument of the user's, and chooses no option."""
+    return key in _KEYS or key.startswith(("model.", "data."))
 
 
 def dirname(overrides: Sequence[Override], item_sep: str, kv_sep: str) -> str:

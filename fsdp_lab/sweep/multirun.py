@@ -108,6 +108,7 @@ class Command:
             grid = enumerate_grid(self._parser, self._defaults, self._arguments)
             planned = plan_sweep(grid, self._compose)
             record = replace(record, num_trials=len(planned.trials))
+            record = record.with_code_of([trial.config for trial in planned.trials])
             states = [TrialState(trial) for trial in planned.trials]
             notes = [*planned.notes(), *self._idle_search_keys()]
             return self._plan(states, swept_keys(grid), record), notes
@@ -117,6 +118,8 @@ class Command:
         except ConfigError:
             print(*search.notes(), sep="\n", flush=True)
             raise
+        if first is not None:
+            record = record.with_code_of([first.config])
         return self._plan([TrialState(first)] if first else [], swept, record, search), search.notes()
 
     def _idle_search_keys(self) -> list[str]:

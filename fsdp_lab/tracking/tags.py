@@ -121,7 +121,7 @@ def trial_params(config: SweepConfig, choices: Mapping[str, str]) -> dict[str, s
     """The parameters of a trial: the group choices, then every key by its dotted name, as they are typed; without what
     a choice says already, so that a comparison shows an axis once."""
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
-    keys = keys_of(type(config))
+    keys = keys_of(config)
     own = {k: v for k, v in flatten(config).items() if keys[k].is_param}
     said = {k: v for group, option in chosen.items() if group != "experiment" for k, v in _said(group, option).items()}
     values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in said or said[k] != v)}}
@@ -139,7 +139,7 @@ def _typed(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, list):
-        return f"[{','.join(value)}]"
+        return f"[{','.join(map(_typed, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp_lab.config.compare import settings
 from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.key import Between
+from fsdp_lab.config.key import Between, keys_of
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint_files import META, discard, find_latest, outdated, publish, read_meta
@@ -278,10 +278,9 @@ def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
     Raises:
         CheckpointError: see above. DCP gives no promise between PyTorch versions.
     """
-    wanted = to_dict(config.model)
-    other = [
-        f"model.{k}={meta['model'].get(k)} there, {v} here" for k, v in wanted.items() if meta["model"].get(k) != v
-    ]
+    wanted, there = to_dict(config.model), meta["model"]
+    keys = dict.fromkeys([*wanted, *there])  # a user's model has other keys with other arguments
+    other = [f"model.{k}={there.get(k)} there, {wanted.get(k)} here" for k in keys if there.get(k) != wanted.get(k)]
     if meta["optimizer"] != config.optimizer.name.name:
         other.append(f"optimizer={meta['optimizer']} there, {config.optimizer.name.name} here")
     if other:
@@ -308,11 +307,16 @@ def check_same_trial(meta: dict[str, Any], source: Path, config: TrialConfig) ->
     Raises:
         CheckpointError: with what differs.
     """
-    other = [
-        f"{k}={meta['trial'].get(k)} there, {v} here"
-        for k, v in trial_identity(config).items()
-        if meta["trial"].get(k) != v
-    ]
+    here, there = trial_identity(config), trial_identity(TrialConfig()) | meta["trial"]  # older ones lack newer keys
+    known = keys_of(TrialConfig)
+    gone = [
+        k
+        for k in meta["trial"]
+        if k.startswith(("model.", "data."))
+        and k not in here
+        and (k not in known or Between.CHECKPOINT not in known[k].may_differ)
+    ]  # arguments of another callable
+    other = [f"{k}={there.get(k)} there, {here.get(k)} here" for k in [*here, *gone] if there.get(k) != here.get(k)]
     if other:
         raise CheckpointError(
             f"the folder {source.parent.parent} holds another trial ({'; '.join(other)}); use another folder, or "

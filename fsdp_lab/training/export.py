@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fsdp_lab.config.convert import from_dict, to_dict
+from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.config.workload import DataConfig, ModelConfig
+from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup
 from fsdp_lab.files import whole
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.workloads.build import build_model_spec
@@ -65,8 +65,13 @@ def load_exported(path: Path) -> ExportedModel:
         raise UserError(f"{path} is not an exported model: it does not hold tensors and plain values only.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is not a model that this version exported (format {FORMAT} is what it reads).")
-    model = from_dict(ModelConfig, content["model"], "model.")
-    data = from_dict(DataConfig, content["data"], "data.")
+    model, data = ModelGroup.of_plain(content["model"]), DataGroup.of_plain(content["data"])
+    if not isinstance(model, ModelConfig) or not isinstance(data, DataConfig):
+        # what a file names is not called: it may be anybody's file
+        raise UserError(
+            f"{path} is of a model or a data set that fsdp_lab does not know; build the model with its own code, "
+            f'and give it torch.load("{path}", weights_only=True)["state_dict"].'
+        )
     module = build_model_spec(model).build()
     module.load_state_dict(content["state_dict"])
     return ExportedModel(module.eval(), model, data)

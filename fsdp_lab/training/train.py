@@ -64,7 +64,7 @@ def train(
     config.check(ranks.world_size)
     start_clean(ranks.device)
     dims = build_parallel_dims(config.sharding, ranks)
-    workload = build_workload(config.model, config.data)
+    workload = build_workload(config.model, config.data, config.task)
     data = load_data(workload.data, ranks)
     loaders = build_loaders(data, config, dims, ranks.device)
     steps_per_epoch = loaders.order.steps_per_epoch

@@ -1,30 +1,85 @@
-"""From the names in a config to the workload they stand for."""
+"""From what a config names to the workload that it stands for."""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 from fsdp_lab.config.registry import module_of
-from fsdp_lab.config.workload import DataConfig, ModelConfig
-from fsdp_lab.workloads.base import ModelSpec, Workload
-from fsdp_lab.workloads.vision.classification import Classification
+from fsdp_lab.config.workload import (
+    DataConfig,
+    DataGroup,
+    ModelConfig,
+    ModelGroup,
+    TaskConfig,
+    UserData,
+    UserModel,
+)
+from fsdp_lab.workloads.base import Data, DataSpec, ModelSpec, Task, Workload
+from fsdp_lab.workloads.user.data import WithoutPadding, build_data
+from fsdp_lab.workloads.user.model import build_model
+from fsdp_lab.workloads.user.task import AroundUser, UserLoss
 from fsdp_lab.workloads.vision.images import ImageSource, image_data
 
 
-def build_workload(model: ModelConfig, data: DataConfig) -> Workload:
+def build_workload(model: ModelGroup, data: DataGroup, task: TaskConfig | None = None) -> Workload:
     """Compose the workload of a config. Reads no data and allocates no parameter.
 
+    Args:
+        task: None: classification.
+
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a path that cannot be imported.
     """
-    return Workload(build_model_spec(model), image_data(build_source(data, model), data, model), Classification(model))
+    task = task or TaskConfig()
+    spec, made = build_model_spec(model), build_task(task, model)
+    served = build_data_spec(data, model, spec)
+    if isinstance(data, UserData) or isinstance(made, UserLoss):  # of padding these know nothing
+        served = without_padding(served)
+    if isinstance(model, UserModel) or isinstance(data, UserData) or isinstance(made, UserLoss):
+        made = AroundUser(made)
+    return Workload(spec, served, made, model.flops_per_unit if isinstance(model, UserModel) else None)
 
 
-def build_model_spec(model: ModelConfig) -> ModelSpec:
+def build_model_spec(model: ModelGroup) -> ModelSpec:
     """Return the spec of the configured model; only the module of its family is imported."""
-    return importlib.import_module(module_of("model.family", model.family)).build_model(model)
+    if isinstance(model, UserModel):
+        return build_model(model)
+    assert isinstance(model, ModelConfig)
+    spec: ModelSpec = importlib.import_module(module_of("model.family", model.family)).build_model(model)
+    return spec
+
+
+def build_task(task: TaskConfig, model: ModelGroup) -> Task:
+    """Return the configured task; only its own module is imported."""
+    made: Task = importlib.import_module(module_of("task.name", task.name)).build_task(task, model)
+    return made
+
+
+def build_data_spec(data: DataGroup, model: ModelGroup, spec: ModelSpec) -> DataSpec:
+    """Return where the configured batches come from."""
+    if isinstance(data, UserData):
+        return build_data(data, spec.build)
+    assert isinstance(data, DataConfig)
+    takes = model if isinstance(model, ModelConfig) else ModelConfig()
+    source = build_source(data, takes)
+    if not isinstance(model, ModelConfig):  # it takes the images as they are
+        channels, size, _ = source.image_shape
+        takes = replace(takes, num_channels=channels, image_size=size, num_classes=source.num_classes)
+    return image_data(source, data, takes)
 
 
 def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
     """Return the configured source of images; only its own module is imported."""
-    return importlib.import_module(module_of("data.name", data.name)).build_source(data, model)
+    source: ImageSource = importlib.import_module(module_of("data.name", data.name)).build_source(data, model)
+    return source
+
+
+def without_padding(spec: DataSpec) -> DataSpec:
+    """Return the same data, whose validation split is served without padding."""
+
+    def load() -> Data:
+        data = spec.load()
+        return replace(data, val=WithoutPadding(data.val))
+
+    return replace(spec, load=load)

@@ -35,7 +35,7 @@ class FsdpLabSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> Any:
         from fsdp_lab.config import NightlyConfig
 
-        if OmegaConf.get_type(self.config) is not NightlyConfig:
+        if not issubclass(OmegaConf.get_type(self.config) or object, NightlyConfig):
             from fsdp_lab.sweep.foreign import run_foreign
 
             return run_foreign(self, self.hydra_context, self.task_function, self.config, self.params, arguments)

@@ -57,6 +57,10 @@ data.download                        cells starts checkpoint nights param
 data.num_train                       cells starts checkpoint nights param
 data.num_val                         cells starts checkpoint nights param
 data.loader_workers                  cells starts nights param
+task.name                            cells starts checkpoint nights memory param
+task.loss                            cells starts checkpoint nights memory param
+task.metrics                         cells starts checkpoint nights param
+task.unit                            cells starts checkpoint nights param
 optimizer.name                       cells starts checkpoint nights memory param
 optimizer.lr                         cells starts checkpoint nights param
 optimizer.weight_decay               cells starts checkpoint nights memory param
@@ -146,6 +150,7 @@ NAMED_BY_OPTION = {
     "reshard_after_forward=never": {"reshard_after_forward.policy"},
     "model=mlp": {"model.family"},
     "data=digits": {"data.name"},
+    "task=classification": {"task.name"},
     "optimizer=sgd": {"optimizer.name"},
     "lr_schedule=step": {"lr_schedule.name"},
     "search=optuna": {"search.name"},

@@ -18,7 +18,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,12 @@ from fsdp_lab.config import (
     from_dict,
     part,
     settings,
+    split_config_dir,
     workers_of,
 )
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.config.target import file_digest, source_digests
 from fsdp_lab.engine.files import append_line, clear_left_over
 from fsdp_lab.files import report_damaged, sync, whole, write_text
 from fsdp_lab.sweep.store.passwords import config_to_write, resolved, words_to_write
@@ -57,7 +59,8 @@ _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 class Record:
     """`sweep.json`. `arguments`: as typed, without `-m`; `num_workers`: what null stood for; `code`: file -> digest;
     `num_trials`: of a grid, all of which are written down before it starts; None for a search, and from versions that
-    did not count."""
+    did not count. `config_dir`: what `--config-dir` named; `user_code`: file -> digest, of the packages that targets
+    name, as seen from `launched_in`."""
 
     id: str
     arguments: list[str]
@@ -67,13 +70,22 @@ class Record:
     code: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
     num_trials: int | None = None
+    config_dir: str | None = None
+    user_code: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> Record:
         """A new sweep's, with the code as it is now."""
-        typed = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+        config_dir, words = split_config_dir(arguments)
+        typed = [argument for argument in words if argument not in ("-m", "--multirun")]
         workers = workers_of(config)
-        return Record(uuid.uuid4().hex, typed, multirun, os.getcwd(), workers, code_digests(), _versions())
+        record = Record(uuid.uuid4().hex, typed, multirun, os.getcwd(), workers, code_digests(), _versions())
+        return replace(record, config_dir=config_dir).with_code_of([config])
+
+    def with_code_of(self, configs: Sequence[SweepConfig]) -> Record:
+        """Return the same with the digests of the user's code that these trials call."""
+        digests = source_digests({path for config in configs for path in config.code()})
+        return replace(self, user_code={os.path.relpath(file): digest for file, digest in digests.items()})
 
     def write(self, folder: Path) -> None:
         """The last thing that is written of a new sweep: with it there is something to resume."""
@@ -276,8 +288,16 @@ def changes_of_code(record: Record) -> list[str]:
     libraries = [
         f"{name} {there} there, {now[name]} here" for name, there in record.libraries.items() if now[name] != there
     ]
-    shown = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
-    return [*([f"fsdp_lab's code: {shown}"] if files else []), *libraries]
+    own = [file for file, digest in record.user_code.items() if file_digest(Path(file)) != digest]
+    return [
+        *([f"fsdp_lab's code: {_first(files)}"] if files else []),
+        *([f"your code changed: {_first(own)}"] if own else []),
+        *libraries,
+    ]
+
+
+def _first(files: Sequence[str]) -> str:
+    return ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
 
 
 def changes_of_workers(record: Record, config: SweepConfig) -> list[str]:
@@ -300,9 +320,10 @@ def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
         return [f"{path}: {error}"]
     there, here, keys = _settings(before), _settings(config), keys_of(SweepConfig)
     return [
-        f"{key}={there[key]} there, {value} here"
-        for key, value in here.items()
-        if there[key] != value and not (value is None and there[key] == keys[key].before_null)
+        f"{key}={there.get(key)} there, {here.get(key)} here"
+        for key in dict.fromkeys([*here, *there])
+        if there.get(key) != (value := here.get(key))
+        and not (value is None and key in keys and there.get(key) == keys[key].before_null)
     ]
 
 
@@ -341,7 +362,7 @@ def saved_config(values: dict[str, Any]) -> SweepConfig:
 
 def _settings(config: SweepConfig) -> dict[str, Any]:
     """What a resume must not change. A password may be another, and is not told."""
-    keys = keys_of(type(config))
+    keys = keys_of(config)
     counting = settings(config, Between.STARTS)
     return {key: redact(str(value)) if keys[key].secret else value for key, value in counting.items()}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_lab.compose import Trial, check
-from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config import SweepConfig, UserError, split_config_dir, to_dict
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import (
     Outcome,
@@ -55,7 +57,7 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:
     first = next((i for i, word in enumerate(typed) if word.startswith("-")), len(typed))
     typed, options = typed[:first], typed[first:]  # argparse wants the overrides in one piece
     held = [word for word in record.arguments if key_of(word) not in {key_of(option) for option in options}]
-    words = [*with_overrides(held, [*typed, *ours]), *options]
+    words = [*with_overrides(held, [*typed, *ours]), *options, *_config_dir(record, folder, typed + options, own)]
     return [*(["-m"] if record.multirun else []), *words], record.launched_in
 
 
@@ -67,6 +69,24 @@ def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) 
     for name, words in held.items():
         left = [word for word in words if not isinstance(word, str) or key_of(word) not in replaced]
         check_words(left, folder / name, "resume", own)
+
+
+def _config_dir(record: Record, folder: Path, typed: Sequence[str], own: bool) -> list[str]:
+    """The folder of the user's own options that the sweep was started with, unless one is typed now.
+
+    Raises:
+        UserError: it, or the sweep's folder, is another user's: what lies in it names code that is run.
+    """
+    if record.config_dir is None or split_config_dir(typed)[0] is not None:
+        return []
+    where = Path(record.launched_in, record.config_dir)
+    if not own or (where.is_dir() and where.stat().st_uid != os.geteuid()):
+        raise UserError(
+            f"resume={folder}: the sweep was started with --config-dir={record.config_dir}, which is not yours, or is "
+            f"named by a folder that is not; if you trust what is in {where}, type that option behind resume=..."
+        )
+    print(f"with --config-dir={where}", flush=True)
+    return [f"--config-dir={where}"]
 
 
 def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:
@@ -144,7 +164,7 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
         facts = read_any_facts(storage(state.trial, folder))
         data = state.trial.config.data
         if facts and "data_digest" in facts and data.name != "synthetic":  # which is made from its settings
-            key = f"{data.name} {data.root} {data.num_train} {data.num_val}"
+            key = json.dumps(to_dict(data), sort_keys=True)
             found.setdefault(key, (facts["data_digest"], state.trial.config))
     if not found:
         return []
@@ -152,7 +172,7 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
 
     changed = []
     for before, config in found.values():
-        now = build_workload(config.model, config.data).data.load().digest
+        now = build_workload(config.model, config.data, config.task).data.load().digest
         if now != before:
             changed.append(f"data={config.data.name}: its digest was {before} and is {now}")
     return changed

@@ -18,8 +18,10 @@ from fsdp_lab.config.key import keys_of
 
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _AXIS = "hydra.sweeper.params."  # a default axis: a word of its own follows
+_CODE = ("task.loss", "task.metrics", "data.collate_fn", "model.block_classes")
 _RESOLVERS = ("per_worker", "now", "hydra")
-_OWN_RESOLVERS = (*_RESOLVERS, "oc.env")  # a variable may be a secret: only whose word it is may read it
+_OWN_CODE = ("task.loss", "task.metrics", "data.collate_fn", "model.block_classes")
+_RESOLVERS = (*_RESOLVERS, "oc.env")  # a variable may be a secret: only whose word it is may read it
 _OPTIONS = re.compile(r"[\w\s,'\"()\[\]*=-]*")  # names and choices of them; no path, which would be a file anywhere
 _INTERPOLATION = re.compile(r"\$\{\s*(?:[\w.\[\]]+\s*\}|(?P<resolver>\w+(?:\.\w+)*)\s*:)")
 _LOCAL_STORE = re.compile(r"['\"]?sqlite:///[\w./ =-]*['\"]?")
@@ -45,7 +47,8 @@ class Known:
 @cache
 def known_words() -> Known:
     """Return what this version knows."""
-    return Known(frozenset(keys_of(SweepConfig)), frozenset(groups()))
+    keys = frozenset(keys_of(SweepConfig))
+    return Known(keys, frozenset(groups()), free=("model.", "data."), code=frozenset(_CODE))
 
 
 def key_of(word: str) -> str:

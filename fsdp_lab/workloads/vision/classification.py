@@ -1,25 +1,34 @@
-"""The task: tell the class of an image."""
+"""The task: tell the class of an item, of an image above all."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_lab.config.workload import ModelConfig
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.workload import ModelConfig, ModelGroup, TaskConfig
 from fsdp_lab.workloads.vision.images import ImageBatch, expand_channels
 
 
+def build_task(config: TaskConfig, model: ModelGroup) -> Classification:
+    return Classification(model)
+
+
 class Classification:
-    """Cross entropy and accuracy of `(images, labels)`; a label of -1 is padding."""
+    """Cross entropy and accuracy of `(inputs, labels)`; a label of -1 is padding."""
 
     unit = "samples"
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelGroup) -> None:
         self.config = config
 
     def forward(self, model: nn.Module, batch: ImageBatch) -> Tensor:
-        images, _ = batch
-        return model(expand_channels(images, self.config))
+        inputs, _ = batch
+        return logits_of(
+            model(expand_channels(inputs, self.config) if isinstance(self.config, ModelConfig) else inputs)
+        )
 
     def loss(self, outputs: Tensor, batch: ImageBatch) -> Tensor:
         _, labels = batch
@@ -33,3 +42,22 @@ class Classification:
             "loss": (F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"), count),
             "accuracy": ((logits.argmax(1) == labels).sum(), count),
         }
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Return the logits of a model's outputs: a tensor, the first of a tuple or list, or what is named `logits`.
+
+    Raises:
+        UserError: there are none.
+    """
+    if isinstance(outputs, tuple | list) and outputs and not hasattr(outputs, "logits"):
+        outputs = outputs[0]
+    if not isinstance(outputs, Tensor):
+        outputs = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", outputs)
+    if isinstance(outputs, Tensor) and outputs.ndim == 2:
+        return outputs
+    what = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    raise UserError(
+        f"task=classification: the model returns {what}; it is to return logits of shape (batch, classes), alone, "
+        "first in a tuple, or named logits; for another task use task.loss=<package.function>."
+    )

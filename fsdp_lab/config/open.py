@@ -1,0 +1,44 @@
+"""Groups that take any key: what a dataclass does not know is an argument of the user's callable."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any, Self
+
+from fsdp_lab.config.convert import from_dict
+
+
+@dataclasses.dataclass
+class OpenGroup:
+    """A group with a field `arguments`, whose items stand among the group's own keys wherever it is written down:
+    typed, in YAML, in MLflow. Fields that are null are not written."""
+
+    @classmethod
+    def of_keys(cls, values: dict[str, Any], prefix: str) -> Self:
+        """Build the group from what was typed below it.
+
+        Raises:
+            ConfigError: an own key has a value of another type.
+        """
+        names = _typed_names(cls)
+        own = {names[name]: value for name, value in values.items() if name in names}
+        arguments = {str(name): value for name, value in values.items() if name not in names}
+        made = from_dict(cls, own, prefix)
+        typing.cast(Any, made).arguments = arguments
+        return made
+
+    def to_keys(self) -> dict[str, Any]:
+        """Return the plain values, as they are typed."""
+        own = {typed: getattr(self, name) for typed, name in _typed_names(type(self)).items()}
+        return {
+            "_target_": own.pop("_target_"),
+            **typing.cast(Any, self).arguments,
+            **{name: value for name, value in own.items() if value is not None},
+        }
+
+
+def _typed_names(cls: type) -> dict[str, str]:
+    """Return the name that is typed -> the field, without `arguments`."""
+    fields = (f for f in dataclasses.fields(cls) if f.name != "arguments")  # type: ignore[arg-type]
+    return {f.metadata["key"].named or f.name: f.name for f in fields}

@@ -1,0 +1,174 @@
+"""What `_target_` and other dotted paths name: a callable of the user's, imported and compared with its arguments.
+
+Imports the user's modules, and nothing heavy of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import sysconfig
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config.errors import ConfigError
+
+_MOST_FILES = 2000  # of one package, whose digests are kept
+
+
+def import_callable(path: str, key: str) -> Any:
+    """Return what a dotted path names.
+
+    Args:
+        key: where the path was typed, for messages.
+
+    Raises:
+        ConfigError: the module cannot be imported, lacks the name, or what it names cannot be called.
+    """
+    found = import_object(path, key)
+    if not callable(found):
+        raise ConfigError(
+            f"{key}={path} is a {type(found).__name__}, which cannot be called; name a class or a function."
+        )
+    return found
+
+
+@cache
+def import_object(path: str, key: str) -> Any:
+    """As `import_callable`, whatever it is that the path names."""
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"{key}={path} is no path to a name; give it as package.module.name, for example my_project.net.Net."
+        )
+    found, names = _import_module(parts, f"{key}={path}")
+    for i, name in enumerate(names):
+        if not hasattr(found, name):
+            where = ".".join(parts[: len(parts) - len(names) + i])
+            raise ConfigError(f"{key}={path}: {where} has no {name}. {_near(name, _names_in(found))}".rstrip())
+        found = getattr(found, name)
+    return found
+
+
+def _import_module(parts: list[str], typed: str) -> tuple[Any, list[str]]:
+    """Return the longest prefix that is a module, and the names that remain."""
+    for count in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            return importlib.import_module(name), parts[count:]
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise ConfigError(
+                    f"{typed} cannot be imported: {name} imports {error.name}, which is not installed."
+                ) from error
+        except (Exception, SystemExit) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"{typed} cannot be imported: importing {name} fails with {reason}.") from error
+    beside = [path.stem for path in Path.cwd().iterdir() if path.is_dir() or path.suffix == ".py"]
+    raise ConfigError(
+        f"{typed} cannot be imported: there is no module {parts[0]}. {_near(parts[0], beside)}Modules are looked for "
+        f"in the folder where the command is typed ({Path.cwd()}), in PYTHONPATH and among the installed packages."
+    )
+
+
+def _names_in(found: Any) -> list[str]:
+    submodules = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", []))]
+    return [*submodules, *(name for name in dir(found) if not name.startswith("_"))]
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]}? " if close else ""
+
+
+def check_arguments(
+    function: Any, path: str, group: str, arguments: Mapping[str, Any], given: Collection[str] = ()
+) -> None:
+    """Compare arguments with the signature of what they are for.
+
+    Args:
+        path: how `function` was named.
+        group: the config group whose keys the arguments are.
+        given: the names of the arguments that fsdp_lab adds.
+
+    Raises:
+        ConfigError: an argument that the callable does not take, or one that it needs and is not given.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # of some builtins nothing is known
+        return
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes = [name for name in named if name not in given]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in given:
+            if name not in named:
+                raise ConfigError(
+                    f"{group}._target_={path} takes no {name}; it is called with {name}=..., so add that parameter."
+                )
+        for name, value in arguments.items():
+            if name not in named:
+                valid = f"It takes: {', '.join(takes)}" if takes else "It takes no arguments"
+                raise ConfigError(f"{group}.{name}={value}: {path} takes no {name}. {_near(name, takes)}{valid}.")
+    needed = [name for name in takes if named[name].default is inspect.Parameter.empty and name not in arguments]
+    if needed:
+        keys = ", ".join(f"{group}.{name}" for name in needed)
+        raise ConfigError(
+            f"{group}._target_={path} needs {keys}, which has no default; add {group}.{needed[0]}=<value>."
+        )
+
+
+def user_root(path: str) -> Path | None:
+    """Return the folder or file of the top-level package or module that a dotted path begins with; None where that is
+    fsdp_lab's own, installed, or not there."""
+    name = path.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or name == "fsdp_lab":
+        return None
+    if spec.submodule_search_locations:
+        root = Path(next(iter(spec.submodule_search_locations))).resolve()
+    elif spec.origin and spec.origin.endswith(".py"):
+        root = Path(spec.origin).resolve()
+    else:
+        return None
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return None if any(root.is_relative_to(folder) for folder in installed) else root
+
+
+def file_digest(file: Path) -> str | None:
+    """SHA-256 of a file, shortened to 16 digits; None where it cannot be read."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
+
+
+def source_digests(paths: Iterable[str]) -> dict[str, str]:
+    """Return the digest of every Python file of the packages that dotted paths begin with, by its absolute path; of
+    installed packages nothing, which have versions."""
+    found: dict[str, str] = {}
+    for root in sorted({root for path in paths if (root := user_root(path)) is not None}):
+        files = [root] if root.is_file() else _python_files(root)
+        found |= {str(file): digest for file in files if (digest := file_digest(file)) is not None}
+    return found
+
+
+def _python_files(root: Path) -> list[Path]:
+    files = (f for f in root.rglob("*.py") if not any(part.startswith(".") for part in f.relative_to(root).parts))
+    return sorted(files)[:_MOST_FILES]
+
+
+def import_from(folder: str) -> None:
+    """Let modules of a folder be imported, as `python -m` lets those of the folder that it is typed in."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

@@ -1,0 +1,180 @@
+"""Any map-style data set, and a model's own example batch, as the data of a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from fsdp_lab.config.errors import ConfigError, UserError
+from fsdp_lab.config.target import import_callable
+from fsdp_lab.config.workload import EXAMPLE_BATCH, UserData, needed_target
+from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, map_tensors, tensors_of
+from fsdp_lab.workloads.user.digest import digest_of
+
+_MEASURED = 32  # items of a batch of which the shape of a larger one is known
+
+
+class Marked(NamedTuple):
+    """A batch of a validation split. `is_real`: a truth value; false where it stands in for padding alone."""
+
+    batch: Batch
+    is_real: Tensor
+
+
+class Items(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Collated:
+    """Whole batches of a map-style data set, by their indices. Padding is left out."""
+
+    def __init__(self, items: Items, collate: Callable[[list[Any]], Batch], count: int | None) -> None:
+        self.items, self.collate = items, collate
+        self.count = min(len(items), count or len(items))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        return self.collate([self.items[i] for i in indices.tolist()])
+
+
+class Repeated:
+    """Whole batches that are always the same: those that the model makes by itself."""
+
+    def __init__(self, example: Callable[[int], Batch], count: int) -> None:
+        self.example, self.count = example, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        return self.example(len(indices))
+
+
+class WithoutPadding:
+    """The batches of a validation split without what pads them: a user's loss knows of no padding. A batch of padding
+    alone, which a rank takes to keep step with the others, is the first item, marked."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: Tensor) -> Marked:
+        real = indices[indices >= 0]
+        return Marked(
+            self.dataset[real if len(real) else torch.zeros(1, dtype=torch.int64)], torch.tensor(len(real) > 0)
+        )
+
+
+def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSpec:
+    """Return the data of a user's data set, or of `data=example`. Reads nothing yet.
+
+    Args:
+        build_model: for `data=example`, whose batches are the model's.
+    """
+    target = needed_target(config.target, "data")
+    if target == EXAMPLE_BATCH:
+        return _example_data(config, build_model)
+    collate = import_callable(config.collate_fn, "data.collate_fn") if config.collate_fn else default_collate
+
+    @cache
+    def split(name: str) -> Collated:
+        items = make_split(config, target, name)
+        return Collated(items, collate, config.num_train if name == "train" else config.num_val)
+
+    def prepare() -> None:
+        split("train"), split("val")
+
+    def load() -> Data:
+        prepare()
+        return Data(split("train"), split("val"), digest_of([split("train").items, split("val").items]))
+
+    return DataSpec(prepare, load, partial(_like, lambda size: first_batch(split("train"), target, size)))
+
+
+def make_split(config: UserData, target: str, name: str) -> Items:
+    """
+    Raises:
+        UserError: the callable fails, or returns no map-style data set with items.
+    """
+    try:
+        items = import_callable(target, "data._target_")(split=name, **config.arguments)
+    except Exception as error:
+        raise UserError(f"data._target_={target} with split={name} fails: {type(error).__name__}: {error}") from error
+    if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
+        raise UserError(
+            f"data._target_={target} returns a {type(items).__name__} for split={name}; it is to return a map-style "
+            "data set, which has __len__ and __getitem__: an iterable one cannot be shuffled by the seed, nor resumed."
+        )
+    if len(items) == 0:
+        raise UserError(f"data._target_={target} returns no items for split={name}; each split needs one at least.")
+    return items  # type: ignore[no-any-return]
+
+
+def first_batch(split: Collated, target: str, size: int) -> Batch:
+    """Return the batch of the first items, which begin anew where there are fewer.
+
+    Raises:
+        UserError: an item cannot be read, or the items make no batch.
+    """
+    try:
+        return split[torch.arange(size) % len(split)]
+    except Exception as error:
+        raise UserError(
+            f"data._target_={target}: the first {size} items make no batch: {type(error).__name__}: {error}. Items of "
+            "different sizes need a data.collate_fn."
+        ) from error
+
+
+def _like(read: Callable[[int], Batch], size: int) -> Batch:
+    """Return a batch of that size in shapes and types alone, from uninitialised memory.
+
+    Read in a thread of its own: the caller may have made new tensors fake, or without storage, and that holds for its
+    thread only.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        if size <= _MEASURED:
+            shapes = thread.submit(read, size).result()
+            return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), shapes)
+        less, more = thread.submit(read, _MEASURED).result(), thread.submit(read, _MEASURED + 1).result()
+    bigger = iter(tensors_of(more))
+    return map_tensors(lambda t: torch.empty(_scaled(t, next(bigger), size), dtype=t.dtype), less)
+
+
+def _scaled(less: Tensor, more: Tensor, size: int) -> list[int]:
+    """Return the shape at `size` items, given those at `_MEASURED` and at one more: what grows in step is scaled."""
+    return [
+        a // _MEASURED * size if a % _MEASURED == 0 and b == a // _MEASURED * (_MEASURED + 1) else max(a, b)
+        for a, b in zip(less.shape, more.shape, strict=True)
+    ]
+
+
+def _example_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSpec:
+    @cache
+    def example(size: int) -> Batch:
+        with torch.device("meta"):
+            model: Any = build_model()
+        if not callable(getattr(model, "example_batch", None)):
+            raise ConfigError(
+                f"data=example: the model is a {type(model).__name__}, which has no method example_batch(size) that "
+                "returns a batch; add it, or name a data set with data._target_."
+            )
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)  # the same on every rank
+            return model.example_batch(size)
+
+    train, val = (Repeated(example, count or 1024) for count in (config.num_train, config.num_val))
+    return DataSpec(lambda: None, lambda: Data(train, val, digest="example"), partial(_like, example))

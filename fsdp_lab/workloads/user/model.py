@@ -1,0 +1,47 @@
+"""A module of the user's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.target import import_callable, import_object
+from fsdp_lab.config.workload import UserModel, needed_target
+from fsdp_lab.workloads.base import ModelSpec
+
+
+def build_model(config: UserModel) -> ModelSpec:
+    """Return the spec of a user's model. How its parameters get their first values is training's to find."""
+    target = needed_target(config.target, "model")
+    function = import_callable(target, "model._target_")
+    blocks = [import_object(path, "model.block_classes") for path in config.block_classes or ()]
+    start = import_callable(config.init_weights, "model.init_weights") if config.init_weights else None
+    shown = ", ".join(f"{name}={value}" for name, value in config.arguments.items())
+    return ModelSpec(
+        partial(_call, function, target, config.arguments),
+        tuple(blocks) if blocks else None,
+        None,
+        f"{target}({shown})",
+        init_weights=start,
+    )
+
+
+def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
+    """
+    Raises:
+        UserError: the callable fails, or returns no module.
+    """
+    try:
+        model = function(**arguments)
+    except (TypeError, ValueError, KeyError, AttributeError, AssertionError) as error:  # what wrong arguments raise
+        shown = ", ".join(f"model.{name}={value}" for name, value in arguments.items()) or "no arguments"
+        raise UserError(f"model._target_={target} with {shown} fails: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model._target_={target} returns a {type(model).__name__}; it is to return an nn.Module: name the class "
+            "of the module, or a function that returns one."
+        )
+    return model

@@ -1,0 +1,188 @@
+"""Tasks whose loss is the user's, and what any task needs around code of the user's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.target import import_callable
+from fsdp_lab.config.workload import ModelGroup, TaskConfig
+from fsdp_lab.workloads.base import Batch, Task, tensors_of
+from fsdp_lab.workloads.user.data import Marked
+
+# What PyTorch's RuntimeErrors say of tensors that do not fit each other.
+_DOES_NOT_FIT = re.compile(r"shape|size|dimension|dtype|scalar type|[Ee]xpected|must match|out of range|channels")
+_OF_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
+
+LossFunction = Callable[[nn.Module, Batch], Any]
+
+
+def build_task(config: TaskConfig, model: ModelGroup) -> Task:
+    """Return the task of `task=custom` or `task=model_loss`."""
+    metrics = import_callable(config.metrics, "task.metrics") if config.metrics else None
+    unit = config.unit or "samples"
+    if config.loss is None:
+        return UserLoss(model_loss, "task=model_loss: the model's output", metrics, unit)
+    return UserLoss(import_callable(config.loss, "task.loss"), f"task.loss={config.loss}", metrics, unit)
+
+
+def model_loss(model: nn.Module, batch: Batch) -> Any:
+    """Return the loss that a model computes itself, as those of Hugging Face's transformers do.
+
+    Raises:
+        UserError: the batch is no dictionary of the model's arguments, or the output has no loss.
+    """
+    if not isinstance(batch, dict):
+        raise UserError(
+            f"task=model_loss calls model(**batch), and the batch is a {type(batch).__name__}; let data.collate_fn "
+            "return a dictionary of the model's arguments, or use task.loss=<package.function>."
+        )
+    outputs = model(**batch)
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise UserError(
+            f"task=model_loss: the model returns a {type(outputs).__name__} without a loss; put the labels into the "
+            "batch, or use task.loss=<package.function>."
+        )
+    return loss
+
+
+@dataclass(frozen=True)
+class Validated:
+    """What a batch of a validation gave. `named`: the sums and counts of the user's metrics."""
+
+    loss: Any
+    named: dict[str, tuple[Tensor, Tensor]]
+
+
+class UserLoss:
+    """A loss of the user's: a mean over the items of a batch, by which a validation weighs it.
+
+    Where gradients are recorded, only the loss is computed.
+    """
+
+    def __init__(self, function: LossFunction, name: str, metrics: LossFunction | None, unit: str) -> None:
+        self.function, self.name, self.named_metrics, self.unit = function, name, metrics, unit
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        if torch.is_grad_enabled():
+            return self._scalar(self.function(model, batch))
+        named = {} if self.named_metrics is None else _sums_and_counts(self.named_metrics(model, batch))
+        loss = None if "loss" in named else self._scalar(self.function(model, batch))
+        return Validated(loss, named)
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        return outputs  # type: ignore[no-any-return]
+
+    def metrics(self, outputs: Validated, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        if outputs.loss is None:
+            return outputs.named
+        count = torch.tensor(num_items(batch), device=outputs.loss.device)
+        return {"loss": (outputs.loss * count, count), **outputs.named}
+
+    def _scalar(self, loss: Any) -> Tensor:
+        """
+        Raises:
+            UserError: what was returned is no scalar tensor that can be trained on.
+        """
+        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
+            return loss
+        what = f"a tensor of {_shape(loss)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise UserError(
+            f"{self.name} is {what}; it is to be the mean loss of the batch, a scalar tensor: loss.mean() is one."
+        )
+
+
+def _sums_and_counts(named: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """
+    Raises:
+        UserError: these are no named pairs.
+    """
+    if isinstance(named, dict) and all(isinstance(v, tuple | list) and len(v) == 2 for v in named.values()):
+        return {str(name): (total, count) for name, (total, count) in named.items()}
+    raise UserError(
+        "task.metrics is to return {name: (sum, count)}: the sum over the batch, and what it is divided by."
+    )
+
+
+def num_items(batch: Batch) -> int:
+    """Return the items of a batch: the first dimension of its first tensor that has one."""
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
+
+
+class AroundUser:
+    """A task in a workload that has a part of the user's: takes the marks off batches, and says what does not fit."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.unit = task, task.unit
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """
+        Raises:
+            UserError: the batch does not fit the model.
+        """
+        batch = _unmarked(batch)
+        try:
+            return self.task.forward(model, batch)
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            # a RuntimeError is also what memory, peers and fake tensors raise
+            if isinstance(error, RuntimeError) and (
+                type(error) is not RuntimeError or not _DOES_NOT_FIT.search(str(error))
+            ):
+                raise
+            raise UserError(
+                f"the forward pass fails in {_where(error, model)} on a batch of {describe(batch)}: "
+                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            ) from error
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        return self.task.loss(outputs, _unmarked(batch))
+
+    def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        named = self.task.metrics(outputs, _unmarked(batch))
+        if not isinstance(batch, Marked):
+            return named
+        return {name: (_if_real(batch, total), _if_real(batch, count)) for name, (total, count) in named.items()}
+
+
+def _unmarked(batch: Batch) -> Batch:
+    return batch.batch if isinstance(batch, Marked) else batch
+
+
+def _if_real(batch: Marked, value: Any) -> Tensor:
+    value = torch.as_tensor(value, device=batch.is_real.device)
+    return torch.where(batch.is_real, value, torch.zeros_like(value))
+
+
+def _where(error: BaseException, model: nn.Module) -> str:
+    """Return the name and class of the innermost module in whose forward pass an error was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = model, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names and trace.tb_frame.f_code.co_name == "forward":
+            found = owner
+        trace = trace.tb_next
+    name = _OF_WRAPPERS.sub("", names[id(found)]).removeprefix("module.").strip(".")
+    return f"{name} ({type(found).__name__})" if name and name != "module" else type(found).__name__
+
+
+def describe(batch: Batch) -> str:
+    """Return the shapes and types of a batch, for a message: `{x: 8x3 float32, y: 8 int64}`."""
+    if isinstance(batch, Tensor):
+        return f"{_shape(batch)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(map(describe, batch)) + ")"
+    return type(batch).__name__
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"

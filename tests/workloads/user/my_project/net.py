@@ -1,0 +1,64 @@
+"""A user's model and losses: plain PyTorch."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x))
+
+
+class Net(nn.Module):
+    def __init__(self, width, depth=2):
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return {"sum": self.head(x).squeeze(-1)}
+
+    def example_batch(self, size):
+        return {"x": torch.ones(size, 3), "y": torch.full((size,), 3.0)}
+
+
+def loss(model, batch):
+    return F.mse_loss(model(batch["x"])["sum"], batch["y"])
+
+
+def of_each_item(model, batch):
+    return (model(batch["x"])["sum"] - batch["y"]) ** 2
+
+
+def off_by(model, batch):
+    wrong = (model(batch["x"])["sum"] - batch["y"]).abs()
+    return {"off_by": (wrong.sum(), torch.tensor(len(wrong)))}
+
+
+def labels(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def digits(width):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
+
+
+a_number = 3
+
+
+class WithLoss(Net):
+    """As the models of transformers: it computes its loss when it is given the labels."""
+
+    def forward(self, x, y=None):
+        sums = super().forward(x)["sum"]
+        return {"sum": sums} if y is None else {"loss": F.mse_loss(sums, y), "sum": sums}
