@@ -6,6 +6,7 @@ forecast is the training code itself, not a model of it.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
@@ -163,6 +164,7 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
     """
     config.check(num_workers)
     device = ACCELERATOR if cuda else HOST
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it tells is raised, too
     with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run
         workload = build_workload(config.model, config.data, config.task)

@@ -102,7 +102,7 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
         prepare()
         return Data(split("train"), split("val"), digest_of([split("train").items, split("val").items]))
 
-    return DataSpec(prepare, load, partial(_like, lambda size: first_batch(split("train"), target, size)))
+    return DataSpec(prepare, load, partial(like, lambda size: first_batch(split("train"), target, size)))
 
 
 def make_split(config: UserData, target: str, name: str) -> Items:
@@ -139,7 +139,7 @@ def first_batch(split: Collated, target: str, size: int) -> Batch:
         ) from error
 
 
-def _like(read: Callable[[int], Batch], size: int) -> Batch:
+def like(read: Callable[[int], Batch], size: int) -> Batch:
     """Return a batch of that size in shapes and types alone, from uninitialised memory.
 
     Read in a thread of its own: the caller may have made new tensors fake, or without storage, and that holds for its
@@ -177,4 +177,4 @@ def _example_data(config: UserData, build_model: Callable[[], nn.Module]) -> Dat
             return model.example_batch(size)
 
     train, val = (Repeated(example, count or 1024) for count in (config.num_train, config.num_val))
-    return DataSpec(lambda: None, lambda: Data(train, val, digest="example"), partial(_like, example))
+    return DataSpec(lambda: None, lambda: Data(train, val, digest="example"), partial(like, example))

@@ -17,7 +17,7 @@ from fsdp_lab.workloads.base import Batch, Task, tensors_of
 from fsdp_lab.workloads.user.data import Marked
 
 # What PyTorch's RuntimeErrors say of tensors that do not fit each other.
-_DOES_NOT_FIT = re.compile(r"shape|size|dimension|dtype|scalar type|[Ee]xpected|must match|out of range|channels")
+_DOES_NOT_FIT = re.compile(r"shape|size|\bdim|dtype|scalar type|[Ee]xpected|must match|out of range|channels")
 _OF_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 
 LossFunction = Callable[[nn.Module, Batch], Any]

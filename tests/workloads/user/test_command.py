@@ -1,0 +1,135 @@
+"""The command line with a user's model, data set and loss, each from a file that imports nothing of fsdp_lab."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fsdp_lab.forecast.__main__ import main as forecast
+from tests.conftest import STORE, run_cli
+from tests.workloads.user.project import write_project
+
+NET = ("model._target_=my_project.net.Net", "model.width=16")
+DATA = ("data._target_=my_project.data.Corpus",)
+LOSS = ("task.loss=my_project.net.loss",)
+THEIRS = (*NET, *DATA, *LOSS)
+HERE = ("engine=inline", "cluster.num_workers=1", "hydra.run.dir=out", "hydra.sweep.dir=out", STORE)
+ONE_CELL = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    write_project(tmp_path)
+    return tmp_path
+
+
+def last_metrics(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def params(project: Path) -> list[dict[str, str]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{project}/mlflow.db")
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    return [run.data.params for run in runs]
+
+
+def test_a_sweep_of_their_arguments_and_its_resume(project: Path) -> None:
+    """It learns; what it varies stands in MLflow and results.csv; a resume after a change of their code says so."""
+    option = ("--config-dir", "conf_of_mine", "model=mine", "model.width=8,64", *DATA, "data.noise=0.5", *LOSS)
+    done = run_cli(project, *ONE_CELL, *option, *HERE, "training.epochs=30", "optimizer.lr=0.01", "-m", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 trials: model.width" in done.stdout
+    with (project / "out" / "results.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["model.width"] for row in rows] == ["8", "64"]
+    assert all(float(row["val/loss"]) < 0.1 for row in rows), "the sum of three numbers is easily learned"
+    theirs = [each for each in params(project) if "model.width" in each]
+    assert {each["model.width"] for each in theirs} == {"8", "64"}
+    assert {(each["model"], each["model._target_"], each["data.noise"], each["task.loss"]) for each in theirs} == {
+        ("mine", "my_project.net.Net", "0.5", "my_project.net.loss")
+    }
+
+    (project / "out" / "1" / "outcome.json").unlink()
+    again = run_cli(project, "resume=out")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "trial 1 starts" in again.stdout and "trial 0 starts" not in again.stdout
+    file = project / "my_project" / "net.py"
+    file.write_text(file.read_text().replace("torch.tanh", "torch.sin"))
+    refused = run_cli(project, "resume=out")
+    assert refused.returncode == 2
+    assert "your code changed: my_project/net.py" in refused.stderr
+    assert run_cli(project, "resume=out", "resume_anyway=true").returncode == 0
+
+
+def test_a_resume_with_another_argument_is_refused(project: Path) -> None:
+    assert run_cli(project, *THEIRS, *HERE, "training.max_steps=1", "export=false").returncode == 0
+    for word, told in (
+        ("model.depth=3", "model.depth=None there, 3 here"),
+        ("data.noise=0.1", "data.noise=None there, 0.1 here"),
+        ("model.width=17", "model.width=16 there, 17 here"),
+    ):
+        refused = run_cli(project, "resume=out", word)
+        assert refused.returncode == 2 and told in refused.stderr, refused.stderr
+
+
+@pytest.mark.slow
+def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
+    words = (*THEIRS, "sharding=ddp,per_block", *ONE_CELL[1:], *HERE[2:], "cluster.num_workers=2")
+    done = run_cli(project, "-m", *words, "training.epochs=2", timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ddp, per_block = (last_metrics(project / "out" / trial) for trial in "01")
+    assert ddp["val/loss"] == pytest.approx(per_block["val/loss"], rel=1e-5)
+    assert "forecast" in done.stdout
+    for trial in "01":
+        forecast_of = json.loads((project / "out" / trial / "forecast.json").read_text())
+        assert forecast_of["forecast/peak_bytes"] == last_metrics(project / "out" / trial)["memory/peak_bytes"]
+
+
+def test_what_is_written_down_is_what_was_typed(project: Path) -> None:
+    done = run_cli(project, *THEIRS, "--cfg", "job")
+    shown = yaml.safe_load(done.stdout)
+    assert shown["model"] == {"_target_": "my_project.net.Net", "width": 16}
+    assert shown["data"] == {"_target_": "my_project.data.Corpus"}
+    assert shown["task"]["loss"] == "my_project.net.loss" and shown["task"]["name"] == "custom"
+
+
+def test_a_forecast_of_theirs(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """One block alone is gathered at a time: the wider of two nets holds more, and DDP most."""
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    words = ["-m", *THEIRS[:1], "model.width=16,64", *DATA, *LOSS, "sharding=ddp,per_block", *ONE_CELL[1:]]
+    monkeypatch.setattr("sys.argv", ["forecast", *words, "cluster.num_workers=4", "forecast.folder=f"])
+    assert forecast() == 0, capsys.readouterr().err
+    with (project / "f" / "forecast.csv").open() as lines:
+        peaks = {(row["sharding"], row["model.width"]): float(row["peak_bytes"]) for row in csv.DictReader(lines)}
+    assert peaks["ddp", "64"] > peaks["per_block", "64"] > peaks["per_block", "16"]
+
+
+# What is typed -> what the message must say. Nothing of Ray is imported for it.
+REFUSED = {
+    "unknown argument": (
+        ["model._target_=my_project.net.Net", "model.widht=4"],
+        ["takes no widht", "takes: width, depth."],
+    ),
+    "key of ours": (["model.num_layer=4"], ["model.num_layer is not a key", "Did you mean model.num_layers?"]),
+    "type of ours": (["model.num_layers=many"], ["model.num_layers=many", "Integer; use a whole number"]),
+    "folder": (["--config-dir=nowhere", "model=mine"], ["nowhere", "not found"]),
+    "option": (["--config-dir=conf_of_mine", "model=mien"], ["model=mien is not an option", "mine", "vit_tiny"]),
+}
+
+
+@pytest.mark.parametrize("flag", [[], ["-m"]], ids=["trial", "sweep"])
+@pytest.mark.parametrize(("words", "told"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_told_before_ray_starts(project: Path, words: list[str], told: list[str], flag: list[str]) -> None:
+    done = run_cli(project, *words, *ONE_CELL, *flag, tell_imports=True, timeout=60)
+    *message, imported = done.stderr.splitlines()
+    assert done.returncode in (1, 2) and len(message) == 1 and message[0].startswith("fsdp_lab: "), done.stderr
+    assert [word for word in told if word not in message[0]] == []
+    assert "ray" not in imported and "mlflow" not in imported
+    assert not (flag and (project / "outputs").exists())

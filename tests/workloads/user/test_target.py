@@ -1,0 +1,78 @@
+"""What a `_target_` may be: every wrong one is refused with the reason and what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.target import source_digests, user_root
+from tests.ranks import config
+from tests.workloads.user.project import write_project
+
+NET = ("model._target_=my_project.net.Net", "model.width=16")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("project")
+    write_project(folder)
+    (folder / "my_project" / "broken.py").write_text("def")
+    (folder / "my_project" / "needs.py").write_text("import nowhere_to_be_found")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        yield folder
+
+
+# What is typed -> what the message must say.
+BAD = {
+    "no module": (["model._target_=my_projct.net.Net"], ["there is no module my_projct", "Did you mean my_project?"]),
+    "no file": (["model._target_=my_project.nte.Net"], ["my_project has no nte", "Did you mean net?"]),
+    "no class": (["model._target_=my_project.net.Nte"], ["my_project.net has no Nte", "Did you mean Net?"]),
+    "no path": (["model._target_=Net"], ["model._target_=Net is no path", "my_project.net.Net"]),
+    "a module": (["model._target_=my_project.net.F"], ["F is a module, which cannot be called"]),
+    "a number": (["task.loss=my_project.net.a_number"], ["a_number is a int, which cannot be called"]),
+    "broken file": (["model._target_=my_project.broken.Net"], ["my_project.broken fails with SyntaxError"]),
+    "missing library": (["model._target_=my_project.needs.Net"], ["my_project.needs imports nowhere_to_be_found"]),
+    "unknown argument": (
+        ["model._target_=my_project.net.Net", "model.widht=4"],
+        ["model.widht=4: my_project.net.Net takes no widht", "Did you mean width?", "takes: width, depth."],
+    ),
+    "missing argument": (["model._target_=my_project.net.Net"], ["needs model.width", "add model.width=<value>"]),
+    "argument of data": (["data._target_=my_project.data.Corpus", "data.nois=1"], ["takes no nois", "takes: noise."]),
+    "no split": (["data._target_=my_project.data.without_split", "data.noise=1"], ["takes no split", "add that param"]),
+    "no target": (["model=custom"], ["model=custom: model._target_ names nothing"]),
+    "no loss": (["task=custom"], ["task=custom with task.loss=null"]),
+    "two losses": (["task=model_loss", "task.loss=my_project.net.loss"], ["task=model_loss with task.loss=my_project"]),
+    "block": ([*NET, "model.block_classes=[my_project.net.Blok]"], ["has no Blok", "Did you mean Block?"]),
+}
+
+
+@pytest.mark.parametrize(("words", "told"), BAD.values(), ids=BAD)
+def test_what_cannot_be_called_is_refused(project: Path, words: list[str], told: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(*words).check(1)
+    assert [word for word in told if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+def test_what_can_be_called_is_not(project: Path) -> None:
+    config(*NET, "model.block_classes=[my_project.net.Block]", "data._target_=my_project.data.Corpus").check(1)
+    config("model._target_=torch.nn.Linear", "model.in_features=3", "model.out_features=4").check(1)
+
+
+def test_the_digests_are_of_the_files_of_the_package(project: Path) -> None:
+    before = source_digests(
+        ["my_project.net.Net", "my_project.data.Corpus", "torch.nn.Linear", "fsdp_lab.compose.check"]
+    )
+    files = ("__init__", "broken", "data", "needs", "net")
+    assert list(before) == [str(project.resolve() / "my_project" / f"{name}.py") for name in files]
+    (project / "my_project" / "data.py").write_text((project / "my_project" / "data.py").read_text() + "# other\n")
+    after = source_digests(["my_project.net.Net"])
+    assert [file for file in before if before[file] != after[file]] == [
+        str(project.resolve() / "my_project" / "data.py")
+    ]
+    assert user_root("torch.nn.Linear") is None and user_root("fsdp_lab.compose.check") is None

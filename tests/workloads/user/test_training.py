@@ -1,0 +1,202 @@
+"""A user's model, data set and loss under the training loop, on two ranks; what does not fit is one message."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_lab.config import UserError
+from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.workloads.base import tensors_of
+from fsdp_lab.workloads.user.data import Collated, first_batch, like
+from fsdp_lab.workloads.user.digest import digest_of
+from tests.ranks import Memo, config, run_ranks
+from tests.workloads.user.project import HERE, write_project
+
+NET = (f"model._target_={HERE}.net.Net", "model.width=16")
+DATA = (f"data._target_={HERE}.data.Corpus",)
+LOSS = (f"task.loss={HERE}.net.loss",)
+THEIRS = (*NET, *DATA, *LOSS)
+FITS = {
+    "all three": ((*THEIRS, f"task.metrics={HERE}.net.off_by"), "val/off_by"),
+    "example_batch": ((*NET, *LOSS, "data=example", "data.num_val=7"), "val/loss"),
+    "model": ((f"model._target_={HERE}.net.digits", "model.width=8"), "val/accuracy"),
+    "loss": (("model=mlp", f"task.loss={HERE}.net.labels"), "val/loss"),
+    "data": ((f"data._target_={HERE}.data.Pictures",), "val/accuracy"),
+    "model_loss": ((f"model._target_={HERE}.net.WithLoss", "model.width=8", "task=model_loss", *DATA), "val/loss"),
+}
+# What is typed -> what the message must say.
+DOES_NOT_FIT = {
+    "loss of each item": ((*NET, *DATA, f"task.loss={HERE}.net.of_each_item"), ["a tensor of 16;", "loss.mean()"]),
+    "batch": (
+        (*THEIRS, f"data.collate_fn={HERE}.data.collate_wrongly"),
+        ["fails in first (", "on a batch of {x: 16x2 float32, y: 16 float32}", "mat1 and mat2"],
+    ),
+    "labels": ((*NET, *DATA), ["linear(): argument 'input'", "{x: 16x3 float32, y: 16 float32}"]),
+    "iterable": ((*NET, f"data._target_={HERE}.data.stream", *LOSS), ["a generator", "map-style data set"]),
+    "no items": ((*NET, f"data._target_={HERE}.data.empty", *LOSS), ["no items for split=train"]),
+    "no model": ((f"model._target_={HERE}.net.off_by", "model.model=1", "model.batch=2", *DATA), ["fails: TypeError"]),
+    "no module": ((f"model._target_={HERE}.data.Pictures", "model.split=val", *DATA), ["is to return an nn.Module"]),
+    "no example": ((f"model._target_={HERE}.net.digits", "model.width=4", "data=example"), ["example_batch(size)"]),
+}
+
+
+def train_each(cases: dict[str, tuple[str, ...]], more: list[str]) -> dict[str, dict[str, float] | str]:
+    from fsdp_lab.training import train
+
+    results: dict[str, dict[str, float] | str] = {}
+    for name, words in cases.items():
+        memo = Memo()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                train(config("data.num_train=null", "data.num_val=null", *words, *more), Path(folder), memo)
+                results[name] = memo.told[-1]
+            except UserError as error:
+                results[name] = str(error)
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, dict[str, float] | str]:
+    cases = {name: words for name, (words, _) in {**FITS, **DOES_NOT_FIT}.items()}
+    return run_ranks(2, train_each, cases, ["training.max_steps=2"])[0]
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_any_part_may_be_theirs(trained: dict[str, dict[str, float] | str], name: str) -> None:
+    told = trained[name]
+    assert isinstance(told, dict), told
+    assert math.isfinite(told[FITS[name][1]])
+
+
+@pytest.mark.parametrize("name", DOES_NOT_FIT)
+def test_what_does_not_fit_is_told_in_one_message(trained: dict[str, dict[str, float] | str], name: str) -> None:
+    message = trained[name]
+    assert isinstance(message, str), "it trained"
+    assert [word for word in DOES_NOT_FIT[name][1] if word not in message] == [], message
+    assert "\n" not in message
+
+
+def their_own_loss(words: list[str]) -> tuple[dict[str, float], float]:
+    """Train, and compute by hand what the exported weights lose on each of the 31 items of the validation split."""
+    from fsdp_lab.training import train
+    from tests.workloads.user.my_project.data import Corpus
+    from tests.workloads.user.my_project.net import Net, of_each_item
+
+    memo = Memo()
+    with tempfile.TemporaryDirectory() as folder:
+        train(config("data.num_train=null", "data.num_val=null", *words), Path(folder), memo)
+        file = torch.load(Path(folder, "model.pt"), weights_only=True) if os.environ["RANK"] == "0" else None
+    if file is None:
+        return memo.told[-1], math.nan
+    model = Net(16)
+    model.load_state_dict(file["state_dict"])
+    val = Corpus("val")
+    batch = torch.utils.data.default_collate([val[i] for i in range(len(val))])
+    with torch.no_grad():
+        return memo.told[-1], of_each_item(model, batch).mean().item()
+
+
+@pytest.mark.parametrize("batch", [8, 60])
+def test_a_validation_counts_every_item_once(batch: int) -> None:
+    """31 items on two ranks: one rank has one less. With microbatches of 4, its last batch is padding alone where the
+    other's is not; with 30, the batches of both differ in size."""
+    words = [*THEIRS, "export=true", "training.epochs=1", f"training.global_batch_size={batch}"]
+    (told, by_hand), _ = run_ranks(2, their_own_loss, words)
+    assert told["val/loss"] == pytest.approx(by_hand, rel=1e-5)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "per_block"])
+@pytest.mark.parametrize("batch", [8, 64])
+def test_a_forecast_is_what_is_measured_to_the_byte(sharding: str, batch: int) -> None:
+    more = [
+        f"sharding={sharding}",
+        "memory_profile=peaks",
+        "training.max_steps=2",
+        f"training.global_batch_size={batch}",
+    ]
+    more += ["training.epochs=2"]
+    peaks = forecast_profile(config(*THEIRS, *more), 2, cuda=False).peaks["device"]
+    told = run_ranks(2, train_each, {"case": THEIRS}, more)[0]["case"]
+    assert isinstance(told, dict), told
+    assert {k: v for k, v in peaks.items() if k != "total"} == {
+        k: told[f"memory/{k}_bytes"] for k in peaks if k != "total"
+    }
+
+
+def test_a_forecast_says_what_does_not_fit() -> None:
+    told = {"loss of each item": "a tensor of 16;", "batch": "on a batch of {x: 16x2 float32, y: 16 float32}"}
+    for name, words in told.items():
+        with pytest.raises(UserError) as caught:
+            forecast_profile(config(*DOES_NOT_FIT[name][0]), 2, cuda=False)
+        assert words in str(caught.value)
+
+
+def ragged(items: list[dict[str, torch.Tensor]]) -> dict[str, object]:
+    """Two tokens an item, in one row, and a mask that is square in the items."""
+    count = len(items)
+    return {
+        "packed": torch.zeros(2 * count, dtype=torch.int64),
+        "nested": [torch.zeros(count, 7, count), torch.zeros(3)],
+    }
+
+
+@pytest.mark.parametrize("size", [1, 32, 33, 500])
+def test_the_shape_of_a_batch_is_told_from_a_few_items(size: int) -> None:
+    """Also where new tensors have no storage, and from fewer items than the batch has."""
+    reads = []
+
+    class Few:
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            reads.append(i)
+            return {"x": torch.zeros(3)}
+
+    split = Collated(Few(), ragged, None)
+    with torch.device("meta"):
+        batch = like(lambda count: first_batch(split, "here", count), size)
+    shapes = [(tensor.device.type, tensor.dtype, tuple(tensor.shape)) for tensor in tensors_of(batch)]
+    assert shapes == [
+        ("meta", torch.int64, (2 * size,)),
+        ("meta", torch.float32, (size, 7, size)),
+        ("meta", torch.float32, (3,)),
+    ]
+    assert len(reads) <= 65
+
+
+def test_a_digest_is_of_the_ends_of_the_data() -> None:
+    class Items:
+        def __init__(self, changed: int | None = None, noisy: bool = False, count: int = 20) -> None:
+            self.changed, self.noisy, self.count = changed, noisy, count
+
+        def __len__(self) -> int:
+            return self.count
+
+        def __getitem__(self, i: int) -> dict[str, object]:
+            x = torch.rand(3) if self.noisy else torch.full((3,), float(i))
+            return {"x": x + (i == self.changed), "text": f"item {i}", "y": i % 3}
+
+    plain = digest_of([Items()])
+    assert plain == digest_of([Items()])
+    assert plain != digest_of([Items(changed=0)]) and plain != digest_of([Items(changed=19)])
+    assert plain == digest_of([Items(changed=10)]), "the middle is not read"
+    assert plain != digest_of([Items(count=21)])
+    assert digest_of([Items(noisy=True)]) == digest_of([Items(noisy=True)])
+    named = Items()
+    named.digest = "version 7"  # type: ignore[attr-defined]
+    assert digest_of([named]) != plain
+
+
+def test_a_project_needs_nothing_of_ours(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    for file in (tmp_path / "my_project").glob("*.py"):
+        assert "fsdp_lab" not in file.read_text()
+    assert "my_project" not in sys.modules
