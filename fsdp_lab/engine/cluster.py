@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import psutil
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
@@ -69,8 +70,12 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def start_ray(cluster: ClusterConfig) -> None:
+def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     """Start Ray on this machine, or reach the one at `cluster.address`.
+
+    Args:
+        code: dotted paths to code of the user's, which a cluster's nodes get a copy of. Processes on this machine
+            import it from where it is.
 
     Raises:
         UserError: no Ray answers at the address.
@@ -97,10 +102,17 @@ def start_ray(cluster: ClusterConfig) -> None:
         return
     with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
         try:
-            ray.init(address=cluster.address, **quiet)
+            ray.init(address=cluster.address, runtime_env=code_environment(code), **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             refused = any(sign in printed() + str(error) for sign in _TOKEN_REFUSED)
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
+
+
+def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
+    """Return the runtime environment that brings the packages of dotted paths to every node; None where there are none:
+    with one, workers that Ray has started in advance are of no use."""
+    roots = sorted({str(root) for path in code if (root := user_root(path)) is not None})
+    return {"py_modules": roots} if roots else None
 
 
 _own_token = secrets.token_hex(32)

@@ -16,10 +16,12 @@ import psutil
 import pytest
 import torch
 
-from fsdp_lab.engine.cluster import cpus_per_worker_on
+from fsdp_lab.engine.cluster import code_environment, cpus_per_worker_on
+from tests.conftest import ROOT
 from tests.nvml import variables
 from tests.processes import descendants
 from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
+from tests.workloads.user.project import write_project
 
 _ASK_FOR_TOO_MUCH = """
 import ray
@@ -258,3 +260,37 @@ def test_a_cluster_that_is_not_there_is_told(cli):
     assert f"cluster.address={address}: no Ray answers there" in done.stderr
     assert "ray start --head" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+_ELSEWHERE = """
+import sys
+import ray
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import start_ray, stop_ray
+
+@ray.remote(num_cpus=1)
+def where():
+    import my_project.data
+    return my_project.data.__file__
+
+start_ray(ClusterConfig(address=sys.argv[1]), ["my_project.net.Net", "torch.nn.Linear"])
+print("there:", ray.get(where.remote(), timeout=60))
+stop_ray()
+"""
+
+
+def test_the_users_code_reaches_a_cluster(cluster: str, tmp_path: Path):
+    """Its workers know neither the folder that the driver works in nor the driver's PYTHONPATH."""
+    write_project(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-c", _ELSEWHERE, cluster],
+        cwd=tmp_path / "elsewhere", env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "there: " in done.stdout, done.stderr
+    assert str(tmp_path) not in done.stdout, "it is a copy"
+
+
+def test_code_of_ours_and_of_others_needs_no_environment():
+    assert code_environment(["torch.nn.Linear", "fsdp_lab.workloads.user.task.model_loss"]) is None

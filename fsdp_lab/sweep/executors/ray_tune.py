@@ -34,9 +34,10 @@ class RayTuneExecutor:
         """
         cluster = sweep.config.cluster
         sweep.say("Ray starts" if cluster.address is None else "Ray is being reached")
+        code = sorted({path for state in sweep.states for path in state.trial.config.code()})
         # Ray lets its workers import from the folder that it is started in; where a resume stands is not one for that.
         with chdir(os.environ.get(TYPED_ELSEWHERE, ".")):
-            engine.start_ray(cluster)
+            engine.start_ray(cluster, code)
         sigterm_interrupts()  # Ray has put a handler of its own
         if cluster.address is None:
             threading.Thread(target=self._watch_servers, args=(sweep,), name="ray", daemon=True).start()
