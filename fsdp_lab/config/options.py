@@ -27,7 +27,7 @@ def all_keys() -> list[str]:
 # Groups below which any key may stand: an argument of a callable of the user's.
 OPEN_GROUPS = ("model", "data")
 # Keys whose value names code to import, beside the `_target_` of those groups.
-CODE_KEYS = ("model.block_classes", "model.init_weights", "data.collate_fn", "task.loss", "task.metrics")
+CODE_KEYS = ("model.block_classes", "data.collate_fn", "task.loss", "task.metrics")
 _CONFIG_DIR = ("--config-dir", "-cd")
 # A key that only the option `custom` of its group has -> the group.
 _CUSTOM = {"model._target_": "model", "data._target_": "data", "task.loss": "task"}

@@ -139,14 +139,13 @@ _FASHION_MNIST_FILES = (
 class UserModel(ModelGroup, OpenGroup):
     """A module of the user's: `target` is called with `arguments`.
 
-    `block_classes`: paths to what `per_block` shards; null: found from the module. `init_weights`: a path to
-    `f(module, generator)`; null: PyTorch's ways. `flops_per_unit`: of a forward and backward pass; null: counted.
+    `block_classes`: paths to what `per_block` shards; null: found from the module. `flops_per_unit`: of a forward and
+    backward pass; null: counted.
     """
 
     target: Optional[str] = key(None, named="_target_")
     arguments: dict[str, Any] = key(dict)
     block_classes: Optional[list[str]] = key(None)
-    init_weights: Optional[str] = key(None)
     flops_per_unit: Optional[float] = key(None, positive)
 
     def check(self) -> None:
@@ -159,11 +158,9 @@ class UserModel(ModelGroup, OpenGroup):
         for path in self.block_classes or ():
             if not isinstance(import_object(path, "model.block_classes"), type):
                 raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
-        if self.init_weights is not None:
-            import_callable(self.init_weights, "model.init_weights")
 
     def paths(self) -> list[str]:
-        return [path for path in (self.target, *(self.block_classes or ()), self.init_weights) if path]
+        return [path for path in (self.target, *(self.block_classes or ())) if path]
 
 
 @dataclass

@@ -15,13 +15,12 @@ from functools import cache
 from fsdp_lab.compose import groups
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.options import CODE_KEYS
 
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _AXIS = "hydra.sweeper.params."  # a default axis: a word of its own follows
-_CODE = ("task.loss", "task.metrics", "data.collate_fn", "model.block_classes")
 _RESOLVERS = ("per_worker", "now", "hydra")
-_OWN_CODE = ("task.loss", "task.metrics", "data.collate_fn", "model.block_classes")
-_RESOLVERS = (*_RESOLVERS, "oc.env")  # a variable may be a secret: only whose word it is may read it
+_OWN_RESOLVERS = (*_RESOLVERS, "oc.env")  # a variable may be a secret: only whose word it is may read it
 _OPTIONS = re.compile(r"[\w\s,'\"()\[\]*=-]*")  # names and choices of them; no path, which would be a file anywhere
 _INTERPOLATION = re.compile(r"\$\{\s*(?:[\w.\[\]]+\s*\}|(?P<resolver>\w+(?:\.\w+)*)\s*:)")
 _LOCAL_STORE = re.compile(r"['\"]?sqlite:///[\w./ =-]*['\"]?")
@@ -48,7 +47,7 @@ class Known:
 def known_words() -> Known:
     """Return what this version knows."""
     keys = frozenset(keys_of(SweepConfig))
-    return Known(keys, frozenset(groups()), free=("model.", "data."), code=frozenset(_CODE))
+    return Known(keys, frozenset(groups()), free=("model.", "data."), code=frozenset(CODE_KEYS))
 
 
 def key_of(word: str) -> str:

@@ -14,18 +14,15 @@ from fsdp_lab.workloads.base import ModelSpec
 
 
 def build_model(config: UserModel) -> ModelSpec:
-    """Return the spec of a user's model. How its parameters get their first values is training's to find."""
+    """Return the spec of a user's model."""
     target = needed_target(config.target, "model")
     function = import_callable(target, "model._target_")
     blocks = [import_object(path, "model.block_classes") for path in config.block_classes or ()]
-    start = import_callable(config.init_weights, "model.init_weights") if config.init_weights else None
     shown = ", ".join(f"{name}={value}" for name, value in config.arguments.items())
     return ModelSpec(
         partial(_call, function, target, config.arguments),
         tuple(blocks) if blocks else None,
-        None,
         f"{target}({shown})",
-        init_weights=start,
     )
 
 
