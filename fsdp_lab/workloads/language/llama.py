@@ -1,0 +1,190 @@
+"""Llama 3 in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+"The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.2 and table 3. Rotary positions pair dimension i of a head
+with i + head_dim / 2, as Hugging Face's checkpoints do; Meta's pair neighbours, which is the same model with the rows
+of the query and key projections in another order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -1  # a label that does not count
+
+
+class RotaryEmbedding(nn.Module):
+    """The rotation of each position: tables of `(max_seq_len, head_dim / 2)` in float32, which are not saved.
+
+    `reset_parameters` computes them, so a model that was built on `meta` gets them back as it gets its weights.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_seq_len: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.max_seq_len, self.theta = head_dim, max_seq_len, theta
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(max_seq_len, head_dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.cos.device) / self.head_dim
+        positions = torch.arange(self.max_seq_len, dtype=torch.float64, device=self.cos.device)
+        angles = torch.outer(positions, self.theta**-exponents)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate `(batch, heads, seq, head_dim)` in float32 and return it in its own type."""
+        seq_len = x.shape[-2]
+        if seq_len > self.max_seq_len:
+            raise ValueError(f"{seq_len} tokens are more than max_seq_len={self.max_seq_len}")
+        cos, sin = self.cos[:seq_len], self.sin[:seq_len]
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class OutputProjection(nn.Linear):
+    """A layer that writes to the residual stream; `Llama._init_weights` draws smaller values for it."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which `num_kv_heads` keys and values serve `num_heads` queries."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.head_dim, self.rotary = dim // num_heads, rotary
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = OutputProjection(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, seq, dim)` -> the same."""
+        q, k, v = (
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        out = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, ffn_dim, bias=False)
+        self.up_proj = nn.Linear(dim, ffn_dim, bias=False)
+        self.down_proj = OutputProjection(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer of the decoder."""
+
+    def __init__(self, dim: int, attention: Attention, ffn_dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn = FeedForward(dim, ffn_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """A decoder of `num_layers` blocks.
+
+    Args:
+        ffn_dim: the width of the feed-forward layers.
+        max_seq_len: the most tokens in a row; it sizes the tables of rotations.
+        tied: the head uses the embedding's weights.
+    """
+
+    _no_split_modules = ("Block",)
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        ffn_dim: int,
+        max_seq_len: int = 8192,
+        rope_theta: float = 500000.0,
+        norm_eps: float = 1e-5,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads or dim // num_heads % 2 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"dim={dim}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: num_heads must divide dim into heads "
+                "of an even size, and num_kv_heads must divide num_heads"
+            )
+        self.num_layers, self.num_heads, self.head_dim = num_layers, num_heads, dim // num_heads
+        rotary = RotaryEmbedding(self.head_dim, max_seq_len, rope_theta)
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(
+            Block(dim, Attention(dim, num_heads, num_kv_heads, rotary), ffn_dim, norm_eps) for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the values of one module: normal with a standard deviation of 0.02, as GPT-2 and Llama do; that of the
+        layers which write to the residual stream is smaller by `sqrt(2 * num_layers)`."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            smaller = (2 * self.num_layers) ** 0.5 if isinstance(module, OutputProjection) else 1.0
+            nn.init.normal_(module.weight, std=0.02 / smaller)
+        elif isinstance(module, nn.RMSNorm | RotaryEmbedding):
+            module.reset_parameters()
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, loss_chunks: int = 1
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Tokens `(batch, seq)` -> logits `(batch, seq, vocab_size)`; with labels -> the sum of the cross entropy and
+        the number of labels that count, those that are not -1.
+
+        Args:
+            loss_chunks: in how many parts of the sequence the loss is computed. Logits are never held for more than
+                one part: the backward pass computes them again.
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if labels is None:
+            return self.head(x)
+        parts = zip(x.tensor_split(loss_chunks, dim=1), labels.tensor_split(loss_chunks, dim=1), strict=True)
+        losses = [checkpoint(self._loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        return torch.stack(losses).sum(), (labels != IGNORED).sum()
+
+    def _loss_sum(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(x.flatten(0, 1)).float()
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def flops_per_unit(self, batch: Tensor) -> float:
+        """Return the FLOPs of a training step per token: 6 for each parameter that multiplies a token, and attention's
+        products of all positions with all others. What is computed twice counts once.
+
+        Args:
+            batch: `(batch, seq + 1)`, of which the last token is a label only.
+        """
+        tied = self.head.weight is self.embedding.weight
+        num_params = sum(p.numel() for p in self.parameters()) - (0 if tied else self.embedding.weight.numel())
+        attention = 6 * self.num_layers * self.num_heads * 2 * self.head_dim * (batch.shape[1] - 1)
+        return float(6 * num_params + attention)

@@ -1,0 +1,63 @@
+"""The task: tell the next token of each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -1  # the label of what does not count
+
+
+class Language:
+    """Cross entropy of tokens `(batch, seq + 1)`: all but the last are read, all but the first are told; -1 is padding.
+
+    The loss is a mean over this rank's tokens, and gradients are averaged over ranks. Rows of packed data are full, so
+    that is the mean over all tokens; where ranks count different numbers of tokens, it is not.
+
+    Args:
+        loss_chunks: in how many parts of the sequence a model computes the loss by itself, so that the logits of all
+            tokens are never there at once. From 2 on it is called as `model(tokens, labels=..., loss_chunks=...)`
+            and returns the sum of the losses and the number of labels that are not -1.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, loss_chunks: int = 1) -> None:
+        self.loss_chunks = loss_chunks
+
+    def forward(self, model: nn.Module, batch: Tensor) -> Any:
+        tokens = batch[:, :-1].clamp(min=0)  # padding is no row of an embedding
+        if self.loss_chunks == 1:
+            return model(tokens)
+        return model(tokens, labels=batch[:, 1:], loss_chunks=self.loss_chunks)
+
+    def loss(self, outputs: Any, batch: Tensor) -> Tensor:
+        total, count = self._sum_and_count(outputs, batch)
+        return total / count
+
+    def metrics(self, outputs: Any, batch: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"loss": self._sum_and_count(outputs, batch)}
+
+    def _sum_and_count(self, outputs: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+        if self.loss_chunks > 1:
+            total, count = outputs
+            return total, count
+        labels = batch[:, 1:]
+        logits = outputs.flatten(0, 1).float()
+        total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total, (labels != IGNORED).sum()
+
+    def derive(self, means: dict[str, float], dataset: object) -> dict[str, float]:
+        """Return the perplexity, and the bits per byte where the data set says how many bytes a token stands for."""
+        derived = {"perplexity": math.exp(min(means["loss"], 700.0))}  # beyond it is no float
+        bytes_per_token = getattr(dataset, "bytes_per_token", None)
+        if bytes_per_token:
+            derived["bits_per_byte"] = means["loss"] / math.log(2) / bytes_per_token
+        return derived
+
+    def units(self, batch: Tensor) -> int:
+        """Return the number of tokens that a batch without padding has to be told."""
+        return batch.shape[0] * (batch.shape[1] - 1)

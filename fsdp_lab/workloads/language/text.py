@@ -1,0 +1,123 @@
+"""A folder of text, as bytes or by a tokenizer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.workloads.language.tokens import PackedTokens, SplitName, byte_tokens
+
+SUFFIXES = (".txt", ".md", ".parquet")
+_SEPARATOR = "\n\n"
+
+
+class TextTokens(PackedTokens):
+    """The documents of a folder, packed into rows and held in memory by every rank.
+
+    A `.txt` or `.md` file is a document, and so is a row of a `.parquet` file's column `text`; files are taken by
+    their names, from all folders below `root` too. The last tenth of the characters is the validation split.
+
+    Args:
+        tokenizer: a `tokenizer.json`, for which the package `tokenizers` has to be installed; what its post-processor
+            adds to a document is kept. None: tokens are bytes, and an empty line stands between documents.
+
+    Raises:
+        UserError: `root` has no text or less than a row, or the tokenizer cannot be read.
+    """
+
+    def __init__(
+        self,
+        split: SplitName,
+        *,
+        root: str,
+        seq_len: int = 1024,
+        tokenizer: str | None = None,
+    ) -> None:
+        documents = part_of(list(read_documents(Path(root))), split)
+        num_bytes = sum(len(text.encode()) for text in documents)
+        tokens, vocab_size = (
+            (byte_tokens(_SEPARATOR.join(documents).encode()), 256)
+            if tokenizer is None
+            else encode(documents, tokenizer)
+        )
+        if len(tokens) <= seq_len:
+            raise UserError(
+                f"data.root={root}: its {split} split has {len(tokens)} tokens, which is less than a row of "
+                f"data.seq_len={seq_len} and one; add text or take a smaller data.seq_len."
+            )
+        per_token = 1.0 if tokenizer is None else num_bytes / len(tokens)
+        super().__init__(tokens, seq_len, vocab_size, per_token)
+
+
+def read_documents(root: Path) -> Iterator[str]:
+    """Yield the documents of a folder that are not empty.
+
+    Raises:
+        UserError: there are none, or a Parquet file has no column `text`.
+    """
+    found = False
+    for file in sorted(root.rglob("*")) if root.is_dir() else ():
+        if file.suffix in SUFFIXES and file.is_file():
+            for text in _texts(file):
+                if text:
+                    found = True
+                    yield text
+    if not found:
+        why = "holds no text" if root.is_dir() else "is not a folder"
+        raise UserError(f"data.root={root} {why}; point it at a folder with {', '.join(SUFFIXES)} files.")
+
+
+def _texts(file: Path) -> Iterator[str]:
+    if file.suffix != ".parquet":
+        yield file.read_text(encoding="utf-8", errors="replace")
+        return
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        table = ParquetFile(file)
+    except ArrowInvalid as error:
+        raise UserError(f"{file} is not a Parquet file: {error}") from error
+    if "text" not in table.schema_arrow.names:
+        raise UserError(
+            f"{file} has no column text, only {', '.join(table.schema_arrow.names)}; rename the one to read."
+        )
+    for batch in table.iter_batches(columns=["text"]):
+        yield from (text for text in batch.column("text").to_pylist() if text)
+
+
+def part_of(documents: list[str], split: SplitName) -> list[str]:
+    """Return a split's documents: those in the first nine tenths of all characters, or the others. One is cut."""
+    left = sum(map(len, documents)) * 9 // 10
+    parts = []
+    for text in documents:
+        parts.append(text[:left] if split == "train" else text[left:])
+        left = max(0, left - len(text))
+    return [part for part in parts if part]
+
+
+def encode(documents: list[str], tokenizer: str) -> tuple[Tensor, int]:
+    """Return the tokens of all documents as int32 `(N,)`, and the size of the vocabulary.
+
+    Raises:
+        UserError: the package or the file is missing, or it is no tokenizer's.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise UserError(
+            f"data.tokenizer={tokenizer} needs the package tokenizers: pip install tokenizers, or leave "
+            "data.tokenizer=null for bytes."
+        ) from error
+    if not Path(tokenizer).is_file():
+        raise UserError(f"data.tokenizer={tokenizer} is not a file; give the path of a tokenizer.json.")
+    try:
+        made = Tokenizer.from_file(tokenizer)
+    except Exception as error:  # the package raises nothing narrower
+        raise UserError(f"data.tokenizer={tokenizer} is not a tokenizer.json: {error}") from error
+    rows = [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in made.encode_batch(documents)]
+    return torch.cat(rows), made.get_vocab_size()

@@ -1,0 +1,74 @@
+"""Rows of tokens: how a text is packed into them, and rows of random tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+SplitName = Literal["train", "val"]
+
+
+class PackedTokens(Dataset[Tensor]):
+    """One long text cut into rows: item i is int64 `(seq_len + 1,)`, and its last token is the first of item i + 1.
+
+    So each token but the first is told once, and only the end of the text, shorter than a row, is left out.
+
+    Args:
+        tokens: of any integer type, `(N,)`.
+        vocab_size: every token is less; 256 for bytes.
+        bytes_per_token: of the text, for bits per byte.
+    """
+
+    def __init__(self, tokens: Tensor, seq_len: int, vocab_size: int = 256, bytes_per_token: float = 1.0) -> None:
+        self.tokens, self.seq_len = tokens, seq_len
+        self.vocab_size, self.bytes_per_token = vocab_size, bytes_per_token
+
+    @property
+    def digest(self) -> str:
+        """16 digits that differ when a token does."""
+        return hashlib.sha256(self.tokens.numpy().data).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        start = index * self.seq_len
+        return self.tokens[start : start + self.seq_len + 1].long()
+
+
+def byte_tokens(text: bytes) -> Tensor:
+    """Return the bytes of a text as uint8 `(N,)`."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+class SyntheticTokens(Dataset[Tensor]):
+    """Random tokens, each as likely as any other, for figures of memory and speed: nothing can be learned but that.
+
+    Items are int64 `(seq_len + 1,)`, drawn when they are asked for, from the seed, the split and their index.
+    """
+
+    def __init__(
+        self, split: SplitName, *, vocab_size: int, seq_len: int, num_rows: int = 2**20, seed: int = 0
+    ) -> None:
+        self.split, self.vocab_size, self.seq_len = split, vocab_size, seq_len
+        self.num_rows, self.seed = num_rows, seed
+
+    @property
+    def digest(self) -> str:
+        return f"{self.seed}/{self.vocab_size}/{self.seq_len}"
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of {self.num_rows}")
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{self.split}/{index}".encode()))
+        return torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)

@@ -1,0 +1,202 @@
+"""Llama against published sizes, and against the same arithmetic written down again without PyTorch's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_lab.workloads.language.llama import Llama, RotaryEmbedding
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16,
+    "rope_theta": 100.0,
+}  # fmt: skip
+LLAMA3_1B = {"vocab_size": 128256, "dim": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 8192}
+LLAMA3_8B = {"vocab_size": 128256, "dim": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336}
+LLAMA3_70B = {"vocab_size": 128256, "dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672}
+
+
+def small(**sizes: Any) -> Llama:
+    torch.manual_seed(0)
+    return Llama(**{**SMALL, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tied", "published"),
+    [(LLAMA3_1B, True, 1_235_814_400), (LLAMA3_8B, False, 8_030_261_248), (LLAMA3_70B, False, 70_553_706_496)],
+)
+def test_published_sizes_have_the_published_number_of_parameters(sizes: dict[str, int], tied: bool, published: int):
+    """The checkpoints' own counts: meta-llama/Llama-3.2-1B, Meta-Llama-3-8B and Meta-Llama-3-70B on Hugging Face."""
+    with torch.device("meta"):
+        model = Llama(**sizes, tied=tied)
+    assert sum(p.numel() for p in model.parameters()) == published
+
+
+def test_rotation_is_a_product_of_complex_numbers():
+    """The definition (arXiv 2104.09864, equation 12): the pair i at position m, as a complex number, times
+    `exp(1j * m * theta ** (-2i / d))`."""
+    x = torch.randn(2, 3, 11, 8, generator=torch.Generator().manual_seed(0))
+    pairs = x[..., :4].numpy() + 1j * x[..., 4:].numpy()
+    angles = np.arange(11)[:, None] * 10000.0 ** (-2 * np.arange(4) / 8)[None, :]
+    rotated = pairs * np.exp(1j * angles)
+    expected = np.concatenate((rotated.real, rotated.imag), axis=-1)
+    np.testing.assert_allclose(RotaryEmbedding(8, 11, 10000.0)(x).numpy(), expected, atol=1e-6)
+
+
+def test_rotation_keeps_the_type_and_is_computed_in_float32():
+    rotary = RotaryEmbedding(8, 4096, 500000.0)
+    x = torch.randn(1, 1, 4096, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert rotary(x).dtype is torch.bfloat16
+    assert torch.equal(rotary(x), rotary(x.float()).bfloat16())
+
+
+def test_a_row_longer_than_the_tables_is_refused():
+    with pytest.raises(ValueError, match="17 tokens are more than max_seq_len=16"):
+        small()(torch.zeros(1, 17, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("sizes", [{"num_heads": 5}, {"num_kv_heads": 3}, {"dim": 12, "num_heads": 4}])
+def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int]):
+    with pytest.raises(ValueError, match="num_heads must divide dim into heads of an even size"):
+        small(**sizes)
+
+
+def naive(weights: dict[str, Any], tokens: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    """The logits of one row, position by position and head by head, in float64."""
+    heads, kv_heads, size = 4, 2, 8
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+    def rotate(x: np.ndarray, position: int) -> np.ndarray:
+        turned = (x[: size // 2] + 1j * x[size // 2 :]) * np.exp(
+            1j * position * 100.0 ** (-np.arange(0, size, 2) / size)
+        )
+        return np.concatenate((turned.real, turned.imag))
+
+    x = weights["embedding.weight"][tokens]
+    for layer in range(2):
+        w = {name.removeprefix(f"blocks.{layer}."): value for name, value in weights.items()}
+        h, out = norm(x, w["attention_norm.weight"]), np.zeros_like(x)
+        for head in range(heads):
+            mine, shared = slice(head * size, (head + 1) * size), head // (heads // kv_heads)
+            theirs = slice(shared * size, (shared + 1) * size)
+            q = [rotate(row @ w["attention.q_proj.weight"][mine].T, i) for i, row in enumerate(h)]
+            k = [rotate(row @ w["attention.k_proj.weight"][theirs].T, i) for i, row in enumerate(h)]
+            v = h @ w["attention.v_proj.weight"][theirs].T
+            for i in range(len(tokens)):
+                scores = np.exp([q[i] @ k[j] / np.sqrt(size) for j in range(i + 1)])
+                out[i, mine] = scores / scores.sum() @ v[: i + 1]
+        x = x + out @ w["attention.o_proj.weight"].T
+        h = norm(x, w["ffn_norm.weight"])
+        gate = h @ w["ffn.gate_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["ffn.up_proj.weight"].T)) @ w["ffn.down_proj.weight"].T
+    return norm(x, weights["norm.weight"]) @ weights["head.weight"].T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_the_formulas(tied: bool):
+    model = small(tied=tied)
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):  # norms of ones and tiny weights would hide a mistake
+            parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(i))
+    tokens = torch.randint(50, (3, 9), generator=torch.Generator().manual_seed(1))
+    weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
+    got = model(tokens).detach().double().numpy()
+    for row, logits in zip(tokens.numpy(), got, strict=True):
+        expected = naive(weights, row)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_tied_weights_are_one_parameter():
+    model = small(tied=True)
+    assert model.head.weight is model.embedding.weight
+    assert sum(p.numel() for p in small().parameters()) - sum(p.numel() for p in model.parameters()) == 50 * 32
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+def test_a_loss_in_parts_has_the_value_and_the_gradients_of_the_whole(chunks: int, tied: bool):
+    tokens = torch.randint(50, (3, 8), generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(50, (3, 8), generator=torch.Generator().manual_seed(2))
+    labels[0], labels[1, 5:] = -1, -1
+    whole, parted = small(tied=tied), small(tied=tied)
+    loss = F.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum")
+    total, count = parted(tokens, labels=labels, loss_chunks=chunks)
+    assert count == 5 + 8
+    torch.testing.assert_close(total, loss, rtol=1e-6, atol=0)
+    loss.backward()
+    total.backward()
+    for a, b in zip(whole.parameters(), parted.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that a tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize(("chunks", "rows"), [(1, 128), (4, 32)])
+def test_a_loss_in_parts_never_holds_all_logits(chunks: int, rows: int):
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    model = small(vocab_size=5000, max_seq_len=128)
+    with Largest() as largest:
+        model(tokens, labels=tokens, loss_chunks=chunks)[0].backward()
+    assert largest.elements == 2 * rows * 5000
+
+
+def test_first_weights_are_drawn_module_by_module():
+    model = small(dim=256, num_heads=4, num_layers=8, vocab_size=500)
+    for layer in (model.embedding, model.head, model.blocks[3].attention.q_proj, model.blocks[3].ffn.up_proj):
+        assert layer.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    for layer in (model.blocks[0].attention.o_proj, model.blocks[7].ffn.down_proj):
+        assert layer.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03), "by the root of two for each of 8 layers"
+    assert (model.norm.weight == 1).all()
+
+
+@pytest.mark.parametrize("initialise", ["_init_weights", "reset_parameters"])
+def test_a_model_built_on_meta_gets_its_tables_back(initialise: str):
+    with torch.device("meta"):
+        model = Llama(**SMALL)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.fill_(float("nan"))
+    for module in model.modules():
+        if initialise == "_init_weights":
+            model._init_weights(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    expected = small()
+    assert [name for name, _ in model.named_buffers()] == [
+        "blocks.0.attention.rotary.cos",
+        "blocks.0.attention.rotary.sin",
+    ]
+    for got, want in zip(model.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(got, want)
+    assert not [name for name in model.state_dict() if "rotary" in name], "the tables are not saved"
+
+
+def test_flops_per_token_of_llama3_8b_are_those_worked_out_by_hand():
+    """Without the embedding of 128,256 x 4,096 it has 7,504,924,672 parameters; each of 32 layers has 32 heads of 128
+    for queries and keys, and as many for values."""
+    with torch.device("meta"):
+        model = Llama(**LLAMA3_8B)
+    expected = 6 * 7_504_924_672 + 6 * 32 * 32 * (128 + 128) * 8192
+    assert model.flops_per_unit(torch.empty(2, 8193, device="meta")) == expected == 57_914_449_920
+
+
+def test_a_tied_embedding_counts_as_the_head():
+    batch = torch.empty(1, 17)
+    assert small(tied=True).flops_per_unit(batch) == small().flops_per_unit(batch)
