@@ -121,6 +121,10 @@ METRICS = (
         csv=_SHOWN, terminal=Column(marks_best=False), report=_SHOWN,
     ),
     Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
+    Metric(
+        "train/grad_norm", "grad norm", "", "the norm of all gradients before clipping, the mean of the epoch's steps; "
+        "with training.max_grad_norm, of which 1e9 clips nothing", better="min",
+    ),
     Metric("train/loss_scale", "loss scale", "", "what fp16's losses are multiplied by", form="{:.0f}"),
     Metric(
         "train/skipped_steps", "skipped steps", "steps", "steps whose fp16 gradients overflowed, in the epoch",
@@ -143,10 +147,36 @@ METRICS = (
         csv=_SHOWN, terminal=Column("val acc"), report=_SHOWN, hover=Column(form="val accuracy {:.3f}", last=True),
     ),
     Metric(
+        "val/perplexity", "perplexity", "", "tokens: `exp(val/loss)`, among how many the model is as good as guessing",
+        better="min", form="{:.2f}", csv=_SHOWN, report=_SHOWN,
+    ),
+    Metric(
+        "val/bits_per_byte", "bits/byte", "bits", "text: the loss in bits, by the bytes that the tokens stand for",
+        better="min", form="{:.3f}", csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
+    ),
+    Metric(
         SPEED, "samples/s", "samples/s", "of all ranks together; warm-up steps are left out, here and below",
         better="max", form="{:.0f}",
         csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"), hover=Column(form="{:,.0f} samples/s"),
         gate=Gate("samples_per_s"),
+    ),
+    Metric(
+        "perf/tokens_per_s", "tokens/s", "tokens/s", "of all ranks together",
+        better="max", form="{:.0f}",
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{:,.0f} tokens/s"),
+    ),
+    Metric(
+        "perf/tokens_per_s_per_device", "tokens/s/device", "tokens/s", "of one rank",
+        better="max", form="{:.0f}", csv=_SHOWN,
+    ),
+    Metric(
+        "perf/tflops_per_device", "TFLOP/s/device", "TFLOP/s", "tokens: what the model needs, recomputation left out",
+        better="max", form="{:.2f}", csv=_SHOWN,
+    ),
+    Metric(
+        "perf/data_wait_share", "data wait", "", "the share of the step time in which a process waits for batches, "
+        "the mean of the ranks; its GPU may have work then",
+        better="min", form="{:.3f}", csv=_SHOWN,
     ),
     Metric(
         "perf/step_time_p50_s", "step p50 ms", "s", "the median time of an optimizer step",

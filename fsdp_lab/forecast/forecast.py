@@ -201,7 +201,7 @@ def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device
             train_step(state, workload.task, fake_microbatches(workload, config, dims), config, device)
         microbatches = fake_microbatches(workload, config, dims)
         with record_step(state.model, state.optimizer, tensors_of(microbatches), device) as recorder:
-            train_step(state, workload.task, microbatches, config, device)
+            _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
         return recorder.finish()
 
 

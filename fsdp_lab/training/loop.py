@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.trial import TrialConfig
@@ -28,11 +29,12 @@ class DivergedError(RuntimeError):
 
 def train_step(
     state: TrainState, task: Task, microbatches: list[Batch], config: TrialConfig, device: torch.device
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """One optimizer step over the microbatches of this rank.
 
     Returns:
-        this rank's mean loss over its part of the global batch, detached, on the device: no sync point.
+        this rank's mean loss over its part of the global batch, and the norm of all gradients before they were clipped,
+        None where they are not; both detached, on the device: no sync point.
     """
     total = torch.zeros((), device=device)
     for i, batch in enumerate(microbatches):
@@ -43,9 +45,10 @@ def train_step(
         loss = task.loss(outputs, batch) / len(microbatches)
         state.scaler.scale(loss).backward()
         total += loss.detach()
+    grad_norm = None
     if config.training.max_grad_norm is not None:
         state.scaler.unscale_(state.optimizer)
-        nn.utils.clip_grad_norm_(state.model.parameters(), config.training.max_grad_norm)
+        grad_norm = clip_gradients(state.model, config.training.max_grad_norm)
     scale = state.scaler.get_scale()
     state.scaler.step(state.optimizer)
     state.scaler.update()
@@ -54,7 +57,17 @@ def train_step(
         state.lr_schedule.step()
     state.step += 1
     state.epoch_step += 1
-    return total
+    return total, grad_norm
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients down where their norm, over all ranks, is more than `max_norm`; return that norm."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()  # the ranks' parts in one number; what comes after would do it by itself
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 @dataclass(frozen=True)
@@ -102,17 +115,21 @@ def train_epoch(
     """
     state.model.train()
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
-    losses = []
+    losses, norms = [], []
     watch.timer.start()
     _seed(config, state.step, dims)
-    for microbatches in _by_step(loader, config.training.grad_accum_steps):
+    for microbatches in _by_step(loader, config.training.grad_accum_steps, watch.timer):
         _seed(config, state.step, dims)
         with watch.step(state, microbatches):
-            losses.append(train_step(state, task, microbatches, config, device))
+            loss, norm = train_step(state, task, microbatches, config, device)
+        losses.append(loss)
+        norms += [] if norm is None else [norm]
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
     step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
     metrics = {"train/loss": _mean(step_losses, steps_before), "train/lr": float(state.lr_schedule.get_last_lr()[0])}
+    if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:
+        metrics["train/grad_norm"] = sum(finite) / len(finite)  # fp16 skips the steps that overflow
     if config.precision.loss_scaling:
         taken = state.lr_schedule.last_epoch - scheduled
         metrics["train/loss_scale"] = state.scaler.get_scale()
@@ -165,7 +182,19 @@ def _seed(config: TrialConfig, step: int, dims: ParallelDims) -> None:
     torch.manual_seed(zlib.crc32(f"{config.training.seed}/{step}/{dims.dp_rank}".encode()))
 
 
-def _by_step(loader: DataLoader[Batch], grad_accum_steps: int) -> Iterable[list[Batch]]:
+def token_metrics(val_loss: float, bytes_per_token: float | None) -> Metrics:
+    """What the mean loss of the tokens means: the perplexity, and the bits per byte where the data are text."""
+    metrics = {"val/perplexity": math.exp(min(val_loss, 700.0))}  # beyond it there is no float
+    if bytes_per_token is not None:
+        metrics["val/bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
+    return metrics
+
+
+def _by_step(loader: DataLoader[Batch], grad_accum_steps: int, timer: StepTimer) -> Iterable[list[Batch]]:
     batches = iter(loader)
-    while step := list(islice(batches, grad_accum_steps)):
+    while True:
+        with timer.waiting():
+            step = list(islice(batches, grad_accum_steps))
+        if not step:
+            return
         yield step

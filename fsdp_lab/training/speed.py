@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -28,20 +30,34 @@ PEAK_FLOPS = {
 class StepTimer:
     """The seconds of each optimizer step, loading included, without a sync point inside the epoch.
 
-    On CUDA events are recorded and read at the end of the epoch; on a CPU the clock is read.
+    On CUDA events are recorded and read at the end of the epoch; on a CPU the clock is read. `waited_s`: how long
+    this process waited for batches within the steps that `take` returned last.
     """
 
     def __init__(self, warmup_steps: int, ranks: Ranks) -> None:
         self.left_out = warmup_steps
         self.cuda = ranks.device.type == "cuda"
+        self.waited_s = 0.0
         self._chains: list[list[float | torch.cuda.Event]] = []
+        self._waits: list[float] = []  # of each timed step
+        self._waiting = 0.0  # of the step that has begun
 
     def start(self) -> None:
         """Begin a chain of steps; what lies between two chains is not timed."""
         self._chains.append([self._mark()])
+        self._waiting = 0.0
 
     def step_done(self) -> None:
         self._chains[-1].append(self._mark())
+        self._waits.append(self._waiting)
+        self._waiting = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for the loader."""
+        begun = time.perf_counter()
+        yield
+        self._waiting += time.perf_counter() - begun
 
     def _mark(self) -> float | torch.cuda.Event:
         if not self.cuda:
@@ -55,9 +71,10 @@ class StepTimer:
         if self.cuda:
             torch.cuda.synchronize()
         times = [_seconds(a, b) for chain in self._chains for a, b in itertools.pairwise(chain)]
-        self._chains = []
         warmup = min(self.left_out, len(times))
         self.left_out -= warmup
+        self.waited_s = sum(self._waits[warmup:])
+        self._chains, self._waits = [], []
         return times[warmup:]
 
 
@@ -68,9 +85,21 @@ def _seconds(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
     return b - a
 
 
-def speed_metrics(times: list[float], config: TrialConfig, ranks: Ranks, flops_per_sample: float) -> Metrics:
+def speed_metrics(
+    times: list[float],
+    config: TrialConfig,
+    ranks: Ranks,
+    flops_per_sample: float,
+    waited_s: float | None = None,
+    tokens_per_sample: int | None = None,
+) -> Metrics:
     """`perf/*` of one epoch; empty when every step was warm-up. Each rank steps with the others, so
-    this rank's times are the job's."""
+    this rank's times are the job's.
+
+    Args:
+        waited_s: how much of the times was spent waiting for batches.
+        tokens_per_sample: None where samples are what is counted.
+    """
     if not times:
         return {}
     ordered = sorted(times)
@@ -80,6 +109,13 @@ def speed_metrics(times: list[float], config: TrialConfig, ranks: Ranks, flops_p
         "perf/step_time_p50_s": percentile(ordered, 0.50),
         "perf/step_time_p95_s": percentile(ordered, 0.95),
     }
+    if waited_s is not None:
+        metrics["perf/data_wait_share"] = waited_s / sum(times)
+    if tokens_per_sample is not None:
+        tokens_per_s = samples_per_s * tokens_per_sample
+        metrics["perf/tokens_per_s"] = tokens_per_s
+        metrics["perf/tokens_per_s_per_device"] = tokens_per_s / ranks.world_size
+        metrics["perf/tflops_per_device"] = samples_per_s * flops_per_sample / ranks.world_size / 1e12
     peak = device_peak_flops(config, ranks)
     if peak is not None:
         metrics["perf/mfu"] = samples_per_s * flops_per_sample / (peak * ranks.world_size)

@@ -19,7 +19,7 @@ from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import Ranks, build_parallel_dims, setup_distributed
 from fsdp_lab.training.export import export_model
-from fsdp_lab.training.loop import Watch, evaluate, train_epoch
+from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfile, start_clean
 from fsdp_lab.training.speed import StepTimer, device_peak_flops, speed_metrics
 from fsdp_lab.training.weights import init_weights
@@ -90,13 +90,18 @@ def train(
         MemoryProfile(config, workload.model.description, ranks, folder),
         reporter.step,
     )
-    flops = workload.train_flops_per_sample() if device_peak_flops(config, ranks) else 0.0
+    tokens = workload.tokens_per_sample()
+    flops = workload.train_flops_per_sample() if tokens or device_peak_flops(config, ranks) else 0.0
     while not _is_through(state, config):
         loaders.order.go_to(state.epoch, state.epoch_step)
         metrics, losses = train_epoch(state, workload.task, loaders.train, config, ranks.device, dims, watch)
         on_step_losses(losses)
-        metrics.update(speed_metrics(watch.timer.take(), config, ranks, flops))
+        times = watch.timer.take()
+        waited = dims.sum(torch.tensor(watch.timer.waited_s, device=ranks.device)).item() / dims.dp_degree
+        metrics.update(speed_metrics(times, config, ranks, flops, waited, tokens))
         metrics.update(evaluate(state, workload.task, loaders.val, config, ranks.device, dims))
+        if tokens is not None:
+            metrics.update(token_metrics(metrics["val/loss"], data.bytes_per_token))
         metrics.update(watch.memory.figures())
         metrics.update(epoch=state.epoch + 1, step=state.step)
         if state.epoch_step >= steps_per_epoch:  # else max_steps cut it short: a resume takes the rest

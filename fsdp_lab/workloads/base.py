@@ -40,11 +40,12 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """Both splits. `digest` differs when an item does."""
+    """Both splits. `digest` differs when an item does. `bytes_per_token`: of the validation split; None: no text."""
 
     train: Dataset
     val: Dataset
     digest: str
+    bytes_per_token: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class DataSpec:
 class Task(Protocol):
     """What the model learns from a batch. Called with batches on the model's device."""
 
-    unit: str  # what is counted: samples or tokens
+    unit: str  # what is counted: samples, or tokens, of which the loss is a mean in nats
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the model's outputs. Only this runs under autocast."""
@@ -74,6 +75,9 @@ class Task(Protocol):
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `name -> (sum, count)`, `loss` among them; sums and counts are added up over batches and ranks."""
+
+    def units(self, batch: Batch) -> int:
+        """Return how many of the unit a batch without padding has, by its shape alone."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,24 @@ class Workload:
     flops_per_unit: float | None = None
 
     def train_flops_per_sample(self) -> float:
-        """Count the matrix FLOPs of forward and backward for one sample on `meta`, the backward as twice the
-        forward. Recomputation is not counted: MFU is about the model's own work."""
-        if self.flops_per_unit is not None:
-            return self.flops_per_unit
+        """Return the FLOPs of forward and backward for one sample: `flops_per_unit` or what the model's own method of
+        that name says of a batch, else the matrix FLOPs, counted on `meta`, the backward as twice the forward.
+        Recomputation is not counted: MFU is about the model's own work."""
         model, batch = self._on_meta()
+        if self.flops_per_unit is not None:
+            return self.flops_per_unit * self.task.units(batch)
+        if callable(own := getattr(model, "flops_per_unit", None)):
+            return float(own(batch)) * self.task.units(batch)
         with FlopCounterMode(display=False) as counter:  # gradients are recorded: without them a task is validated
             self.task.forward(model.eval(), batch)
         return 3.0 * counter.get_total_flops()
+
+    def tokens_per_sample(self) -> int | None:
+        """Return the tokens of one sample; None where samples are what is counted."""
+        if self.task.unit != "tokens":
+            return None
+        with torch.device("meta"):
+            return self.task.units(self.data.example_batch(1))
 
     def parameters_without_gradient(self) -> list[str]:
         """Return the names of those that a step leaves without one, as a step on `meta` shows, frozen ones apart."""

@@ -74,6 +74,55 @@ def test_speed_metrics() -> None:
     assert speed_metrics([], trial, ALONE, 1.0) == {}
 
 
+def test_timer_counts_the_waits_of_the_steps_that_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait is part of the step that follows it; those of warm-up and of untimed steps are left out."""
+    clock = Clock(0.0, 1.0, 5.0, 9.0, 10.0, 13.0, 20.0, 30.0, 80.0, 100.0, 101.0, 103.0, 110.0, 120.0, 190.0)
+    monkeypatch.setattr(speed.time, "perf_counter", clock)
+    timer = StepTimer(warmup_steps=1, ranks=ALONE)
+    timer.start()  # 0
+    with timer.waiting():  # 1 to 5: of a step of warm-up
+        pass
+    timer.step_done()  # 9
+    with timer.waiting():  # 10 to 13
+        pass
+    timer.step_done()  # 20
+    with timer.waiting():  # 30 to 80: of a step that is not timed
+        pass
+    timer.start()  # 100
+    with timer.waiting():  # 101 to 103
+        pass
+    timer.step_done()  # 110
+    with timer.waiting():  # 120 to 190: the epoch is over
+        pass
+    assert timer.take() == [11, 10] and timer.waited_s == 3 + 2
+    assert timer.take() == [] and timer.waited_s == 0
+
+
+def test_metrics_of_tokens() -> None:
+    """8 samples of 100 tokens in half a second, on 2 ranks, at 1 GFLOP a token."""
+    told = speed_metrics([0.5], config("training.global_batch_size=8"), ALONE, 1e11, 0.1, 100)
+    assert told == pytest.approx(
+        {
+            "perf/samples_per_s": 16, "perf/step_time_p50_s": 0.5, "perf/step_time_p95_s": 0.5,
+            "perf/data_wait_share": 0.2, "perf/tokens_per_s": 1600, "perf/tokens_per_s_per_device": 800,
+            "perf/tflops_per_device": 0.8,
+        }
+    )  # fmt: skip
+
+
+def test_use_of_a_gpu_at_a_published_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan's table for Llama 3.1 8B has 5,762 tokens/s on each of 8 H100s, sequence 8192. At 57.9 GFLOP a token
+    that is 333.7 TFLOP/s, 33.7 % of 989."""
+    monkeypatch.setattr(speed, "device_peak_flops", lambda config, ranks: 989e12)
+    per_sample = (6 * 7_504_924_672 + 6 * 32 * 32 * 256 * 8192) * 8192.0
+    ranks, batch = Ranks(0, 0, 8, torch.device("cpu")), 16
+    told = speed_metrics([batch * 8192 / (5762 * 8)], config(f"training.global_batch_size={batch}"), ranks, per_sample,
+                         None, 8192)  # fmt: skip
+    assert told["perf/tokens_per_s_per_device"] == pytest.approx(5762)
+    assert told["perf/tflops_per_device"] == pytest.approx(333.70, abs=0.01)
+    assert told["perf/mfu"] == pytest.approx(0.3374, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "peak"),
     [

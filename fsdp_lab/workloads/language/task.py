@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -49,14 +48,6 @@ class Language:
         logits = outputs.flatten(0, 1).float()
         total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return total, (labels != IGNORED).sum()
-
-    def derive(self, means: dict[str, float], dataset: object) -> dict[str, float]:
-        """Return the perplexity, and the bits per byte where the data set says how many bytes a token stands for."""
-        derived = {"perplexity": math.exp(min(means["loss"], 700.0))}  # beyond it is no float
-        bytes_per_token = getattr(dataset, "bytes_per_token", None)
-        if bytes_per_token:
-            derived["bits_per_byte"] = means["loss"] / math.log(2) / bytes_per_token
-        return derived
 
     def units(self, batch: Tensor) -> int:
         """Return the number of tokens that a batch without padding has to be told."""

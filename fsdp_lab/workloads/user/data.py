@@ -100,7 +100,9 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
 
     def load() -> Data:
         prepare()
-        return Data(split("train"), split("val"), digest_of([split("train").items, split("val").items]))
+        train, val = split("train"), split("val")
+        text = getattr(val.items, "bytes_per_token", None)
+        return Data(train, val, digest_of([train.items, val.items]), text)
 
     return DataSpec(prepare, load, partial(like, lambda size: first_batch(split("train"), target, size)))
 

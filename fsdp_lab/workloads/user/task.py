@@ -86,6 +86,13 @@ class UserLoss:
         count = torch.tensor(num_items(batch), device=outputs.loss.device)
         return {"loss": (outputs.loss * count, count), **outputs.named}
 
+    def units(self, batch: Batch) -> int:
+        """Return the items of a batch; where tokens are counted, those of its first tensor of whole numbers."""
+        if self.unit != "tokens":
+            return num_items(batch)
+        whole = (t for t in tensors_of(batch) if not t.is_floating_point() and t.ndim > 1)
+        return next((tensor.numel() for tensor in whole), num_items(batch))
+
     def _scalar(self, loss: Any) -> Tensor:
         """
         Raises:
@@ -149,6 +156,9 @@ class AroundUser:
         if not isinstance(batch, Marked):
             return named
         return {name: (_if_real(batch, total), _if_real(batch, count)) for name, (total, count) in named.items()}
+
+    def units(self, batch: Batch) -> int:
+        return self.task.units(_unmarked(batch))
 
 
 def _unmarked(batch: Batch) -> Batch:

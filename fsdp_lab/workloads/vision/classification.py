@@ -34,6 +34,9 @@ class Classification:
         _, labels = batch
         return F.cross_entropy(outputs.float(), labels)
 
+    def units(self, batch: ImageBatch) -> int:
+        return len(batch[1])
+
     def metrics(self, outputs: Tensor, batch: ImageBatch) -> dict[str, tuple[Tensor, Tensor]]:
         _, labels = batch
         logits = outputs.float()

@@ -1,0 +1,57 @@
+"""What a step and an epoch report beside the loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_lab.training.loop import token_metrics
+from tests.ranks import config, run_ranks, train_all
+from tests.training.reference import digits, first_weights
+
+MLP = ("model=mlp", "training.max_steps=1", "memory_profile=off")
+CASES = [
+    [*MLP, "training.max_grad_norm=0.1", "sharding=ddp"],
+    [*MLP, "training.max_grad_norm=0.1", "sharding=per_layer"],
+    [*MLP, "training.max_grad_norm=0.1", "sharding=root", "training.grad_accum_steps=2"],
+    [*MLP, "training.max_grad_norm=1e9", "sharding=per_block"],
+    [*MLP, "training.max_grad_norm=1e9", "sharding=per_block", "precision=fp16"],
+    [*MLP, "sharding=per_block"],
+]
+
+
+def norm_by_hand() -> float:
+    """Of the gradients of the first step's 32 digits, by one process, as a sum of squares."""
+    from fsdp_lab.workloads.build import build_model_spec
+
+    trial = config(*MLP)
+    model = build_model_spec(trial.model).build()
+    model.load_state_dict(first_weights(trial))
+    (images, labels), _ = digits()
+    first = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:32]
+    size = trial.model.image_size
+    images = nn.functional.interpolate(images[first], size=(size, size), mode="bilinear")
+    nn.functional.cross_entropy(model(images), labels[first]).backward()
+    return math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+
+
+def test_the_norm_of_the_gradients_is_that_before_clipping_over_all_ranks() -> None:
+    results = [told for _, told in run_ranks(2, train_all, CASES)[0]]
+    expected = norm_by_hand()
+    assert expected > 0.2, "it is clipped"
+    for case, told in zip(CASES[:4], results, strict=False):
+        assert told[-1]["train/grad_norm"] == pytest.approx(expected, rel=1e-5), case
+    assert results[4][-1]["train/grad_norm"] == pytest.approx(expected, rel=1e-2), "unscaled"
+    assert "train/grad_norm" not in results[5][-1], "it would cost a pass over the gradients"
+    assert results[3][-1]["val/loss"] == pytest.approx(results[5][-1]["val/loss"], abs=1e-6), "nothing was clipped"
+    assert all(0 <= told[-1].get("perf/data_wait_share", 0) <= 1 for told in results)
+
+
+def test_perplexity_and_bits_per_byte() -> None:
+    """A loss of ln 8 is a choice among 8 tokens: three bits, for four bytes."""
+    assert token_metrics(math.log(8), 4.0) == pytest.approx({"val/perplexity": 8, "val/bits_per_byte": 0.75})
+    assert token_metrics(math.log(8), None) == pytest.approx({"val/perplexity": 8})
+    assert math.isfinite(token_metrics(1e6, 1.0)["val/perplexity"])
