@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from fsdp_lab.compose import register_schema, typed_config
 from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict, with_custom
-from tests.conftest import FASHION_MNIST
+from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
 from tests.workloads.user.project import HERE
 
@@ -23,6 +23,10 @@ TWO_STEPS = [
 LARGE = [
     "data=synthetic", "training.global_batch_size=2", "data.num_train=4", "data.num_val=2", "optimizer=sgd",
     "export=false", "checkpoint.mode=off",
+]  # fmt: skip
+SMALL_LLAMA = [
+    "model.dim=64", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=64",
+    "data.seq_len=16", "training.global_batch_size=4", "task.loss_chunks=4",
 ]  # fmt: skip
 # What an option needs beside its name.
 NEEDS = {
@@ -35,6 +39,10 @@ NEEDS = {
     "data=example": [f"model._target_={HERE}.net.Net", "model.width=8", f"task.loss={HERE}.net.loss"],
     "task=custom": [f"task.loss={HERE}.net.labels"],
     "task=model_loss": [f"model._target_={HERE}.net.WithLoss", "model.width=8", "data=example"],
+    "data=text": [f"data.root={ROOT}", "data.seq_len=64"],  # our own documentation
+    "model=llama3_1b": SMALL_LLAMA,
+    "model=llama3_8b": SMALL_LLAMA,
+    "model=llama3_70b": SMALL_LLAMA,
     # With all their layers two steps take up to minutes on two cores, and 8 GB.
     "model=vit_b_16": [*LARGE, "model.num_layers=2"],
     "model=vit_l_16": [*LARGE, "model.num_layers=2"],

@@ -33,14 +33,34 @@ _CONFIG_DIR = ("--config-dir", "-cd")
 _CUSTOM = {"model._target_": "model", "data._target_": "data", "task.loss": "task"}
 
 
+_CHOSEN = ("task", "model", "data")
+_LANGUAGE = "_target_: fsdp_lab.workloads.language."
+
+
 def with_custom(words: Sequence[str]) -> list[str]:
     """Return a command line in which `model._target_=...` alone stands for `model=custom` too, so that no size of the
     default model is an argument; likewise `data` and `task.loss`."""
     typed = [word.partition("=")[0].lstrip("+") if not word.endswith("=null") else "" for word in words]
     implied = {typed.index(key): group for key, group in _CUSTOM.items() if key in typed and group not in typed}
-    return [
-        each for i, word in enumerate(words) for each in ((f"{implied[i]}=custom", word) if i in implied else (word,))
-    ]
+    return with_language(
+        [each for i, word in enumerate(words) for each in ((f"{implied[i]}=custom", word) if i in implied else (word,))]
+    )
+
+
+def with_language(words: Sequence[str]) -> list[str]:
+    """Return a command line in which a language model or a data set of tokens alone stands for `task=language` too, and
+    that for `model=lm_tiny` and `data=pydoc`; a published model for `data=synthetic_tokens`. What is typed stays."""
+    typed = {group: word.partition("=")[2] for word in words for group in _CHOSEN if word.startswith(f"{group}=")}
+    if not any(_of_language(group, option) for group, value in typed.items() for option in value.split(",")):
+        return list(words)
+    implied = {"task": "language", "model": "lm_tiny"}
+    implied["data"] = "pydoc" if typed.get("model", "lm_tiny") in ("lm_tiny", "custom") else "synthetic_tokens"
+    return [*(f"{group}={option}" for group, option in implied.items() if group not in typed), *words]
+
+
+def _of_language(group: str, option: str) -> bool:
+    file = conf_dir() / group / f"{option}.yaml"
+    return (group, option) == ("task", "language") or (file.is_file() and _LANGUAGE in file.read_text())
 
 
 def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -24,6 +24,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     # a module with `build_task(TaskConfig, ModelGroup) -> Task`
     "task.name": {
         "classification": "fsdp_lab.workloads.vision.classification",
+        "language": "fsdp_lab.workloads.language.task",
         "model_loss": "fsdp_lab.workloads.user.task",
         "custom": "fsdp_lab.workloads.user.task",
     },

@@ -253,12 +253,14 @@ class TaskConfig:
 
     For `custom`: `loss` is a path to `f(model, batch)`, which returns the mean loss, a scalar; `metrics` one to
     `f(model, batch)`, which returns `{name: (sum, count)}` in validation. `unit`: what is counted; null: the task's.
+    `loss_chunks`: for `language`, in how many parts of the sequence a model computes the loss by itself.
     """
 
     name: str = key("classification", named_by_option=True, memory=Memory.VALUE)
     loss: Optional[str] = key(None, memory=Memory.VALUE)
     metrics: Optional[str] = key(None)
     unit: Optional[str] = key(None, _is_unit)
+    loss_chunks: int = key(1, at_least_one, memory=Memory.VALUE)
 
     def check(self) -> None:
         """
@@ -272,6 +274,12 @@ class TaskConfig:
                 f"task={self.name} with task.loss={self.loss or 'null'}: task=custom takes its loss from task.loss, "
                 "the other tasks have their own; give both, or neither.",
                 keys=("task", "task.loss"),
+            )
+        if self.loss_chunks > 1 and self.name != "language":
+            raise CombinationError(
+                f"task.loss_chunks={self.loss_chunks} with task={self.name}: only task=language computes its loss in "
+                "parts; use task.loss_chunks=1.",
+                keys=("task", "task.loss_chunks"),
             )
         for name in ("loss", "metrics"):
             if path := getattr(self, name):

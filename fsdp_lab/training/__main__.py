@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
         for name in reversed(key.split(".")):
             value = {name: value}
         values = merge(values, value)
-    return from_dict(NightlyConfig, values)
+    return from_dict(NightlyConfig, resolved(values, values))
 
 
 def read_option(group: Path, option: str) -> Any:
@@ -76,6 +77,24 @@ def read_option(group: Path, option: str) -> Any:
     import yaml
 
     return yaml.safe_load(options[option].read_text())
+
+
+def resolved(value: Any, root: dict[str, Any]) -> Any:
+    """`value` with what `${group.key}` alone stands for in its place, as an option may say of another group.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    if isinstance(value, dict):
+        return {key: resolved(item, root) for key, item in value.items()}
+    if not isinstance(value, str) or not (named := re.fullmatch(r"\$\{([\w.]+)\}", value)):
+        return value
+    found: Any = root
+    for name in named[1].split("."):
+        if not isinstance(found, dict) or name not in found:
+            raise ConfigError(f"{value} is needed and {named[1]} is not there; give the key that asks for it a value.")
+        found = found[name]
+    return found
 
 
 def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ task.name                            cells starts checkpoint nights memory param
 task.loss                            cells starts checkpoint nights memory param
 task.metrics                         cells starts checkpoint nights param
 task.unit                            cells starts checkpoint nights param
+task.loss_chunks                     cells starts checkpoint nights memory param
 optimizer.name                       cells starts checkpoint nights memory param
 optimizer.lr                         cells starts checkpoint nights param
 optimizer.weight_decay               cells starts checkpoint nights memory param

@@ -1,0 +1,70 @@
+"""A language model by one word of the command line: what it implies, and that both ways to read it agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from fsdp_lab.compose import register_schema, typed_config
+from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, conf_dir, to_dict, with_custom
+from fsdp_lab.training.__main__ import read_config
+from fsdp_lab.workloads.build import build_model_spec
+
+
+@pytest.mark.parametrize(
+    ("typed", "implied"),
+    [
+        ("task=language", "model=lm_tiny data=pydoc"),
+        ("model=lm_tiny", "task=language data=pydoc"),
+        ("data=text", "task=language model=lm_tiny"),
+        ("model=llama3_8b", "task=language data=synthetic_tokens"),
+        ("-m model=llama3_1b,llama3_8b sharding=root", "task=language data=synthetic_tokens"),
+        ("model=llama3_8b data=pydoc task=language", ""),
+        ("model._target_=my.Net task=language", "data=pydoc model=custom"),
+        ("model=lm_tiny data._target_=my.Corpus", "task=language data=custom"),
+        ("model=vit_tiny", ""),
+        ("task=classification", ""),
+        ("data=synthetic", ""),
+        ("", ""),
+    ],
+)
+def test_words_that_one_word_implies(typed: str, implied: str) -> None:
+    got = with_custom(typed.split())
+    assert sorted(got) == sorted([*typed.split(), *implied.split()])
+    assert [word for word in got if word in typed.split()] == typed.split(), "in the order in which they were typed"
+
+
+def composed(*words: str) -> SweepConfig:
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return typed_config(compose("config", with_custom(words)))
+
+
+@pytest.mark.parametrize("word", ["task=language", "model=llama3_1b", "data=text"])
+def test_torchrun_reads_what_hydra_composes(word: str) -> None:
+    ours, hydras = (to_dict(config) for config in (read_config(None, [word]), composed(word)))
+    assert [ours[group] for group in ("model", "data", "task")] == [hydras[g] for g in ("model", "data", "task")]
+
+
+@pytest.mark.parametrize(
+    ("option", "num_params"),
+    [("llama3_1b", 1_235_814_400), ("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496)],
+)
+def test_options_have_the_published_number_of_parameters(option: str, num_params: int) -> None:
+    config = composed(f"model={option}")
+    with torch.device("meta"):
+        model = build_model_spec(config.model).build()
+    assert sum(p.numel() for p in model.parameters()) == num_params
+    assert to_dict(config.data)["vocab_size"] == 128256, "random tokens are those of the model"
+
+
+def test_only_language_computes_its_loss_in_parts() -> None:
+    with pytest.raises(CombinationError, match=r"task\.loss_chunks=4 with task=classification"):
+        read_config(None, ["task.loss_chunks=4"]).check(2)
+    read_config(None, ["task=language", "task.loss_chunks=4"]).check(2)
+
+
+def test_a_vocabulary_that_is_not_known_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"\$\{model.vocab_size\} is needed and model.vocab_size is not there"):
+        read_config(None, ["data=synthetic_tokens", "model=custom"])
