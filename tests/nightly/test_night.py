@@ -149,11 +149,11 @@ def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
     sleepy = changed_code(
         tmp_path / "code",
         "fsdp_lab/training/loop.py",
-        ("in _by_step(loader, config.training.grad_accum_steps):", "in _sleepy(loader, config):"),
+        ("in _by_step(loader, config.training.grad_accum_steps, watch.timer):", "in _sleepy(loader, config, watch.timer):"),
         (
             "def _by_step(",
-            "def _sleepy(loader, config):\n    import time\n"
-            "    for step in _by_step(loader, config.training.grad_accum_steps):\n"
+            "def _sleepy(loader, config, timer):\n    import time\n"
+            "    for step in _by_step(loader, config.training.grad_accum_steps, timer):\n"
             "        time.sleep(0.15 * (config.precision.param_dtype.name == 'bfloat16'))\n        yield step\n\n\n"
             "def _by_step(",
         ),
