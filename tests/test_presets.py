@@ -39,7 +39,7 @@ NEEDS = {
     "data=example": [f"model._target_={HERE}.net.Net", "model.width=8", f"task.loss={HERE}.net.loss"],
     "task=custom": [f"task.loss={HERE}.net.labels"],
     "task=model_loss": [f"model._target_={HERE}.net.WithLoss", "model.width=8", "data=example"],
-    "data=text": [f"data.root={ROOT}", "data.seq_len=64"],  # our own documentation
+    "data=text": [f"data.root={ROOT / 'experiments'}", "data.seq_len=64"],
     "model=llama3_1b": SMALL_LLAMA,
     "model=llama3_8b": SMALL_LLAMA,
     "model=llama3_70b": SMALL_LLAMA,

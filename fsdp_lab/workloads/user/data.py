@@ -114,6 +114,8 @@ def make_split(config: UserData, target: str, name: str) -> Items:
     """
     try:
         items = import_callable(target, "data._target_")(split=name, **config.arguments)
+    except UserError:  # our own data sets say it in one message
+        raise
     except Exception as error:
         raise UserError(f"data._target_={target} with split={name} fails: {type(error).__name__}: {error}") from error
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):

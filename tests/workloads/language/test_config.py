@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
 from fsdp_lab.compose import register_schema, typed_config
-from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, conf_dir, to_dict, with_custom
+from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, UserError, conf_dir, to_dict, with_custom
 from fsdp_lab.training.__main__ import read_config
-from fsdp_lab.workloads.build import build_model_spec
+from fsdp_lab.workloads.build import build_model_spec, build_workload
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,13 @@ def test_only_language_computes_its_loss_in_parts() -> None:
     with pytest.raises(CombinationError, match=r"task\.loss_chunks=4 with task=classification"):
         read_config(None, ["task.loss_chunks=4"]).check(2)
     read_config(None, ["task=language", "task.loss_chunks=4"]).check(2)
+
+
+def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
+    config = read_config(None, ["data=text", f"data.root={tmp_path}"])
+    with pytest.raises(UserError) as caught:
+        build_workload(config.model, config.data, config.task).data.prepare()
+    assert str(caught.value).startswith(f"data.root={tmp_path} holds no text; point it at a folder with .txt")
 
 
 def test_a_vocabulary_that_is_not_known_is_asked_for() -> None:
