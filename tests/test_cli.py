@@ -27,7 +27,7 @@ BAD = {
     "class of a group that + adds": (["+offload._target_=my.Net"], ["offload._target_ is not a key", "offload.target"]),
     "number for a group": (["precision=16"], ["precision=16", "is a group", "bf16, bf16_mixed, fp16"]),
     "nothing for a group": (["offload=null"], ["offload=null", "is a group", "cpu, cpu_unpinned, none"]),
-    "list for a group": (["data=[1,2]"], ["data=[1,2]", "is a group", "digits, fashion_mnist, synthetic"]),
+    "list for a group": (["data=[1,2]"], ["data=[1,2]", "is a group", "digits", "fashion_mnist, pydoc, synthetic"]),
     "dictionary for a group": (["sharding={a:1}"], ["sharding={a:1}", "is a group", *SHARDINGS]),
     "too large": (["model.hidden_dim=9223372036854775808"], ["model.hidden_dim=9223372036854775808", "too large"]),
     "text for a number": (["optimizer.lr=abc"], ["optimizer.lr=abc", "Float", "use a number such as 0.001"]),
