@@ -149,7 +149,10 @@ def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
     sleepy = changed_code(
         tmp_path / "code",
         "fsdp_lab/training/loop.py",
-        ("in _by_step(loader, config.training.grad_accum_steps, watch.timer):", "in _sleepy(loader, config, watch.timer):"),
+        (
+            "in _by_step(loader, config.training.grad_accum_steps, watch.timer):",
+            "in _sleepy(loader, config, watch.timer):",
+        ),
         (
             "def _by_step(",
             "def _sleepy(loader, config, timer):\n    import time\n"

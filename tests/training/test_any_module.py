@@ -49,7 +49,8 @@ def train_sharded(cases: list[tuple[str, ...]]) -> list[dict[str, Any]]:
         losses = []
         for batch in batches(STEPS, SIZE):
             part = batch.chunk(ranks.world_size)[ranks.rank]
-            losses.append(dims.sum(train_step(state, work.task, [part], trial, ranks.device)).item() / ranks.world_size)
+            loss, _ = train_step(state, work.task, [part], trial, ranks.device)
+            losses.append(dims.sum(loss).item() / ranks.world_size)
         full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         (angles,) = state.model.buffers()
         results.append({"losses": losses, "weights": dict(full), "angles": angles})
