@@ -1,0 +1,55 @@
+"""The pages in `docs/` hold code that runs."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, STORE, run_cli
+
+PAGE = (ROOT / "docs" / "your-model.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = [shlex.split(block.replace("\\\n", " "))[3:] for language, block in BLOCKS if language == "sh"]
+INLINE = ("engine=inline", "cluster.num_workers=1", "hydra.run.dir=out", "hydra.sweep.dir=out", STORE)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The files of the page, where it says."""
+    for language, block in BLOCKS:
+        if language in ("python", "yaml"):
+            file = tmp_path / block.partition("\n")[0].removeprefix("# ")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block)
+    return tmp_path
+
+
+def test_the_script_runs(project: Path) -> None:
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_sweep_runs(project: Path) -> None:
+    done = run_cli(project, *COMMANDS[0], *INLINE, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (project / "out" / "results.csv").open() as lines:
+        assert [(row["sharding"], row["status"]) for row in csv.DictReader(lines)].count(("ddp", "finished")) == 2
+
+
+def test_the_option_runs(project: Path) -> None:
+    done = run_cli(project, *COMMANDS[2], *INLINE, "training.max_steps=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_forecast_runs(project: Path) -> None:
+    command = [sys.executable, "-m", "fsdp_lab.forecast", *COMMANDS[1], "forecast.folder=f"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len((project / "f" / "forecast.csv").read_text().splitlines()) == 5
