@@ -79,6 +79,7 @@ def test_a_resume_with_another_argument_is_refused(project: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
     words = (*THEIRS, "sharding=ddp,per_block", *ONE_CELL[1:], *HERE[2:], "cluster.num_workers=2")
     done = run_cli(project, "-m", *words, "training.epochs=2", timeout=400)
