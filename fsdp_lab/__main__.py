@@ -24,11 +24,12 @@ def main() -> None:
         if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
             key = nightly[0].partition("=")[0]
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or type it there.")
-        config_dir, words = split_config_dir(resume_first(sys.argv[1:]))
+        arguments, code_folder = resume_first(sys.argv[1:])
+        config_dir, words = split_config_dir(arguments)
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
         if config_dir is not None or names_code(words):
-            import_from(os.getcwd())
+            import_from(code_folder)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)
     register_schema()
@@ -80,19 +81,21 @@ def leave(error: Exception) -> NoReturn:
     sys.exit(ExitCode.refused)
 
 
-def resume_first(arguments: list[str]) -> list[str]:
-    """With `resume=...` the command line that it stands for, typed where that was typed; else the same."""
+def resume_first(arguments: list[str]) -> tuple[list[str], str]:
+    """With `resume=...` the command line that it stands for, typed where that was typed; else the same. And the folder
+    in which the user's modules lie: of a sweep that is somebody else's, where `resume=...` was typed."""
+    typed_in = os.getcwd()
     if not any(a.startswith("resume=") for a in arguments):
-        return arguments
+        return arguments, typed_in
     from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
     from fsdp_lab.sweep.store.resume import resume_arguments
     from fsdp_lab.sweep.store.trust import enter
 
-    meant, launched_in = resume_arguments(arguments)
+    meant, launched_in, own = resume_arguments(arguments)
     if os.path.isdir(launched_in) and not os.path.samefile(launched_in, "."):
-        os.environ[TYPED_ELSEWHERE] = os.getcwd()
+        os.environ[TYPED_ELSEWHERE] = typed_in
         enter(launched_in)
-    return meant
+    return meant, os.getcwd() if own else typed_in
 
 
 def options_first(arguments: list[str], config_dir: str | None) -> list[str]:

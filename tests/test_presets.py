@@ -34,7 +34,7 @@ NEEDS = {
     "reshard_after_forward=to_size": ["reshard_after_forward.size=1"],
     "data=fashion_mnist": [f"data.root={FASHION_MNIST}", "data.download=false"],
     "experiment=ray_template": [f"data.root={FASHION_MNIST}", "data.download=false"],
-    "model=custom": [f"model._target_={HERE}.net.digits", "model.width=8"],
+    "model=custom": [f"model._target_={HERE}.net.digits", "model.width=8", "sharding=root"],
     "data=custom": [f"data._target_={HERE}.data.Pictures"],
     "data=example": [f"model._target_={HERE}.net.Net", "model.width=8", f"task.loss={HERE}.net.loss"],
     "task=custom": [f"task.loss={HERE}.net.labels"],

@@ -56,7 +56,8 @@ def run_sweep(arguments: Sequence[str], folder: Path, go_on: str) -> int:
     """
     if not (folder / "sweep.json").exists():
         return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)], go_on)
-    status = _run(["resume=" + _quoted(folder)], go_on)
+    options = [argument for argument in arguments if argument.startswith("--config-dir=")]  # taken from no folder
+    status = _run(["resume=" + _quoted(folder), *options], go_on)
     if status == ExitCode.refused:
         raise UserError(f"the night's sweep in {folder} cannot go on: mend what it says, then start again.")
     return status

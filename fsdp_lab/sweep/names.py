@@ -49,7 +49,9 @@ def go_on_command(folder: Path) -> str:
 
 
 def resume_command(folder: Path) -> str:
-    return f"python -m fsdp_lab resume={shlex.quote(str(relative(folder)))}"
+    """Return it with the folder of the user's options, which no resume takes from a file."""
+    options = [argument for argument in sys.argv[1:] if argument.startswith("--config-dir=")]
+    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *options])
 
 
 def relative(path: Path) -> Path:

@@ -154,12 +154,12 @@ def test_a_record_comes_back_as_it_was_and_is_the_last(tmp_path: Path, monkeypat
 def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Record.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, SweepConfig()).write(tmp_path)
-    meant, where = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
+    meant, where, _ = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
     assert where == str(tmp_path)
     assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume='{tmp_path}'",
                      f"hydra.sweep.dir='{tmp_path}'"]  # fmt: skip
     Record.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
-    meant, _ = resume_arguments([f"resume={tmp_path}", "-m"])
+    meant, _, _ = resume_arguments([f"resume={tmp_path}", "-m"])
     assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
 
 

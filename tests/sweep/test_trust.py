@@ -67,7 +67,7 @@ def test_what_is_typed_for_sweeps_is_taken_from_a_file(word: str, own: bool):
         ("sharding={_target_:os.system}", "may name the options only"),
         ("sharding@hydra.callbacks=root", "only keys of the configuration"),
         ("trust=true", "only keys of the configuration"),
-        ("model._target_=mine.Net", "only keys of the configuration"),
+        ("offload._target_=mine.Net", "only keys of the configuration"),
         (" hydra.run.dir=x", "only keys of the configuration"),
         ("data.root=${oc.decode:x}", "of interpolations"),
         ("data.root=${${x}:y}", "of interpolations"),

@@ -36,7 +36,6 @@ from fsdp_lab.config import (
     from_dict,
     part,
     settings,
-    split_config_dir,
     workers_of,
 )
 from fsdp_lab.config.key import keys_of
@@ -59,8 +58,7 @@ _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 class Record:
     """`sweep.json`. `arguments`: as typed, without `-m`; `num_workers`: what null stood for; `code`: file -> digest;
     `num_trials`: of a grid, all of which are written down before it starts; None for a search, and from versions that
-    did not count. `config_dir`: what `--config-dir` named; `user_code`: file -> digest, of the packages that targets
-    name, as seen from `launched_in`."""
+    did not count. `user_code`: file -> digest, of the packages that targets name, as seen from `launched_in`."""
 
     id: str
     arguments: list[str]
@@ -70,17 +68,15 @@ class Record:
     code: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
     num_trials: int | None = None
-    config_dir: str | None = None
     user_code: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> Record:
         """A new sweep's, with the code as it is now."""
-        config_dir, words = split_config_dir(arguments)
-        typed = [argument for argument in words if argument not in ("-m", "--multirun")]
+        typed = [argument for argument in arguments if argument not in ("-m", "--multirun")]
         workers = workers_of(config)
         record = Record(uuid.uuid4().hex, typed, multirun, os.getcwd(), workers, code_digests(), _versions())
-        return replace(record, config_dir=config_dir).with_code_of([config])
+        return record.with_code_of([config])
 
     def with_code_of(self, configs: Sequence[SweepConfig]) -> Record:
         """Return the same with the digests of the user's code that these trials call."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_lab.compose import Trial, check
-from fsdp_lab.config import SweepConfig, UserError, split_config_dir, to_dict
+from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import (
     Outcome,
@@ -36,8 +35,9 @@ from fsdp_lab.sweep.store.trust import check_words, is_own, read_trust
 from fsdp_lab.sweep.store.words import key_of
 
 
-def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """The command line that `resume=...` stands for, and the folder that it is to be typed in.
+def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
+    """Return the command line that `resume=...` stands for, the folder that it is to be typed in, and whether the sweep
+    is this user's own.
 
     Raises:
         UserError: there is nothing to resume, or it is not to be trusted.
@@ -57,8 +57,8 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str]:
     first = next((i for i, word in enumerate(typed) if word.startswith("-")), len(typed))
     typed, options = typed[:first], typed[first:]  # argparse wants the overrides in one piece
     held = [word for word in record.arguments if key_of(word) not in {key_of(option) for option in options}]
-    words = [*with_overrides(held, [*typed, *ours]), *options, *_config_dir(record, folder, typed + options, own)]
-    return [*(["-m"] if record.multirun else []), *words], record.launched_in
+    words = [*with_overrides(held, [*typed, *ours]), *options]
+    return [*(["-m"] if record.multirun else []), *words], record.launched_in, own
 
 
 def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) -> None:
@@ -69,24 +69,6 @@ def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) 
     for name, words in held.items():
         left = [word for word in words if not isinstance(word, str) or key_of(word) not in replaced]
         check_words(left, folder / name, "resume", own)
-
-
-def _config_dir(record: Record, folder: Path, typed: Sequence[str], own: bool) -> list[str]:
-    """The folder of the user's own options that the sweep was started with, unless one is typed now.
-
-    Raises:
-        UserError: it, or the sweep's folder, is another user's: what lies in it names code that is run.
-    """
-    if record.config_dir is None or split_config_dir(typed)[0] is not None:
-        return []
-    where = Path(record.launched_in, record.config_dir)
-    if not own or (where.is_dir() and where.stat().st_uid != os.geteuid()):
-        raise UserError(
-            f"resume={folder}: the sweep was started with --config-dir={record.config_dir}, which is not yours, or is "
-            f"named by a folder that is not; if you trust what is in {where}, type that option behind resume=..."
-        )
-    print(f"with --config-dir={where}", flush=True)
-    return [f"--config-dir={where}"]
 
 
 def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:

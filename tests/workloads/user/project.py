@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 HERE = "tests.workloads.user.my_project"  # the same, for tests that run in this repository
 
@@ -16,3 +21,21 @@ def write_project(folder: Path) -> None:
     option = folder / "conf_of_mine" / "model" / "mine.yaml"
     option.parent.mkdir(parents=True)
     option.write_text("_target_: my_project.net.Net\nwidth: 12\n")
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """Stand in a folder whose `my_project` is imported inside, and by nobody before or after."""
+    with pytest.MonkeyPatch.context() as patch:
+        forget()
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        try:
+            yield
+        finally:
+            forget()
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_project"]:
+        del sys.modules[name]

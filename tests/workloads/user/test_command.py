@@ -56,15 +56,19 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path) -> None:
     }
 
     (project / "out" / "1" / "outcome.json").unlink()
-    again = run_cli(project, "resume=out")
+    untold = run_cli(project, "resume=out")
+    assert untold.returncode == 2
+    assert "type it behind resume=...: --config-dir=conf_of_mine" in untold.stderr
+    resume = ("resume=out", "--config-dir=conf_of_mine")
+    again = run_cli(project, *resume)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "trial 1 starts" in again.stdout and "trial 0 starts" not in again.stdout
     file = project / "my_project" / "net.py"
     file.write_text(file.read_text().replace("torch.tanh", "torch.sin"))
-    refused = run_cli(project, "resume=out")
+    refused = run_cli(project, *resume)
     assert refused.returncode == 2
     assert "your code changed: my_project/net.py" in refused.stderr
-    assert run_cli(project, "resume=out", "resume_anyway=true").returncode == 0
+    assert run_cli(project, *resume, "resume_anyway=true").returncode == 0
 
 
 def test_a_resume_with_another_argument_is_refused(project: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.target import source_digests, user_root
 from tests.ranks import config
-from tests.workloads.user.project import write_project
+from tests.workloads.user.project import importable, write_project
 
 NET = ("model._target_=my_project.net.Net", "model.width=16")
 
@@ -21,9 +21,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_project(folder)
     (folder / "my_project" / "broken.py").write_text("def")
     (folder / "my_project" / "needs.py").write_text("import nowhere_to_be_found")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.syspath_prepend(folder)
+    with importable(folder):
         yield folder
 
 
