@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.files import read_json, report_damaged, sync, write_json
+from fsdp_lab.files import read_json, report_damaged, sync, write_json, write_text
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.status import TrialStatus
 
@@ -150,6 +150,32 @@ def missing_epochs(folder: Path, outcome: Outcome) -> list[int]:
     """Return the epochs that a trial had told when it ended, and that `metrics.jsonl` has no more."""
     told = {int(metrics["epoch"]) for metrics in read_metrics(folder)}
     return [epoch for epoch in range(1, 1 + max(outcome.epochs or 0, *told, 0)) if epoch not in told]
+
+
+class EpochLines:
+    """What rank 0 writes to `metrics.jsonl`: each epoch once, in their order, though a trial that goes on from a
+    checkpoint tells those before it again, and a kill may have cut a line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "metrics.jsonl"
+        self._told: dict[int, dict[str, float]] | None = None
+        self._is_whole = True
+
+    def keep(self, metrics: dict[str, float]) -> None:
+        """Append the metrics of an epoch, or put them in their place."""
+        if self._told is None:
+            self._told = {int(told["epoch"]): told for told in read_metrics(self._file.parent)}
+            lines = self._file.read_bytes().splitlines() if self._file.exists() else []
+            self._is_whole = len(lines) == len(self._told)
+        epoch = int(metrics["epoch"])
+        is_new, is_known = epoch > max(self._told, default=0), self._told.get(epoch) == metrics
+        self._told[epoch] = metrics
+        if is_new and self._is_whole:
+            append_line(self._file, json.dumps(metrics))
+        elif not (is_known and self._is_whole):
+            lines_now = (json.dumps(self._told[known]) for known in sorted(self._told))
+            write_text(self._file, "".join(f"{line}\n" for line in lines_now), parents=False)
+            self._is_whole = True
 
 
 class Progress:

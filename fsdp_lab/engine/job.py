@@ -19,8 +19,8 @@ from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.cluster import places_mark, remove_places, set_environment, worker_resources
 from fsdp_lab.engine.files import (
     Outcome,
-    metrics_in,
     read_failures,
+    read_metrics,
     read_progress,
     set_aside_failures,
     wait_until_alone,
@@ -233,19 +233,15 @@ class NewReports:
     """The epochs that a trial's folder gets from now on."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "metrics.jsonl"
-        self._read = self._path.stat().st_size if self._path.exists() else 0
+        self._folder = folder
+        self._known = {metrics["epoch"]: metrics for metrics in read_metrics(folder)}
 
     def pass_on(self, report: Callable[[dict[str, float]], None]) -> None:
-        """Report every whole line that was not there the last time."""
-        with suppress(FileNotFoundError), self._path.open("rb") as lines:
-            lines.seek(self._read)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    return
-                self._read += len(line)
-                if metrics := metrics_in(line):
-                    report({"epoch": metrics["epoch"]})
+        """Report every epoch that was not there the last time, or had other metrics."""
+        for metrics in read_metrics(self._folder):
+            if self._known.get(metrics["epoch"]) != metrics:
+                self._known[metrics["epoch"]] = metrics
+                report({"epoch": metrics["epoch"]})
 
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:

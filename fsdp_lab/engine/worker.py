@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, UserError, from_dict
-from fsdp_lab.engine.files import Progress, append_line, hold_alive, no_space
+from fsdp_lab.engine.files import EpochLines, Progress, hold_alive, no_space
 from fsdp_lab.files import write_json
 from fsdp_lab.hardware import WORKER_CPUS, driver, num_gpus
 
@@ -24,6 +23,7 @@ class FolderReporter:
     def __init__(self, folder: Path, rank: int, data_name: str) -> None:
         self.folder, self.first, self.data_name = folder, rank == 0, data_name
         self.progress = Progress(folder)
+        self.lines = EpochLines(folder)
 
     def facts(self, facts: dict[str, Any]) -> None:
         if self.first:
@@ -41,7 +41,7 @@ class FolderReporter:
         """
         if self.first:
             (self.folder / "facts.json").stat()
-            append_line(self.folder / "metrics.jsonl", json.dumps(metrics))
+            self.lines.keep(metrics)
             self.progress.reported()
         self.wake(metrics["epoch"])
 

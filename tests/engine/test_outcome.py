@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +146,35 @@ def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path)
     with pytest.raises(FileNotFoundError):
         reporter.epoch({"epoch": 2.0}, None)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_epoch_that_is_told_again_stands_in_the_file_once(tmp_path: Path):
+    """As a trial does that goes on from a checkpoint: those before it as they were, a later one with new times."""
+    file = tmp_path / "metrics.jsonl"
+    reporter = FolderReporter(tmp_path, 0, "digits")
+    reporter.facts({})
+    for epoch in (1, 2, 3):
+        reporter.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
+    before = file.read_bytes()
+    with file.open("a") as lines:
+        lines.write('{"epoch": 4, "val')  # a kill
+    again = FolderReporter(tmp_path, 0, "digits")
+    for epoch in (1, 2):
+        again.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
+        assert file.read_bytes() == before
+    for epoch in (3, 4):
+        again.epoch({"epoch": epoch, "perf/step_seconds": 9.0}, None)
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["epoch"], line["perf/step_seconds"]) for line in told] == [(1, 1.5), (2, 2.5), (3, 9.0), (4, 9.0)]
+
+
+def test_a_lost_epoch_that_is_told_again_comes_back_to_its_place(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3}\n')
+    reporter = FolderReporter(tmp_path, 0, "digits")
+    reporter.facts({})
+    for epoch in (1, 2, 3):
+        reporter.epoch({"epoch": epoch}, None)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n'
 
 
 def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):

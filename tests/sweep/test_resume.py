@@ -93,6 +93,8 @@ def test_exactly_what_has_no_result_goes_on_into_the_same_runs(finished: Path):
     (_,), children = runs(finished)
     assert [child.info.status for child in children] == ["FINISHED"] * 3
     assert [history(finished, run, "train/loss") for run in children] == losses, "each epoch once, as it was"
+    lines = (finished / "out/1/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2], "the file has each once, too"
     assert "out/1/checkpoints/step_" in json.loads((finished / "out/1/facts.json").read_text())["resumed_from"]
 
 
