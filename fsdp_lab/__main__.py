@@ -75,9 +75,7 @@ def leave(error: Exception) -> NoReturn:
     message = explain(error)
     if message is None:
         raise error
-    from fsdp_lab.tracking.tags import redact  # a typed word may hold a password
-
-    print(f"fsdp_lab: {redact(message)}", file=sys.stderr)
+    print(f"fsdp_lab: {message}", file=sys.stderr)
     sys.exit(ExitCode.refused)
 
 

@@ -34,6 +34,7 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup
+from fsdp_lab.redact import redact
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
 _KEYS = frozenset(all_keys())
@@ -240,7 +241,13 @@ def single_trial(cfg: DictConfig) -> Trial:
 
 
 def explain(error: BaseException) -> str | None:
-    """The message for an error that the command line caused; None for anything else."""
+    """Return the message for an error that the command line caused, without the passwords in what was typed; None for
+    anything else."""
+    message = _explain(error)
+    return None if message is None else redact(message)
+
+
+def _explain(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error.__cause__, UserError):  # OmegaConf's words around ours
@@ -249,7 +256,11 @@ def explain(error: BaseException) -> str | None:
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
         reason = re.sub(r"See https.*", "", _one_line(str(error))).strip()
-        return f"{error.override}: {reason}. Quote what the shell would take, close every bracket: key='choice(1,2)'."
+        key = str(error.override).partition("=")[0]
+        return (
+            f"{error.override}: {reason}. Close every bracket, as in '{key}=choice(1,2)'; a value that holds =, commas "
+            f"or brackets of its own goes in quotes of its own: '{key}=\"...\"'."
+        )
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:
         return (
             f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set hydra.run.dir "

@@ -64,8 +64,8 @@ from fsdp_lab.nightly.nights import Night, read_nights, read_since
 from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.verdict import baseline_of
+from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
-from fsdp_lab.tracking.tags import redact
 
 _OPTIONS = ("--once", "--continue", "--check", "--accept")
 _RESUME_KEYS = [key for key in all_keys() if key.startswith("resume")]

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
+from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import Sweep
 from fsdp_lab.report.write import FILES, write_report
-from fsdp_lab.tracking.tags import redact
 
 if TYPE_CHECKING:
     from fsdp_lab.sweep.store.record import Record

@@ -16,6 +16,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, objectives
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.locks import locked
+from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
@@ -36,7 +37,6 @@ from fsdp_lab.sweep.store.record import (
     write_hydra_folder,
 )
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
-from fsdp_lab.tracking.tags import redact_strings
 
 
 def run_multirun(

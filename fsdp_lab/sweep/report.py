@@ -17,6 +17,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, from_dict
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
+from fsdp_lab.redact import redact
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys
@@ -26,7 +27,6 @@ from fsdp_lab.sweep.store.paths import storage
 from fsdp_lab.sweep.store.record import Record, read_hydra_file, read_record, read_trials, saved_config
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking import fetch_artifact, read_sweep, runs_url
-from fsdp_lab.tracking.tags import redact
 
 
 def sweep_of(

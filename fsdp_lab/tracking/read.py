@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.metrics import is_mib_key
+from fsdp_lab.redact import redact, redacted_file
 from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, sqlite_file
-from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, redact, redacted_file
+from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -19,7 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.locks import InUse, exclusive
-from fsdp_lab.tracking.tags import NAME_LENGTH, how_to_read, one_line, redact
+from fsdp_lab.redact import redact
+from fsdp_lab.tracking.tags import NAME_LENGTH, how_to_read, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -5,13 +5,10 @@ from __future__ import annotations
 import getpass
 import hashlib
 import importlib.metadata
-import json
 import platform
-import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import said_by_option
 from fsdp_lab.config.sweep import SweepConfig
+from fsdp_lab.redact import redact
 
 _HOW_TO_READ = """\
 **How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
@@ -60,48 +58,6 @@ _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf"
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
 _GIT_TIMEOUT_S = 5
-# `scheme://user:password@`, up to the last @ of the word: a password may hold an @ of its own. A URI that
-# goes on with a slash (sqlite:///…) has no user in it. Hydra writes the colon of a trial's override as `\:`.
-_CREDENTIALS = re.compile(r"(\w\\?://)[^\s/][^\s]*@")
-# `?name=value`, also in a fragment, and `;name=value` as ODBC has it, where a value in braces may hold anything.
-_QUERY = re.compile(r"([?&#]|;\s*)([\w.~%+-]+)=(\{[^}]*\}|[^\s&;'\"]+)")
-_SECRET_NAME = re.compile(r"pass|pwd|token|secret|key|auth|sig|cred|connect$", re.IGNORECASE)
-_SMALL_VALUE = re.compile(r"\d{1,6}|true|false|null", re.IGNORECASE)
-_HARMLESS = (
-    "application_name", "charset", "check_same_thread", "connect_timeout", "database", "driver", "encrypt", "mode",
-    "page", "sslmode", "timeout", "trustservercertificate", "workflowtype",
-)  # fmt: skip
-
-
-def redact(text: str) -> str:
-    """The text with the credentials of every URI in it as `***`: its user, and each value of a query that is not known
-    to be harmless."""
-    return _QUERY.sub(_redact_value, _CREDENTIALS.sub(r"\1***@", text))
-
-
-def _redact_value(found: re.Match[str]) -> str:
-    before, name, value = found.groups()
-    secret = _SECRET_NAME.search(name) is not None
-    shown = name.lower() in _HARMLESS or _SMALL_VALUE.fullmatch(value) is not None or before.startswith(";")
-    return f"{before}{name}=***" if secret or not shown else found.group()
-
-
-def redacted_file(path: Path) -> str:
-    """The content of a text file, redacted; JSON stays JSON."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    with suppress(json.JSONDecodeError):
-        if path.suffix == ".json":
-            return json.dumps(redact_strings(json.loads(text)), indent=1)
-    return redact(text)
-
-
-def redact_strings(content: Any) -> Any:
-    """Plain values with every text in them redacted."""
-    if isinstance(content, dict):
-        return {key: redact_strings(value) for key, value in content.items()}
-    if isinstance(content, list):
-        return [redact_strings(value) for value in content]
-    return redact(content) if isinstance(content, str) else content
 
 
 def shortened(name: str, length: int = NAME_LENGTH) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
 from fsdp_lab.metrics import mib_figures
+from fsdp_lab.redact import redact, redacted_file
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking.outbox import Outbox
 from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs, ui_url
@@ -22,8 +23,6 @@ from fsdp_lab.tracking.tags import (
     TRIAL_TAG,
     fact_tags,
     one_line,
-    redact,
-    redacted_file,
     shortened,
     sweep_tags,
     trial_params,

@@ -15,12 +15,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import SweepConfig, to_dict
 from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.redact import redacted_file
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.state import SweepState
 from fsdp_lab.sweep.store.passwords import store_address, words_as_typed, words_to_write
 from fsdp_lab.sweep.store.record import Record, add_trial, begin_folder, changes_of_config, write_hydra_folder
-from fsdp_lab.tracking.tags import fact_tags, one_line, redacted_file, sweep_tags, trial_params, trial_tags
+from fsdp_lab.tracking.tags import fact_tags, one_line, sweep_tags, trial_params, trial_tags
 from tests.conftest import run_cli
 from tests.servers import mlflow_server
 from tests.sweep.conftest import PLAIN, TINY
@@ -123,6 +124,14 @@ def test_a_refusal_shows_no_password(tmp_path: Path):
         assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr, done.stderr
         done = run_cli(tmp_path, f"tracking.uir='{uri}'", timeout=60)
         assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("program", ["fsdp_lab", "fsdp_lab.forecast", "fsdp_lab.nightly", "fsdp_lab.report"])
+def test_no_program_shows_the_password_in_a_word_that_cannot_be_read(tmp_path: Path, program: str):
+    words = (f"tracking.uri=http://bob:{PASSWORD}@127.0.0.1:9/?api_key={PASSWORD}", "sweep=last")
+    command = [sys.executable, "-m", program, *words[: 2 if program == "fsdp_lab.report" else 1]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr, done.stdout + done.stderr
 
 
 INLINE = (

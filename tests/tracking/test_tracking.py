@@ -22,8 +22,9 @@ from mlflow.entities import Run
 from fsdp_lab.config.parallel import Granularity, ShardingConfig
 from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
+from fsdp_lab.redact import redact
 from fsdp_lab.tracking import Tracker, TrackingError, read_sweep, tracker
-from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, redact, trial_params
+from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, trial_params
 from tests.servers import end, free_port, mlflow_server
 from tests.test_locks import held
 

@@ -11,13 +11,13 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
+from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.listeners.table import epoch_line, trial_table
 from fsdp_lab.sweep.names import go_on_command, label, resume_command, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.tracking.tags import redact
 
 _FILE_WIDTH = 160  # of a table that goes to a file or a pipe, which says no width
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv

@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig, flatten, from_dict, to_dict
 from fsdp_lab.config.key import keys_of
+from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.store.words import key_of
-from fsdp_lab.tracking.tags import redact
 
 _SECRET_KEYS = frozenset(name for name, key in keys_of(SweepConfig).items() if key.secret)
 

@@ -43,10 +43,10 @@ from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.config.target import file_digest, source_digests
 from fsdp_lab.engine.files import append_line, clear_left_over
 from fsdp_lab.files import report_damaged, sync, whole, write_text
+from fsdp_lab.redact import redact, redact_strings
 from fsdp_lab.sweep.store.passwords import config_to_write, resolved, words_to_write
 from fsdp_lab.sweep.store.paths import is_storage_of, make_storage, name_storage, storage
 from fsdp_lab.sweep.store.words import key_of
-from fsdp_lab.tracking.tags import redact, redact_strings
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
 # Set while a resume works in another folder than the one it was typed in.

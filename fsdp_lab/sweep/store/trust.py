@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 
 from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.redact import redact
 from fsdp_lab.sweep.store.words import Known, key_of, known_words, leads_away, names_code, refusal
-from fsdp_lab.tracking.tags import redact
 
 _OTHERS_ENTER, _OTHERS_WRITE, _GROUP_WRITES = 0o011, 0o002, 0o020
 
