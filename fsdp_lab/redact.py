@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 # `scheme://user:password@`, up to the last @ of the word: a password may hold an @ of its own. A URI that
-# goes on with a slash (sqlite:///…) has no user in it. Hydra writes the colon of a trial's override as `\:`.
+# goes on with a slash (sqlite:///…) has no user in it. Hydra writes `:` and `=` of a trial's override as `\:` and `\=`.
 _CREDENTIALS = re.compile(r"(\w\\?://)[^\s/][^\s]*@")
 # `?name=value`, also in a fragment, and `;name=value` as ODBC has it, where a value in braces may hold anything.
-_QUERY = re.compile(r"([?&#]|;\s*)([\w.~%+-]+)=(\{[^}]*\}|[^\s&;'\"]+)")
+_QUERY = re.compile(r"([?&#]|;\s*)([\w.~%+-]+)(\\*=)(\{[^}]*\}|[^\s&;'\"]+)")
 _SECRET_NAME = re.compile(r"pass|pwd|token|secret|key|auth|sig|cred|connect$", re.IGNORECASE)
 _SMALL_VALUE = re.compile(r"\d{1,6}|true|false|null", re.IGNORECASE)
 _HARMLESS = (
@@ -28,10 +28,10 @@ def redact(text: str) -> str:
 
 
 def _redact_value(found: re.Match[str]) -> str:
-    before, name, value = found.groups()
+    before, name, equals, value = found.groups()
     secret = _SECRET_NAME.search(name) is not None
     shown = name.lower() in _HARMLESS or _SMALL_VALUE.fullmatch(value) is not None or before.startswith(";")
-    return f"{before}{name}=***" if secret or not shown else found.group()
+    return f"{before}{name}{equals}***" if secret or not shown else found.group()
 
 
 def redacted_file(path: Path) -> str:

@@ -33,6 +33,7 @@ ADDRESSES = [
     TYPED,
     TYPED.replace(":", "\\:"),
     *(f"http://host:5000/?{name}={PASSWORD}&page=2" for name in NAMES),
+    rf"http\://host\:5000/?token\={PASSWORD}",
     f"mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BPWD%3D{PASSWORD}%3B",
     f"mssql+pyodbc:///?odbc_connect=DRIVER={{ODBC 18}};PWD={PASSWORD};Encrypt=yes",
 ]  # fmt: skip
