@@ -112,7 +112,8 @@ def _make_private(folder: Path) -> None:
 
 def _open(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    # no link: who holds the lock is written into the file, and a link may point at any other
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 
 def _take(handle: int, path: Path, kind: int) -> bool:

@@ -91,3 +91,13 @@ def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path):
     told = f"nightly.folder={tmp_path}/file/folder cannot be written .Not a directory.; .* set nightly.folder to"
     with pytest.raises(UserError, match=told), locked(tmp_path / "file" / "folder", "nightly.folder"):
         pass
+
+
+def test_a_link_in_the_place_of_a_lock_is_not_written_through(tmp_path: Path):
+    """An archive may hold one that points at any file."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"sweep cannot be written"), locked(tmp_path / "sweep", "resume"):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
