@@ -86,6 +86,17 @@ def test_checkpoints_go_wherever_they_lie_and_whatever_code_they_are_of(tmp_path
         assert left - {".hydra"} == {"metrics.jsonl"}
 
 
+def test_a_damaged_name_of_the_shared_folder_lets_nothing_else_be_removed(tmp_path: Path, compose_trial):
+    begin_folder(tmp_path / "sweep", [compose_trial(["sharding=root"], 0)])
+    (tmp_path / "other/checkpoints").mkdir(parents=True)
+    (tmp_path / "sweep/.storage").write_text(tmp_path.name)
+    line = {"overrides": [], "folder": "0", "storage": str(tmp_path / "other")}
+    (tmp_path / "sweep/trials.jsonl").write_text(json.dumps(line))
+    with pytest.raises(OSError, match="not below the sweep's folder or its storage"):
+        drop_checkpoints(tmp_path / "sweep")
+    assert (tmp_path / "other/checkpoints").is_dir()
+
+
 @pytest.mark.parametrize("line", [{"folder": "../other"}, {"folder": "0", "storage": "other"}, {"folder": "link"}])
 def test_what_does_not_belong_to_the_sweep_is_not_removed(line: dict[str, str], tmp_path: Path, compose_trial):
     """A folder may come from somebody else, and its record name any path."""
@@ -194,6 +205,11 @@ def test_changed_code_is_named():
     assert torch.startswith("torch 2.9.0 there, ")
 
 
+def test_a_library_that_only_another_version_looks_at_is_no_change():
+    record = Record.of([], True, SweepConfig())
+    assert changes_of_code(dataclasses.replace(record, libraries={**record.libraries, "other": "1"})) == []
+
+
 def test_another_number_of_workers_by_default_is_named():
     record = Record.of([], True, SweepConfig())
     assert changes_of_workers(record, SweepConfig()) == []
@@ -268,6 +284,7 @@ def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: P
     assert len(read_trials(tmp_path)) == 2
     path = tmp_path / "trials.jsonl"
     path.write_text(path.read_text().splitlines(keepends=True)[0])
+    os.utime(tmp_path / "sweep.json", (2**33, 2**33))  # as where the folder was copied
     with pytest.raises(UserError, match=rf"trials.jsonl lacks the trial in {tmp_path}/1"):
         read_trials(tmp_path)
 

@@ -24,12 +24,11 @@ def storage(trial: Trial, sweep_folder: Path) -> Path:
     if shared is None:
         return trial.folder.absolute()
     within = os.path.relpath(trial.folder, sweep_folder)  # "." for a trial alone
-    path = sweep_folder / _STORAGE
-    name = path.read_text(errors="replace").strip() if path.exists() else ""
-    if not re.fullmatch(r"[^/]+-[0-9a-f]{8}", name):
+    name = _storage_name(sweep_folder)
+    if name is None:
         raise UserError(
-            f"{path} is damaged or gone; write into it what this sweep's folder below cluster.storage_path={shared} is "
-            "called (trials.jsonl names the folders there), or start the sweep anew."
+            f"{sweep_folder / _STORAGE} is damaged or gone; write into it what this sweep's folder below "
+            f"cluster.storage_path={shared} is called (trials.jsonl names the folders there), or start the sweep anew."
         )
     return (Path(shared).absolute() / name / within).resolve()
 
@@ -57,7 +56,11 @@ def is_storage_of(where: Path, sweep_folder: Path) -> bool:
     """Whether a trial's folder is below its sweep's, or below the one that the sweep has on a shared disk."""
     if where.is_relative_to(sweep_folder.resolve()):
         return True
-    try:
-        return (sweep_folder / _STORAGE).read_text() in where.parts[1:]
-    except OSError:
-        return False
+    return _storage_name(sweep_folder) in where.parts[1:]
+
+
+def _storage_name(sweep_folder: Path) -> str | None:
+    """What `name_storage` wrote; None where that is damaged or gone."""
+    path = sweep_folder / _STORAGE
+    name = path.read_text(errors="replace").strip() if path.exists() else ""
+    return name if re.fullmatch(r"[^/]+-[0-9a-f]{8}", name) else None

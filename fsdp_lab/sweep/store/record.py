@@ -187,10 +187,10 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
     lines = {line.get("number", position): line for position, line in enumerate(_lines(folder))}
     count = max(num_trials or 0, 1 + max(lines, default=-1))
     known = {folder / line["folder"] for line in lines.values()}
-    if num_trials is None and (unknown := [path for path in _with_outcome(folder) if path not in known]):
+    if num_trials is None and (unknown := sorted({path.parent for path in folder.glob("*/outcome.json")} - known)):
         raise UserError(
             f"{key}={folder}: {folder / 'trials.jsonl'} lacks the trial in {unknown[0]}: a line is damaged or gone. "
-            "Restore the file from a copy, or start the sweep anew."
+            "Restore the file from a copy; or, if that trial is of an earlier sweep, move its folder away."
         )
     if missing := [number for number in range(count) if number not in lines]:
         raise UserError(
@@ -198,13 +198,6 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
             "is damaged or gone. Restore the file from a copy, or start the sweep anew."
         )
     return [(lines[number]["overrides"], folder / lines[number]["folder"]) for number in range(count)]
-
-
-def _with_outcome(folder: Path) -> list[Path]:
-    """The folders of trials that have a result of this sweep; an earlier one in its place may have left others."""
-    record = folder / "sweep.json"
-    begun = record.stat().st_mtime if record.exists() else 0.0
-    return sorted(path.parent for path in folder.glob("*/outcome.json") if path.stat().st_mtime >= begun)
 
 
 def drop_checkpoints(folder: Path) -> None:
@@ -282,7 +275,9 @@ def changes_of_code(record: Record) -> list[str]:
     files = sorted(name for name in record.code.keys() | code.keys() if record.code.get(name) != code.get(name))
     now = _versions()
     libraries = [
-        f"{name} {there} there, {now[name]} here" for name, there in record.libraries.items() if now[name] != there
+        f"{name} {there} there, {now[name]} here"
+        for name, there in record.libraries.items()
+        if now.get(name, there) != there  # other versions may look at more
     ]
     own = [file for file, digest in record.user_code.items() if file_digest(Path(file)) != digest]
     return [
