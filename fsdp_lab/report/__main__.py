@@ -110,11 +110,14 @@ def store_of(record: Record, config: SweepConfig, own: bool) -> str:
         ConfigError: it is to be typed.
     """
     from fsdp_lab.sweep.store.passwords import store_address
+    from fsdp_lab.sweep.store.trust import check_store
     from fsdp_lab.sweep.store.words import is_local_store
 
     uri = config.tracking.uri
     if not own and not is_local_store(uri):
         raise ConfigError(f"tracking.uri={redact(uri)} is from another user's folder; if you want it, type it.")
+    if not own:
+        check_store(uri, record.launched_in)
     return seen_from(store_address(config, record.arguments), record.launched_in)
 
 

@@ -6,6 +6,7 @@ import csv
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,7 +84,9 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
     """
     record = read_record(folder, "sweep")
     listed = read_trials(folder, record.num_trials, "sweep") if record.multirun else [(record.arguments, folder)]
-    trials = [_trial_in(where, number, overrides) for number, (overrides, where) in enumerate(listed)]
+    trials = [
+        _trial_in(where, number, overrides, record.launched_in) for number, (overrides, where) in enumerate(listed)
+    ]
     if not trials:
         raise UserError(f"sweep={folder}: no trial was begun there, so there is nothing to report.")
     states = resumed_states(trials, folder, trials[0].config)
@@ -163,8 +166,9 @@ def typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial:
-    """A trial by the files that Hydra left: a trial has them before it is written down.
+def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: str) -> Trial:
+    """A trial by the files that Hydra left: a trial has them before it is written down. What it keeps on a shared disk
+    is found from any folder.
 
     Raises:
         UserError: one is damaged or gone.
@@ -177,7 +181,11 @@ def _trial_in(folder: Path, number: int, overrides: Sequence[str]) -> Trial:
         )
     options = hydra["runtime"]["choices"].items()
     choices = {k: str(v) for k, v in options if v and not k.startswith("hydra/")}
-    return Trial(number, saved_config(values), choices, list(overrides), folder, OmegaConf.create())
+    config = saved_config(values)
+    if config.cluster.storage_path is not None and Path(launched_in).is_dir():
+        shared = str(Path(launched_in, config.cluster.storage_path))
+        config = replace(config, cluster=replace(config.cluster, storage_path=shared))
+    return Trial(number, config, choices, list(overrides), folder, OmegaConf.create())
 
 
 def _run_ids(folder: Path) -> dict[str, str]:

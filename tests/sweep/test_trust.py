@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import stat
 import subprocess
 import sys
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import SweepConfig, conf_dir
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, conf_dir
 from fsdp_lab.engine.files import Outcome, append_line, write_outcome
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.report import sweep_in
 from fsdp_lab.sweep.store import trust
 from fsdp_lab.sweep.store.record import Record, add_trial, begin_folder, write_hydra_folder
+from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.store.words import Known, known_words, leads_away, names_code, refusal
 from tests.conftest import STORE, command_line, run_cli
 from tests.servers import lay_store
@@ -242,6 +245,34 @@ def test_what_another_user_wrote_on_the_shared_disk_is_refused(multirun: bool, t
         trust.is_own(tmp_path / "out", "resume", False)
 
 
+@needs_root
+@pytest.mark.parametrize("multirun", [True, False])
+def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started(
+    multirun: bool, tmp_path: Path, compose_trial, monkeypatch: pytest.MonkeyPatch
+):
+    """From elsewhere, nobody looked whose the folder there was, and a report found no results."""
+    monkeypatch.chdir(tmp_path)
+    words = [STORE, "cluster.storage_path=disk"]
+    trial = compose_trial(words, 0)
+    object.__setattr__(trial, "folder", tmp_path / "out" / ("0" if multirun else ""))
+    begin_folder(tmp_path / "out", [trial])
+    write_hydra_folder(trial)
+    if multirun:
+        add_trial(tmp_path / "out", trial)
+    Record.of(words, multirun, trial.config).write(tmp_path / "out")
+    (shared,) = (tmp_path / "disk").iterdir()
+    write_outcome(shared / ("0" if multirun else ""), Outcome(TrialStatus.finished))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert sweep_in(tmp_path / "out")[0].statuses == [TrialStatus.finished]
+    os.chown(shared / ("0/outcome.json" if multirun else "outcome.json"), SOMEBODY, SOMEBODY)
+    for damage in ("", "\udcff"):  # a line that cannot be read hides no other
+        with (tmp_path / "out/trials.jsonl").open("a", errors="surrogateescape") as lines:
+            lines.write(damage)
+        with pytest.raises(UserError, match=f"outcome.json belongs to user {SOMEBODY}"):
+            trust.is_own(tmp_path / "out", "resume", False)
+
+
 def test_what_others_can_write_into_is_foreign(tmp_path: Path):
     folder, file = tmp_path / "out", tmp_path / "out/0/x"
     (folder / "0").mkdir(parents=True)
@@ -311,6 +342,35 @@ def test_the_token_goes_to_no_address_of_somebody_elses_folder(
     os.chown(folder, 0, 0)
     assert report(tmp_path, "sweep=out").returncode == 0
     assert "Bearer secret-token" in heard, "the folder is our own"
+
+
+@needs_root
+def test_a_typed_word_lets_no_other_word_of_a_trial_through(lay_sweep):
+    """The record holds the typed word too, which then replaces none: the trial's own address was used."""
+    folder = lay_sweep(trial_words=["tracking.uri=http\\://host"])
+    os.chown(folder, SOMEBODY, SOMEBODY)
+    for typed in ([], [STORE]):
+        with pytest.raises(ConfigError, match=r"trials\.jsonl holds tracking\.uri=http.*your own folders only"):
+            resume_arguments([f"resume={folder}", "trust=true", *typed])
+    assert STORE + "2" in resume_arguments([f"resume={folder}", "trust=true", STORE + "2"])[0]
+    record = json.loads((folder / "sweep.json").read_text())
+    (folder / "sweep.json").write_text(json.dumps({**record, "arguments": ["tracking.uri=http://host"]}))
+    assert resume_arguments([f"resume={folder}", "trust=true", "tracking.uri=http://host"])
+
+
+@needs_root
+def test_a_store_that_others_wrote_is_not_opened_because_of_their_folder(lay_sweep, tmp_path: Path):
+    """It says where the files of its runs go: to an address, with the token of the environment."""
+    folder = lay_sweep()
+    for path in (folder, tmp_path / "mlflow.db"):
+        os.chown(path, SOMEBODY, SOMEBODY)
+    told = f"{tmp_path}/mlflow.db belongs to user {SOMEBODY}; type tracking.uri=..."
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        resume_arguments([f"resume={folder}", "trust=true"])
+    assert resume_arguments([f"resume={folder}", "trust=true", STORE + "2"])
+    done = report(tmp_path, "sweep=out", "trust=true")
+    assert done.returncode == 0 and told in done.stderr, done.stderr
+    assert report(tmp_path, "sweep=out", "trust=true", STORE).stderr == "", "it was typed"
 
 
 @needs_root

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.sweep import TrackingConfig
@@ -19,6 +21,7 @@ from fsdp_lab.engine.files import (
 )
 from fsdp_lab.files import report_damaged
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.paths import storage
 from fsdp_lab.sweep.store.record import (
@@ -31,8 +34,8 @@ from fsdp_lab.sweep.store.record import (
     read_trials,
     with_overrides,
 )
-from fsdp_lab.sweep.store.trust import check_words, is_own, read_trust
-from fsdp_lab.sweep.store.words import key_of
+from fsdp_lab.sweep.store.trust import check_store, check_words, is_own, read_trust
+from fsdp_lab.sweep.store.words import is_local_store, key_of
 
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
@@ -62,13 +65,27 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
 
 
 def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) -> None:
-    """Look at what Hydra is to get from the folder: not at words in whose place others were typed now."""
-    replaced = {key_of(word) for word in typed}
+    """Look at what Hydra is to get from the folder: not at words in whose place others were typed now. What was typed
+    as the record has it takes the place of no trial's word, and lets only the same word through."""
+    keys = {key_of(word) for word in typed}
+    left = [word for word in record.arguments if key_of(word) not in keys]
+    check_words(left, folder / "sweep.json", "resume", own)
+    again = [word for word in typed if word in record.arguments]
+    replaced, same = keys - {key_of(word) for word in again}, _as_in_trials(again)
     trials = read_trials(folder, record.num_trials) if record.multirun else []
-    held = {"sweep.json": record.arguments, "trials.jsonl": [word for words, _ in trials for word in words]}
-    for name, words in held.items():
-        left = [word for word in words if not isinstance(word, str) or key_of(word) not in replaced]
-        check_words(left, folder / name, "resume", own)
+    held = [word for words, _ in trials for word in words if key_of(word) not in replaced]
+    check_words([word for word in held if word not in same], folder / "trials.jsonl", "resume", own)
+    if not own and "tracking.uri" not in replaced:
+        stores = [word.partition("=")[2] for word in (*record.arguments, *held) if key_of(word) == "tracking.uri"]
+        for uri in (TrackingConfig().uri, *stores):
+            if is_local_store(uri.replace("\\", "")):
+                check_store(uri, record.launched_in)
+
+
+def _as_in_trials(typed: Sequence[str]) -> set[str]:
+    """Return words, but for sweeps, as a trial's overrides have them."""
+    words = OverridesParser.create().parse_overrides([word for word in typed if not word.startswith("-")])
+    return {same for word in words if not word.is_sweep_override() for same in discrete_values(word)}
 
 
 def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:

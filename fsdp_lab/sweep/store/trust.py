@@ -68,16 +68,21 @@ def why_foreign(folder: Path) -> str | None:
     """
     others_enter = bool(folder.stat().st_mode & _OTHERS_ENTER)
     for path in _all_in(folder):
-        try:
-            status = path.stat()
-        except OSError:  # it went away, or is a link to nothing
-            continue
-        if status.st_uid not in (os.geteuid(), 0):
-            return f"{path} belongs to {_user(status.st_uid)}"
-        group_writes = status.st_mode & _GROUP_WRITES and not _is_private_group(status.st_gid)
-        if (status.st_mode & _OTHERS_WRITE or group_writes) and (others_enter or path == folder):
-            return f"others can write into {path} (`chmod -R go-w` takes that away)"
+        if reason := _who_else(path, others_enter or path == folder):
+            return reason
     return None
+
+
+def check_store(uri: str, launched_in: str) -> None:
+    """Look at a store in a file that another user's folder, or the default, names: it says where the files of its runs
+    go, which may be an address.
+
+    Raises:
+        ConfigError: others may have written it.
+    """
+    file = Path(launched_in, uri.replace("\\", "").strip("'\"").removeprefix("sqlite:///"))
+    if reason := _who_else(file.parent) or _who_else(file):
+        raise ConfigError(f"tracking.uri={redact(uri)}: {reason}; type tracking.uri=... with a store of your own.")
 
 
 def check_words(words: Sequence[Any], source: Path, key: str, own: bool, known: Known | None = None) -> None:
@@ -117,6 +122,19 @@ def enter(folder: str) -> None:
     os.chdir(folder)
 
 
+def _who_else(path: Path, others_enter: bool = True) -> str | None:
+    try:
+        status = path.stat()
+    except OSError:  # it went away, or is a link to nothing
+        return None
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to {_user(status.st_uid)}"
+    group_writes = status.st_mode & _GROUP_WRITES and not _is_private_group(status.st_gid)
+    if (status.st_mode & _OTHERS_WRITE or group_writes) and others_enter:
+        return f"others can write into {path} (`chmod -R go-w` takes that away)"
+    return None
+
+
 def _all_in(folder: Path) -> Iterator[Path]:
     yield folder
     for where, folders, files in os.walk(folder):
@@ -126,15 +144,18 @@ def _all_in(folder: Path) -> Iterator[Path]:
 def _elsewhere(folder: Path) -> Iterator[Path]:
     """The folders that a sweep names outside its own: a trial's, and what it keeps below `cluster.storage_path`."""
     with suppress(OSError, ValueError):
-        for line in (folder / "trials.jsonl").read_text().splitlines():
+        for line in (folder / "trials.jsonl").read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 content = json.loads(line)
                 for where in (folder / content["folder"], Path(content.get("storage", folder))):
                     if where.is_dir() and not where.resolve().is_relative_to(folder.resolve()):
                         yield where
+    launched_in = ""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        launched_in = str(json.loads((folder / "sweep.json").read_text())["launched_in"])
     with suppress(OSError, KeyError, TypeError, yaml.YAMLError):  # of a trial alone
         saved = yaml.load((folder / ".hydra" / "config.yaml").read_text(), Loader=yaml.CSafeLoader)
-        where = Path(saved["cluster"]["storage_path"], (folder / ".storage").read_text())
+        where = Path(launched_in, saved["cluster"]["storage_path"], (folder / ".storage").read_text())
         if where.is_dir():
             yield where
 
