@@ -27,7 +27,8 @@ def run_alone(trial: Trial) -> ExitCode:
         with locked(trial.folder, "hydra.run.dir"):
             record = read_record(trial.folder)
             states = resumed_states([trial], trial.folder, trial.config)
-            check_unchanged(record, states, trial.folder, trial.config)
+            typed_now = [word for word in trial.overrides if word not in record.arguments]
+            check_unchanged(record, states, trial.folder, trial.config, typed_now)
             remember_last(trial.folder)
             return _start(states, record, resumed=True)
     with new_folder(trial.folder, "hydra.run.dir", trial.hydra_config.hydra) as folder:

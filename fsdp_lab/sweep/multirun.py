@@ -151,7 +151,7 @@ class Command:
             raise ConfigError(f"resume={self.folder}: no trial was written down there yet; start the sweep anew.")
         config = trials[0].config if trials else self.common.config
         states = resumed_states(trials, self.folder, config)
-        check_unchanged(record, states, self.folder, config)
+        check_unchanged(record, states, self.folder, config, typed_now)
         if search is not None:
             search.go_on([(state.trial, state.status, state.metrics) for state in states])
         return replace(self._plan(states, swept, record, search), resumed=True)

@@ -195,6 +195,15 @@ def test_a_broken_record_is_told(tmp_path: Path):
         read_record(tmp_path)
 
 
+def test_a_record_that_only_its_owner_may_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def read_text(path: Path, **options: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(UserError, match=rf"resume={tmp_path}: {tmp_path}/sweep.json is for its owner alone"):
+        read_record(tmp_path)
+
+
 def test_changed_code_is_named():
     record = Record.of([], True, SweepConfig())
     assert changes_of_code(record) == []
@@ -238,6 +247,20 @@ def test_changed_settings_are_named(compose_trial):
     path = trial.folder / ".hydra" / "config.yaml"
     path.write_text(path.read_text() + "\nold_key: 1\n")
     assert "old_key is not a key" in changes_of_config(trial.folder, SweepConfig())[0]
+
+
+def test_a_setting_that_is_typed_for_a_trial_whose_config_is_lost_is_refused(compose_trial):
+    """It would be shown for the figures of a trial that had another."""
+    trial = compose_trial(["optimizer.lr=0.1"], 0)
+    typed = ["optimizer.lr=0.1", "sharding=root", "resume_failed=true"]
+    assert changes_of_config(trial.folder, trial.config, typed) == [], "it was never set up"
+    write_hydra_folder(trial)
+    assert changes_of_config(trial.folder, trial.config, typed) == []
+    path = trial.folder / ".hydra/config.yaml"
+    path.write_text("optimizer:\n")
+    told = [f"{path}, which had the value of {key}, is damaged or gone" for key in ("optimizer.lr", "sharding")]
+    assert changes_of_config(trial.folder, trial.config, typed) == told
+    assert changes_of_config(trial.folder, trial.config) == []
 
 
 def test_a_number_that_is_null_by_now_is_no_change(compose_trial):

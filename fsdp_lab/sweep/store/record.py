@@ -26,7 +26,7 @@ import yaml
 from omegaconf import OmegaConf
 
 import fsdp_lab
-from fsdp_lab.compose import Trial
+from fsdp_lab.compose import Trial, groups
 from fsdp_lab.config import (
     Between,
     ConfigError,
@@ -136,6 +136,11 @@ def read_record(folder: Path, key: str = "resume") -> Record:
         raise UserError(
             f"{key}={folder}: no sweep was started there (there is no {path.name}); give the folder that holds "
             f"results.csv, the id of a sweep's parent run, or {key}=last."
+        ) from None
+    except PermissionError:
+        raise UserError(
+            f"{key}={folder}: {path} is for its owner alone: an address in it may hold a password; ask for a copy "
+            "of the folder that you may read, or for the id of the sweep's run in a store that you share."
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start the sweep anew.") from None
@@ -299,12 +304,19 @@ def changes_of_workers(record: Record, config: SweepConfig) -> list[str]:
     return [f"cluster.num_workers=null was {record.num_workers} there and is {workers} here"]
 
 
-def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
-    """What the trial's saved config has other than `config`, in words. Nothing for a trial that was never set up."""
+def changes_of_config(trial_folder: Path, config: SweepConfig, typed: Sequence[str] = ()) -> list[str]:
+    """What the trial's saved config has other than `config`, in words. Nothing for a trial that was never set up.
+
+    Args:
+        typed: for the resume. Where the saved config is lost, `config` is what it was but for these.
+    """
     path = trial_folder / ".hydra" / "config.yaml"
     values = read_hydra_file(trial_folder, path.name)
     if values is None:
-        return []
+        unknown = {*_settings(config), *groups()} if path.parent.is_dir() else set()
+        return [
+            f"{path}, which had the value of {key_of(w)}, is damaged or gone" for w in typed if key_of(w) in unknown
+        ]
     try:
         before = resolved(saved_config(values))
     except ConfigError as error:

@@ -121,8 +121,13 @@ def _believed(outcome: Outcome | None, folder: Path) -> Outcome | None:
     return outcome
 
 
-def check_unchanged(record: Record, states: Sequence[TrialState], folder: Path, config: SweepConfig) -> None:
+def check_unchanged(
+    record: Record, states: Sequence[TrialState], folder: Path, config: SweepConfig, typed: Sequence[str]
+) -> None:
     """Refuse to go on with other settings, other code or other data than the sweep was started with.
+
+    Args:
+        typed: for the resume alone.
 
     Raises:
         UserError: with what differs, unless `resume_anyway`; or a trial that cannot run here.
@@ -131,7 +136,7 @@ def check_unchanged(record: Record, states: Sequence[TrialState], folder: Path, 
         changes = {"": changes_of_code(record)}
         for number, state in enumerate(states):
             changes[f"trial {number}" if record.multirun else "the trial"] = changes_of_config(
-                state.trial.folder, state.trial.config
+                state.trial.folder, state.trial.config, typed
             )
         changes["workers"] = changes_of_workers(record, config)
         changes["data"] = _changes_of_data(states, folder)
