@@ -289,6 +289,20 @@ def test_what_others_can_write_into_is_foreign(tmp_path: Path):
     assert trust.why_foreign(folder) is None, "nobody else gets there"
 
 
+def test_a_link_to_a_file_elsewhere_makes_a_folder_foreign(tmp_path: Path):
+    """The epochs of a trial were appended to that file; where there was none, it was made."""
+    (tmp_path / "out/0").mkdir(parents=True)
+    (tmp_path / "out/0/within").symlink_to(tmp_path / "out/results.csv")
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "out/0/checkpoints").symlink_to(tmp_path / "scratch")
+    assert trust.why_foreign(tmp_path / "out") is None
+    link = tmp_path / "out/0/metrics.jsonl"
+    link.symlink_to("../../mine")
+    for _ in range(2):
+        assert trust.why_foreign(tmp_path / "out") == f"{link} is a link to {tmp_path}/mine, which is elsewhere"
+        (tmp_path / "mine").touch()
+
+
 @needs_root
 def test_a_group_of_more_than_the_user_makes_a_folder_foreign(tmp_path: Path):
     tmp_path.chmod(0o775)

@@ -61,14 +61,15 @@ def is_own(folder: Path, key: str, trust: bool) -> bool:
 
 
 def why_foreign(folder: Path) -> str | None:
-    """Return who else may have written what is in a folder; None where that is this user, or root, alone.
+    """Return who else may have written what is in a folder, or which link has us write elsewhere; None where that is
+    this user, or root, alone.
 
     A group may write where it is the user's private one: of the same name, with no other member (umask 002). What lies
     below a folder that nobody else enters may have any mode.
     """
     others_enter = bool(folder.stat().st_mode & _OTHERS_ENTER)
     for path in _all_in(folder):
-        if reason := _who_else(path, others_enter or path == folder):
+        if reason := _who_else(path, others_enter or path == folder) or _leads_out(path, folder):
             return reason
     return None
 
@@ -133,6 +134,14 @@ def _who_else(path: Path, others_enter: bool = True) -> str | None:
     if (status.st_mode & _OTHERS_WRITE or group_writes) and others_enter:
         return f"others can write into {path} (`chmod -R go-w` takes that away)"
     return None
+
+
+def _leads_out(path: Path, folder: Path) -> str | None:
+    """A folder may be on another disk; a file that is elsewhere would be appended to, or made."""
+    if path == folder or not path.is_symlink() or path.is_dir():
+        return None
+    target = path.resolve()
+    return None if target.is_relative_to(folder.resolve()) else f"{path} is a link to {target}, which is elsewhere"
 
 
 def _all_in(folder: Path) -> Iterator[Path]:
