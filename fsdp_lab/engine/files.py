@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def metrics_in(line: str | bytes) -> dict[str, float] | None:
         metrics = json.loads(line)
     except ValueError:
         return None
-    return metrics if isinstance(metrics, dict) and "epoch" in metrics and _are_numbers(metrics) else None
+    known = isinstance(metrics, dict) and "epoch" in metrics and _are_numbers(metrics)
+    return metrics if known and isfinite(metrics["epoch"]) else None
 
 
 def read_latest(folder: Path) -> dict[str, float]:

@@ -17,11 +17,21 @@ from fsdp_lab.engine.files import (
     clear_left_over,
     read_failures,
     read_latest,
+    read_metrics,
     read_outcome,
     why_unwritten,
 )
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.engine.worker import FolderReporter, check_gpu, kind_of, record_failure, train_and_record
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "[1]", '{"epoch": null}', '{"epoch": NaN}', '{"epoch": Infinity}', '{"epoch": 2']
+)
+def test_a_line_without_an_epoch_is_none(line: str, tmp_path: Path):
+    append_line(tmp_path / "metrics.jsonl", '{"epoch": 1, "loss": NaN}')
+    append_line(tmp_path / "metrics.jsonl", line)
+    assert [metrics["epoch"] for metrics in read_metrics(tmp_path)] == [1]
 
 
 @pytest.mark.parametrize(

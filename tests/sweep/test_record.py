@@ -68,6 +68,12 @@ def test_a_trial_that_is_missing_in_the_middle_is_refused_and_named(tmp_path: Pa
         read_trials(tmp_path, 3)
 
 
+def test_a_damaged_number_makes_no_endless_message(tmp_path: Path, compose_trial):
+    add_trial(tmp_path, dataclasses.replace(compose_trial(["sharding=root"], 0), index=10**15))
+    with pytest.raises(UserError, match=r"lacks trial 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 … of 1000000000000001"):
+        read_trials(tmp_path)
+
+
 def test_checkpoints_go_wherever_they_lie_and_whatever_code_they_are_of(tmp_path: Path, compose_trial):
     own = compose_trial(["sharding=root"], 0)
     shared = compose_trial(["sharding=root", f"cluster.storage_path={tmp_path}/disk"], 1)

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from fsdp_lab.sweep.store.words import key_of
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
 # Set while a resume works in another folder than the one it was typed in.
 TYPED_ELSEWHERE = "FSDP_LAB_TYPED_ELSEWHERE"
+_MOST_NAMED = 10  # of trials that are missing: a number may be damaged, too
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 
 
@@ -197,10 +199,11 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
             f"{key}={folder}: {folder / 'trials.jsonl'} lacks the trial in {unknown[0]}: a line is damaged or gone. "
             "Restore the file from a copy; or, if that trial is of an earlier sweep, move its folder away."
         )
-    if missing := [number for number in range(count) if number not in lines]:
+    if missing := list(islice((number for number in range(count) if number not in lines), _MOST_NAMED)):
+        more = " …" if len(missing) == _MOST_NAMED else ""
         raise UserError(
-            f"{key}={folder}: {folder / 'trials.jsonl'} lacks trial {', '.join(map(str, missing))} of {count}: a line "
-            "is damaged or gone. Restore the file from a copy, or start the sweep anew."
+            f"{key}={folder}: {folder / 'trials.jsonl'} lacks trial {', '.join(map(str, missing))}{more} of {count}: a "
+            "line is damaged or gone. Restore the file from a copy, or start the sweep anew."
         )
     return [(lines[number]["overrides"], folder / lines[number]["folder"]) for number in range(count)]
 
