@@ -20,14 +20,14 @@ def report_damaged(path: Path, why: object, what_now: str = "it counts as absent
         print(f"fsdp_lab: warning: {path} is damaged ({why}); {what_now}", file=sys.stderr, flush=True)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, what_now: str = "it counts as absent") -> Any:
     """Return the content; None where there is no such file, or, with a warning, where it is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        report_damaged(path, error if path.stat().st_size else "it is empty")
+        report_damaged(path, error if path.stat().st_size else "it is empty", what_now)
         return None
 
 

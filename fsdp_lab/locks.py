@@ -77,7 +77,7 @@ def locked(folder: Path, key: str, name: str = ".lock", private: bool = False) -
     """Have a folder for this process alone.
 
     Args:
-        key: what sets the folder on the command line.
+        key: what sets the folder on the command line; `resume` takes no other.
         name: of the file that is locked.
         private: make the folder for this user alone where it is not there. One that is there stays as it is, unless it
             is empty: Hydra has made it.
@@ -92,14 +92,16 @@ def locked(folder: Path, key: str, name: str = ".lock", private: bool = False) -
                 _make_private(folder)
             stack.enter_context(exclusive(folder / name))
         except InUse as error:
+            instead = "" if key == "resume" else f", or give this one a folder of its own: {key}=..."
             raise InUse(
-                f"{key}={folder} is in use by another start ({error.holder}); wait until that has ended, or give this "
-                f"one a folder of its own: {key}=...",
+                f"{key}={folder} is in use by another start ({error.holder}); wait until that has ended{instead}",
                 error.holder,
             ) from None
         except OSError as error:
-            reason = f"{key}={folder} cannot be written ({error.strerror})"
-            raise UserError(f"{reason}; free the disk, or set {key} to a folder that can be.") from error
+            instead = "have it made writable" if key == "resume" else f"set {key} to a folder that can be"
+            raise UserError(
+                f"{key}={folder} cannot be written ({error.strerror}); free the disk, or {instead}."
+            ) from error
         yield
 
 

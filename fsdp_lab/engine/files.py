@@ -32,6 +32,7 @@ from fsdp_lab.files import read_json, report_damaged, sync, write_json, write_te
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.status import TrialStatus
 
+_ENDS_AGAIN = "the trial counts as not ended; resume ends it again, from its last checkpoint"
 _ELSEWHERE = "set hydra.run.dir (hydra.sweep.dir with -m)"
 
 
@@ -55,20 +56,21 @@ def append_line(path: Path, text: str) -> None:
         lines.write(f"{text}\n".encode())
 
 
-def read_object(path: Path, **required: Any) -> dict[str, Any] | None:
+def read_object(path: Path, what_now: str = "it counts as absent", **required: Any) -> dict[str, Any] | None:
     """Return the object in a file; None where there is none, or, with a warning, where it is damaged.
 
     Args:
+        what_now: is told of a damaged file.
         required: the keys that it has to have, with the types of their values, as `isinstance` takes them.
     """
-    content = read_json(path)
+    content = read_json(path, what_now)
     if content is None:
         return None
     if not isinstance(content, dict):
-        report_damaged(path, "it is no JSON object")
+        report_damaged(path, "it is no JSON object", what_now)
         return None
     if wrong := [key for key, types in required.items() if not isinstance(content.get(key), types)]:
-        report_damaged(path, f"it has no valid `{wrong[0]}`")
+        report_damaged(path, f"it has no valid `{wrong[0]}`", what_now)
         return None
     return content
 
@@ -136,12 +138,12 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 def read_outcome(folder: Path) -> Outcome | None:
     """Return how a trial ended; None where it has not, or, with a warning, where that cannot be read."""
     path = folder / "outcome.json"
-    content = read_object(path, status=str)
+    content = read_object(path, _ENDS_AGAIN, status=str)
     if content is None:
         return None
     status = str(content["status"])
     if status not in TrialStatus.__members__ or not TrialStatus(status).is_result:
-        report_damaged(path, f"status={status} is no result")
+        report_damaged(path, f"status={status} is no result", _ENDS_AGAIN)
         return None
     others: dict[str, Any] = {"error": str, "seconds": (int, float), "epochs": int}
     known = {key: content[key] for key, types in others.items() if isinstance(content.get(key), types)}

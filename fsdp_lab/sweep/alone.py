@@ -24,7 +24,7 @@ def run_alone(trial: Trial) -> ExitCode:
         UserError: its folder is taken, or nothing can be resumed there; see `run_sweep` for what else.
     """
     if trial.config.resume is not None:
-        with locked(trial.folder, "hydra.run.dir"):
+        with locked(trial.folder, "resume"):
             record = read_record(trial.folder)
             states = resumed_states([trial], trial.folder, trial.config)
             typed_now = [word for word in trial.overrides if word not in record.arguments]

@@ -58,7 +58,7 @@ def run_multirun(
             write_multirun(config, plan)
             code = _run(plan, notes)
     else:
-        with locked(command.folder, "hydra.sweep.dir"):  # first: another resume may be at work
+        with locked(command.folder, "resume"):  # first: another resume may be at work
             plan = command.resumed_sweep()
             remember_last(command.folder)
             code = _run(plan, [])

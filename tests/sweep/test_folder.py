@@ -67,11 +67,14 @@ def test_a_second_start_changes_nothing_of_the_first_which_can_be_resumed(tmp_pa
         wait_for(lambda: has_trained_an_epoch(trial), process)
         before = written_once(tmp_path / "out")
         running = run_cli(tmp_path, *other)
+        resuming = run_cli(tmp_path, "resume=out")
         assert written_once(tmp_path / "out") == before
         process.kill()
     killed = run_cli(tmp_path, *other)
     assert (running.returncode, killed.returncode) == (2, 2), running.stderr + killed.stderr
-    assert "is in use by another start" in running.stderr
+    assert "is in use by another start" in running.stderr and "a folder of its own: hydra." in running.stderr
+    assert f"resume={tmp_path / 'out'} is in use by another start" in resuming.stderr
+    assert resuming.stderr.endswith("wait until that has ended\n"), "a resume has no folder but this"
     assert "holds the results of another start" in killed.stderr
     assert written_once(tmp_path / "out") == before
     done = run_cli(tmp_path, "resume=out", "training.max_steps=200", "resume_anyway=true")

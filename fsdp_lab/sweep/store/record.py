@@ -203,7 +203,8 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
         more = " …" if len(missing) == _MOST_NAMED else ""
         raise UserError(
             f"{key}={folder}: {folder / 'trials.jsonl'} lacks trial {', '.join(map(str, missing))}{more} of {count}: a "
-            "line is damaged or gone. Restore the file from a copy, or start the sweep anew."
+            "line is damaged or gone. Restore the file from a copy, or start the sweep anew; what MLflow has of it: "
+            "python -m fsdp_lab.report sweep=<id of the sweep's run>."
         )
     return [(lines[number]["overrides"], folder / lines[number]["folder"]) for number in range(count)]
 
