@@ -16,27 +16,18 @@ IGNORED = -1  # a label that does not count
 
 
 class RotaryEmbedding(nn.Module):
-    """The rotation of each position: tables of `(max_seq_len, head_dim / 2)` in float32, which are not saved.
-
-    `reset_parameters` computes them, so a model that was built on `meta` gets them back as it gets its weights.
-    """
+    """The rotation of each position: tables of `(max_seq_len, head_dim / 2)` in float32, which are not saved."""
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, head_dim: int, max_seq_len: int, theta: float) -> None:
         super().__init__()
-        self.head_dim, self.max_seq_len, self.theta = head_dim, max_seq_len, theta
-        for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(max_seq_len, head_dim // 2), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=self.cos.device) / self.head_dim
-        positions = torch.arange(self.max_seq_len, dtype=torch.float64, device=self.cos.device)
-        angles = torch.outer(positions, self.theta**-exponents)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        self.max_seq_len = max_seq_len
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), theta**-exponents)
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotate `(batch, heads, seq, head_dim)` in float32 and return it in its own type."""
@@ -49,7 +40,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class OutputProjection(nn.Linear):
-    """A layer that writes to the residual stream; `Llama._init_weights` draws smaller values for it."""
+    """A layer that writes to the residual stream; `Llama` draws smaller first values for it."""
 
 
 class Attention(nn.Module):
@@ -142,16 +133,11 @@ class Llama(nn.Module):
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
-        self.apply(self._init_weights)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Draw the values of one module: normal with a standard deviation of 0.02, as GPT-2 and Llama do; that of the
-        layers which write to the residual stream is smaller by `sqrt(2 * num_layers)`."""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            smaller = (2 * self.num_layers) ** 0.5 if isinstance(module, OutputProjection) else 1.0
-            nn.init.normal_(module.weight, std=0.02 / smaller)
-        elif isinstance(module, nn.RMSNorm | RotaryEmbedding):
-            module.reset_parameters()
+        # As GPT-2 does; what writes to the residual stream 2 * num_layers times is smaller by the root of that.
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                smaller = (2 * num_layers) ** 0.5 if isinstance(module, OutputProjection) else 1.0
+                nn.init.normal_(module.weight, std=0.02 / smaller)
 
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, loss_chunks: int = 1

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.language.llama import Llama, RotaryEmbedding
 
 SMALL: dict[str, Any] = {
@@ -166,26 +167,23 @@ def test_first_weights_are_drawn_module_by_module():
     assert (model.norm.weight == 1).all()
 
 
-@pytest.mark.parametrize("initialise", ["_init_weights", "reset_parameters"])
-def test_a_model_built_on_meta_gets_its_tables_back(initialise: str):
-    with torch.device("meta"):
-        model = Llama(**SMALL)
-    model.to_empty(device="cpu")
-    for buffer in model.buffers():
-        buffer.fill_(float("nan"))
-    for module in model.modules():
-        if initialise == "_init_weights":
-            model._init_weights(module)
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    expected = small()
+def test_the_tables_of_rotations_are_shared_and_not_saved():
+    model = small()
     assert [name for name, _ in model.named_buffers()] == [
         "blocks.0.attention.rotary.cos",
         "blocks.0.attention.rotary.sin",
     ]
-    for got, want in zip(model.buffers(), expected.buffers(), strict=True):
+    assert not [name for name in model.state_dict() if "rotary" in name]
+
+
+def test_a_model_whose_parameters_start_on_meta_has_real_tables_and_the_plain_models_values():
+    blueprint, plain = Blueprint(lambda: Llama(**SMALL, tied=True), seed=0), small(tied=True)
+    assert all(parameter.is_meta for parameter in blueprint.model.parameters())
+    for got, want in zip(blueprint.model.buffers(), plain.buffers(), strict=True):
         assert torch.equal(got, want)
-    assert not [name for name in model.state_dict() if "rotary" in name], "the tables are not saved"
+    values, expected = dict(blueprint.values()), dict(plain.named_parameters())
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in values.items())
 
 
 def test_flops_per_token_of_llama3_8b_are_those_worked_out_by_hand():
