@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -111,7 +112,6 @@ def test_a_split_has_nine_tenths_of_the_characters(lengths: list[int]):
 
 
 def test_a_tokenizer_says_how_many_bytes_a_token_stands_for(tmp_path: Path):
-    tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"red": 0, "blue": 1, "?": 2}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
@@ -145,7 +145,6 @@ def test_bad_folders_and_tokenizers_are_one_message(tmp_path: Path, monkeypatch:
 
 
 def test_a_tokenizer_that_is_none_is_one_message(tmp_path: Path):
-    pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text("{}")
     for file, message in (
         ("no.json", "is not a file; give the path of a tokenizer.json"),
