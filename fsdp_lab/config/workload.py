@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Optional  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.convert import from_dict
-from fsdp_lab.config.errors import CombinationError, ConfigError
+from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import Between, Memory, at_least_one, divisors, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
 from fsdp_lab.config.registry import module_of
@@ -82,6 +82,12 @@ class DataGroup:
     def missing(self) -> str | None:
         """Say which files are not there; None when all are, or nothing is known of them."""
         return None
+
+    def check_files(self) -> None:
+        """
+        Raises:
+            UserError: files that are needed are not on this machine.
+        """
 
     def paths(self) -> list[str]:
         """Return the dotted paths to the user's code."""
@@ -203,7 +209,8 @@ class UserData(DataGroup, OpenGroup):
     """A data set of the user's: `target` is called with `arguments` and `split="train"`, then `split="val"`.
 
     `collate_fn`: a path to what makes a batch of a list of items; null: PyTorch's `default_collate`. The other keys are
-    as in `DataConfig`.
+    as in `DataConfig`. Where the target has a static method `check_files(**arguments)`, an error that it raises is told
+    before Ray starts.
     """
 
     target: Optional[str] = key(None, named="_target_", memory=Memory.VALUE)
@@ -228,6 +235,17 @@ class UserData(DataGroup, OpenGroup):
             check_arguments(function, target, "data", self.arguments, given=("split",))
         if self.collate_fn is not None:
             import_callable(self.collate_fn, "data.collate_fn")
+
+    def check_files(self) -> None:
+        target = needed_target(self.target, "data")
+        if target == EXAMPLE_BATCH or not hasattr(function := import_callable(target, "data._target_"), "check_files"):
+            return
+        try:
+            function.check_files(**self.arguments)
+        except UserError:  # our own data sets say it in one message
+            raise
+        except Exception as error:
+            raise UserError(f"data._target_={target}: {type(error).__name__}: {error}") from error
 
     def paths(self) -> list[str]:
         return [path for path in (self.target, self.collate_fn) if path and path != EXAMPLE_BATCH]

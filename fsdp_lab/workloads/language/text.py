@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.language.tokens import PackedTokens, SplitName, byte_tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SUFFIXES = (".txt", ".md", ".parquet")
 _SEPARATOR = "\n\n"
@@ -51,6 +55,16 @@ class TextTokens(PackedTokens):
             )
         per_token = 1.0 if tokenizer is None else num_bytes / len(tokens)
         super().__init__(tokens, seq_len, vocab_size, per_token)
+
+    @staticmethod
+    def check_files(root: str, tokenizer: str | None = None, **_: Any) -> None:
+        """
+        Raises:
+            UserError: as the constructor, after a look at the first text.
+        """
+        next(read_documents(Path(root)))
+        if tokenizer is not None:
+            read_tokenizer(tokenizer)
 
 
 def read_documents(root: Path) -> Iterator[str]:
@@ -104,6 +118,16 @@ def encode(documents: list[str], tokenizer: str) -> tuple[Tensor, int]:
     """Return the tokens of all documents as int32 `(N,)`, and the size of the vocabulary.
 
     Raises:
+        UserError: see `read_tokenizer`.
+    """
+    made = read_tokenizer(tokenizer)
+    rows = [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in made.encode_batch(documents)]
+    return torch.cat(rows), made.get_vocab_size()
+
+
+def read_tokenizer(tokenizer: str) -> Tokenizer:
+    """
+    Raises:
         UserError: the package or the file is missing, or it is no tokenizer's.
     """
     try:
@@ -116,8 +140,6 @@ def encode(documents: list[str], tokenizer: str) -> tuple[Tensor, int]:
     if not Path(tokenizer).is_file():
         raise UserError(f"data.tokenizer={tokenizer} is not a file; give the path of a tokenizer.json.")
     try:
-        made = Tokenizer.from_file(tokenizer)
+        return Tokenizer.from_file(tokenizer)
     except Exception as error:  # the package raises nothing narrower
         raise UserError(f"data.tokenizer={tokenizer} is not a tokenizer.json: {error}") from error
-    rows = [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in made.encode_batch(documents)]
-    return torch.cat(rows), made.get_vocab_size()

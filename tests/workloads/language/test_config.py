@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from fsdp_lab.compose import register_schema, typed_config
+from fsdp_lab.compose import check, register_schema, typed_config
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, UserError, conf_dir, to_dict, with_custom
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.build import build_model_spec, build_workload
@@ -72,6 +74,27 @@ def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         build_workload(config.model, config.data, config.task).data.prepare()
     assert str(caught.value).startswith(f"data.root={tmp_path} holds no text; point it at a folder with .txt")
+    with pytest.raises(UserError) as early:
+        check(composed("data=text", f"data.root={tmp_path}"))
+    assert str(early.value) == str(caught.value), "what a worker would say is said before Ray starts"
+    (tmp_path / "a.md").write_text("text")
+    check(composed("data=text", f"data.root={tmp_path}"))
+    with pytest.raises(UserError, match=r"no\.json is not a file"):
+        check(composed("data=text", f"data.root={tmp_path}", "data.tokenizer=no.json"))
+
+
+def test_the_files_of_a_cluster_are_looked_for_on_its_nodes(tmp_path: Path) -> None:
+    check(composed("data=text", f"data.root={tmp_path}/there", "cluster.address=127.0.0.1:6379"))
+
+
+def test_a_folder_without_text_ends_the_command_before_ray(
+    tmp_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "notes").mkdir()
+    done = cli("-m", "data=text", "data.root=notes", tell_imports=True)
+    told = "fsdp_lab: data.root=notes holds no text; point it at a folder with .txt, .md, .parquet files."
+    assert done.returncode == 2 and told in done.stderr.splitlines()
+    assert "ray" not in done.stderr.rpartition("imported:")[2].split()
 
 
 def test_a_vocabulary_that_is_not_known_is_asked_for() -> None:
