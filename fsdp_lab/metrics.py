@@ -123,7 +123,7 @@ METRICS = (
     Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
     Metric(
         "train/grad_norm", "grad norm", "", "the norm of all gradients before clipping, the mean of the epoch's steps; "
-        "with training.max_grad_norm, of which 1e9 clips nothing", better="min",
+        "of language models, and with training.max_grad_norm", csv=_SHOWN, report=_SHOWN,
     ),
     Metric("train/loss_scale", "loss scale", "", "what fp16's losses are multiplied by", form="{:.0f}"),
     Metric(
@@ -171,12 +171,12 @@ METRICS = (
     ),
     Metric(
         "perf/tflops_per_device", "TFLOP/s/device", "TFLOP/s", "tokens: what the model needs, recomputation left out",
-        better="max", form="{:.2f}", csv=_SHOWN,
+        better="max", form="{:.3g}", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
         "perf/data_wait_share", "data wait", "", "the share of the step time in which a process waits for batches, "
         "the mean of the ranks; its GPU may have work then",
-        better="min", form="{:.3f}", csv=_SHOWN,
+        better="min", form="{:.3f}", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
         "perf/step_time_p50_s", "step p50 ms", "s", "the median time of an optimizer step",

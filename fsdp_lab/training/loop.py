@@ -33,8 +33,9 @@ def train_step(
     """One optimizer step over the microbatches of this rank.
 
     Returns:
-        this rank's mean loss over its part of the global batch, and the norm of all gradients before they were clipped,
-        None where they are not; both detached, on the device: no sync point.
+        this rank's mean loss over its part of the global batch, and the norm of all gradients before they were clipped:
+        with `training.max_grad_norm` and where tokens are counted, else None. Both detached, on the device: no sync
+        point.
     """
     total = torch.zeros((), device=device)
     for i, batch in enumerate(microbatches):
@@ -46,7 +47,7 @@ def train_step(
         state.scaler.scale(loss).backward()
         total += loss.detach()
     grad_norm = None
-    if config.training.max_grad_norm is not None:
+    if config.training.max_grad_norm is not None or task.unit == "tokens":
         state.scaler.unscale_(state.optimizer)
         grad_norm = clip_gradients(state.model, config.training.max_grad_norm)
     scale = state.scaler.get_scale()
@@ -60,13 +61,14 @@ def train_step(
     return total, grad_norm
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients down where their norm, over all ranks, is more than `max_norm`; return that norm."""
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Return the norm of the gradients over all ranks; scale them down where it is more than `max_norm`."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()  # the ranks' parts in one number; what comes after would do it by itself
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 

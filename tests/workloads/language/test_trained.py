@@ -21,6 +21,8 @@ def test_real_text_is_learned_whatever_the_sharding() -> None:
         assert apart(losses[:20], first[:20]) < 1e-5, sharding
         assert apart(losses, first) < 1e-2, "differences of rounding grow"
         assert told[-1]["val/bits_per_byte"] < 4.4
+        assert told[-1]["train/grad_norm"] == pytest.approx(results[0][1][-1]["train/grad_norm"], rel=1e-2)
+        assert told[-1]["train/grad_norm"] > 0
         assert told[-1]["val/perplexity"] == pytest.approx(2 ** told[-1]["val/bits_per_byte"]), "a token is a byte"
         assert told[-1]["perf/tokens_per_s"] == pytest.approx(64 * told[-1]["perf/samples_per_s"])
         assert 0 < told[-1]["perf/data_wait_share"] < 1
