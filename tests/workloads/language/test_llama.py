@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_lab.training.__main__ import read_config
+from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.language.llama import Llama, RotaryEmbedding
 
@@ -193,6 +195,23 @@ def test_flops_per_token_of_llama3_8b_are_those_worked_out_by_hand():
         model = Llama(**LLAMA3_8B)
     expected = 6 * 7_504_924_672 + 6 * 32 * 32 * (128 + 128) * 8192
     assert model.flops_per_unit(torch.empty(2, 8193, device="meta")) == expected == 57_914_449_920
+
+
+def test_flops_per_token_of_a_small_model_are_those_worked_out_by_hand():
+    """A layer has 2 x 32 x 32 (queries, output) + 2 x 32 x 16 (keys, values) + 3 x 32 x 48 + 2 x 32 (norms) = 7,744
+    parameters; two of them, a norm of 32 and a head of 50 x 32 are 17,120. Two layers of 4 heads of 8 + 8 at 16 tokens:
+    6 x 2 x 4 x 16 x 16 = 12,288."""
+    assert small().flops_per_unit(torch.empty(3, 17)) == 6 * 17_120 + 12_288 == 115_008
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_computed_twice_counts_once(recompute: bool):
+    """Neither `loss_chunks` nor activation checkpointing changes what a token is worth."""
+    words = ["task=language", *(["task.loss_chunks=4", "activation_checkpointing=full"] if recompute else [])]
+    trial = read_config(None, words)
+    workload = build_workload(trial.model, trial.data, trial.task)
+    # 64 tokens: 2 layers of 49,280 parameters, a norm of 64, a head of 256 x 64; 2 x 4 heads of 16 + 16
+    assert workload.train_flops_per_sample() == 64 * (6 * (2 * 49_280 + 64 + 16_384) + 6 * 2 * 4 * 32 * 64)
 
 
 def test_a_tied_embedding_counts_as_the_head():
