@@ -92,12 +92,18 @@ def secret_keys() -> list[str]:
     return [name for name, key in keys_of(NightlyConfig).items() if key.secret is Secret.VALUE]
 
 
+def option_values(group: str, option: str) -> dict[str, Any]:
+    """Return the keys and values of a group's option; nothing for an option that is not ours."""
+    import yaml  # neither PyTorch nor torchvision brings it, and training takes no more than these
+
+    file = conf_dir() / group / f"{option}.yaml"
+    return (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+
+
 @cache
 def said_by_option(group: str, option: str) -> dict[str, Any]:
     """`{"sharding.granularity": "per_block"}`: what the option of a group says by its name already."""
-    import yaml  # neither PyTorch nor torchvision brings it, and training takes no more than these
-
-    values = yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text()) or {}
+    values = option_values(group, option)
     defaults, keys = flatten(NightlyConfig()), keys_of(NightlyConfig)
     said = [name for name in keys if name.startswith(f"{group}.") and keys[name].named_by_option]
     return {name: values.get(name.partition(".")[2], defaults[name]) for name in said}

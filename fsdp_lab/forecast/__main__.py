@@ -50,7 +50,8 @@ from fsdp_lab.config import (
     split_config_dir,
     with_custom,
 )
-from fsdp_lab.config.workload import ModelConfig, UserModel
+from fsdp_lab.config.options import option_values
+from fsdp_lab.config.workload import ModelConfig, UserData, UserModel
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
 from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
@@ -113,8 +114,9 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
 
 
 def check(config: SweepConfig) -> None:
-    """As for a trial, but for machines that are not this one."""
+    """As for a trial, but for machines that are not this one. The shape of a batch is read here."""
     config.check(workers(config))
+    config.data.check_files()
     check_forecast(config)
 
 
@@ -201,9 +203,17 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
 
 
 def _arguments(trial: Trial) -> dict[str, object]:
-    """What a model of the user's is called with, by its keys; nothing for one of ours."""
-    theirs = isinstance(trial.config.model, UserModel)
-    return {key: value for key, value in trial.values.items() if theirs and key.startswith("model.")}
+    """The arguments of a model and a data set that are named by `_target_`, by their keys; of the model's those alone
+    that its option does not say by its name."""
+    found: dict[str, object] = {}
+    if isinstance(trial.config.model, UserModel):
+        of_option = option_values("model", trial.choices["model"])
+        theirs = {key: value for key, value in trial.values.items() if key.startswith("model.")}
+        found |= {key: value for key, value in theirs.items() if of_option.get(key.partition(".")[2]) != value}
+    if isinstance(trial.config.data, UserData):
+        found |= {"data": trial.choices["data"]}
+        found |= {f"data.{name}": value for name, value in trial.config.data.arguments.items() if value is not None}
+    return found
 
 
 def tell_allowances(console: Console, found: list[Forecast]) -> None:

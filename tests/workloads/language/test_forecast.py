@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +43,21 @@ def test_of_a_loss_in_parts_the_logits_of_one_part_are_held() -> None:
     logits = 16 * 64 * 32_000 * 4
     assert [more - less for more, less in pairwise(parts)] == [3 * logits // 4, 3 * logits // 8]
     assert whole - parts[0] > 2 * logits
+
+
+def test_what_an_option_says_is_not_said_again(tmp_path: Path) -> None:
+    words = ["model=lm_tiny", "model.num_layers=1", "sharding=root", "forecast.device=cuda", "cluster.num_workers=2"]
+    command = [sys.executable, "-m", "fsdp_lab.forecast", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    told = " ".join(done.stdout.split()).partition("for GPUs")[0]
+    assert told.startswith("1 setting: model=lm_tiny sharding=root")
+    assert told.endswith("optimizer=adam model.num_layers=1 data=pydoc data.seq_len=64 32 items per worker and step ")
+
+
+def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fsdp_lab.forecast", "-m", "data=text", "data.root=none"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "fsdp_lab.forecast: data.root=none is not a folder; point it at a folder with .txt, .md, .parquet files.\n"
+    )
