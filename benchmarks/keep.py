@@ -15,6 +15,9 @@ class Keep:
     def facts(self, facts: dict[str, Any]) -> None:
         pass
 
+    def phase(self, name: str) -> None:
+        pass
+
     def step(self, step: int) -> None:
         pass
 

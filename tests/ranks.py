@@ -53,9 +53,13 @@ class Memo:
     def __init__(self) -> None:
         self.told: list[dict[str, float]] = []
         self.known: dict[str, Any] = {}
+        self.phases: list[str] = []
 
     def facts(self, facts: dict[str, Any]) -> None:
         self.known = facts
+
+    def phase(self, name: str) -> None:
+        self.phases.append(name)
 
     def step(self, step: int) -> None:
         pass

@@ -55,6 +55,7 @@ from fsdp_lab.training import train
 
 class Memo:
     def facts(self, facts): pass
+    def phase(self, name): pass
     def step(self, step): print("step", step)
     def epoch(self, metrics, checkpoint): print("loss", metrics["train/loss"])
 

@@ -23,6 +23,9 @@ class Run:
     def facts(self, facts: dict[str, Any]) -> None:
         self.known = facts
 
+    def phase(self, name: str) -> None:
+        pass
+
     def step(self, step: int) -> None:
         self.step_begins.append(time.perf_counter())
 

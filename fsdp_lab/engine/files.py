@@ -3,7 +3,7 @@
 | file | who writes it | what |
 | --- | --- | --- |
 | `facts.json` | rank 0 | device, data digest, notes; there when training starts |
-| `progress.json` | rank 0 | the step that is being taken, and when: at most once a second |
+| `progress.json` | rank 0 | the step or the phase that has begun, and when: steps at most once a second |
 | `metrics.jsonl` | rank 0 | a line of metrics an epoch |
 | `failures/rank<r>.json` | a rank that fails | message, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | how it ended: with it, a trial has a result |
@@ -75,9 +75,10 @@ def read_object(path: Path, what_now: str = "it counts as absent", **required: A
     return content
 
 
-def read_numbers(path: Path) -> dict[str, float]:
-    """Return the named numbers in a file; empty as `read_object` returns None."""
+def read_numbers(path: Path, apart: str = "") -> dict[str, float]:
+    """Return the named numbers in a file without the key `apart`; empty as `read_object` returns None."""
     content = read_object(path) or {}
+    content.pop(apart, None)
     if not _are_numbers(content):
         report_damaged(path, "it holds other things than numbers")
         return {}
@@ -187,14 +188,20 @@ class Progress:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "progress.json"
-        self._content: dict[str, float] = {}
+        self._content: dict[str, float | str] = {}
         self._written = 0.0
+
+    def phase(self, name: str) -> None:
+        """Something other than a step begins."""
+        self._content |= {"phase": name, "time": time.time()}
+        self._write()
 
     def step(self, step: int) -> None:
         """Optimizer step `step`, counted from 1, begins."""
         now = time.time()
+        leaves_phase = self._content.pop("phase", None) is not None
         self._content = {"first_step": now, **self._content, "step": step, "time": now}
-        self._write(at_most_every=1.0)
+        self._write(at_most_every=0.0 if leaves_phase else 1.0)
 
     def reported(self) -> None:
         self._content["reported"] = self._content["time"] = time.time()
@@ -210,7 +217,13 @@ class Progress:
 
 def read_progress(folder: Path) -> dict[str, float]:
     """`step`, and in seconds since 1970 `first_step`, `time` and `reported`; what is not known yet is not there."""
-    return read_numbers(folder / "progress.json")
+    return read_numbers(folder / "progress.json", apart="phase")
+
+
+def read_phase(folder: Path) -> str | None:
+    """Return what a trial is doing other than a step; None where it takes one, or has not begun."""
+    phase = (read_object(folder / "progress.json") or {}).get("phase")
+    return phase if isinstance(phase, str) else None
 
 
 def hold_alive(folder: Path) -> None:

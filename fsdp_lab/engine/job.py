@@ -21,6 +21,7 @@ from fsdp_lab.engine.files import (
     Outcome,
     read_failures,
     read_metrics,
+    read_phase,
     read_progress,
     set_aside_failures,
     wait_until_alone,
@@ -34,6 +35,7 @@ _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes s
 _LOOK_S = 0.25  # for reports, where Ray's controller is another process
 _LONGEST_LOOK_S = 5.0  # that counts as waiting for a trial's next step
 _TAIL_LINES = 50  # of a log, for the report of a failure
+_START = "its start"
 
 
 @dataclass(frozen=True)
@@ -260,22 +262,22 @@ def in_background(work: Callable[[], Any]) -> Future[Any]:
 
 @contextmanager
 def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Iterator[Callable[[], None]]:
-    """End a trial inside that takes no step for so long, by taking its workers' places away. Before the first step of
-    an attempt they may have waited for these. Gives what is to be called when an attempt begins.
+    """End a trial inside that begins no step and no phase for so long, by taking its workers' places away. Before the
+    first step of an attempt they may have waited for these. Gives what is to be called when an attempt begins.
 
     No clock of the trial's is compared with one here, and a second counts only if it was seen to pass: the wall clock
     may be set, and a machine that was suspended is no stuck trial.
     """
     done = threading.Event()
     known: dict[str, float] = {}
-    started, idle_s = False, 0.0
+    started, idle_s, since = False, 0.0, _START
 
     def begin() -> None:
-        nonlocal known, started, idle_s
-        known, started, idle_s = read_progress(folder), False, 0.0
+        nonlocal known, started, idle_s, since
+        known, started, idle_s, since = read_progress(folder), False, 0.0, _START
 
     def look() -> None:
-        nonlocal known, started, idle_s
+        nonlocal known, started, idle_s, since
         looked = time.monotonic()
         while timeout_s is not None and not done.wait(1.0):
             now = time.monotonic()
@@ -283,9 +285,9 @@ def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Ite
             with suppress(OSError):  # a disk that is away for a moment
                 progress = read_progress(folder)
                 if progress != known:
-                    known, started, idle_s = progress, True, 0.0
+                    known, idle_s, since = progress, 0.0, _begun(progress, read_phase(folder))
+                    started = started or "step" in progress or "reported" in progress
             if idle_s > (timeout_s if started else timeout_s + wait_timeout_s):
-                since = f"step {known['step']:.0f} began" if started and "step" in known else "its start"
                 message = f"no progress for trial_timeout_s={timeout_s:g} s since {since}; it was ended"
                 write_failure(folder, 0, "timeout", message, "")
                 remove_places(folder)
@@ -299,6 +301,12 @@ def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Ite
     finally:
         done.set()
         thread.join(timeout=10.0)
+
+
+def _begun(progress: dict[str, float], phase: str | None) -> str:
+    if phase is not None:
+        return f"{phase} began"
+    return f"step {progress['step']:.0f} began" if "step" in progress else _START
 
 
 def report_of(folder: Path, error: Exception) -> str:

@@ -29,6 +29,10 @@ class FolderReporter:
         if self.first:
             write_json(self.folder / "facts.json", {**facts, "data": self.data_name}, parents=False)
 
+    def phase(self, name: str) -> None:
+        if self.first:
+            self.progress.phase(name)
+
     def step(self, step: int) -> None:
         if self.first:
             self.progress.step(step)

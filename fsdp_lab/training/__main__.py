@@ -34,6 +34,9 @@ class ConsoleReporter:
         if self.speaks:
             print(json.dumps(facts), flush=True)
 
+    def phase(self, name: str) -> None:
+        pass
+
     def step(self, step: int) -> None:
         pass
 

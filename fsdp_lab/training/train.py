@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.trial import TrialConfig
@@ -25,6 +26,7 @@ from fsdp_lab.training.speed import StepTimer, device_peak_flops, speed_metrics
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.base import Data
 from fsdp_lab.workloads.build import build_workload
+from fsdp_lab.workloads.construct import Blueprint
 
 
 class Reporter(Protocol):
@@ -32,6 +34,9 @@ class Reporter(Protocol):
 
     def facts(self, facts: dict[str, Any]) -> None:
         """What is known before the first step: device, data digest, number of parameters, notes."""
+
+    def phase(self, name: str) -> None:
+        """Something other than a step begins, which may get stuck: `building the model`."""
 
     def step(self, step: int) -> None:
         """Optimizer step `step`, counted from 1, begins."""
@@ -64,20 +69,28 @@ def train(
     config.check(ranks.world_size)
     start_clean(ranks.device)
     dims = build_parallel_dims(config.sharding, ranks)
+    reporter.phase("loading the data")
     workload = build_workload(config.model, config.data, config.task)
     data = load_data(workload.data, ranks)
     loaders = build_loaders(data, config, dims, ranks.device)
     steps_per_epoch = loaders.order.steps_per_epoch
+
+    def materialize(model: nn.Module, blueprint: Blueprint) -> None:
+        reporter.phase(f"initialising the weights (init={config.init.name})")
+        init_weights(model, blueprint, config, ranks.device)
+
+    reporter.phase("building the model")
     state = build(
         workload.model,
         config,
         dims,
         ranks.device,
-        materialize=lambda model, blueprint: init_weights(model, blueprint, config, ranks.device),
+        materialize=materialize,
         steps_per_epoch=steps_per_epoch,
         total_steps=steps_per_epoch * config.training.epochs,
         find_unused=leaves_some_unused(workload, config),
     )
+    reporter.phase("loading a checkpoint")
     checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
     facts = _facts(config, ranks, state.model, data, resumed_from)
@@ -109,6 +122,7 @@ def train(
         reporter.epoch(_keep(metrics, state, config, checkpoints), checkpoints.last_whole())
 
     if config.export:
+        reporter.phase("exporting the model")
         export_model(state.model, config, ranks, folder / "model.pt")
 
 
@@ -132,7 +146,7 @@ def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints:
 def _facts(
     config: TrialConfig,
     ranks: Ranks,
-    model: torch.nn.Module,
+    model: nn.Module,
     data: Data,
     resumed_from: Path | None,
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.engine import job
-from fsdp_lab.engine.files import Progress, read_failures
+from fsdp_lab.engine.files import Progress, read_failures, read_phase, read_progress
 
 _real = {"time": time.time, "monotonic": time.monotonic}
 
@@ -62,6 +62,28 @@ def test_progress_of_an_attempt_before_is_none_of_this_one(ended: list[Path], tm
         assert ended == [], "it may wait for its places"
         wait_for_end(ended)
     assert "since its start" in read_failures(tmp_path)[0]["message"]
+
+
+def test_a_stuck_phase_is_named(ended: list[Path], tmp_path: Path):
+    """Until its first step a trial has the time to wait for its places, too, anew for each phase."""
+    with job.watched(tmp_path, timeout_s=0.5, wait_timeout_s=2.0) as begins:
+        begins()
+        Progress(tmp_path).phase("loading the data")
+        time.sleep(1.7)
+        Progress(tmp_path).phase("building the model")
+        time.sleep(1.7)
+        assert ended == []
+        wait_for_end(ended)
+    assert "trial_timeout_s=0.5 s since building the model began" in read_failures(tmp_path)[0]["message"]
+
+
+def test_the_first_step_ends_the_phase_before(tmp_path: Path):
+    """At once, although steps are written at most once a second."""
+    progress = Progress(tmp_path)
+    progress.phase("building the model")
+    assert read_phase(tmp_path) == "building the model" and "step" not in read_progress(tmp_path)
+    progress.step(1)
+    assert read_phase(tmp_path) is None and read_progress(tmp_path)["step"] == 1
 
 
 def wait_for_end(ended: list[Path]) -> None:

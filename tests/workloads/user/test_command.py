@@ -96,6 +96,15 @@ def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
         assert forecast_of["forecast/peak_bytes"] == last_metrics(project / "out" / trial)["memory/peak_bytes"]
 
 
+@pytest.mark.slow
+def test_a_constructor_that_hangs_is_ended_and_named(project: Path) -> None:
+    stuck = ("model._target_=my_project.net.Stuck", "model.width=16", *DATA, *LOSS, "forecast.enabled=false")
+    limits = ("trial_timeout_s=3", "cluster.wait_timeout_s=60", "cluster.max_failures=0", "cluster.num_workers=1")
+    done = run_cli(project, *stuck, *limits, "hydra.run.dir=out", STORE, timeout=250)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no progress for trial_timeout_s=3 s since building the model began" in done.stdout, done.stdout
+
+
 def test_what_is_written_down_is_what_was_typed(project: Path) -> None:
     done = run_cli(project, *THEIRS, "--cfg", "job")
     shown = yaml.safe_load(done.stdout)

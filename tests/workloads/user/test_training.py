@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ FITS = {
     "model": ((f"model._target_={HERE}.net.digits", "model.width=8", "sharding=root"), "val/accuracy"),
     "loss": (("model=mlp", f"task.loss={HERE}.net.labels"), "val/loss"),
     "data": ((f"data._target_={HERE}.data.Pictures",), "val/accuracy"),
+    "values": ((f"model._target_={HERE}.net.Reads", "model.width=8", *DATA, *LOSS, "init=rank0"), "val/loss"),
     "model_loss": ((f"model._target_={HERE}.net.WithLoss", "model.width=8", "task=model_loss", *DATA), "val/loss"),
 }
 # What is typed -> what the message must say.
@@ -44,6 +46,10 @@ DOES_NOT_FIT = {
     "no items": ((*NET, f"data._target_={HERE}.data.empty", *LOSS), ["no items for split=train"]),
     "no model": ((f"model._target_={HERE}.net.off_by", "model.model=1", "model.batch=2", *DATA), ["fails: TypeError"]),
     "no module": ((f"model._target_={HERE}.data.Pictures", "model.split=val", *DATA), ["is to return an nn.Module"]),
+    "values on meta": (
+        (f"model._target_={HERE}.net.Reads", "model.width=8", *DATA, *LOSS, "init=meta"),
+        ["init=meta: the constructor of Reads reads the values of parameters", "use init=rank0"],
+    ),
     "no example": (
         (f"model._target_={HERE}.net.digits", "model.width=4", "data=example", "sharding=root"),
         ["example_batch(size)"],
@@ -85,6 +91,26 @@ def test_what_does_not_fit_is_told_in_one_message(trained: dict[str, dict[str, f
     assert isinstance(message, str), "it trained"
     assert [word for word in DOES_NOT_FIT[name][1] if word not in message] == [], message
     assert "\n" not in message
+
+
+def phases(cases: list[tuple[str, ...]]) -> list[list[str]]:
+    from fsdp_lab.training import train
+
+    found = []
+    for words in cases:
+        memo = Memo()
+        with tempfile.TemporaryDirectory() as folder, suppress(UserError):
+            train(config(*words, "training.max_steps=1"), Path(folder), memo)
+        found.append(memo.phases)
+    return found
+
+
+def test_what_may_get_stuck_before_the_first_step_is_told_apart() -> None:
+    """Where one of them fails it is the last that was told."""
+    no_data, no_model = DOES_NOT_FIT["iterable"][0], DOES_NOT_FIT["no model"][0]
+    (told,) = run_ranks(1, phases, [THEIRS, no_data, no_model])
+    every = ["loading the data", "building the model", "initialising the weights (init=rank0)", "loading a checkpoint"]
+    assert told == [every, every[:1], every[:2]]
 
 
 def their_own_loss(words: list[str]) -> tuple[dict[str, float], float]:

@@ -1,5 +1,7 @@
 """A user's model and losses: plain PyTorch."""
 
+import time
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -62,3 +64,29 @@ class WithLoss(Net):
     def forward(self, x, y=None):
         sums = super().forward(x)["sum"]
         return {"sum": sums} if y is None else {"loss": F.mse_loss(sums, y), "sum": sums}
+
+
+class Reads(Net):
+    """Its constructor wants the values of a parameter."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.scale = 1 / self.head.weight.norm().item()
+
+    def forward(self, x):
+        return {"sum": self.scale * super().forward(x)["sum"]}
+
+
+class Stuck(Net):
+    """Its constructor does not return."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        time.sleep(10_000)
+
+
+class Asks(Net):
+    """What it computes hangs on a value."""
+
+    def forward(self, x):
+        return super().forward(x if x.sum().item() < 1e9 else 2 * x)
