@@ -60,6 +60,19 @@ def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     return work
 
 
+# These kernels compute each element in the tensor that becomes the mean or the sum of all and keeps that storage,
+# whatever the device; PyTorch's own fake results have one element's.
+_MADE_WHOLE = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
+}
+
+
+def _with_whole_storage(result: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    whole = torch.empty(torch.broadcast_shapes(first.shape, second.shape), dtype=result.dtype, device=result.device)
+    return whole.as_strided(result.shape, result.stride())
+
+
 class ValuesOnRequest(TorchDispatchMode):
     """Answers where the training step, not the model, asks a tensor for its value: a loss scale, a step count.
 
@@ -74,6 +87,8 @@ class ValuesOnRequest(TorchDispatchMode):
         if func is ITEM and not self.in_model:
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
             return 0.0 if _asking() == STEP_IF_FINITE else 1.0
+        if func in _MADE_WHOLE:
+            return _with_whole_storage(func(*args, **(kwargs or {})), *args[:2])
         if not self.in_model and self._is_bookkeeping(func, args, kwargs or {}):
             with without_modes():
                 return func(*args, **(kwargs or {}))

@@ -1,0 +1,29 @@
+"""Fake tensors are as large as the real ones that they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp_lab.forecast.fake import fake_tensors
+
+LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "l1_loss", "huber_loss", "kl_div", "poisson_nll_loss",
+          "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy")  # fmt: skip
+
+
+def num_bytes(name: str, reduction: str) -> int:
+    inputs, targets = torch.rand(8, 5, requires_grad=True), torch.rand(8, 5)
+    loss = getattr(F, name)(inputs, targets, reduction=reduction)
+    loss.sum().backward()
+    return loss.untyped_storage().nbytes()
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_fake_loss_has_the_storage_of_a_real_one(name: str, reduction: str) -> None:
+    """Some means keep the memory of all elements: 160 bytes here, not 4."""
+    real = num_bytes(name, reduction)
+    with fake_tensors():
+        assert num_bytes(name, reduction) == real
