@@ -124,11 +124,12 @@ def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: Shardin
 
 
 def _bottom_up(module: nn.Module) -> list[nn.Module]:
-    """Descendants in post-order. Attention is one piece: it reads its projection's weights itself,
-    without calling that layer, so the layer's own hooks would never gather them."""
+    """Return the descendants that are called, each once, in post-order. Lists of modules or parameters are not called,
+    and attention reads its projection's weights itself: hooks of theirs would never gather them."""
     if isinstance(module, nn.MultiheadAttention):
         return []
-    return [m for child in module.children() for m in (*_bottom_up(child), child)]
+    descendants = dict.fromkeys(m for child in module.children() for m in (*_bottom_up(child), child))
+    return [m for m in descendants if type(m).forward is not nn.Module.forward]
 
 
 def _holds_parameters(module: nn.Module) -> bool:

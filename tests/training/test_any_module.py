@@ -15,7 +15,8 @@ from fsdp_lab.training.blocks import batch_norm_notes, check_blocks, find_block_
 from fsdp_lab.training.parallelize import sharding_units
 from fsdp_lab.workloads.construct import Blueprint
 from tests.ranks import config, run_ranks
-from tests.training.odd import Block, Odd, batches, train_plain, workload
+from tests.training.odd import batches, train_plain, workload
+from tests.workloads.user.odd import Block, Odd
 
 STEPS, SIZE, SEED = 6, 8, 3
 SHARDINGS = ("ddp", "root", "per_block", "per_layer", "size_based sharding.min_num_params=80")
@@ -98,6 +99,30 @@ def test_tied_parameters_lie_in_one_unit(overrides: list[str], expected: list[st
     names = {id(module): name for name, module in model.named_modules()}
     units = sharding_units(model, find_block_classes(model), config(*overrides).sharding)
     assert [names[id(unit)] for unit in units] == expected
+
+
+class Held(nn.Module):
+    """Parameters and blocks in containers, which nobody calls; one of these has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.named = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))})
+        self.scales = nn.ParameterList(torch.ones(30) for _ in range(3))
+        self.again = self.blocks
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["sharding=per_layer"], ["blocks.0", "blocks.1", "blocks.2", "named.a.0", "named.a.1"]),
+        (["sharding=size_based", "sharding.min_num_params=40"], ["named.a"]),
+    ],
+)
+def test_containers_without_a_forward_pass_are_no_units(overrides: list[str], expected: list[str]) -> None:
+    model = Held()
+    names = {id(module): name for name, module in model.named_modules()}
+    assert [names[id(unit)] for unit in sharding_units(model, (), config(*overrides).sharding)] == expected
 
 
 class Named(nn.Module):

@@ -1,0 +1,98 @@
+"""A user's model that has everything that goes wrong in silence elsewhere, its data and its loss: plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, LENGTH = 11, 8, 6
+
+
+@dataclass
+class Hidden:
+    """What a block returns."""
+
+    values: Tensor
+    extra: Tensor
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Hidden:
+        turned = (x * angles.cos() + x.roll(1, -1) * angles.sin()).to(x.dtype)
+        return Hidden(x + self.dropout(self.linear(self.norm(turned))), turned)
+
+
+class Odd(nn.Module):
+    """Tied weights, a table that the constructor computes, a block that is called twice, a frozen layer, a parameter
+    without a gradient, a dictionary with a dataclass's content as output, initialisation at the end of all."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, 3)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        frequencies = 1.0 / 10 ** torch.linspace(0, 1, WIDTH)
+        self.register_buffer("angles", torch.outer(torch.arange(float(LENGTH)), frequencies), persistent=False)
+        for name, parameter in self.named_parameters():
+            if name.endswith("linear.weight"):
+                nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        x = self.embedding(tokens)
+        for block in (*self.blocks, self.blocks[1]):
+            hidden = block(x, self.angles)
+            x = hidden.values + 0.1 * hidden.extra
+        return {"logits": self.head(self.frozen(x)), "hidden": x}
+
+
+class Translator(nn.Module):
+    """As T5: encoder and decoder hold the same embedding, whose table is the head's, too. Its output is a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.ModuleDict({"embedding": shared, "block": Block(0.0)})
+        self.decoder = nn.ModuleDict({"embedding": shared, "block": Block(0.0)})
+        self.blocks = nn.ModuleList([self.encoder["block"], self.decoder["block"]])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = shared.weight
+        self.register_buffer("angles", torch.linspace(0, 1, LENGTH * WIDTH).view(LENGTH, WIDTH))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        read = self.encoder["block"](self.encoder["embedding"](tokens), self.angles).values
+        x = self.decoder["embedding"](tokens) + read.mean(1, keepdim=True)
+        x = self.decoder["block"](x, self.angles).values
+        return self.head(x), x
+
+
+class Rows:
+    """Rows of random tokens."""
+
+    def __init__(self, split: str) -> None:
+        generator = torch.Generator().manual_seed(len(split))
+        self.rows = torch.randint(VOCABULARY, (64 if split == "train" else 13, LENGTH + 1), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.rows[i]
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Cross entropy of the next tokens, and a penalty on what the model holds."""
+    outputs = model(batch[:, :-1])
+    logits, hidden = outputs.values() if isinstance(outputs, dict) else outputs
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) + 0.01 * hidden.pow(2).mean()
