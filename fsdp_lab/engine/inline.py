@@ -36,7 +36,7 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None]) 
     try:
         if num_gpus():
             check_gpu(str(folder), 0)
-        train_and_record(config, folder, 0, InlineReporter(folder, config.data.name, on_epoch))
+        train_and_record(config, folder, 0, InlineReporter(folder, config.data.name, on_epoch), has_log=False)
         outcome = outcome_of(read_failures(folder))
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
         with suppress(OSError):

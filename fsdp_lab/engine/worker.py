@@ -126,12 +126,18 @@ def train_worker(job: dict[str, Any]) -> None:
 
 
 def train_and_record(
-    config: TrialConfig, folder: Path, rank: int, reporter: FolderReporter, on_cpu: bool = False
+    config: TrialConfig,
+    folder: Path,
+    rank: int,
+    reporter: FolderReporter,
+    on_cpu: bool = False,
+    has_log: bool = True,
 ) -> None:
     """Train; what goes wrong is left in `failures/`, and raised where another attempt may go better.
 
     Args:
         on_cpu: whether the trial is meant to train on a CPU; a GPU that PyTorch sees all the same is an error.
+        has_log: whether what this process prints is a log of the rank's own, and not the terminal.
     """
     try:
         from fsdp_lab.training import DivergedError, train
@@ -140,7 +146,7 @@ def train_and_record(
             check_no_gpu()
         train(config, folder, reporter)
     except UserError as error:
-        record_failure(folder, rank, error, "user")
+        record_failure(folder, rank, error, "user", has_log)
     except DivergedError as error:  # it would diverge again
         record_failure(folder, rank, error, "diverged")
     except KeyboardInterrupt:  # of a trial in this process: the user's wish, and no failure
@@ -163,9 +169,11 @@ def redirect_output(path: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def record_failure(folder: Path, rank: int, error: BaseException, kind: str) -> None:
+def record_failure(folder: Path, rank: int, error: BaseException, kind: str, has_log: bool = True) -> None:
     """Leave `failures/rank<r>.json`, and in the rank's log the error, with its traceback where it is not the user's."""
-    if kind == "user" or not folder.is_dir():  # the message says it all; of a folder that is gone, the sweep tells
+    if kind == "user" and not has_log:
+        pass  # the sweep prints the message
+    elif kind == "user" or not folder.is_dir():  # the message says it all; of a folder that is gone, the sweep tells
         print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr, flush=True)
     elif kind != "diverged":
         traceback.print_exception(error)

@@ -125,8 +125,49 @@ def test_a_forecast_of_theirs(project: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert peaks["ddp", "64"] > peaks["per_block", "64"] > peaks["per_block", "16"]
 
 
+BATCH = "data.collate_fn=my_project.data.collate_wrongly"
+# What is typed -> what the message must say. Only a trial or a forecast can find it.
+FOUND_LATER = {
+    "loss": ([*NET, *DATA, "task.loss=my_project.net.of_each_item"], "of_each_item is a tensor of 64; it is to be the"),
+    "batch": ([*THEIRS, BATCH], "the forward pass fails in first (Linear) on a batch of {x: 64x2 float32, y: 64 float"),
+    "no text": (["task=language", "data=text", "data.root=conf_of_mine"], "data.root=conf_of_mine holds no text"),
+}
+ASKS = ["model._target_=my_project.net.Asks", "model.width=16", *DATA, *LOSS]
+
+
+@pytest.mark.parametrize(("words", "told"), FOUND_LATER.values(), ids=FOUND_LATER)
+def test_what_a_trial_finds_is_one_message(project: Path, words: list[str], told: str) -> None:
+    done = run_cli(project, *words, *HERE)
+    assert done.returncode == 1
+    (line,) = (line for line in (done.stdout + done.stderr).splitlines() if told in line)
+    assert "trial failed" in line
+    assert "UserError" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [*FOUND_LATER.values(), (ASKS, "_local_scalar_dense.default asks for one in the forward pass of the model")],
+    ids=[*FOUND_LATER, "values"],
+)
+def test_what_a_forecast_finds_is_one_message(
+    project: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    monkeypatch.setattr("sys.argv", ["forecast", *words, "cluster.num_workers=1", "forecast.folder=f"])
+    assert forecast() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fsdp_lab.forecast: ") and told in line
+
+
+def test_a_model_that_cannot_be_forecast_trains(project: Path) -> None:
+    done = run_cli(project, *ASKS, *HERE, "training.max_steps=1", "export=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # What is typed -> what the message must say. Nothing of Ray is imported for it.
 REFUSED = {
+    "no module": (["model._target_=my_projct.net.Net"], ["no module my_projct", "Did you mean my_project?"]),
     "unknown argument": (
         ["model._target_=my_project.net.Net", "model.widht=4"],
         ["takes no widht", "takes: width, depth."],
