@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,15 @@ from torch import nn
 from fsdp_lab.config import UserError
 from fsdp_lab.training.blocks import batch_norm_notes, check_blocks, find_block_classes
 from fsdp_lab.training.parallelize import sharding_units
+from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.construct import Blueprint
-from tests.ranks import config, run_ranks
+from fsdp_lab.workloads.language.pydoc import PydocTokens
+from tests.ranks import Memo, config, run_ranks
 from tests.training.odd import batches, train_plain, workload
 from tests.workloads.user.odd import Block, Odd
 
 STEPS, SIZE, SEED = 6, 8, 3
+HALVES = ("bf16", "bf16_mixed")
 SHARDINGS = ("ddp", "root", "per_block", "per_layer", "size_based sharding.min_num_params=80")
 CASES = [
     (f"sharding={sharding}", f"reshard_after_forward={reshard}", f"init={init}")
@@ -74,8 +79,45 @@ def test_it_learns_what_it_learns_alone_in_every_sharding() -> None:
 
 
 def test_buffers_keep_their_precision() -> None:
-    (got,) = run_ranks(1, train_sharded, [("sharding=per_block", "precision=bf16")])[0]
-    assert torch.equal(got["angles"], Odd().angles) and got["angles"].dtype == torch.float32
+    cases = [(f"sharding={sharding}", f"precision={p}") for sharding, p in product(SHARDINGS, HALVES)]
+    cases += [("sharding=per_block", "precision=fp16", "init=meta")]
+    for case, got in zip(cases, run_ranks(1, train_sharded, cases)[0], strict=True):
+        assert torch.equal(got["angles"], Odd().angles) and got["angles"].dtype == torch.float32, case
+
+
+def first_losses(cases: list[tuple[str, ...]]) -> list[float]:
+    from fsdp_lab.training import train
+
+    losses: list[float] = []
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            train(config(*LANGUAGE, "training.max_steps=1", *case), Path(folder), Memo(), losses.extend)
+    return losses
+
+
+LANGUAGE = ("task=language", "data.seq_len=1024", "data.num_val=1", "training.global_batch_size=2")
+
+
+def test_rotary_tables_are_used_in_float32_under_half_precision() -> None:
+    """To the bit what a plain script computes that casts the parameters and not the tables: in bfloat16 the angles of
+    neighbouring positions are equal."""
+    torch.set_num_threads(1)
+    rows = PydocTokens("train", seq_len=1024)
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
+    batch = torch.stack([rows[i] for i in order[:2].tolist()])
+    trial = config(*LANGUAGE)
+    expected = []
+    for cast in (nn.Module.parameters, lambda model: (*model.parameters(), *model.buffers())):
+        torch.manual_seed(trial.training.seed)
+        model = build_model_spec(trial.model).build()
+        for tensor in cast(model):
+            tensor.data = tensor.data.bfloat16()
+        logits = model(batch[:, :-1]).float()
+        expected.append(nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item())
+    cases = [(f"sharding={s}", f"precision={p}") for s in ("root", "per_block", "per_layer") for p in HALVES]
+    got = run_ranks(1, first_losses, cases)[0]
+    assert got == [expected[0]] * len(cases)
+    assert expected[0] != expected[1], "the tables matter"
 
 
 def test_the_step_on_meta_finds_what_has_no_gradient() -> None:
