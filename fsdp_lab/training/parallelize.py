@@ -50,14 +50,17 @@ TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dty
 
 def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: TrialConfig) -> None:
     """Activation checkpointing, then compile, of every block, in place."""
-    names = [name for name, module in model.named_modules() if isinstance(module, block_classes)]
+    every = model.named_modules(remove_duplicate=False)  # a block that two modules hold has two names
+    named = [(name, module) for name, module in every if isinstance(module, block_classes)]
+    blocks = {id(block): block for _, block in named}
     if config.activation_checkpointing is ActivationCheckpointing.full:
-        for name in names:
+        blocks = {key: checkpoint_wrapper(block) for key, block in blocks.items()}
+        for name, block in reversed(named):  # inner ones first, while their names hold
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, checkpoint_wrapper(model.get_submodule(name)))
+            setattr(model.get_submodule(parent), leaf, blocks[id(block)])
     if config.compile:
-        for name in names:
-            model.get_submodule(name).compile()
+        for block in blocks.values():
+            block.compile()
 
 
 def apply_fully_shard(model: nn.Module, block_classes: BlockClasses, config: TrialConfig, mesh: DeviceMesh) -> None:
