@@ -61,7 +61,7 @@ def plan_sweep(
     swept = swept_keys(grid)
     fixed = {override.partition("=")[0] for override in grid[0]} - set(swept) if grid else set()
     for overrides in grid:
-        cell = " ".join(overrides)
+        cell = " ".join(word for word in overrides if word.partition("=")[0].lstrip("+") in swept)
         trial = compose(overrides, len(plan.trials))
         try:
             check(trial.config)

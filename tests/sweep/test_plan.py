@@ -56,6 +56,12 @@ def test_ddp_is_held_once_under_each_reshard_after_forward(plan):
     assert note.endswith("= trial 0)")
 
 
+def test_what_is_the_same_in_all_cells_is_not_said_of_one(plan):
+    made = plan("sharding=ddp,per_block", "reshard_after_forward=always,never", "precision=bf16", "optimizer.lr=0.1")
+    (note,) = made.notes()
+    assert note.endswith("(sharding=ddp reshard_after_forward=never = trial 0)")
+
+
 def test_for_root_default_is_never_by_another_name(plan):
     made = plan("sharding=root,per_block", "reshard_after_forward=default,never")
     assert short(made) == [
