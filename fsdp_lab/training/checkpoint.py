@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -91,12 +91,25 @@ class TrainState(Stateful):
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=False),  # some parameters may have had no gradient yet; the model has all
         )
         if self.scaler.is_enabled() and state["scaler"]["scale"]:
             self.scaler.load_state_dict(state["scaler"])
         self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
         position = state["position"]
         self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]
+
+
+class _AsSaved(dcp.DefaultLoadPlanner):
+    """Loads no optimizer state of a parameter that had none yet: it had no gradient before the checkpoint was saved."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        states = state_dict["train"]["optimizer"]["state"]
+        saved = metadata.state_dict_metadata
+        for name in list(states):
+            if not any(f"train.optimizer.state.{name}.{key}" in saved for key in states[name]):
+                del states[name]
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
 
 class Checkpoints:
@@ -128,7 +141,7 @@ class Checkpoints:
             self._newest = source
         try:
             with ordinary_errors(f"loading the checkpoint {source}"):
-                dcp.load({"train": state}, checkpoint_id=source)
+                dcp.load({"train": state}, checkpoint_id=source, planner=_AsSaved())
         except Exception as error:
             if not isinstance(error.__cause__, CheckpointException) or is_of_the_machine(error):
                 raise

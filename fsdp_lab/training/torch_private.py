@@ -6,6 +6,7 @@ something costs more, as its function says; without another one this module, or 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.private import Name
 
@@ -59,9 +61,15 @@ NAMES = (
     Name(_TRACKER, "MemTracker._update_snap", ("u_type", "winfo")),
     Name(_TRACKER, "MemTracker._update_peak_stats", ("peak_state",)),
     Name(_TRACKER, "MemTracker._pre_fw_hook", ("module", "inputs")),
+    Name(_TRACKER, "MemTracker._track_module_params_and_buffers", ("module", "install_grad_hooks")),
     Name(_TRACKER, "MemTracker._update_and_maybe_create_winfos", ("t", "reftype")),
     Name(_TRACKER, "_MemRefType.OTH"),
     Name(_FSDP_TRACKER, "FSDPMemTracker._fsdp_state_pre_forward", ("fsdp_mod", "orig_fsdp_state_pre_fw")),
+    Name(
+        _FSDP_TRACKER,
+        "FSDPMemTracker._fsdp_param_group_post_backward",
+        ("fsdp_mod", "orig_fsdp_param_group_post_backward"),
+    ),
     Name(_FSDP_TRACKER, "_FSDPRefType.INP"),
     Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
     Name("torch._guards", "active_fake_mode"),
@@ -187,6 +195,10 @@ CATEGORY_OF = {
 }
 
 
+def _no_handle() -> RemovableHandle:
+    return RemovableHandle(OrderedDict())
+
+
 class Tracker(MemTracker):
     """PyTorch's tracker of storages. A subclass hears of each change by `changed`."""
 
@@ -236,6 +248,12 @@ class Tracker(MemTracker):
     def _update_peak_stats(self, peak_state: Any) -> None:
         """Nothing: who follows the changes finds the peak in them, and peaks of modules are of no use here."""
 
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:  # the base class would hook its gradient, which PyTorch refuses
+                self._param_to_grad_hook_handles[parameter] = (_no_handle(), _no_handle())
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
+
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
         if self.begins_forward(module):
             self.reset_mod_stats()
@@ -258,6 +276,16 @@ class FsdpTracker(Tracker, FSDPMemTracker):
             return inner(*args, **kwargs)
 
         return fresh_at_root
+
+    def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
+        inner = super()._fsdp_param_group_post_backward(fsdp_mod, orig_fsdp_param_group_post_backward)
+
+        def where_called(*args: Any, **kwargs: Any) -> Any:
+            if fsdp_mod in self.memory_tracking:
+                return inner(*args, **kwargs)
+            return orig_fsdp_param_group_post_backward(*args, **kwargs)  # the tracker fails on a unit without a forward
+
+        return where_called
 
 
 @contextmanager
