@@ -120,7 +120,7 @@ BYTES = [
     "sharding=ddp",
     "sharding=ddp optimizer=sgd precision=bf16_mixed training.max_grad_norm=1",
     "sharding=per_block precision=bf16 offload=cpu activation_checkpointing=full",
-    "sharding=root precision=fp16_mixed training.grad_accum_steps=2",
+    "sharding=root precision=fp16_mixed precision.init_scale=8 training.grad_accum_steps=2",
 ]
 
 
