@@ -84,7 +84,7 @@ class ValuesOnRequest(TorchDispatchMode):
         self.in_model = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is ITEM and not self.in_model:
+        if func is ITEM and not self.in_model and type(args[0]) is not torch.Tensor:
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
             return 0.0 if _asking() == STEP_IF_FINITE else 1.0
         if func in _MADE_WHOLE:
@@ -96,8 +96,9 @@ class ValuesOnRequest(TorchDispatchMode):
 
     @staticmethod
     def _is_bookkeeping(func, args, kwargs) -> bool:  # type: ignore[no-untyped-def]
-        """DDP tells the other ranks the order of its buckets, in small integer tensors that it reads itself."""
-        if func is torch.ops.aten.empty.memory_format:
+        """DDP tells the other ranks the order of its buckets, and which parameters got a gradient, in small integer
+        tensors that it reads itself."""
+        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):
             return kwargs.get("dtype") is torch.int32
         tensors = tensors_of((args, kwargs))
         return bool(tensors) and all(type(t) is torch.Tensor and t.dtype is torch.int32 for t in tensors)
