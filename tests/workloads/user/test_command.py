@@ -130,8 +130,8 @@ BATCH = "data.collate_fn=my_project.data.collate_wrongly"
 FOUND_LATER = {
     "loss": ([*NET, *DATA, "task.loss=my_project.net.of_each_item"], "of_each_item is a tensor of 64; it is to be the"),
     "batch": ([*THEIRS, BATCH], "the forward pass fails in first (Linear) on a batch of {x: 64x2 float32, y: 64 float"),
-    "no text": (["task=language", "data=text", "data.root=conf_of_mine"], "data.root=conf_of_mine holds no text"),
 }
+NO_TEXT = (["task=language", "data=text", "data.root=conf_of_mine"], "data.root=conf_of_mine holds no text")
 ASKS = ["model._target_=my_project.net.Asks", "model.width=16", *DATA, *LOSS]
 
 
@@ -146,8 +146,12 @@ def test_what_a_trial_finds_is_one_message(project: Path, words: list[str], told
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [*FOUND_LATER.values(), (ASKS, "_local_scalar_dense.default asks for one in the forward pass of the model")],
-    ids=[*FOUND_LATER, "values"],
+    [
+        *FOUND_LATER.values(),
+        NO_TEXT,
+        (ASKS, "_local_scalar_dense.default asks for one in the forward pass of the model"),
+    ],
+    ids=[*FOUND_LATER, "no text", "values"],
 )
 def test_what_a_forecast_finds_is_one_message(
     project: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -176,6 +180,7 @@ REFUSED = {
     "type of ours": (["model.num_layers=many"], ["model.num_layers=many", "Integer; use a whole number"]),
     "folder": (["--config-dir=nowhere", "model=mine"], ["nowhere", "not found"]),
     "option": (["--config-dir=conf_of_mine", "model=mien"], ["model=mien is not an option", "mine", "vit_tiny"]),
+    "no text": (NO_TEXT[0], [NO_TEXT[1], "point it at a folder with .txt, .md, .parquet files"]),
 }
 
 
