@@ -260,8 +260,8 @@ def _explain(error: BaseException) -> str | None:
         reason = re.sub(r"See https.*", "", _one_line(str(error))).strip()
         key = str(error.override).partition("=")[0]
         return (
-            f"{error.override}: {reason}. Close every bracket, as in '{key}=choice(1,2)'; a value that holds =, commas "
-            f"or brackets of its own goes in quotes of its own: '{key}=\"...\"'."
+            f"{error.override}: {reason}. Give a value that holds =, commas or brackets of its own quotes of its own, "
+            f"as in '{key}=\"...\"', and close every bracket, as in '{key}=choice(1,2)'."
         )
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:
         return (
