@@ -49,6 +49,8 @@ class Blueprint:
         if whole:
             for parameter in registered:
                 _to_meta(parameter)
+        else:
+            _check_buffers(self.model)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         # By number of registration. What the constructor has replaced has no name, but took random numbers, too.
         self._names = [names.get(id(parameter), "") for parameter in registered]
@@ -122,6 +124,17 @@ class _Registration:
 def _to_meta(parameter: nn.Parameter) -> None:
     """In place, so that whoever holds the parameter still does: a tie made later is a tie."""
     swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """
+    Raises:
+        ValuesNeeded: a buffer was computed from parameters, so that it has no values either.
+    """
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise ValuesNeeded(type(module).__name__, f"the buffer {name} is computed from them")
 
 
 def _raised_in(trace: TracebackType | None) -> str:

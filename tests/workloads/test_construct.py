@@ -100,6 +100,23 @@ def test_a_constructor_that_reads_values_is_named_and_run_whole_on_request() -> 
     assert torch.equal(dict(blueprint.values())["linear.weight"], expected.linear.weight)
 
 
+class Copied(nn.Module):
+    """A module whose buffer is a copy of its weights, as a momentum encoder's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("before", self.layer.weight.detach().clone())
+
+
+def test_a_buffer_that_is_computed_from_parameters_has_their_values() -> None:
+    with pytest.raises(ValuesNeeded, match="the buffer before is computed from them") as caught:
+        Blueprint(Copied, seed=3)
+    assert caught.value.module == "Copied"
+    blueprint = Blueprint(Copied, seed=3, whole=True)
+    assert torch.equal(blueprint.model.before, dict(blueprint.values())["layer.weight"])
+
+
 def test_other_errors_are_the_users_own() -> None:
     def build() -> nn.Module:
         raise RuntimeError("width must be even")
