@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -113,7 +114,7 @@ def make_split(config: UserData, target: str, name: str) -> Items:
         UserError: the callable fails, or returns no map-style data set with items.
     """
     try:
-        items = import_callable(target, "data._target_")(split=name, **config.arguments)
+        items = import_callable(target, "data._target_")(split=name, **deepcopy(config.arguments))
     except UserError:  # our own data sets say it in one message
         raise
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
         UserError: the callable fails, or returns no module.
     """
     try:
-        model = function(**arguments)
+        model = function(**deepcopy(arguments))  # it runs more than once, and may change a list
     except (TypeError, ValueError, KeyError, AttributeError, AssertionError) as error:  # what wrong arguments raise
         shown = ", ".join(f"model.{name}={value}" for name, value in arguments.items()) or "no arguments"
         raise UserError(f"model._target_={target} with {shown} fails: {type(error).__name__}: {error}") from error

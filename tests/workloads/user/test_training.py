@@ -16,6 +16,8 @@ import torch
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.workloads.base import tensors_of
+from fsdp_lab.workloads.build import build_workload
+from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.user.data import Collated, first_batch, like
 from fsdp_lab.workloads.user.digest import digest_of
 from tests.ranks import Memo, config, run_ranks
@@ -166,6 +168,15 @@ def test_a_forecast_says_what_does_not_fit() -> None:
         with pytest.raises(UserError) as caught:
             forecast_profile(config(*DOES_NOT_FIT[name][0]), 2, cuda=False)
         assert words in str(caught.value)
+
+
+def test_a_constructor_may_change_the_list_that_it_is_given() -> None:
+    """It runs several times, and each run gets what was typed."""
+    trial = config(f"model._target_={HERE}.net.Prepends", "model.widths=[3,1]", *DATA, *LOSS)
+    blueprint = Blueprint(build_workload(trial.model, trial.data, trial.task).model.build, seed=0)
+    shapes = {name: parameter.shape for name, parameter in blueprint.model.named_parameters()}
+    assert shapes["first.weight"] == (12, 3)
+    assert {name: value.shape for name, value in blueprint.values()} == shapes
 
 
 def ragged(items: list[dict[str, torch.Tensor]]) -> dict[str, object]:

@@ -90,3 +90,11 @@ class Asks(Net):
 
     def forward(self, x):
         return super().forward(x if x.sum().item() < 1e9 else 2 * x)
+
+
+class Prepends(Net):
+    """It changes the list that it is given."""
+
+    def __init__(self, widths):
+        widths.insert(0, 8)
+        super().__init__(sum(widths))
