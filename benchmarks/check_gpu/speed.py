@@ -91,6 +91,7 @@ def mfu_of(samples_per_s: float, bench: Bench) -> float | None:
         return None
     config = trial(setting_of(bench, "off"))
     flops = build_workload(config.model, config.data, config.task).train_flops_per_sample()
+    assert flops is not None
     return samples_per_s * flops / (peak * bench.workers)
 
 

@@ -89,7 +89,7 @@ def speed_metrics(
     times: list[float],
     config: TrialConfig,
     ranks: Ranks,
-    flops_per_sample: float,
+    flops_per_sample: float | None,
     waited_s: float | None = None,
     tokens_per_sample: int | None = None,
 ) -> Metrics:
@@ -97,6 +97,7 @@ def speed_metrics(
     this rank's times are the job's.
 
     Args:
+        flops_per_sample: None where that is not known.
         waited_s: how much of the times was spent waiting for batches.
         tokens_per_sample: None where samples are what is counted.
     """
@@ -115,9 +116,10 @@ def speed_metrics(
         tokens_per_s = samples_per_s * tokens_per_sample
         metrics["perf/tokens_per_s"] = tokens_per_s
         metrics["perf/tokens_per_s_per_device"] = tokens_per_s / ranks.world_size
-        metrics["perf/tflops_per_device"] = samples_per_s * flops_per_sample / ranks.world_size / 1e12
+        if flops_per_sample is not None:
+            metrics["perf/tflops_per_device"] = samples_per_s * flops_per_sample / ranks.world_size / 1e12
     peak = device_peak_flops(config, ranks)
-    if peak is not None:
+    if peak is not None and flops_per_sample is not None:
         metrics["perf/mfu"] = samples_per_s * flops_per_sample / (peak * ranks.world_size)
     return metrics
 

@@ -104,7 +104,7 @@ def train(
         reporter.step,
     )
     tokens = workload.tokens_per_sample()
-    flops = workload.train_flops_per_sample() if tokens or device_peak_flops(config, ranks) else 0.0
+    flops = workload.train_flops_per_sample() if tokens or device_peak_flops(config, ranks) else None
     while not _is_through(state, config):
         loaders.order.go_to(state.epoch, state.epoch_step)
         metrics, losses = train_epoch(state, workload.task, loaders.train, config, ranks.device, dims, watch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,14 +90,20 @@ class Workload:
     task: Task
     flops_per_unit: float | None = None
 
-    def train_flops_per_sample(self) -> float:
-        """Return the FLOPs of forward and backward for one sample: `flops_per_unit` or what the model's own method of
-        that name says of a batch, else the matrix FLOPs, counted on `meta`, the backward as twice the forward.
-        Recomputation is not counted: MFU is about the model's own work."""
-        model, batch = self._on_meta()
+    def train_flops_per_sample(self) -> float | None:
+        """Return the FLOPs of forward and backward for one sample: by `flops_per_unit`, or for tokens by what the
+        model's own method `flops_per_token` says of a batch, else the matrix FLOPs, counted on `meta`, the backward as
+        twice the forward. Recomputation is not counted: MFU is about the model's own work. None where a model cannot
+        compute without values."""
         if self.flops_per_unit is not None:
-            return self.flops_per_unit * self.task.units(batch)
-        if callable(own := getattr(model, "flops_per_unit", None)):
+            return self.flops_per_unit * self.task.units(self._meta_batch())
+        with suppress(Exception):  # whatever a forward pass raises where there are no values
+            return self._counted_flops()
+        return None
+
+    def _counted_flops(self) -> float:
+        model, batch = self._on_meta()
+        if self.task.unit == "tokens" and callable(own := getattr(model, "flops_per_token", None)):
             return float(own(batch)) * self.task.units(batch)
         with FlopCounterMode(display=False) as counter:  # gradients are recorded: without them a task is validated
             self.task.forward(model.eval(), batch)
@@ -106,8 +113,7 @@ class Workload:
         """Return the tokens of one sample; None where samples are what is counted."""
         if self.task.unit != "tokens":
             return None
-        with torch.device("meta"):
-            return self.task.units(self.data.example_batch(1))
+        return self.task.units(self._meta_batch())
 
     def parameters_without_gradient(self) -> list[str]:
         """Return the names of those that a step leaves without one, as a step on `meta` shows, frozen ones apart."""
@@ -118,8 +124,11 @@ class Workload:
     def _on_meta(self) -> tuple[nn.Module, Batch]:
         """The model, and a batch of one sample."""
         model = Blueprint(self.model.build, seed=0).model.to("meta")
+        return model, self._meta_batch()
+
+    def _meta_batch(self) -> Batch:
         with torch.device("meta"):
-            return model, self.data.example_batch(1)
+            return self.data.example_batch(1)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

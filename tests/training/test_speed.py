@@ -145,3 +145,9 @@ def test_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "device_peak_flops", lambda config, ranks: 1e12)
     told = speed_metrics([0.5], config("training.global_batch_size=100"), ALONE, 2e9)
     assert told["perf/mfu"] == pytest.approx(200 * 2e9 / (1e12 * 2))
+
+
+def test_where_flops_are_not_known_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "device_peak_flops", lambda config, ranks: 1e12)
+    told = speed_metrics([0.5], config("training.global_batch_size=100"), ALONE, None, 0.0, 10)
+    assert "perf/tokens_per_s" in told and not {"perf/mfu", "perf/tflops_per_device"} & told.keys()

@@ -163,7 +163,7 @@ class Llama(nn.Module):
         logits = self.head(x.flatten(0, 1)).float()
         return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
-    def flops_per_unit(self, batch: Tensor) -> float:
+    def flops_per_token(self, batch: Tensor) -> float:
         """Return the FLOPs of a training step per token: 6 for each parameter that multiplies a token, and attention's
         products of all positions with all others. What is computed twice counts once.
 

@@ -194,14 +194,14 @@ def test_flops_per_token_of_llama3_8b_are_those_worked_out_by_hand():
     with torch.device("meta"):
         model = Llama(**LLAMA3_8B)
     expected = 6 * 7_504_924_672 + 6 * 32 * 32 * (128 + 128) * 8192
-    assert model.flops_per_unit(torch.empty(2, 8193, device="meta")) == expected == 57_914_449_920
+    assert model.flops_per_token(torch.empty(2, 8193, device="meta")) == expected == 57_914_449_920
 
 
 def test_flops_per_token_of_a_small_model_are_those_worked_out_by_hand():
     """A layer has 2 x 32 x 32 (queries, output) + 2 x 32 x 16 (keys, values) + 3 x 32 x 48 + 2 x 32 (norms) = 7,744
     parameters; two of them, a norm of 32 and a head of 50 x 32 are 17,120. Two layers of 4 heads of 8 + 8 at 16 tokens:
     6 x 2 x 4 x 16 x 16 = 12,288."""
-    assert small().flops_per_unit(torch.empty(3, 17)) == 6 * 17_120 + 12_288 == 115_008
+    assert small().flops_per_token(torch.empty(3, 17)) == 6 * 17_120 + 12_288 == 115_008
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -216,4 +216,21 @@ def test_what_is_computed_twice_counts_once(recompute: bool):
 
 def test_a_tied_embedding_counts_as_the_head():
     batch = torch.empty(1, 17)
-    assert small(tied=True).flops_per_unit(batch) == small().flops_per_unit(batch)
+    assert small(tied=True).flops_per_token(batch) == small().flops_per_token(batch)
+
+
+def test_a_loss_of_the_users_counts_the_same_flops_by_samples_and_by_tokens():
+    """Of a language model's own task, but for the attention, which the count takes as it is computed."""
+    told = {}
+    for unit in ("samples", "tokens"):
+        trial = read_config(
+            None,
+            [
+                "task=language",
+                "task.name=custom",
+                "task.loss=tests.workloads.user.odd.loss_of_logits",
+                f"task.unit={unit}",
+            ],
+        )
+        told[unit] = build_workload(trial.model, trial.data, trial.task).train_flops_per_sample()
+    assert told["samples"] == pytest.approx(told["tokens"], rel=0.1)

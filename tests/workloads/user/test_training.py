@@ -179,6 +179,15 @@ def test_a_constructor_may_change_the_list_that_it_is_given() -> None:
     assert {name: value.shape for name, value in blueprint.values()} == shapes
 
 
+@pytest.mark.parametrize("net", ["Reads", "Asks"])
+def test_a_model_that_wants_values_has_no_flops_and_may_be_given_them(net: str) -> None:
+    """`Reads` wants them in its constructor, `Asks` in its forward pass. Neither ends a training on a GPU."""
+    words = (f"model._target_={HERE}.net.{net}", "model.width=8", *DATA, *LOSS)
+    for more, flops in (((), None), (("model.flops_per_unit=7.0",), 7.0)):
+        trial = config(*words, *more)
+        assert build_workload(trial.model, trial.data, trial.task).train_flops_per_sample() == flops
+
+
 def ragged(items: list[dict[str, torch.Tensor]]) -> dict[str, object]:
     """Two tokens an item, in one row, and a mask that is square in the items."""
     count = len(items)
