@@ -121,6 +121,8 @@ def encode(documents: list[str], tokenizer: str) -> tuple[Tensor, int]:
         UserError: see `read_tokenizer`.
     """
     made = read_tokenizer(tokenizer)
+    made.no_truncation()  # many files have the limits of a model: documents would be cut, or filled up with padding
+    made.no_padding()
     rows = [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in made.encode_batch(documents)]
     return torch.cat(rows), made.get_vocab_size()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.language import pydoc
 from fsdp_lab.workloads.language.pydoc import PydocTokens
-from fsdp_lab.workloads.language.text import TextTokens, part_of
+from fsdp_lab.workloads.language.text import TextTokens, encode, part_of
 from fsdp_lab.workloads.language.tokens import PackedTokens, SyntheticTokens, byte_tokens
 
 
@@ -119,6 +119,16 @@ def test_a_tokenizer_says_how_many_bytes_a_token_stands_for(tmp_path: Path):
     train = TextTokens("train", root=str(tmp_path), seq_len=8, tokenizer=str(tmp_path / "tokenizer.json"))
     assert train[0].tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 0] and train.vocab_size == 3
     assert train.bytes_per_token == pytest.approx(405 / 90)
+
+
+def test_a_tokenizer_neither_cuts_nor_fills_up_a_document(tmp_path: Path):
+    """As the files of many models ask for."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"red": 0, "blue": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.enable_truncation(4)
+    made.enable_padding(pad_id=2, pad_token="?")
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert encode(["red blue " * 5, "red"], str(tmp_path / "tokenizer.json"))[0].tolist() == [0, 1] * 5 + [0]
 
 
 def test_bad_folders_and_tokenizers_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
