@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
-from fsdp_lab.training.distributed import ParallelDims
+from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.memory import MemoryProfile
 from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
 from fsdp_lab.training.speed import StepTimer
@@ -156,7 +156,7 @@ def evaluate(
     device: torch.device,
     dims: ParallelDims,
 ) -> Metrics:
-    """The task's metrics over the whole validation split, each sample counted once.
+    """The task's metrics over the whole validation split, each sample counted once; without those that count nothing.
 
     Raises:
         DivergedError: the loss is not finite.
@@ -171,8 +171,10 @@ def evaluate(
             sums = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
             sums[0] += total
             sums[1] += count
-    reduced = dims.sum(torch.stack(list(totals.values()))).tolist()
-    means = {name: total / count for name, (total, count) in zip(totals, reduced, strict=True)}
+    # a user's metrics may name what a batch has, so that ranks have others, or in another order
+    names = sorted({name for told in gather("\n".join(totals)) for name in told.split("\n")})
+    reduced = dims.sum(torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])).tolist()
+    means = {name: total / count for name, (total, count) in zip(names, reduced, strict=True) if count}
     if not math.isfinite(means["loss"]):
         raise DivergedError(f"the validation loss after step {state.step} is {means['loss']}")
     return {f"val/{name}": mean for name, mean in means.items()}

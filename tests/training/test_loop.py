@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from fsdp_lab.training import loop
 from fsdp_lab.training.loop import token_metrics
+from fsdp_lab.workloads.base import Task
 from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import digits, first_weights
 
@@ -48,6 +51,29 @@ def test_the_norm_of_the_gradients_is_that_before_clipping_over_all_ranks() -> N
     assert "train/grad_norm" not in results[5][-1], "it would cost a pass over the gradients"
     assert results[3][-1]["val/loss"] == pytest.approx(results[5][-1]["val/loss"], abs=1e-6), "nothing was clipped"
     assert all(0 <= told[-1].get("perf/data_wait_share", 0) <= 1 for told in results)
+
+
+def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank saw metrics `b` and `empty`; the other one saw `a`, with a sum of 6 over 2."""
+    other = {"a": (6.0, 2.0), "loss": (3.0, 1.0)}
+    monkeypatch.setattr(loop, "gather", lambda text: [text, "\n".join(other)])
+
+    class Named(Task):
+        def forward(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return batch
+
+        def metrics(self, outputs: torch.Tensor, batch: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+            one = torch.tensor(1)
+            return {"loss": (one, one), "b": (4 * one, one), "empty": (0 * one, 0 * one)}
+
+    class Dims:
+        def sum(self, values: torch.Tensor) -> torch.Tensor:
+            names = ["a", "b", "empty", "loss"]
+            return values + torch.tensor([other.get(name, (0.0, 0.0)) for name in names], dtype=values.dtype)
+
+    state = SimpleNamespace(model=nn.Identity(), step=1)
+    told = loop.evaluate(state, Named(), [torch.zeros(1)], config(), torch.device("cpu"), Dims())
+    assert told == {"val/a": 3.0, "val/b": 4.0, "val/loss": 2.0}
 
 
 def test_perplexity_and_bits_per_byte() -> None:
