@@ -117,6 +117,9 @@ def check_arguments(
             if name not in named:
                 valid = f"It takes: {', '.join(takes)}" if takes else "It takes no arguments"
                 raise ConfigError(f"{group}.{name}={value}: {path} takes no {name}. {_near(name, takes)}{valid}.")
+    for name in given:
+        if name in arguments:
+            raise ConfigError(f"{group}.{name}={arguments[name]}: fsdp_lab gives {path} its {name}; leave it away.")
     needed = [name for name in takes if named[name].default is inspect.Parameter.empty and name not in arguments]
     if needed:
         keys = ", ".join(f"{group}.{name}" for name in needed)

@@ -16,6 +16,7 @@ from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.target import import_callable
 from fsdp_lab.config.workload import EXAMPLE_BATCH, UserData, needed_target
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, map_tensors, tensors_of
+from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
 from fsdp_lab.workloads.user.digest import digest_of
 
 _MEASURED = 32  # items of a batch of which the shape of a larger one is known
@@ -170,8 +171,10 @@ def _scaled(less: Tensor, more: Tensor, size: int) -> list[int]:
 def _example_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSpec:
     @cache
     def example(size: int) -> Batch:
-        with torch.device("meta"):
-            model: Any = build_model()
+        try:
+            model: Any = Blueprint(build_model, seed=0).model
+        except ValuesNeeded:
+            model = Blueprint(build_model, seed=0, whole=True).model
         if not callable(getattr(model, "example_batch", None)):
             raise ConfigError(
                 f"data=example: the model is a {type(model).__name__}, which has no method example_batch(size) that "

@@ -35,6 +35,8 @@ def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         model = function(**deepcopy(arguments))  # it runs more than once, and may change a list
     except (TypeError, ValueError, KeyError, AttributeError, AssertionError) as error:  # what wrong arguments raise
+        if "meta device type tensor" in str(error):  # NumPy asks for values that are not there yet
+            raise
         shown = ", ".join(f"model.{name}={value}" for name, value in arguments.items()) or "no arguments"
         raise UserError(f"model._target_={target} with {shown} fails: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):

@@ -42,6 +42,7 @@ BAD = {
     "missing argument": (["model._target_=my_project.net.Net"], ["needs model.width", "add model.width=<value>"]),
     "argument of data": (["data._target_=my_project.data.Corpus", "data.nois=1"], ["takes no nois", "takes: noise."]),
     "no split": (["data._target_=my_project.data.without_split", "data.noise=1"], ["takes no split", "add that param"]),
+    "given split": (["data._target_=my_project.data.Corpus", "data.split=train"], ["data.split=train: fsdp_lab gives"]),
     "no target": (["model=custom"], ["model=custom: model._target_ names nothing"]),
     "no loss": (["task=custom"], ["task=custom with task.loss=null"]),
     "two losses": (["task=model_loss", "task.loss=my_project.net.loss"], ["task=model_loss with task.loss=my_project"]),

@@ -15,6 +15,7 @@ import torch
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
@@ -186,6 +187,13 @@ def test_a_model_that_wants_values_has_no_flops_and_may_be_given_them(net: str) 
     for more, flops in (((), None), (("model.flops_per_unit=7.0",), 7.0)):
         trial = config(*words, *more)
         assert build_workload(trial.model, trial.data, trial.task).train_flops_per_sample() == flops
+
+
+def test_a_constructor_that_reads_values_is_run_whole() -> None:
+    trial = config(f"model._target_={HERE}.net.Drops", "model.width=8", *LOSS, "data=example")
+    workload = build_workload(trial.model, trial.data, trial.task)
+    assert workload.data.load().train[torch.arange(2)]["x"].tolist() == [[1.0] * 3] * 2
+    assert build_blueprint(workload.model, trial).model.largest < 1
 
 
 def ragged(items: list[dict[str, torch.Tensor]]) -> dict[str, object]:

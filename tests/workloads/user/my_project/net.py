@@ -98,3 +98,12 @@ class Prepends(Net):
     def __init__(self, widths):
         widths.insert(0, 8)
         super().__init__(sum(widths))
+
+
+class Drops(Net):
+    """It reads a table in its constructor, as layers that drop paths do, and a parameter by way of NumPy."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.largest = self.head.weight.detach().numpy().max()
