@@ -48,7 +48,17 @@ class Collated:
         return self.count
 
     def __getitem__(self, indices: Tensor) -> Batch:
-        return self.collate([self.items[i] for i in indices.tolist()])
+        """
+        Raises:
+            UserError: no tensor is found in the batch, to be put on a device and counted.
+        """
+        batch = self.collate([self.items[i] for i in indices.tolist()])
+        if not tensors_of(batch):
+            raise UserError(
+                f"the data's batch is a {type(batch).__name__} without a tensor in it; let data.collate_fn return a "
+                "tensor, or tuples, lists and dictionaries of tensors."
+            )
+        return batch
 
 
 class Repeated:
@@ -134,10 +144,12 @@ def first_batch(split: Collated, target: str, size: int) -> Batch:
     """Return the batch of the first items, which begin anew where there are fewer.
 
     Raises:
-        UserError: an item cannot be read, or the items make no batch.
+        UserError: an item cannot be read, or the items make no batch of tensors.
     """
     try:
         return split[torch.arange(size) % len(split)]
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"data._target_={target}: the first {size} items make no batch: {type(error).__name__}: {error}. Items of "

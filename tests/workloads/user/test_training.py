@@ -9,6 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,14 @@ def test_a_constructor_that_reads_values_is_run_whole() -> None:
     workload = build_workload(trial.model, trial.data, trial.task)
     assert workload.data.load().train[torch.arange(2)]["x"].tolist() == [[1.0] * 3] * 2
     assert build_blueprint(workload.model, trial).model.largest < 1
+
+
+def test_a_batch_without_tensors_is_refused() -> None:
+    """Nothing in it would be put on a GPU, and its items not be counted."""
+    split = Collated([1, 2, 3], lambda items: SimpleNamespace(x=torch.tensor(items)), None)
+    for read in (lambda: split[torch.arange(2)], lambda: first_batch(split, "here", 2)):
+        with pytest.raises(UserError, match="is a SimpleNamespace without a tensor in it; let"):
+            read()
 
 
 def ragged(items: list[dict[str, torch.Tensor]]) -> dict[str, object]:
