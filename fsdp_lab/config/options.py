@@ -49,13 +49,23 @@ def with_custom(words: Sequence[str]) -> list[str]:
 
 def with_language(words: Sequence[str]) -> list[str]:
     """Return a command line in which a language model or a data set of tokens alone stands for `task=language` too, and
-    that for `model=lm_tiny` and `data=pydoc`; a published model for `data=synthetic_tokens`. What is typed stays."""
+    that for `model=lm_tiny` and `data=pydoc`; a published model for `data=synthetic_tokens`. What is typed stays, as
+    does what a preset chooses; one of the user's own, which is not looked into, chooses all three."""
     typed = {group: word.partition("=")[2] for word in words for group in _CHOSEN if word.startswith(f"{group}=")}
     if not any(_of_language(group, option) for group, value in typed.items() for option in value.split(",")):
         return list(words)
-    implied = {"task": "language", "model": "lm_tiny"}
-    implied["data"] = "pydoc" if typed.get("model", "lm_tiny") in ("lm_tiny", "custom") else "synthetic_tokens"
-    return [*(f"{group}={option}" for group, option in implied.items() if group not in typed), *words]
+    chosen = {*typed, *(group for word in words if word.startswith("experiment=") for group in _chosen_by(word[11:]))}
+    published = any(
+        option != "lm_tiny" and _of_language("model", option) for option in typed.get("model", "").split(",")
+    )
+    implied = {"task": "language", "model": "lm_tiny", "data": "synthetic_tokens" if published else "pydoc"}
+    return [*(f"{group}={option}" for group, option in implied.items() if group not in chosen), *words]
+
+
+def _chosen_by(preset: str) -> list[str]:
+    file = conf_dir() / "experiment" / f"{preset}.yaml"
+    text = file.read_text() if file.is_file() else None
+    return [group for group in _CHOSEN if text is None or f"override /{group}:" in text]
 
 
 def _of_language(group: str, option: str) -> bool:
