@@ -8,6 +8,7 @@ from collections.abc import Callable
 from rich.console import Console as RichConsole
 
 from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.listeners.table import trial_table
 from fsdp_lab.sweep.state import SweepState, TrialState
 
 
@@ -21,3 +22,11 @@ def test_a_line_said_above_the_table_leaves_its_styles_alone(compose_trial: Call
         console.update()
     assert "waiting" in shown.getvalue() and "[dim]" not in shown.getvalue()
     assert "a [bold]line[/] of somebody's" in shown.getvalue()
+
+
+def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[..., object]):
+    state = TrialState(compose_trial([], 0))  # type: ignore[arg-type]
+    state.metrics = {"epoch": 1, "train/loss": 0.5, "perf/samples_per_s": 9.0}
+    heads = [column.header for column in trial_table(SweepState([state], []), [], [(0, state)], 1.0).columns]
+    assert {"epoch", "train loss", "samples/s"} <= {*heads}
+    assert not {"tokens/s", "bits/byte"} & {*heads}

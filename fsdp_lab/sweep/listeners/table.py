@@ -41,7 +41,8 @@ def trial_table(
     """
     results = sum(state.status.is_result for state in sweep.trials)
     table = Table(title=f"{results} of {len(sweep.trials)} trials have a result, {seconds:.0f} s")
-    columns = table_columns("terminal")
+    known = {key for state in sweep.trials for key in state.figures()}
+    columns = [c for c in table_columns("terminal") if "epoch" not in known or c.key in known]  # images have no tokens
     several = len(sweep.objectives) > 1
     heads = ("trial", *swept, "status", *(c.label for c in columns), "turnaround s", *(["pareto"] if several else []))
     for name in heads:
