@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
+OTHERS_CPU = "perf/others_cpu"
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
 MIB = 2**20
 
@@ -155,7 +156,8 @@ METRICS = (
         better="min", form="{:.3f}", csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
     ),
     Metric(
-        SPEED, "samples/s", "samples/s", "of all ranks together; warm-up steps are left out, here and below",
+        SPEED, "samples/s", "samples/s", "of all ranks together, over all timed steps of the run so far; warm-up steps "
+        "are left out, here and below",
         better="max", form="{:.0f}",
         csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"), hover=Column(form="{:,.0f} samples/s"),
         gate=Gate("samples_per_s"),
@@ -177,6 +179,19 @@ METRICS = (
         "perf/data_wait_share", "data wait", "", "the share of the step time in which a process waits for batches, "
         "the mean of the ranks; its GPU may have work then",
         better="min", form="{:.3f}", csv=_SHOWN, report=_SHOWN,
+    ),
+    Metric(
+        "perf/timed_steps", "timed steps", "steps", "the steps behind the speed", form="{:.0f}", objective=False,
+        csv=Column(last=True),
+    ),
+    Metric("perf/timed_s", "timed s", "s", "how long they took", form="{:.2f}", objective=False, csv=Column(last=True)),
+    Metric(
+        "perf/speed_error", "speed error", "", "the relative standard error of the speed, as far as the steps of this "
+        "run show it", form="{:.4f}", objective=False, csv=Column(last=True),
+    ),
+    Metric(
+        OTHERS_CPU, "others' CPU", "", "the share of the machine's cores that processes of others had while steps were "
+        "timed; of several nodes the largest", form="{:.2f}", objective=False, csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
         "perf/step_time_p50_s", "step p50 ms", "s", "the median time of an optimizer step",

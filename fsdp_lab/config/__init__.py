@@ -3,7 +3,7 @@
 `TrialConfig` determines the training, `SweepConfig` adds what a sweep needs, `NightlyConfig` what its nights need.
 """
 
-from fsdp_lab.config.compare import effective_settings, memory_settings, settings
+from fsdp_lab.config.compare import effective_settings, may_change_speed, memory_settings, settings
 from fsdp_lab.config.convert import flatten, from_dict, part, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import Between, check_ranges
@@ -18,6 +18,7 @@ from fsdp_lab.config.words import read_words
 __all__ = [
     "Between", "CombinationError", "ConfigError", "NightlyConfig", "SweepConfig", "TrialConfig", "UserError",
     "all_keys", "check_forecast", "check_ranges", "conf_dir", "cpu_notes", "default_num_workers",
-    "effective_settings", "flatten", "from_dict", "memory_notes", "memory_settings", "objectives", "part",
-    "read_words", "settings", "sharding_notes", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
+    "effective_settings", "flatten", "from_dict", "may_change_speed", "memory_notes", "memory_settings", "objectives",
+    "part", "read_words", "settings", "sharding_notes", "split_config_dir", "stops_on", "to_dict", "with_custom",
+    "workers_of",
 ]  # fmt: skip

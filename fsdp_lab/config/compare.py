@@ -32,6 +32,16 @@ def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     return values | _effective(config, num_workers)
 
 
+def may_change_speed(axis: str) -> bool:
+    """Whether other values of an axis may change the speed or the peak memory of a step.
+
+    Args:
+        axis: a key, or a group of keys; of what is neither nothing is known, so it may.
+    """
+    below = [k.changes_speed for name, k in keys_of(TrialConfig).items() if name == axis or name.startswith(f"{axis}.")]
+    return any(below) or not below
+
+
 def _effective(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     """Return the values of those keys that the settings of others and the workers decide."""
     policy, size = config.reshard_after_forward.effective(config.sharding, num_workers)

@@ -56,6 +56,7 @@ class Key:
         may_differ: the comparisons in which it does not count.
         memory: what of it counts in a forecast of memory; None: nothing.
         secret: what of it must not be shown; None: nothing.
+        changes_speed: whether another value may change the speed or the peak memory of a step.
         named_by_option: an option of its group says it by its name, as `sharding=ddp` says `sharding.granularity`.
         is_param: it is logged as an MLflow parameter of the trial.
         before_null: what versions wrote that had a number instead of null as its default.
@@ -66,6 +67,7 @@ class Key:
     may_differ: Between = NOWHERE
     memory: Memory | None = None
     secret: Secret | None = None
+    changes_speed: bool = True
     named_by_option: bool = False
     is_param: bool = True
     before_null: Any = None
@@ -125,6 +127,7 @@ def _within(inner: Key, group: Key) -> Key:
         inner,
         may_differ=inner.may_differ | group.may_differ,
         memory=inner.memory or group.memory,
+        changes_speed=inner.changes_speed and group.changes_speed,
         is_param=inner.is_param and group.is_param,
     )
 

@@ -160,10 +160,12 @@ class TrackingConfig:
 
 @dataclass
 class ReportConfig:
-    """What the recommended setting may lose: ratios to the best loss, and to the highest samples/s."""
+    """What the recommended setting may lose: ratios to the best loss, and to the highest samples/s. `others_cpu`: on a
+    CPU the speed of a run decides nothing in which others had more than this share of all cores."""
 
     loss_tolerance: float = key(0.02, not_negative)
     speed_tolerance: float = key(0.03, below_one)
+    others_cpu: float = key(0.25, not_negative)
 
 
 # How trials are found and run changes none of them, but another search is another sweep and another study.
@@ -241,9 +243,14 @@ def objectives(config: SweepConfig) -> list[tuple[str, str]]:
     Raises:
         ConfigError: one that is no metric of a trial, or says no direction.
     """
-    if not config.objective:
+    return objectives_in(config.objective)
+
+
+def objectives_in(words: List[str]) -> list[tuple[str, str]]:
+    """As `objectives`, of the words alone."""
+    if not words:
         raise ConfigError("objective=[] names nothing; use for example objective=[val/loss:min].")
-    return [_objective(word, "objective") for word in config.objective]
+    return [_objective(word, "objective") for word in words]
 
 
 def stops_on(config: SweepConfig) -> tuple[str, str]:

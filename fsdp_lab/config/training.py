@@ -57,7 +57,7 @@ class TrainingConfig:
     max_steps: Optional[int] = key(None, at_least_one, may_differ=Between.CHECKPOINT)
     global_batch_size: int = key(64, at_least_one, memory=Memory.VALUE)
     grad_accum_steps: int = key(1, at_least_one, memory=Memory.VALUE)
-    seed: int = key(0, not_negative)
+    seed: int = key(0, not_negative, changes_speed=False)
     max_grad_norm: Optional[float] = key(None, positive, memory=Memory.WHETHER)
     timing_warmup_steps: int = key(3, not_negative, may_differ=Between.CHECKPOINT)
 
@@ -83,13 +83,13 @@ class OptimizerConfig:
     """`scale_lr` multiplies `lr` by the number of workers."""
 
     name: OptimizerName = key(OptimizerName.adam, named_by_option=True, memory=Memory.VALUE)
-    lr: float = key(1e-3, positive)
+    lr: float = key(1e-3, positive, changes_speed=False)
     weight_decay: float = key(0.0, not_negative, memory=Memory.WHETHER)
-    beta1: float = key(0.9, below_one)
-    beta2: float = key(0.999, below_one)
+    beta1: float = key(0.9, below_one, changes_speed=False)
+    beta2: float = key(0.999, below_one, changes_speed=False)
     momentum: float = key(0.0, not_negative, memory=Memory.WHETHER)
     implementation: OptimizerImplementation = key(OptimizerImplementation.auto, memory=Memory.VALUE)
-    scale_lr: bool = key(False)
+    scale_lr: bool = key(False, changes_speed=False)
 
     def check(self) -> None:
         """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_lab.config import UserError
+from fsdp_lab.cpu_contention import Others
 from fsdp_lab.files import write_text
 from fsdp_lab.nightly.attempt import results_in, run_sweep, set_aside_if_changed
 from fsdp_lab.nightly.nights import (
@@ -22,7 +23,6 @@ from fsdp_lab.nightly.nights import (
     read_nights,
     write_night,
 )
-from fsdp_lab.nightly.others import Others
 from fsdp_lab.nightly.page import write_page
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.tell import tag, tell

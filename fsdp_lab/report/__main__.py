@@ -6,6 +6,7 @@ python -m fsdp_lab.report sweep=<folder of a sweep, or the MLflow id of its pare
 Writes report.html, report.md and report.csv into the sweep's folder and to its run in MLflow. Takes also
   report.loss_tolerance    a setting has learned when its loss is within this ratio of the best (0.02)
   report.speed_tolerance   settings within this ratio of the fastest tie, and the smallest wins (0.03)
+  report.others_cpu        on a CPU a run's speed decides nothing while others had more of the cores (0.25)
   tracking.uri             the store that holds the run
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files
@@ -23,14 +24,15 @@ from typing import TYPE_CHECKING
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.redact import redact
-from fsdp_lab.report.answer import Answer
+from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.data import Sweep
 from fsdp_lab.report.write import FILES, write_report
 
 if TYPE_CHECKING:
     from fsdp_lab.sweep.store.record import Record
 
-KEYS = ("sweep", "report.loss_tolerance", "report.speed_tolerance", "tracking.uri", "tracking.ui", "out", "trust")
+TOLERANCES = ("loss_tolerance", "speed_tolerance", "others_cpu")
+KEYS = ("sweep", *(f"report.{name}" for name in TOLERANCES), "tracking.uri", "tracking.ui", "out", "trust")
 
 
 def main() -> int:
@@ -133,10 +135,10 @@ def with_tolerances(sweep: Sweep, options: dict[str, str]) -> Sweep:
         ConfigError: a tolerance that is none.
     """
     given = {}
-    for key, default in (("loss_tolerance", sweep.loss_tolerance), ("speed_tolerance", sweep.speed_tolerance)):
+    for key in TOLERANCES:
         text = options.get(f"report.{key}")
         try:
-            given[key] = default if text is None else float(text)
+            given[key] = getattr(sweep, key) if text is None else float(text)
         except ValueError:
             raise ConfigError(f"report.{key}={text} is not a number; use for example 0.05.") from None
     check_ranges(ReportConfig(**given), "report.")
@@ -144,9 +146,7 @@ def with_tolerances(sweep: Sweep, options: dict[str, str]) -> Sweep:
 
 
 def tell(found: Answer, folder: Path) -> None:
-    print(f"{found.sentence}".replace("`", ""))
-    if found.command:
-        print(f"  {found.command}")
+    print(*plain_text(found), sep="\n")
     print(f"report: {folder}/report.html   the same: report.md, report.csv")
 
 

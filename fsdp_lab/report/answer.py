@@ -1,4 +1,4 @@
-"""The recommended setting, by rules that the report prints: fits, learned, then the fastest, ties to the smaller."""
+"""What a sweep says, in words: the recommended setting, how sure that is, and every other value against it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.metrics import MEMORY, MIB, SPEED, VAL_LOSS, declared
+from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
+from fsdp_lab.report.choice import PLAIN, Choice, choose, departures, ratio_text, value
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, words
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.report.speed import Basis, Interval, Speeds
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
 
-# The setting that others are compared with is the one that has most of these, the first weighing most; of two that
-# are as fast and as large it is taken: nobody should offload to save nothing.
-_PLAIN = {
-    "sharding": "ddp",
-    "precision": "fp32",
-    "offload": "none",
-    "reshard_after_forward": "always",
-    "activation_checkpointing": "none",
-}
-_WHY_NOT = {
-    TrialStatus.oom: "ran out of memory",
-    TrialStatus.diverged: "diverged",
-    TrialStatus.failed: "failed",
-    TrialStatus.stopped: "was stopped early",
-    TrialStatus.skipped: "was not started: by its forecast it cannot fit",
-    TrialStatus.interrupted: "was interrupted",
-}
+_MOST_LINES = 6  # settings that are all told; of more, those that differ from the recommended one in one value
+_MOST_TIED = 3
 
 
 @dataclass(frozen=True)
@@ -44,66 +30,66 @@ class Answer:
         sentence: for people, with the reason.
         command: trains the setting, alone; "" without one.
         rules: how it was chosen, a sentence each.
+        lines: what every other value costs or gains against the recommended setting, a line each.
+        notes: what the figures do not show: noise that was not measured, speeds that do not count.
         why_not: name of a setting -> why it does not qualify.
-        front: the settings that no other beats in memory or speed without being worse in the other, by name.
+        front: the settings that no other beats in one of `axes` without being worse in another, by name.
+        axes: `(metric, "min" or "max")` of the main picture.
+        intervals: name of a setting -> its samples/s and where they lie with 95 % confidence.
+        title: what was compared.
     """
 
     setting: Setting | None
     sentence: str
     command: str
     rules: list[str]
+    lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     why_not: dict[str, str] = field(default_factory=dict)
     front: list[str] = field(default_factory=list)
+    axes: list[tuple[str, str]] = field(default_factory=list)
+    intervals: dict[str, Interval] = field(default_factory=dict)
+    title: str = ""
 
 
 def answer(sweep: Sweep) -> Answer:
-    """Choose the recommended setting."""
-    why_not = {s.name: reason for s in sweep.settings if (reason := _does_not_fit(s))}
-    fitting = [s for s in sweep.settings if s.name not in why_not]
-    losses = [s.median(sweep.loss_key) for s in fitting]
-    best_loss = min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
-    for setting, loss in zip(fitting, losses, strict=True):
-        if reason := _has_not_learned(sweep, loss, best_loss):
-            why_not[setting.name] = reason
-    able = [s for s in fitting if s.name not in why_not]
-    timed = [s for s in able if math.isfinite(s.median(SPEED))]
-    for setting in able:
-        if timed and setting not in timed:
-            why_not[setting.name] = "has no samples/s: it ended before a step was timed"
-    points = [{MEMORY: s.median(MEMORY), SPEED: s.median(SPEED)} for s in fitting]
-    front = [fitting[i].name for i in pareto_front(points, [(key, declared(key).better) for key in (MEMORY, SPEED)])]
-    if not able:
-        return Answer(None, _so_far(sweep) + _nothing(sweep, why_not), "", _rules(sweep), why_not, front)
-    if not timed:
-        chosen = min(able, key=lambda s: (_or_inf(s.median(MEMORY)), _not_plain(s)))
-        sentence = _so_far(sweep) + _untimed_sentence(sweep, chosen, able)
-        return Answer(chosen, sentence, _command(chosen), _rules(sweep), why_not, front)
-    able = timed
-    fastest = max(able, key=lambda s: s.median(SPEED))
-    close = [s for s in able if _as_fast(s, fastest, sweep.speed_tolerance)]
-    least = min(_or_inf(s.median(MEMORY)) for s in close)
-    smallest = [s for s in close if _or_inf(s.median(MEMORY)) == least]
-    limit = max(s.median(SPEED) for s in smallest) * (1 - sweep.speed_tolerance)
-    chosen = min((s for s in smallest if s.median(SPEED) >= limit), key=lambda s: (_not_plain(s), -s.median(SPEED)))
-    sentence = _so_far(sweep) + _sentence(sweep, chosen, able, best_loss)
-    return Answer(chosen, sentence, _command(chosen), _rules(sweep), why_not, front)
+    """Say which setting is recommended, why, and how sure that is."""
+    choice = choose(sweep)
+    chosen = choice.setting
+    so_far = _so_far(sweep)
+    if chosen is None:
+        sentence = _nothing(sweep, choice.why_not)
+    elif sweep.objectives:
+        sentence = _objective_sentence(sweep, choice, chosen)
+    elif choice.timed:
+        sentence = _sentence(sweep, choice, chosen)
+    else:
+        sentence = _untimed_sentence(sweep, chosen, choice.able)
+    return Answer(
+        chosen,
+        so_far + sentence,
+        _command(chosen) if chosen else "",
+        _rules(sweep),
+        _lines(sweep, choice, chosen) if chosen else [],
+        _notes(sweep, choice) if chosen else [],
+        choice.why_not,
+        choice.front,
+        choice.axes,
+        {s.name: choice.speeds.speed(g) for s in sweep.settings if choice.speeds.has(g := sweep.groups[s.name])},
+        title(sweep),
+    )
 
 
-def pareto_front(rows: Sequence[Mapping[str, float]], objectives: Sequence[tuple[str, str]]) -> list[int]:
-    """The rows that no other row beats in one objective without being worse in another, by their places.
+def plain_text(found: Answer) -> list[str]:
+    """What a terminal shows of an answer, line by line: the sentence, the other values, the notes and the command."""
+    lines = [found.sentence, *(f"  {line}" for line in found.lines), *found.notes]
+    return [line.replace("`", "") for line in lines] + ([f"  {found.command}"] if found.command else [])
 
-    Rows without a value for each objective are in nobody's way, and not in the front.
-    """
-    points = {
-        place: tuple(row[metric] * (1 if direction == "min" else -1) for metric, direction in objectives)
-        for place, row in enumerate(rows)
-        if all(math.isfinite(row.get(metric, math.nan)) for metric, _ in objectives)
-    }
-    return [
-        place
-        for place, mine in points.items()
-        if not any(other != mine and all(o <= m for o, m in zip(other, mine, strict=True)) for other in points.values())
-    ]
+
+def title(sweep: Sweep) -> str:
+    """What was compared: `sharding × precision, 6 trials`."""
+    count = len(sweep.trials)
+    return f"{' × '.join(sweep.setting_axes) or 'one setting'}, {count} trial{'s' if count != 1 else ''}"
 
 
 def _so_far(sweep: Sweep) -> str:
@@ -113,93 +99,208 @@ def _so_far(sweep: Sweep) -> str:
 
 def _rules(sweep: Sweep) -> list[str]:
     idle = [f"On a CPU {axis} changes nothing: its values count as repeats of a setting." for axis in sweep.idle_axes]
+    same = [axis for axis in sweep.setting_axes if axis not in sweep.speed_axes]
+    pooled = [f"{' and '.join(same)} cannot change speed or peak memory: runs that differ in nothing else count as "
+              "repeats of one speed."] if same else []  # fmt: skip
+    fits = "It fits: every trial of the setting finished, within the capacity of a device where that is known."
+    if sweep.objectives:
+        told = ", then ".join(f"{metric} ({better})" for metric, better in sweep.objectives)
+        return [
+            fits,
+            f"Then the objectives decide, in their order: {told}. All but the last leave the settings within "
+            f"{sweep.loss_tolerance:.3g} of the best (report.loss_tolerance), as a ratio; of equals the smallest peak "
+            "memory is taken.",
+            *pooled,
+            *idle,
+        ]
     kind = "validation" if sweep.loss_key == VAL_LOSS else "training"
     return [
-        "It fits: every trial of the setting finished, within the capacity of a device where that is known.",
+        fits,
         f"It learned: its last {kind} loss is within {sweep.loss_tolerance:.3g} of the best, as a ratio "
         "(report.loss_tolerance).",
-        f"Then the fastest in samples/s; settings within {sweep.speed_tolerance:.3g} of the fastest "
-        "(report.speed_tolerance), or whose repeats overlap with its, tie: of these the smallest peak memory is "
-        "taken. Of equal peaks the fastest is, and of those within the tolerance of it the plainest "
-        f"({words(_PLAIN)}; the first counts most).",
+        f"Then the fastest in samples/s. Settings within {sweep.speed_tolerance:.3g} of the fastest "
+        "(report.speed_tolerance), or whose ratio to it may be 1 by the 95 % interval, tie: of these the smallest peak "
+        "memory is taken. Of equal peaks the plainest setting is, of those within the tolerance of the fastest "
+        f"({words(PLAIN)}; the first counts most).",
+        "Intervals: Student's for a setting, Tukey's for ratios, which hold together for the whole sweep; from repeats "
+        "after what drifts between rounds is taken out. Where nothing was repeated, from the steps of each run, by "
+        "batch means.",
+        f"On a CPU a run decides nothing about speed in which others used more than {sweep.others_cpu * 100:.3g} % of "
+        "the machine's cores (report.others_cpu).",
+        *pooled,
         *idle,
     ]
 
 
-def _as_fast(setting: Setting, fastest: Setting, tolerance: float) -> bool:
-    """Within the tolerance; or both were repeated, and their repeats overlap."""
-    if setting.median(SPEED) >= fastest.median(SPEED) * (1 - tolerance):
-        return True
-    mine, theirs = setting.of(SPEED), fastest.of(SPEED)
-    return len(mine) > 1 and len(theirs) > 1 and max(mine) >= min(theirs)
+def _figures(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
+    """`1,950 samples/s (1,900 to 2,000), 40.00 MiB at the peak, val/loss 1.012`."""
+    parts = []
+    if choice.speeds.has(sweep.groups[chosen.name]):
+        parts.append(speed_text(choice.speeds.speed(sweep.groups[chosen.name])))
+    memory = chosen.median(MEMORY)
+    parts.append(f"{memory_text(memory)} at the peak" if math.isfinite(memory) else "memory not measured")
+    if math.isfinite(loss := chosen.median(sweep.loss_key)):
+        parts.append(f"{sweep.loss_key} {loss:#.4g}")
+    return ", ".join(parts)
 
 
-def _not_plain(setting: Setting) -> list[bool]:
-    return _departures(setting.values)
-
-
-def _departures(values: Mapping[str, str]) -> list[bool]:
-    return [values.get(key, value) != value for key, value in _PLAIN.items()]
-
-
-def _does_not_fit(setting: Setting) -> str | None:
-    ended = Counter(trial.status for trial in setting.trials if trial.status != TrialStatus.finished)
-    if ended:
-        status, count = ended.most_common(1)[0]
-        of = f" in {count} of {len(setting.trials)} trials" if len(setting.trials) > 1 else ""
-        return _WHY_NOT.get(status, "has no result yet") + of
-    for trial in setting.trials:
-        needed, capacity = (trial.figures.get(f"forecast/{key}_bytes") for key in ("needed", "capacity"))
-        if needed is not None and capacity is not None and needed > capacity:
-            return f"needs {needed / MIB:,.0f} MiB of {capacity / MIB:,.0f} MiB a device, by its forecast"
-    return None
-
-
-def _has_not_learned(sweep: Sweep, loss: float, best: float) -> str | None:
-    if not math.isfinite(loss):
-        return f"has no finite {sweep.loss_key}"
-    if loss > best + sweep.loss_tolerance * abs(best):
-        return f"learned less: {sweep.loss_key} {loss:.4f}, {_ratio_above(loss, best)} above the best"
-    return None
-
-
-def _sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting], best_loss: float) -> str:
-    speed, memory, loss = chosen.median(SPEED), chosen.median(MEMORY), chosen.median(sweep.loss_key)
-    plain = min(able, key=_not_plain)
-    memory_words = f"{memory / MIB:.2f} MiB at the peak" if math.isfinite(memory) else "memory not measured"
-    speeds = chosen.of(SPEED)
-    spread = f" (median of {len(speeds)}, {min(speeds):,.0f} to {max(speeds):,.0f})" if len(speeds) > 1 else ""
-    figures = f"{speed:,.0f} samples/s{spread}, {memory_words}, {sweep.loss_key} {loss:.4f}"
+def _sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
+    figures = _figures(sweep, choice, chosen)
+    plain = min(choice.able, key=lambda s: departures(s.values))
+    tie = _tie(choice)
     if plain is chosen:
         if len(sweep.settings) == 1:
             return f"{figures}: the only setting, so there is nothing to choose."
-        best_of = f"the best of {len(able)} settings that fit and learned"
-        alone = "no other has a result yet" if sweep.unfinished else "no other setting fits and learned"
-        return f"`{chosen.name}`: {figures}; {best_of if len(able) > 1 else alone}."
-    other = words({key: value for key, value in plain.values.items() if chosen.values.get(key) != value})
-    other_memory = plain.median(MEMORY)
-    known = math.isfinite(memory) and math.isfinite(other_memory) and other_memory > 0
-    at = f" at {memory / other_memory * 100:.0f} % of its peak memory" if known else ""
-    baseline = plain.values.get("sharding") == "ddp"
-    than, reference = ("the unsharded baseline", plain.median(sweep.loss_key)) if baseline else ("the best", best_loss)
+        others = [s for s in choice.able if s is not chosen]
+        if not others:
+            alone = "no other has a result yet" if sweep.unfinished else "no other setting fits and learned"
+            return f"`{chosen.name}`: {figures}; {alone}."
+        if tie:
+            return f"`{chosen.name}`: {figures}. {tie}"
+        next_best = max(others, key=lambda s: value(sweep, choice.speeds, s, SPEED))
+        ratio = _ratio(sweep, choice.speeds, chosen, next_best)
+        return (
+            f"`{chosen.name}`: the fastest of {len(choice.able)} settings that fit and learned, {times_text(ratio)} "
+            f"the samples/s of the next, `{_apart(chosen, next_best)}` ({figures})."
+        )
+    memory, other = chosen.median(MEMORY), plain.median(MEMORY)
+    at = f" at {memory / other * 100:.3g} % of its peak memory" if memory > 0 and other > 0 else ""
+    ratio = _ratio(sweep, choice.speeds, chosen, plain)
+    loss = _loss_change(sweep, chosen, plain)
     return (
-        f"`{chosen.name}`: {speed / plain.median(SPEED):.2f}× the samples/s of `{other}`{at}, "
-        f"loss within {_ratio_above(loss, reference)} of {than} ({figures})."
+        f"`{chosen.name}`: {times_text(ratio)} the samples/s of `{_apart(chosen, plain)}`{at}, {loss} ({figures})."
+        + (f" {tie}" if tie else "")
     )
 
 
+def _tie(choice: Choice) -> str:
+    if not choice.tied:
+        return ""
+    names = [f"`{s.name}`" for s in choice.tied[:_MOST_TIED]]
+    more = len(choice.tied) - len(names)
+    told = ", ".join(names) + (f" and {more} more" if more else "")
+    return f"Tied in speed with {told}; what decided is {choice.broke_tie}."
+
+
+def _objective_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
+    told = []
+    for metric, _ in sweep.objectives:
+        told.append(f"{metric} {declared(metric).text(value(sweep, choice.speeds, chosen, metric))}")
+    count = len(choice.able)
+    metric, direction = sweep.objectives[0]
+    best = "lowest" if direction == "min" else "highest"
+    if len(sweep.objectives) == 1:
+        what = f"the {best} {metric} of {count} settings" if count > 1 else "the only setting that qualifies"
+    else:
+        what = (
+            f"one of {len(choice.front)} settings that no other beats in {' and '.join(m for m, _ in sweep.objectives)}"
+        )
+    return f"`{chosen.name}`: {', '.join(told)}; {what} ({_figures(sweep, choice, chosen)})."
+
+
 def _untimed_sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting]) -> str:
-    """Where no run was long enough to be timed: memory decides, and what it would take to compare speeds."""
+    """Where no run was long enough to be timed, or none was alone: memory decides, and what it would take."""
     memory, loss = chosen.median(MEMORY), chosen.median(sweep.loss_key)
-    figures = f"{sweep.loss_key} {loss:.4f}"
+    figures = f"{sweep.loss_key} {loss:#.4g}"
     if math.isfinite(memory):
         of = f" of {len(able)} settings that fit and learned" if len(able) > 1 else ""
-        figures = f"{memory / MIB:.2f} MiB at the peak, the least{of}, {figures}"
+        figures = f"{memory_text(memory)} at the peak, the least{of}, {figures}"
+    if shared := [trial for setting in able for trial in setting.trials if sweep.shared(trial)]:
+        most = max(trial.figures[OTHERS_CPU] for trial in shared)
+        return (
+            f"`{chosen.name}`: {figures}. Speeds are not compared: others used up to {most * 100:.0f} % of this "
+            f"machine's cores, more than report.others_cpu={sweep.others_cpu:g}; run it again when the machine is free."
+        )
     return (
         f"`{chosen.name}`: {figures}. No step was timed, so speeds are not compared. The first {STEPS_TO_TIME - 1} "
         f"steps are not timed (training.timing_warmup_steps={STEPS_TO_TIME - 3}, and 2 that memory_profile=peaks "
         f"follows): run {STEPS_TO_TIME} or more."
     )
+
+
+def _lines(sweep: Sweep, choice: Choice, chosen: Setting) -> list[str]:
+    """Every other setting against the recommended one; of many, those that differ from it in one value."""
+    others = [s for s in sweep.settings if s is not chosen]
+    if len(others) > _MOST_LINES:
+        others = [s for s in others if sum(s.values[axis] != chosen.values[axis] for axis in s.values) == 1]
+    return [f"`{_apart(chosen, other)}`: {_against(sweep, choice, chosen, other)}" for other in others]
+
+
+def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> str:
+    """`0.57× (0.51 to 0.64) the speed, 0.56× the memory, val/loss +2.7 %, above the tolerance of 2 %`."""
+    parts = []
+    groups = sweep.groups[other.name], sweep.groups[chosen.name]
+    if all(choice.speeds.has(group) for group in groups):
+        if groups[0] == groups[1]:
+            parts.append("the same speed")
+        else:
+            tied = " (tied)" if other in choice.tied else ""
+            parts.append(f"{times_text(_ratio(sweep, choice.speeds, other, chosen))} the speed{tied}")
+    memory, mine = other.median(MEMORY), chosen.median(MEMORY)
+    if memory > 0 and mine > 0:
+        parts.append("the same memory" if memory == mine else f"{memory / mine:.3g}× the memory")
+    if math.isfinite(other.median(sweep.loss_key)):
+        parts.append(_loss_change(sweep, other, chosen))
+    reason = choice.why_not.get(other.name, "")
+    if reason.startswith("learned less"):
+        parts.append(f"above the tolerance of {sweep.loss_tolerance * 100:.3g} %")
+    elif reason:
+        parts.append(reason)
+    return ", ".join(parts) or "no result"
+
+
+def _notes(sweep: Sweep, choice: Choice) -> list[str]:
+    notes = []
+    shared = [trial for trial in sweep.trials if sweep.shared(trial)]
+    if shared and choice.timed:
+        most = max(trial.figures[OTHERS_CPU] for trial in shared)
+        notes.append(
+            f"The speed of {len(shared)} of {len(sweep.trials)} runs does not count: others used up to "
+            f"{most * 100:.0f} % of this machine's cores meanwhile."
+        )
+    if choice.timed and len(choice.able) > 1 and choice.speeds.basis is not Basis.repeats:
+        notes.append(
+            "Each setting ran once. How much runs of one setting differ, one run cannot show; repeat=auto measures it."
+        )
+    return notes
+
+
+def _loss_change(sweep: Sweep, setting: Setting, reference: Setting) -> str:
+    mine, other = setting.median(sweep.loss_key), reference.median(sweep.loss_key)
+    if not (math.isfinite(mine) and math.isfinite(other)):
+        return f"{sweep.loss_key} not known"
+    change = (mine - other) / max(abs(other), 1e-12)
+    return f"the same {sweep.loss_key}" if abs(change) < 1e-5 else f"{sweep.loss_key} {ratio_text(change)}"
+
+
+def _ratio(sweep: Sweep, speeds: Speeds, a: Setting, b: Setting) -> Interval:
+    return speeds.ratio(sweep.groups[a.name], sweep.groups[b.name])
+
+
+def _apart(setting: Setting, other: Setting) -> str:
+    """The other setting by those values that are not this one's."""
+    return words({key: text for key, text in other.values.items() if setting.values.get(key) != text})
+
+
+def times_text(ratio: Interval) -> str:
+    """`1.95× (1.80 to 2.11)`; without the interval where that is not known."""
+    return f"{ratio.value:.2f}×" + (f" ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.known else "")
+
+
+def speed_text(speed: Interval) -> str:
+    """`1,950 samples/s (1,900 to 2,000)`."""
+    spread = f" ({figures_text(speed.low)} to {figures_text(speed.high)})" if speed.known else ""
+    return f"{figures_text(speed.value)} samples/s{spread}"
+
+
+def memory_text(num_bytes: float) -> str:
+    """Bytes with four digits and their unit."""
+    return f"{num_bytes / MIB:#.4g} MiB" if num_bytes < 999.95 * MIB else f"{num_bytes / MIB / 1024:#.4g} GiB"
+
+
+def figures_text(number: float) -> str:
+    """A number with three or four digits: `1,950`, `0.0123`."""
+    return f"{float(f'{number:.4g}'):,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
@@ -211,7 +312,7 @@ def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
 
 
 def _command(setting: Setting) -> str:
-    plainest = min(setting.trials, key=lambda trial: _departures(trial.setting))
+    plainest = min(setting.trials, key=lambda trial: departures(trial.setting))
     varied = [set(trial.overrides) for trial in setting.trials]
     common = set.intersection(*varied)  # a seed that was given to all belongs to the setting
     kept = [
@@ -222,11 +323,3 @@ def _command(setting: Setting) -> str:
         and override.partition("=")[0] != "repeat"
     ]
     return shlex.join(["python", "-m", "fsdp_lab", *kept])
-
-
-def _ratio_above(value: float, reference: float) -> str:
-    return f"{abs(value - reference) / max(abs(reference), 1e-12):.1%}".replace("%", " %")
-
-
-def _or_inf(value: float) -> float:
-    return value if math.isfinite(value) else math.inf

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 
-from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.config import may_change_speed
+from fsdp_lab.metrics import OTHERS_CPU, SPEED, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.report.speed import Run
 from fsdp_lab.status import TrialStatus
 
 # Axes that tell one attempt at a setting from another, not one setting from another.
@@ -75,7 +77,10 @@ class Sweep:
 
     Attributes:
         axes: the keys that differ between its trials, in the order of the command line.
-        loss_tolerance, speed_tolerance: ratios, see `fsdp_lab.report.answer`.
+        loss_tolerance, speed_tolerance: ratios, see `fsdp_lab.report.choice`.
+        others_cpu: on a CPU the speed of a run decides nothing while others had more of the machine's cores than this.
+        objectives: `(metric, "min" or "max")` of each that was asked for, the first weighing most; empty: none was, so
+            the fastest that learned is looked for.
         runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None where no server is known.
         about: what else belongs in its head, as (name, text).
     """
@@ -88,6 +93,8 @@ class Sweep:
     speed_tolerance: float
     runs_url: str | None = None
     about: Sequence[tuple[str, str]] = ()
+    others_cpu: float = 0.25
+    objectives: Sequence[tuple[str, str]] = ()
 
     @property
     def statuses(self) -> list[TrialStatus]:
@@ -103,6 +110,46 @@ class Sweep:
         """The axes whose values are one setting by several names: offload, where all trials ran on a CPU."""
         on_cpu = {trial.device for trial in self.trials if trial.device} == {"cpu"}
         return [axis for axis in self.axes if axis.partition(".")[0] == "offload"] if on_cpu else []
+
+    @cached_property
+    def speed_axes(self) -> list[str]:
+        """The axes of a setting whose values may differ in speed or peak memory; `init` and the like do not."""
+        return [axis for axis in self.setting_axes if may_change_speed(axis)]
+
+    def shared(self, trial: Trial) -> bool:
+        """Whether the trial ran on a CPU whose cores others used too."""
+        return trial.device == "cpu" and trial.figures.get(OTHERS_CPU, 0.0) > self.others_cpu
+
+    @cached_property
+    def groups(self) -> dict[str, int]:
+        """Setting, by name -> the group of settings that cannot differ in speed."""
+        known: dict[tuple[str, ...], int] = {}
+        return {
+            setting.name: known.setdefault(tuple(setting.values[axis] for axis in self.speed_axes), len(known))
+            for setting in self.settings
+        }
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The runs whose speed counts: timed, finished or stopped early, on cores that others left alone."""
+        rounds: dict[tuple[str, ...], int] = {}
+        for trial in self.trials:
+            rounds.setdefault(tuple(trial.setting.get(axis, "") for axis in REPEATS), len(rounds))
+        return [
+            Run(
+                self.groups[setting.name],
+                rounds[tuple(trial.setting.get(axis, "") for axis in REPEATS)],
+                trial.figures[SPEED],
+                trial.figures.get("perf/speed_error"),
+                int(trial.figures.get("perf/timed_steps", 0)),
+            )
+            for setting in self.settings
+            for trial in setting.trials
+            if trial.status in (TrialStatus.finished, TrialStatus.stopped)
+            and trial.figures.get(SPEED, 0.0) > 0
+            and math.isfinite(trial.figures[SPEED])
+            and not self.shared(trial)
+        ]
 
     @property
     def unfinished(self) -> int:

@@ -40,6 +40,12 @@ def to_html(sweep: Sweep, found: Answer) -> str:
     chosen = found.setting.trials if found.setting else []
     parts = [
         f'<div id="answer" class="{"" if found.setting else "none"}">{_inline(found.sentence)}</div>',
+        *(
+            [f"<ul id='against'>{''.join(f'<li>{_inline(line)}</li>' for line in found.lines)}</ul>"]
+            if found.lines
+            else []
+        ),
+        *(f'<p class="note">{_inline(note)}</p>' for note in found.notes),
         *([f"<pre id='command'>{html.escape(found.command)}</pre>"] if found.command else []),
         f'<p class="small">{"<br>".join(html.escape(rule) for rule in found.rules)}</p>',
     ]
@@ -154,6 +160,12 @@ def to_markdown(sweep: Sweep, found: Answer) -> str:
 
     line(f"# {_text(sweep.name)}\n")
     line(f"**{_text(found.sentence)}**\n")
+    for text in found.lines:
+        line(f"- {_text(text)}")
+    for text in found.notes:
+        line(f"\n{_text(text)}")
+    if found.lines or found.notes:
+        line()
     if found.command:
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", found.command)), default=0))
         line(f"{fence}\n{found.command}\n{fence}\n")

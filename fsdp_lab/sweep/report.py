@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, from_dict
-from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
+from fsdp_lab.config.sweep import ReportConfig, SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
 from fsdp_lab.redact import redact
 from fsdp_lab.report import data
@@ -73,7 +73,17 @@ def sweep_of(
             ("workers", str(config.cluster.num_workers or record.num_workers)),
             *([("MLflow run", parent)] if parent else []),
         ],
+        config.report.others_cpu,
+        asked_for(config.search, config.objective),
     )
+
+
+def asked_for(search: SearchConfig, words: list[str]) -> list[tuple[str, str]]:
+    """The objectives that a recommendation follows: those of a search, or what was typed for a grid. Empty for a grid
+    without any, of which the fastest setting that learned is wanted."""
+    if not search.samples and words == SweepConfig().objective:
+        return []
+    return objectives_in(words)
 
 
 def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
@@ -129,9 +139,11 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
     ]
     name = parent.tags.get("mlflow.runName", run_id)
     command = parent.tags.get("mlflow.source.name", "")
-    report = _report_config(tracking, runs[0].run_id)
+    report, wanted = _report_config(tracking, runs[0].run_id)
     tolerances = (report.loss_tolerance, report.speed_tolerance)
-    return data.Sweep(name, command, axes, trials, *tolerances, runs_url(tracking), libraries)
+    return data.Sweep(
+        name, command, axes, trials, *tolerances, runs_url(tracking), libraries, report.others_cpu, wanted
+    )
 
 
 def _status(tag: str | None) -> TrialStatus:
@@ -139,14 +151,16 @@ def _status(tag: str | None) -> TrialStatus:
     return TrialStatus.__members__.get(tag or "", TrialStatus.running)
 
 
-def _report_config(tracking: TrackingConfig, run_id: str) -> ReportConfig:
-    """Of a trial in the store; the defaults where its config is not there, or is of other code."""
+def _report_config(tracking: TrackingConfig, run_id: str) -> tuple[ReportConfig, list[tuple[str, str]]]:
+    """Of a trial in the store, with its objectives; the defaults where its config is not there, or is of other code."""
     try:
         with TemporaryDirectory() as folder:
             path = fetch_artifact(tracking, run_id, "config/config.yaml", Path(folder))
-            return from_dict(ReportConfig, yaml.safe_load(path.read_text())["report"])
+            saved = yaml.safe_load(path.read_text())
+        report, search = from_dict(ReportConfig, saved["report"]), from_dict(SearchConfig, saved["search"])
+        return report, asked_for(search, [str(word) for word in saved["objective"]])
     except (UserError, KeyError, TypeError, yaml.YAMLError):
-        return ReportConfig()
+        return ReportConfig(), []
 
 
 def require_results(sweep: data.Sweep, which: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fsdp_lab.compose import Trial
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY
-from fsdp_lab.report.answer import pareto_front
+from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
 
 S = TrialStatus

@@ -121,3 +121,8 @@ def gather(text: str) -> list[str]:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
+
+
+def largest(value: float) -> float:
+    """The largest of the ranks' values, known to all."""
+    return max(map(float, gather(repr(value))))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, variance
 
 import torch
 
@@ -85,6 +88,52 @@ def _seconds(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
     return b - a
 
 
+@dataclass(frozen=True)
+class Timed:
+    """The timed steps of a run so far, over its epochs and starts.
+
+    Attributes:
+        variance: of `seconds`, as far as the steps of each epoch show it, by batch means.
+        others_cpu: the share of the machine's cores that processes of others had meanwhile.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    variance: float = 0.0
+    others_cpu: float = 0.0
+
+    @classmethod
+    def before(cls, history: Sequence[Metrics]) -> Timed:
+        """What the epochs of an earlier start have timed."""
+        for metrics in reversed(history):
+            if (seconds := metrics.get("perf/timed_s")) is not None:
+                error = metrics.get("perf/speed_error", 0.0) * seconds
+                return cls(int(metrics["perf/timed_steps"]), seconds, error**2, metrics.get("perf/others_cpu", 0.0))
+        return cls()
+
+    def plus(self, times: Sequence[float], others_cpu: float) -> Timed:
+        """With one more epoch."""
+        if not times:
+            return self
+        seconds = self.seconds + sum(times)
+        share = (self.others_cpu * self.seconds + others_cpu * sum(times)) / seconds
+        return Timed(self.steps + len(times), seconds, self.variance + variance_of_sum(times), share)
+
+
+def variance_of_sum(times: Sequence[float]) -> float:
+    """The variance of the sum of step times that follow one another and are correlated; 0 for fewer than four.
+
+    By non-overlapping batch means with batches of the square root of the number of steps (Flegal and Jones, "Batch
+    means and spectral variance estimators in Markov chain Monte Carlo", Annals of Statistics 38, 2010). What changes
+    from run to run, or slower than within a batch, is not in it.
+    """
+    size = math.isqrt(len(times))
+    if size < 2:
+        return 0.0
+    means = [fmean(times[i : i + size]) for i in range(0, len(times) - size + 1, size)]
+    return len(times) * size * variance(means)
+
+
 def speed_metrics(
     times: list[float],
     config: TrialConfig,
@@ -92,24 +141,33 @@ def speed_metrics(
     flops_per_sample: float | None,
     waited_s: float | None = None,
     tokens_per_sample: int | None = None,
+    run: Timed | None = None,
 ) -> Metrics:
-    """`perf/*` of one epoch; empty when every step was warm-up. Each rank steps with the others, so
-    this rank's times are the job's.
+    """`perf/*` after one epoch; empty when every step of it was warm-up. Each rank steps with the others, so
+    this rank's times are the job's. Speeds are of all timed steps of the run so far, percentiles of this epoch's.
 
     Args:
+        times: of the epoch's steps, in seconds.
         flops_per_sample: None where that is not known.
         waited_s: how much of the times was spent waiting for batches.
         tokens_per_sample: None where samples are what is counted.
+        run: with this epoch; None: the epoch is all there is.
     """
     if not times:
         return {}
+    run = run or Timed().plus(times, 0.0)
     ordered = sorted(times)
-    samples_per_s = len(times) * config.training.global_batch_size / sum(times)
+    samples_per_s = run.steps * config.training.global_batch_size / run.seconds
     metrics = {
         "perf/samples_per_s": samples_per_s,
+        "perf/timed_steps": float(run.steps),
+        "perf/timed_s": run.seconds,
+        "perf/others_cpu": run.others_cpu,
         "perf/step_time_p50_s": percentile(ordered, 0.50),
         "perf/step_time_p95_s": percentile(ordered, 0.95),
     }
+    if run.variance:
+        metrics["perf/speed_error"] = math.sqrt(run.variance) / run.seconds
     if waited_s is not None:
         metrics["perf/data_wait_share"] = waited_s / sum(times)
     if tokens_per_sample is not None:

@@ -14,15 +14,16 @@ from torch import nn
 
 from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.cpu_contention import Window, launcher
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import build_loaders, load_data
-from fsdp_lab.training.distributed import Ranks, build_parallel_dims, setup_distributed
+from fsdp_lab.training.distributed import Ranks, build_parallel_dims, largest, setup_distributed
 from fsdp_lab.training.export import export_model
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfile, start_clean
-from fsdp_lab.training.speed import StepTimer, device_peak_flops, speed_metrics
+from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.base import Data
 from fsdp_lab.workloads.build import build_workload
@@ -105,13 +106,16 @@ def train(
     )
     tokens = workload.tokens_per_sample()
     flops = workload.train_flops_per_sample() if tokens or device_peak_flops(config, ranks) else None
+    timed, root = Timed.before(state.history), launcher()
     while not _is_through(state, config):
         loaders.order.go_to(state.epoch, state.epoch_step)
+        cores = Window(root) if ranks.local_rank == 0 else None
         metrics, losses = train_epoch(state, workload.task, loaders.train, config, ranks.device, dims, watch)
         on_step_losses(losses)
         times = watch.timer.take()
         waited = dims.sum(torch.tensor(watch.timer.waited_s, device=ranks.device)).item() / dims.dp_degree
-        metrics.update(speed_metrics(times, config, ranks, flops, waited, tokens))
+        timed = timed.plus(times, largest(cores.share() if cores else 0.0))
+        metrics.update(speed_metrics(times, config, ranks, flops, waited, tokens, timed))
         metrics.update(evaluate(state, workload.task, loaders.val, config, ranks.device, dims))
         if tokens is not None:
             metrics.update(token_metrics(metrics["val/loss"], data.bytes_per_token))

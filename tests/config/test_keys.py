@@ -125,6 +125,7 @@ tracking.patience_s                  cells param
 tracking.ui                          cells param
 report.loss_tolerance
 report.speed_tolerance
+report.others_cpu
 nightly.cron
 nightly.timezone
 nightly.jitter_s
@@ -172,6 +173,14 @@ def test_what_counts_for_memory():
     # one process holds no more for more workers as such: their number is asked for apart, and is not a key here
     counting = set(memory_settings(NightlyConfig(), 2)) - {"cluster.num_workers"}
     assert counting == {k for k, v in EXPECTED.items() if "memory" in v}
+
+
+def test_what_cannot_change_the_speed_of_a_step():
+    assert {name for name, known in KEYS.items() if not known.changes_speed} == {
+        "optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.scale_lr", "training.seed", "repeat", "init",
+        "lr_schedule.name", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "lr_schedule.step_epochs",
+        "lr_schedule.gamma",
+    }  # fmt: skip
 
 
 def test_what_is_a_parameter():

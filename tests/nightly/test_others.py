@@ -8,10 +8,10 @@ import sys
 import time
 
 from fsdp_lab.config.nightly import ToleranceConfig
+from fsdp_lab.cpu_contention import Others
 from fsdp_lab.metrics import MEMORY, SPEED
 from fsdp_lab.nightly.gate import Result, compare
 from fsdp_lab.nightly.nights import GOOD, Night
-from fsdp_lab.nightly.others import Others
 from fsdp_lab.nightly.verdict import reference, without_speed
 
 BURN = "import time\nend = time.time() + 4\nwhile time.time() < end: pass"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import shlex
 
 import pytest
 
+from fsdp_lab.config import may_change_speed
+from fsdp_lab.metrics import OTHERS_CPU, SPEED
 from fsdp_lab.report.answer import answer
+from fsdp_lab.report.choice import candidates
 from fsdp_lab.report.data import Trial
 from fsdp_lab.report.effects import Effect, effects
 from fsdp_lab.status import TrialStatus
@@ -20,12 +24,17 @@ def test_the_fastest_that_fits_and_learned_is_taken_and_ties_go_to_the_smaller()
     assert found.setting is not None and found.setting.values == {"sharding": "per_block", "precision": "bf16"}
     # 1950 / 1000, 40 / 100, and 1.012 against the baseline's 1.000
     assert "1.95× the samples/s of `sharding=ddp precision=fp32` at 40 % of its peak memory" in found.sentence
-    assert "loss within 1.2 % of the unsharded baseline" in found.sentence
+    assert "val/loss +1.2 %" in found.sentence
+    assert (
+        "Tied in speed with `sharding=root precision=bf16`; what decided is the smallest peak memory." in found.sentence
+    )
     assert shlex.split(found.command) == [
         "python", "-m", "fsdp_lab", "sharding=per_block", "precision=bf16", "training.epochs=2",
     ]  # fmt: skip
     assert found.why_not["sharding=per_block precision=fp32"] == "ran out of memory"
-    assert found.why_not["sharding=ddp precision=bf16"] == "learned less: val/loss 1.1000, 10.0 % above the best"
+    assert (
+        found.why_not["sharding=ddp precision=bf16"] == "learned less: validation loss 1.100 is 10.0 % above the best"
+    )
     assert len(found.why_not) == 2
     # by hand: 40 MiB/1950, 50/1980; 60/900, 80/1500, 100/1000 are beaten by both
     assert found.front == ["sharding=root precision=bf16", "sharding=per_block precision=bf16"]
@@ -69,7 +78,11 @@ def test_on_a_cpu_offload_is_another_name_and_its_trials_are_repeats():
     ]  # fmt: skip
     found = answer(sweep(rows[:2], axes=["offload", "sharding"]))
     assert found.setting is not None and found.setting.values == {"sharding": "root"}
-    assert "250 samples/s (median of 2, 200 to 300)" in found.sentence and found.command.endswith("offload=none")
+    # the root of 200 * 300; their logarithms differ by 0.40547, and t of one degree of freedom is 12.7062
+    factor = math.exp(12.7062 * 0.40547 / 2)
+    assert [round(244.949 / factor, 1), round(244.949 * factor, -1)] == [18.6, 3220]
+    assert "245 samples/s (18.6 to 3,220)" in found.sentence
+    assert found.command.endswith("offload=none")
     assert found.rules[-1] == "On a CPU offload changes nothing: its values count as repeats of a setting."
     on_gpu = answer(sweep(rows[2:], axes=["offload", "sharding"]))
     assert on_gpu.setting is not None and on_gpu.setting.values["offload"] == "cpu"
@@ -155,7 +168,8 @@ def test_repeats_that_overlap_tie_and_the_sentence_says_their_spread():
     large, small = (2000.0, 1500.0, 1900.0), (1200.0, 1000.0, 1600.0)  # 1600 is above 1500
     found = answer(sweep([*repeated(3, large), *repeated(5, small)], axes=axes))
     assert found.setting is not None and found.setting.values["sharding"] == "per_block"  # 40 MiB against 50
-    assert "1,200 samples/s (median of 3, 1,000 to 1,600)" in found.sentence
+    # logarithms of the ratios by round: -0.5108, -0.4055, -0.1719; their mean -0.3627, its error 0.1001, t = 4.303
+    assert "0.70× (0.45 to 1.07) the samples/s of `sharding=root`" in found.sentence
     apart = answer(sweep([*repeated(3, large), *repeated(5, (1200.0, 1000.0, 1400.0))], axes=axes))
     assert apart.setting is not None and apart.setting.values["sharding"] == "root"
 
@@ -196,3 +210,138 @@ def test_the_command_keeps_a_seed_that_all_trials_have(seeds: list[str], kept: b
     command = answer(sweep(rows, axes=axes)).command
     assert ("training.seed" in command) is kept
     assert "repeat" not in command and "sharding=ddp" in command
+
+
+def test_every_other_value_is_told_against_the_recommended_one():
+    found = answer(sweep())  # per_block bf16: 40 MiB, 1950 samples/s, loss 1.012
+    assert found.lines == [
+        # 1000 / 1950, 100 / 40, 1 / 1.012 - 1
+        "`sharding=ddp precision=fp32`: 0.51× the speed, 2.5× the memory, val/loss -1.2 %",
+        "`sharding=ddp`: 0.77× the speed, 2× the memory, val/loss +8.7 %, above the tolerance of 2 %",
+        "`sharding=root precision=fp32`: 0.46× the speed, 1.5× the memory, val/loss -1.2 %",
+        "`sharding=root`: 1.02× the speed (tied), 1.25× the memory, val/loss -0.20 %",
+        "`precision=fp32`: ran out of memory",
+    ]
+    assert found.notes == [
+        "Each setting ran once. How much runs of one setting differ, one run cannot show; repeat=auto measures it."
+    ]
+
+
+def test_of_many_settings_only_those_one_value_apart_are_told():
+    rows = [
+        Trial(n, {"sharding": s, "precision": p}, TrialStatus.finished, {**trial(0).figures, SPEED: speed})
+        for n, (s, p, speed) in enumerate(
+            (s, p, 100.0 + 9 * i + j) for i, s in enumerate("abc") for j, p in enumerate("xyz")
+        )
+    ]
+    found = answer(sweep(rows, speed_tolerance=0.0))
+    assert found.setting is not None and found.setting.name == "sharding=c precision=z"
+    assert [line.partition(":")[0] for line in found.lines] == [
+        "`sharding=a`", "`sharding=b`", "`precision=x`", "`precision=y`",
+    ]  # fmt: skip
+
+
+def on_cpu(number: int, row: int, others: float, speed: float) -> Trial:
+    one = trial(number, ROWS[row], **{SPEED: speed, OTHERS_CPU: others})
+    return dataclasses.replace(one, device="cpu")
+
+
+def test_a_speed_measured_while_others_computed_decides_nothing():
+    # root bf16 looks three times as fast, but its machine was not its own
+    rows = [on_cpu(0, 0, 0.05, 1000.0), on_cpu(1, 2, 0.05, 900.0), on_cpu(2, 3, 0.44, 3000.0)]
+    found = answer(sweep(rows))
+    assert found.setting is not None and found.setting.name == "sharding=ddp precision=fp32"
+    why_not = "its speed was measured while others used 44 % of the machine's cores; run it again"
+    assert found.why_not == {"sharding=root precision=bf16": why_not}
+    assert found.notes[0].startswith("The speed of 1 of 3 runs does not count: others used up to 44 % of this")
+    allowed = answer(sweep(rows, others_cpu=0.5))
+    assert allowed.setting is not None and allowed.setting.name == "sharding=root precision=bf16"
+    on_gpu = answer(sweep([dataclasses.replace(row, device="NVIDIA H200") for row in rows]))
+    assert on_gpu.setting is not None and on_gpu.setting.name == "sharding=root precision=bf16"
+
+
+def test_where_every_run_shared_its_machine_memory_decides_and_it_says_so():
+    found = answer(sweep([on_cpu(0, 0, 0.4, 1000.0), on_cpu(1, 2, 0.3, 900.0)]))
+    assert found.setting is not None and found.setting.name == "sharding=root precision=fp32", "60 MiB against 100"
+    assert "Speeds are not compared: others used up to 40 % of this machine's cores" in found.sentence
+
+
+def test_axes_that_cannot_change_speed_pool_their_speeds_and_keep_their_losses():
+    def one(number: int, sharding: str, init: str, speed: float, loss: float) -> Trial:
+        figures = {**trial(0).figures, SPEED: speed, "val/loss": loss}
+        return Trial(number, {"sharding": sharding, "init": init}, TrialStatus.finished, figures)
+
+    # 644 and 470 were measured of two settings that differ in `init` alone
+    rows = [
+        one(0, "ddp", "meta", 644.0, 1.0), one(1, "ddp", "rank0", 470.0, 1.0),
+        one(2, "root", "meta", 500.0, 1.1), one(3, "root", "rank0", 600.0, 1.0),
+    ]  # fmt: skip
+    told = sweep(rows, axes=["sharding", "init"])
+    assert told.speed_axes == ["sharding"] and len(told.settings) == 4
+    found = answer(told)
+    assert {round(interval.value, 3) for interval in found.intervals.values()} == {
+        round(math.sqrt(644 * 470), 3), round(math.sqrt(500 * 600), 3),
+    }  # fmt: skip
+    assert found.why_not == {"sharding=root init=meta": "learned less: validation loss 1.100 is 10.0 % above the best"}
+    assert "`init=rank0`: the same speed, the same memory, the same val/loss" in found.lines
+    assert "init cannot change speed or peak memory" in " ".join(found.rules)
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        ("init", False), ("optimizer.lr", False), ("training.seed", False), ("repeat", False), ("lr_schedule", False),
+        ("lr_schedule.gamma", False), ("optimizer", True), ("sharding", True), ("training.global_batch_size", True),
+        ("model.width", True), ("experiment", True),
+    ],
+)  # fmt: skip
+def test_which_axes_may_change_speed(axis: str, expected: bool):
+    assert may_change_speed(axis) is expected
+
+
+def test_objectives_that_were_asked_for_decide():
+    rows = list(sweep().trials)
+    found = answer(sweep(rows, objectives=[("val/loss", "min"), (SPEED, "max")], loss_tolerance=0.011))
+    # within 1.1 % of the loss 1.000: ddp fp32, root fp32, root bf16 (1.010); of these root bf16 is the fastest
+    assert found.setting is not None and found.setting.name == "sharding=root precision=bf16"
+    assert found.axes == [("val/loss", "min"), (SPEED, "max")]
+    # by hand: the least loss at 1000 samples/s, then 1.010 at 1980; 1.012 at 1950 and the rest are beaten
+    assert found.front == ["sharding=ddp precision=fp32", "sharding=root precision=bf16"]
+    smallest = answer(sweep(rows, objectives=[("memory/peak_bytes", "min")]))
+    assert smallest.setting is not None and smallest.setting.name == "sharding=per_block precision=bf16"
+    assert "the lowest memory/peak_bytes of 4 settings" in smallest.sentence
+    best = answer(sweep(rows, objectives=[("val/loss", "min")]))
+    assert best.setting is not None and best.setting.name == "sharding=root precision=fp32", "1.000, and 60 MiB of 100"
+
+
+def test_a_study_of_one_objective_does_not_take_a_worse_loss_for_its_memory():
+    rows = [
+        trial(0, ("ddp", "fp32", "finished", 100, 1000.0, 1.000)),
+        trial(1, ("root", "fp32", "finished", 50, 1000.0, 1.001)),
+    ]
+    best = answer(sweep(rows, objectives=[("val/loss", "min")]))
+    assert best.setting is not None and best.setting.name == "sharding=ddp precision=fp32"
+    assert answer(sweep(rows)).setting is not best.setting
+
+
+def rounds(row: int, *speeds: float) -> list[Trial]:
+    ones = [trial(10 * row + i, ROWS[row], **{SPEED: s}) for i, s in enumerate(speeds)]
+    return [dataclasses.replace(one, setting={**one.setting, "repeat": str(i)}) for i, one in enumerate(ones)]
+
+
+def test_what_is_still_undecided_shrinks_as_runs_are_repeated():
+    def names(*trials: list[Trial]) -> list[str]:
+        told = sweep(list(itertools.chain(*trials)), axes=["sharding", "precision", "repeat"])
+        return [setting.values["sharding"] for setting in candidates(told, 0.05)]
+
+    once = rounds(0, 1000.0), rounds(2, 900.0), rounds(3, 1980.0), rounds(5, 1950.0)
+    assert names(*once) == ["per_block", "root", "root", "ddp"], "one run each settles nothing"
+    # 900 and 1000 are far below; root's 1 % against per_block's 40 MiB cannot be worth the tolerance of 3 %
+    thrice = (
+        rounds(0, 1000.0, 1004.0, 1001.0), rounds(2, 900.0, 902.0, 897.0),
+        rounds(3, 1980.0, 1985.0, 1975.0), rounds(5, 1950.0, 1958.0, 1946.0),
+    )  # fmt: skip
+    assert names(*thrice) == ["per_block"]
+    # root is 10 % faster, but by noise of as much
+    noisy = rounds(3, 2200.0, 1950.0, 2300.0), rounds(5, 1950.0, 2100.0, 1900.0)
+    assert names(*noisy) == ["per_block", "root"]

@@ -12,7 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.sweep import SearchConfig
-from fsdp_lab.report.answer import pareto_front
+from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.search import OptunaSearch, read_space

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
+import numpy as np
 import pytest
 import torch
 from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
@@ -9,7 +13,7 @@ from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
 from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.training import speed
 from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.speed import StepTimer, device_peak_flops, percentile, speed_metrics
+from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, percentile, speed_metrics, variance_of_sum
 from fsdp_lab.workloads import build_workload
 from tests.ranks import config
 
@@ -68,10 +72,42 @@ def test_timer_leaves_warm_up_and_gaps_out(monkeypatch: pytest.MonkeyPatch) -> N
 def test_speed_metrics() -> None:
     trial = config("training.global_batch_size=32")
     told = speed_metrics([0.5, 0.1, 0.1, 0.3], trial, ALONE, 1.0)
+    # two batches of two: means of 0.3 and 0.2, of which the variance is 0.005; that of the sum of four 4 * 2 * 0.005
     assert told == pytest.approx(
-        {"perf/samples_per_s": 4 * 32 / 1.0, "perf/step_time_p50_s": 0.1, "perf/step_time_p95_s": 0.5}
-    )  # and no MFU: a CPU's peak is not known
+        {
+            "perf/samples_per_s": 4 * 32 / 1.0, "perf/step_time_p50_s": 0.1, "perf/step_time_p95_s": 0.5,
+            "perf/timed_steps": 4, "perf/timed_s": 1.0, "perf/others_cpu": 0, "perf/speed_error": math.sqrt(0.04),
+        }
+    )  # and no MFU: a CPU's peak is not known  # fmt: skip
     assert speed_metrics([], trial, ALONE, 1.0) == {}
+
+
+def test_a_speed_is_that_of_all_timed_steps_of_the_run() -> None:
+    """An epoch of 4 steps in 1 s and one of 2 in 3 s are 6 steps in 4 s; others had 0.1 and 0.5 of the cores meanwhile.
+    A resume finds what the epochs before it have timed in their metrics."""
+    trial = config("training.global_batch_size=32")
+    first = Timed().plus([0.5, 0.1, 0.1, 0.3], 0.1)
+    metrics = speed_metrics([0.5, 0.1, 0.1, 0.3], trial, ALONE, None, run=first)
+    for before in (first, Timed.before([metrics, {"train/loss": 1.0}])):
+        told = speed_metrics([1.0, 2.0], trial, ALONE, None, run=before.plus([1.0, 2.0], 0.5))
+        assert told["perf/samples_per_s"] == pytest.approx(6 * 32 / 4)
+        assert told["perf/others_cpu"] == pytest.approx((0.1 * 1 + 0.5 * 3) / 4)
+        assert told["perf/speed_error"] == pytest.approx(math.sqrt(0.04) / 4)
+        assert told["perf/step_time_p50_s"] == 1.0, "of the epoch alone"
+    assert Timed.before([{"perf/samples_per_s": 1.0}]) == Timed(), "of a version that told less"
+
+
+def test_the_variance_of_correlated_steps() -> None:
+    """Of an autoregressive series with coefficient 0.5 and unit noise the variance of a long mean is 1 / (1 - 0.5)**2
+    over its length; taken for independent, its steps would say a third of that: 1 / (1 - 0.25)."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(200):
+        series = [0.0]
+        for noise in rng.normal(size=1100):
+            series.append(0.5 * series[-1] + noise)
+        found.append(variance_of_sum([10 + x for x in series[101:]]) / 1000)
+    assert statistics.fmean(found) == pytest.approx(4.0, rel=0.1)
+    assert variance_of_sum([1.0, 2.0, 3.0]) == 0.0
 
 
 def test_timer_counts_the_waits_of_the_steps_that_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +140,7 @@ def test_metrics_of_tokens() -> None:
     assert told == pytest.approx(
         {
             "perf/samples_per_s": 16, "perf/step_time_p50_s": 0.5, "perf/step_time_p95_s": 0.5,
+            "perf/timed_steps": 1, "perf/timed_s": 0.5, "perf/others_cpu": 0,
             "perf/data_wait_share": 0.2, "perf/tokens_per_s": 1600, "perf/tokens_per_s_per_device": 800,
             "perf/tflops_per_device": 0.8,
         }

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fsdp_lab.redact import redact
-from fsdp_lab.report.answer import Answer
+from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.listeners.table import epoch_line, trial_table
 from fsdp_lab.sweep.names import go_on_command, label, resume_command, run_name
@@ -74,9 +74,10 @@ class Console(Listener):
         self.rich.print(trial_table(self._state, self._swept, begun, time.time() - self._begun, chosen))
         if answer is not None:
             head = "recommended: " if answer.setting else ""
-            self.rich.print(Text(head + answer.sentence.replace("`", ""), style="bold"))
-            if answer.command:
-                self.rich.print(Text(f"  {answer.command}"), soft_wrap=True)
+            sentence, *rest = plain_text(answer)
+            self.rich.print(Text(head + sentence, style="bold"))
+            for line in rest:
+                self.rich.print(Text(line), soft_wrap=True)
 
     def opened(self, sweep: SweepRun) -> None:
         self.update()

@@ -1,0 +1,86 @@
+"""How much of the machine others had: on a CPU a trial's speed says nothing while somebody else computes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+
+import psutil
+
+_EVERY_S = 1.0
+_IDLE = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is within user's already
+
+
+class Others:
+    """Use as a context; `share` is the part of all cores' time that went to processes that are not this one's
+    descendants, or that a hypervisor took, 0 to 1. Processes of ours that live for less than a second count as others'.
+    """
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="others", daemon=True)
+
+    def __enter__(self) -> Others:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(2 * _EVERY_S)
+
+    def _watch(self) -> None:
+        window = Window(psutil.Process())
+        while not self._over.wait(_EVERY_S):
+            self.share = window.share()
+
+
+class Window:
+    """The time from when this is made.
+
+    Args:
+        root: our own are this process and its descendants. Those that begin and end between two calls of `share` count
+            as others'.
+    """
+
+    def __init__(self, root: psutil.Process) -> None:
+        self._root, self._begun, self._busy_before = root, time.monotonic(), _busy_s()
+        self._seen, self._ours = _family_s(root), 0.0
+
+    def share(self) -> float:
+        """The part of all cores' time that others had so far, 0 to 1."""
+        now = _family_s(self._root)
+        self._ours += sum(max(0.0, seconds - self._seen.get(pid, 0.0)) for pid, seconds in now.items())
+        self._seen |= now
+        elapsed = (time.monotonic() - self._begun) * (os.cpu_count() or 1)
+        return min(max((_busy_s() - self._busy_before - self._ours) / max(elapsed, 1e-9), 0.0), 1.0)
+
+
+def launcher() -> psutil.Process:
+    """What started the ranks of this node, Ray's raylet or torchrun; this process where nothing did."""
+    me = psutil.Process()
+    with suppress(psutil.Error):
+        parent = me.parent()
+        if parent is not None and (parent.name() == "raylet" or "TORCHELASTIC_RUN_ID" in os.environ):
+            return parent
+    return me
+
+
+def _busy_s() -> float:
+    return sum(seconds for name, seconds in psutil.cpu_times()._asdict().items() if name not in _IDLE)
+
+
+def _family_s(root: psutil.Process) -> dict[int, float]:
+    """Seconds that a process and its descendants have computed, by their ids."""
+    found = {}
+    with suppress(psutil.Error):
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                found[process.pid] = times.user + times.system
+    return found

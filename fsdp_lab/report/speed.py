@@ -1,0 +1,211 @@
+"""How sure speeds are: an interval for each group of runs, and for the ratio of two. Pure.
+
+What noise does to a speed is a factor, so everything is in logarithms. With repeats, a run's logarithm is taken to be
+the sum of its group's, of its round's (which holds what drifts from one round to the next) and of noise that has one
+variance in all groups: an additive two-way layout with unequal numbers, fitted by least squares. A group's interval is
+Student's. The intervals of all ratios of a sweep hold together with the stated confidence: they are Tukey's with
+Kramer's standard errors (Kramer, "Extension of multiple range tests to group means with unequal numbers of
+replications", Biometrics 12, 1956), so the fastest of many is not called so for being the luckiest.
+
+Without repeats only the steps of each run are known. How runs of one setting differ is then not in the intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, cached_property
+
+import numpy as np
+
+SIGNIFICANCE = 0.05
+
+
+class Basis(Enum):
+    """What intervals are made from."""
+
+    repeats = "repeats"
+    steps = "steps"
+    nothing = "nothing"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a group.
+
+    Attributes:
+        group: its place in the list of groups, from 0.
+        round: which round of repeats it belongs to; any numbers.
+        speed: above 0.
+        error: the relative standard error of the speed by the run's own steps; None where that is not known.
+        steps: how many steps were timed.
+    """
+
+    group: int
+    round: int
+    speed: float
+    error: float | None = None
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and where it lies with the stated confidence; `low` and `high` are NaN where that is not known."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def known(self) -> bool:
+        return math.isfinite(self.low)
+
+    def times(self, factor: float) -> Interval:
+        """The interval of that many times the value."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+
+class Speeds:
+    """The speeds of groups of runs.
+
+    Args:
+        significance: the probability with which an interval misses: of each group, and of any ratio of the sweep.
+    """
+
+    def __init__(self, runs: Sequence[Run], significance: float = SIGNIFICANCE) -> None:
+        self._significance = significance
+        self._known = sorted({run.group for run in runs})
+        place = {group: i for i, group in enumerate(self._known)}
+        rounds = {number: i for i, number in enumerate(sorted({run.round for run in runs}))}
+        self._place = place
+        self._runs = list(runs)
+        self._y = np.array([math.log(run.speed) for run in runs])
+        self._groups = np.array([place[run.group] for run in runs], dtype=int)
+        self._rounds = np.array([rounds[run.round] for run in runs], dtype=int)
+        # One group alone tells no round from noise.
+        self._num_rounds = len(rounds) if len(place) > 1 else 1
+        if self._num_rounds == 1:
+            self._rounds = np.zeros_like(self._rounds)
+
+    def has(self, group: int) -> bool:
+        """Whether a run of the group is known."""
+        return group in self._place
+
+    def count(self, group: int) -> int:
+        """The number of its runs."""
+        return int((self._groups == self._place[group]).sum()) if self.has(group) else 0
+
+    @cached_property
+    def basis(self) -> Basis:
+        """What the intervals are made from."""
+        if self._freedom > 0:
+            return Basis.repeats
+        return Basis.steps if any(run.error for run in self._runs) else Basis.nothing
+
+    def speed(self, group: int) -> Interval:
+        """The group's speed over the rounds of the sweep, and its interval."""
+        place = self._place[group]
+        log = self._effects[place]
+        if self.basis is Basis.repeats:
+            error = math.sqrt(self._variance * self._unscaled(place, place))
+            return _interval(log, _student(self._significance, self._freedom) * error)
+        error, freedom = self._steps_error(place)
+        return _interval(log, _student(self._significance, freedom) * error if error else math.nan)
+
+    def ratio(self, a: int, b: int) -> Interval:
+        """The speed of a group over that of another, and its interval."""
+        if a == b:
+            return Interval(1.0, 1.0, 1.0)
+        i, j = self._place[a], self._place[b]
+        log = float(self._effects[i] - self._effects[j])
+        if self.basis is Basis.repeats:
+            unscaled = self._unscaled(i, i) + self._unscaled(j, j) - 2 * self._unscaled(i, j)
+            error = math.sqrt(self._variance * max(unscaled, 0.0))
+            return _interval(log, _tukey(self._significance, len(self._known), self._freedom) * error)
+        (first, of_first), (second, of_second) = self._steps_error(i), self._steps_error(j)
+        if not first or not second:
+            return Interval(math.exp(log))
+        freedom = min(of_first, of_second)
+        return _interval(log, _tukey(self._significance, len(self._known), freedom) * math.hypot(first, second))
+
+    # The normal equations, solved by the rounds: there are few of them, and may be thousands of groups.
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """Runs by group and round."""
+        counts = np.zeros((len(self._known), self._num_rounds))
+        np.add.at(counts, (self._groups, self._rounds), 1.0)
+        return counts
+
+    @cached_property
+    def _share(self) -> np.ndarray:
+        """Of each group's runs the share that lies in each round."""
+        return self._counts / self._counts.sum(axis=1, keepdims=True)
+
+    @cached_property
+    def _inverse(self) -> np.ndarray:
+        """The pseudo-inverse of the rounds' normal equations, after the groups were eliminated."""
+        return np.linalg.pinv(np.diag(self._counts.sum(axis=0)) - self._counts.T @ self._share, hermitian=True)
+
+    @cached_property
+    def _round_effects(self) -> np.ndarray:
+        sums = np.bincount(self._rounds, self._y - self._means[self._groups], minlength=self._num_rounds)
+        effects: np.ndarray = self._inverse @ sums
+        return effects - effects.mean()
+
+    @cached_property
+    def _means(self) -> np.ndarray:
+        return np.bincount(self._groups, self._y) / self._counts.sum(axis=1)
+
+    @cached_property
+    def _effects(self) -> np.ndarray:
+        """The logarithm of each group's speed, in the mean of the rounds."""
+        effects: np.ndarray = self._means - self._share @ self._round_effects
+        return effects
+
+    def _unscaled(self, i: int, j: int) -> float:
+        """The covariance of two groups' effects, over the variance of a run."""
+        first, second = (self._share[k] - 1 / self._num_rounds for k in (i, j))
+        own = 1 / self._counts[i].sum() if i == j else 0.0
+        return float(own + first @ self._inverse @ second)
+
+    @cached_property
+    def _freedom(self) -> int:
+        rank = len(self._known) + int(np.linalg.matrix_rank(self._inverse, hermitian=True))
+        return len(self._runs) - rank if self._runs else 0
+
+    @cached_property
+    def _variance(self) -> float:
+        """Of a run: by what repeats leave unexplained, and no less than the steps of the runs show."""
+        residuals = self._y - self._effects[self._groups] - self._round_effects[self._rounds]
+        errors = [run.error for run in self._runs if run.error]
+        floor = sum(error**2 for error in errors) / len(errors) if errors else 0.0
+        return max(float(residuals @ residuals) / self._freedom, floor)
+
+    def _steps_error(self, place: int) -> tuple[float, int]:
+        """The relative standard error of a group's only run and its degrees of freedom; zeros where not known."""
+        runs = [run for run, group in zip(self._runs, self._groups, strict=True) if group == place]
+        if not all(run.error for run in runs):
+            return 0.0, 0
+        error = math.sqrt(sum((run.error or 0.0) ** 2 for run in runs)) / len(runs)
+        return error, max(min(math.isqrt(run.steps) for run in runs) - 1, 1)
+
+
+def _interval(log: float, half: float) -> Interval:
+    return Interval(math.exp(log), math.exp(log - half), math.exp(log + half))
+
+
+@cache
+def _student(significance: float, freedom: int) -> float:
+    from scipy.stats import t
+
+    return float(t.ppf(1 - significance / 2, freedom))
+
+
+@cache
+def _tukey(significance: float, groups: int, freedom: int) -> float:
+    from scipy.stats import studentized_range
+
+    return float(studentized_range.ppf(1 - significance, groups, freedom)) / math.sqrt(2)
