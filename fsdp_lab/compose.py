@@ -316,6 +316,8 @@ def _wrong_value(key: str, value: str, cause: str) -> str:
         cause: OmegaConf's message.
     """
     remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "")
+    if (key, value) == ("repeat", "auto"):
+        remedy = "; repeat=auto is for sweeps: add -m"
     if not value:
         remedy += "; it is empty: put what holds a $ into single quotes, for the shell takes it"
     return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."

@@ -178,16 +178,18 @@ _IS_WHERE = Between.CHECKPOINT | Between.NIGHTS
 class SweepConfig(TrialConfig):
     """A trial, and how the sweep around it goes.
 
-    `engine`: `ray`, or `inline`: in this very process, for a debugger. `objective`: what a search is after, each
-    `<metric>:min` or `:max`. `trial_timeout_s`: a trial that makes no progress for so long is ended; null: never.
-    `resume`: a sweep's folder, the id of its parent run, or `last`; `resume_failed` runs its failed trials again,
-    `resume_anyway` resumes although configuration, code or data changed.
+    `engine`: `ray`, or `inline`: in this very process, for a debugger. `repeat_max`: how often `repeat=auto` runs a
+    setting at most. `objective`: what a search is after, each `<metric>:min` or `:max`. `trial_timeout_s`: a trial that
+    makes no progress for so long is ended; null: never. `resume`: a sweep's folder, the id of its parent run, or
+    `last`; `resume_failed` runs its failed trials again, `resume_anyway` resumes although configuration, code or data
+    changed.
     """
 
     forecast: ForecastConfig = group(ForecastConfig, may_differ=_FINDS_TRIALS | Between.NIGHTS)
     engine: Engine = key(Engine.ray, may_differ=_FINDS_TRIALS)
     search: SearchConfig = group(SearchConfig, may_differ=_FINDS_TRIALS)
     scheduler: SchedulerConfig = group(SchedulerConfig, may_differ=_FINDS_TRIALS)
+    repeat_max: int = key(4, at_least_one, may_differ=_FINDS_TRIALS | Between.STARTS)
     objective: List[str] = key(lambda: ["val/loss:min"], may_differ=_FINDS_TRIALS)
     trial_timeout_s: Optional[float] = key(1800.0, positive, may_differ=EVERYWHERE)
     resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)

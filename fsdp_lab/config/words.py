@@ -22,3 +22,18 @@ def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dic
         if key not in keys:
             raise ConfigError(f"{key} is not a key. The keys are: {', '.join(keys)}.")
     return options
+
+
+# `repeat` is a whole number; so that Hydra takes the word, it gets it as a sweep of the first round.
+AUTO_REPEAT = "repeat=auto"
+_FOR_HYDRA = "repeat=tag(auto,choice(0))"
+
+
+def for_hydra(words: Sequence[str]) -> list[str]:
+    """A sweep's command line as Hydra takes it."""
+    return [_FOR_HYDRA if word == AUTO_REPEAT else word for word in words]
+
+
+def as_typed(words: Sequence[str]) -> list[str]:
+    """The command line that `for_hydra` was given."""
+    return [AUTO_REPEAT if word == _FOR_HYDRA else word for word in words]

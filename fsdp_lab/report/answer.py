@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
-from fsdp_lab.report.choice import PLAIN, Choice, choose, departures, ratio_text, value
+from fsdp_lab.report.choice import (
+    PLAIN,
+    Choice,
+    candidates,
+    choose,
+    departures,
+    ratio_text,
+    value,
+)
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, words
 from fsdp_lab.report.speed import Basis, Interval, Speeds
 
@@ -262,7 +270,21 @@ def _notes(sweep: Sweep, choice: Choice) -> list[str]:
         notes.append(
             "Each setting ran once. How much runs of one setting differ, one run cannot show; repeat=auto measures it."
         )
+    if sweep.repeat_max is not None and not sweep.unfinished:
+        notes.append(_why_auto_stopped(sweep, sweep.repeat_max))
     return notes
+
+
+def _why_auto_stopped(sweep: Sweep, most: int) -> str:
+    rounds = len({tuple(trial.setting.get(axis, "") for axis in REPEATS) for trial in sweep.trials})
+    left = candidates(sweep)
+    runs = f"{len(sweep.trials)} runs instead of {rounds * len(sweep.settings)}"
+    after = f"repeat=auto stopped after {rounds} round{'s' if rounds != 1 else ''} ({runs})"
+    if len(left) < 2:
+        return f"{after}: the answer is settled."
+    names = ", ".join(f"`{setting.name}`" for setting in left[:_MOST_TIED])
+    more = f" and {len(left) - _MOST_TIED} more" if len(left) > _MOST_TIED else ""
+    return f"{after}, at repeat_max={most}: more runs could still tell {names}{more} apart."
 
 
 def _loss_change(sweep: Sweep, setting: Setting, reference: Setting) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.data import Setting, Sweep
-from fsdp_lab.report.speed import Speeds
+from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Speeds
 from fsdp_lab.status import TrialStatus
 
 # The setting that others are compared with is the one that has most of these, the first weighing most; of two that
@@ -24,6 +24,8 @@ PLAIN = {
     "reshard_after_forward": "always",
     "activation_checkpointing": "none",
 }
+_BEYOND_NOISE = 3.0
+_POCOCK = {1: 0.05, 2: 0.0294, 3: 0.0221, 4: 0.0182, 5: 0.0158}  # all looks together: 0.05
 _WHY_NOT = {
     TrialStatus.oom: "ran out of memory",
     TrialStatus.diverged: "diverged",
@@ -63,7 +65,7 @@ class Choice:
 
 def choose(sweep: Sweep) -> Choice:
     """Choose the recommended setting."""
-    speeds = Speeds(sweep.runs)
+    speeds = Speeds(sweep.runs, significance_of(sweep.repeat_max))
     able, why_not = _able(sweep)
     by_speed = not sweep.objectives or any(metric == SPEED for metric, _ in sweep.objectives)
     timed = [s for s in able if speeds.has(sweep.groups[s.name])] if by_speed else []
@@ -83,30 +85,49 @@ def choose(sweep: Sweep) -> Choice:
     return Choice(chosen, able, tied, broke_tie if tied else "", why_not, front, axes, speeds, bool(timed))
 
 
-def candidates(sweep: Sweep, significance: float) -> list[Setting]:
+def significance_of(repeat_max: int | None) -> float:
+    """The significance with which ratios are judged: of each look, where repeats go on until the answer is settled.
+
+    There is a look after each round but the first, which alone shows no noise. Pocock's levels for looks in groups of
+    equal size ("Group sequential methods in the design and analysis of clinical trials", Biometrika 64, 1977), beyond
+    five Bonferroni's.
+    """
+    looks = 1 if repeat_max is None else max(repeat_max - 1, 1)
+    return _POCOCK[looks] if looks in _POCOCK else SIGNIFICANCE / looks
+
+
+def candidates(sweep: Sweep) -> list[Setting]:
     """The settings that more repeats could still make the recommended one, one for each group of equal speeds; a single
-    one, or none, when the answer is settled.
+    one, or none, when the answer is settled. None where objectives were asked for and speed is not among them.
 
     A setting is out when another is faster beyond noise and tolerance; or when another takes less memory, or is the
-    plainer of two equals, and this one is, beyond noise, no faster than the tolerance.
+    plainer of two equals, and this one is, beyond noise, no faster than the tolerance. One run of each shows no noise:
+    then it is out when another was three times as fast, which is more than runs of one setting differ on cores of their
+    own.
     """
-    speeds = Speeds(sweep.runs, significance)
+    speeds = Speeds(sweep.runs, significance_of(sweep.repeat_max))
     able, _ = _able(sweep)
+    if sweep.objectives:
+        wanted = [metric for metric, _ in sweep.objectives]
+        if SPEED not in wanted:
+            return []
+        able = _best(sweep, speeds, able, before=SPEED)
     firsts: dict[int, Setting] = {}
-    for setting in sorted(able, key=lambda s: _rank(s)):
+    for setting in sorted(able, key=_rank):
         firsts.setdefault(sweep.groups[setting.name], setting)
     limit = 1 / (1 - sweep.speed_tolerance)
+    memory_breaks_ties = not sweep.objectives or sweep.objectives[-1][0] == SPEED
 
     def beaten(one: Setting, other: Setting) -> bool:
         a, b = sweep.groups[one.name], sweep.groups[other.name]
         if not speeds.has(a) or not speeds.has(b):
             return False
         ratio = speeds.ratio(b, a)
-        if not ratio.known:
-            return False
-        faster = ratio.low > 1 and ratio.value > limit
+        if speeds.basis is not Basis.repeats:
+            return ratio.value > _BEYOND_NOISE
+        faster = ratio.known and ratio.low > 1 and ratio.value > limit
         # With no tolerance nothing is ever shown to be as fast.
-        return faster or (_rank(other) < _rank(one) and ratio.low > 1 / limit)
+        return faster or (memory_breaks_ties and ratio.known and _rank(other) < _rank(one) and ratio.low > 1 / limit)
 
     found = list(firsts.values())
     return [one for one in found if not any(beaten(one, other) for other in found if other is not one)]
@@ -175,10 +196,16 @@ def _able(sweep: Sweep) -> tuple[list[Setting], dict[str, str]]:
     return [s for s in fitting if s.name not in why_not], why_not
 
 
-def _best(sweep: Sweep, speeds: Speeds, able: Sequence[Setting]) -> list[Setting]:
-    """The settings that are best in what is looked for, and cannot be told apart in it."""
+def _best(sweep: Sweep, speeds: Speeds, able: Sequence[Setting], before: str = "") -> list[Setting]:
+    """The settings that are best in what is looked for, and cannot be told apart in it.
+
+    Args:
+        before: look at the objectives before this one alone.
+    """
     left = list(able)
     for metric, direction in sweep.objectives or [(SPEED, "max")]:
+        if metric == before:
+            break
         if metric == SPEED and direction == "max":
             known = [s for s in left if speeds.has(sweep.groups[s.name])]
             left = [s for s in known if all(as_fast(sweep, speeds, s, other) for other in known)] or left

@@ -79,6 +79,7 @@ class Sweep:
         axes: the keys that differ between its trials, in the order of the command line.
         loss_tolerance, speed_tolerance: ratios, see `fsdp_lab.report.choice`.
         others_cpu: on a CPU the speed of a run decides nothing while others had more of the machine's cores than this.
+        repeat_max: the most rounds of `repeat=auto`; None where repeats were not chosen by it.
         objectives: `(metric, "min" or "max")` of each that was asked for, the first weighing most; empty: none was, so
             the fastest that learned is looked for.
         runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None where no server is known.
@@ -95,6 +96,7 @@ class Sweep:
     about: Sequence[tuple[str, str]] = ()
     others_cpu: float = 0.25
     objectives: Sequence[tuple[str, str]] = ()
+    repeat_max: int | None = None
 
     @property
     def statuses(self) -> list[TrialStatus]:

@@ -71,7 +71,8 @@ class Speeds:
     """The speeds of groups of runs.
 
     Args:
-        significance: the probability with which an interval misses: of each group, and of any ratio of the sweep.
+        significance: the probability with which the interval of any ratio of the sweep misses. That of a group's own
+            speed misses in five of a hundred.
     """
 
     def __init__(self, runs: Sequence[Run], significance: float = SIGNIFICANCE) -> None:
@@ -110,9 +111,9 @@ class Speeds:
         log = self._effects[place]
         if self.basis is Basis.repeats:
             error = math.sqrt(self._variance * self._unscaled(place, place))
-            return _interval(log, _student(self._significance, self._freedom) * error)
+            return _interval(log, _student(SIGNIFICANCE, self._freedom) * error)
         error, freedom = self._steps_error(place)
-        return _interval(log, _student(self._significance, freedom) * error if error else math.nan)
+        return _interval(log, _student(SIGNIFICANCE, freedom) * error if error else math.nan)
 
     def ratio(self, a: int, b: int) -> Interval:
         """The speed of a group over that of another, and its interval."""

@@ -9,6 +9,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 
 from fsdp_lab.config import ConfigError
+from fsdp_lab.config.words import AUTO_REPEAT
+
+FIRST_ROUND = "repeat=0"
 
 
 def enumerate_grid(
@@ -32,8 +35,9 @@ def enumerate_grid(
 def all_overrides(
     parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]
 ) -> dict[str, Override]:
-    """The default axes and what was typed, by key, in the order of a trial's overrides."""
-    given = parser.parse_overrides(list(arguments))
+    """The default axes and what was typed, by key, in the order of a trial's overrides; of `repeat=auto` the first
+    round."""
+    given = parser.parse_overrides([FIRST_ROUND if word == AUTO_REPEAT else word for word in arguments])
     # A default that is named anew gives its place in the order, as in Hydra; `+key` and `~key` are keys of their own.
     replaced = {override.get_key_element() for override in given}
     named = {override.key_or_group for override in given} - replaced

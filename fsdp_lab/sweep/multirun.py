@@ -15,12 +15,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, objectives
 from fsdp_lab.config.options import secret_keys
+from fsdp_lab.config.words import AUTO_REPEAT, as_typed
 from fsdp_lab.locks import locked
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
 from fsdp_lab.sweep.plan import plan_sweep
+from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
+from fsdp_lab.sweep.report import sweep_of
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -72,8 +75,10 @@ def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
         notes: what the user should know of the plan.
     """
     count = f"{len(plan.state.trials)} trials"
-    if plan.search is not None:
+    if plan.config.search.samples:
         count = f"up to {plan.config.search.num_trials} trials"
+    elif plan.search is not None and not plan.resumed:
+        count += f", then repeats of what is undecided, up to {plan.config.repeat_max} rounds"
     print(f"{count}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
     for line in notes:
         print(line, flush=True)
@@ -90,12 +95,15 @@ class Command:
         self, context: HydraContext, config: DictConfig, defaults: Mapping[str, str | None], arguments: Sequence[str]
     ) -> None:
         self.folder = Path(config.hydra.sweep.dir).absolute()
-        self._defaults, self._arguments = defaults, arguments
+        self._defaults, self._arguments = defaults, as_typed(arguments)
         self._parser = OverridesParser.create(config_loader=context.config_loader)
         self._compose = Composer(context, config, self._parser, self.folder)
-        given = all_overrides(self._parser, defaults, arguments).values()
+        self._auto = AUTO_REPEAT in self._arguments
+        given = all_overrides(self._parser, defaults, self._arguments).values()
         fixed = [word for override in given if not override.is_sweep_override() for word in discrete_values(override)]
         self.common = self._compose(fixed, 0)
+        if self._auto:
+            check_auto(self.common.config.repeat_max, self.common.config.search.samples, self._arguments)
 
     def new_sweep(self) -> tuple[SweepPlan, list[str]]:
         """The plan of a sweep that starts now, and what was left out of its grid.
@@ -103,7 +111,7 @@ class Command:
         Raises:
             ConfigError: a value that is wrong, or no trial that can be.
         """
-        record = Record.of(sys.argv[1:], True, self.common.config)
+        record = Record.of(as_typed(sys.argv[1:]), True, self.common.config)
         if not self.common.config.search.samples:
             grid = enumerate_grid(self._parser, self._defaults, self._arguments)
             planned = plan_sweep(grid, self._compose)
@@ -111,6 +119,8 @@ class Command:
             record = record.with_code_of([trial.config for trial in planned.trials])
             states = [TrialState(trial) for trial in planned.trials]
             notes = [*planned.notes(), *self._idle_search_keys()]
+            if self._auto:  # more trials come: how many is not known
+                record = replace(record, num_trials=None)
             return self._plan(states, swept_keys(grid), record), notes
         search, swept = self._search([])
         try:
@@ -154,13 +164,32 @@ class Command:
         check_unchanged(record, states, self.folder, config, typed_now)
         if search is not None:
             search.go_on([(state.trial, state.status, state.metrics) for state in states])
-        return replace(self._plan(states, swept, record, search), resumed=True)
+        return replace(self._plan(states, swept, record, search, typed_now), resumed=True)
 
     def _plan(
-        self, states: Sequence[TrialState], swept: Sequence[str], record: Record, search: OptunaSearch | None = None
+        self,
+        states: Sequence[TrialState],
+        swept: Sequence[str],
+        record: Record,
+        search: OptunaSearch | None = None,
+        typed_now: Sequence[str] = (),
     ) -> SweepPlan:
+        """
+        Args:
+            typed_now: what was typed for a resume.
+        """
         config = states[0].trial.config if states else self.common.config
-        return SweepPlan(SweepState(states, objectives(config)), config, self.folder, swept, record, search)
+        state = SweepState(states, objectives(config))
+        if not self._auto:
+            return SweepPlan(state, config, self.folder, swept, record, search)
+        axes = [*(key for key in swept if key != "repeat"), "repeat"]
+        repeats = AutoRepeat(
+            state,
+            lambda: sweep_of(state.trials, axes, self.folder, record, lambda number: ""),
+            lambda overrides, number: self._compose_with(typed_now, overrides, number),
+            self.common.config.repeat_max,
+        )
+        return SweepPlan(state, config, self.folder, axes, record, repeats)
 
     def _search(self, typed_now: Sequence[str]) -> tuple[OptunaSearch, list[str]]:
         """The search, and the keys that it varies.

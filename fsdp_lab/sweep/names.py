@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
+from fsdp_lab.config.words import as_typed
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
@@ -40,7 +41,7 @@ def label(number: int, states: Sequence[TrialState]) -> str:
 
 def command_line() -> str:
     """As it was typed, for the record."""
-    return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in sys.argv[1:])
+    return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in as_typed(sys.argv[1:]))
 
 
 def go_on_command(folder: Path) -> str:

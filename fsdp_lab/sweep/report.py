@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, from_dict
 from fsdp_lab.config.sweep import ReportConfig, SearchConfig, TrackingConfig, objectives_in
+from fsdp_lab.config.words import AUTO_REPEAT
 from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
 from fsdp_lab.redact import redact
 from fsdp_lab.report import data
@@ -75,6 +76,7 @@ def sweep_of(
         ],
         config.report.others_cpu,
         asked_for(config.search, config.objective),
+        config.repeat_max if AUTO_REPEAT in record.arguments else None,
     )
 
 
@@ -139,11 +141,12 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
     ]
     name = parent.tags.get("mlflow.runName", run_id)
     command = parent.tags.get("mlflow.source.name", "")
-    report, wanted = _report_config(tracking, runs[0].run_id)
+    report, wanted, most = _report_config(tracking, runs[0].run_id)
     tolerances = (report.loss_tolerance, report.speed_tolerance)
     return data.Sweep(
-        name, command, axes, trials, *tolerances, runs_url(tracking), libraries, report.others_cpu, wanted
-    )
+        name, command, axes, trials, *tolerances, runs_url(tracking), libraries, report.others_cpu, wanted,
+        most if AUTO_REPEAT in command.split() else None,
+    )  # fmt: skip
 
 
 def _status(tag: str | None) -> TrialStatus:
@@ -151,16 +154,17 @@ def _status(tag: str | None) -> TrialStatus:
     return TrialStatus.__members__.get(tag or "", TrialStatus.running)
 
 
-def _report_config(tracking: TrackingConfig, run_id: str) -> tuple[ReportConfig, list[tuple[str, str]]]:
-    """Of a trial in the store, with its objectives; the defaults where its config is not there, or is of other code."""
+def _report_config(tracking: TrackingConfig, run_id: str) -> tuple[ReportConfig, list[tuple[str, str]], int]:
+    """Of a trial in the store, with its objectives and `repeat_max`; the defaults where its config is not there, or is
+    of other code."""
     try:
         with TemporaryDirectory() as folder:
             path = fetch_artifact(tracking, run_id, "config/config.yaml", Path(folder))
             saved = yaml.safe_load(path.read_text())
         report, search = from_dict(ReportConfig, saved["report"]), from_dict(SearchConfig, saved["search"])
-        return report, asked_for(search, [str(word) for word in saved["objective"]])
-    except (UserError, KeyError, TypeError, yaml.YAMLError):
-        return ReportConfig(), []
+        return report, asked_for(search, [str(word) for word in saved["objective"]]), int(saved["repeat_max"])
+    except (UserError, KeyError, TypeError, ValueError, yaml.YAMLError):
+        return ReportConfig(), [], SweepConfig().repeat_max
 
 
 def require_results(sweep: data.Sweep, which: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -113,6 +114,16 @@ class TrialState:
         self.seconds = now - self.begun if self.begun else self.seconds
 
 
+def _in_rounds(trials: Sequence[TrialState]) -> list[int]:
+    """The trials in the order in which they begin: repeats go round by round, every second one backwards, whatever the
+    order of the axes. What drifts, as a machine does that gets warm, then meets all settings alike."""
+    rounds: dict[tuple[int, int], list[int]] = {}
+    for number, state in enumerate(trials):
+        config = state.trial.config
+        rounds.setdefault((config.repeat, config.training.seed), []).append(number)
+    return [number for i, mine in enumerate(rounds.values()) for number in (mine[::-1] if i % 2 else mine)]
+
+
 class SweepState:
     """The trials of a sweep in their order.
 
@@ -123,14 +134,19 @@ class SweepState:
     def __init__(self, trials: Sequence[TrialState], objectives: Sequence[tuple[str, str]]) -> None:
         self.trials = list(trials)
         self.objectives = list(objectives)
+        self._queue = deque(_in_rounds(self.trials))
 
     def add(self, trial: Trial) -> int:
         """Append a trial; returns its number."""
         self.trials.append(TrialState(trial))
+        self._queue.append(len(self.trials) - 1)
         return len(self.trials) - 1
 
     def next_waiting(self) -> int | None:
-        return next((i for i, state in enumerate(self.trials) if state.status is TrialStatus.waiting), None)
+        """The trial to begin next."""
+        while self._queue and self.trials[self._queue[0]].status is not TrialStatus.waiting:
+            self._queue.popleft()
+        return self._queue[0] if self._queue else None
 
     @property
     def open(self) -> bool:

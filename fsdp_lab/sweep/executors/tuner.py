@@ -83,14 +83,14 @@ class NextTrial(Searcher):
     def suggest(self, trial_id: str) -> Any:
         while True:
             number = self._sweep.next()
-            if number is None:
-                return Searcher.FINISHED
+            if number is None:  # or none yet: what repeats next hangs on the trials that run
+                return None if self._sweep.has_more() else Searcher.FINISHED
             config = self._sweep.states[number].trial.config
             try:
                 self._places.of(config)
                 break
             except ConfigError as error:
-                if self._sweep.plan.search is None:
+                if not self._sweep.config.search.samples:
                     raise
                 self._sweep.prepare(number)
                 self._sweep.end(number, TrialStatus.failed, str(error))  # the cluster cannot hold what was suggested
