@@ -56,6 +56,7 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.config.options import secret_keys
+from fsdp_lab.config.words import AUTO_REPEAT
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
@@ -184,8 +185,13 @@ def read_study(overrides: list[str]) -> Study:
     words = [word.lstrip("+~") for word in overrides]
     if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
         raise ConfigError(f"{resumes[0]}: a night goes on by itself when it was interrupted; leave it out.")
-    if repeats := [word for word in words if word.startswith("repeat=")]:
-        raise ConfigError(f"{repeats[0]}: how often a night trains each setting is nightly.repeats=3; leave it out.")
+    auto = AUTO_REPEAT in words
+    overrides = [word for word in overrides if word.lstrip("+~") != AUTO_REPEAT]
+    if repeats := [word for word in words if word.startswith("repeat=") and word != AUTO_REPEAT]:
+        raise ConfigError(
+            f"{repeats[0]}: how often a night trains each setting is nightly.repeats=3; leave it out. With repeat=auto "
+            "that is the most, and only what is undecided is repeated."
+        )
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
     check_overrides(overrides)
@@ -222,6 +228,8 @@ def read_study(overrides: list[str]) -> Study:
     name = choices.get("experiment", "nightly")
     nightly = config.nightly
     repeats = [f"repeat={','.join(map(str, range(nightly.repeats)))}"] if nightly.repeats > 1 else []
+    if auto:
+        repeats = [AUTO_REPEAT, f"repeat_max={nightly.repeats}"]
     typed = [w for w in overrides if not w.lstrip("+~").startswith(("nightly.", "hydra.sweep.dir="))]
     named = {w.partition("=")[0] for w in typed}
     default_axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]

@@ -126,10 +126,10 @@ def _rules(sweep: Sweep) -> list[str]:
         fits,
         f"It learned: its last {kind} loss is within {sweep.loss_tolerance:.3g} of the best, as a ratio "
         "(report.loss_tolerance).",
-        f"Then the fastest in samples/s. Settings within {sweep.speed_tolerance:.3g} of the fastest "
-        "(report.speed_tolerance), or whose ratio to it may be 1 by the 95 % interval, tie: of these the smallest peak "
-        "memory is taken. Of equal peaks the plainest setting is, of those within the tolerance of the fastest "
-        f"({words(PLAIN)}; the first counts most).",
+        f"Then the fastest in samples/s as measured; of settings within {sweep.speed_tolerance:.3g} of it "
+        "(report.speed_tolerance) the smallest peak memory is taken, of equal peaks the plainest setting "
+        f"({words(PLAIN)}; the first counts most). Settings within the tolerance, or whose ratio may be 1 by its "
+        "interval, are called tied.",
         "Intervals: Student's for a setting, Tukey's for ratios, which hold together for the whole sweep; from repeats "
         "after what drifts between rounds is taken out. Where nothing was repeated, from the steps of each run, by "
         "batch means.",

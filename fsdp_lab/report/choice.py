@@ -43,7 +43,8 @@ class Choice:
     Attributes:
         setting: the recommended one; None when nothing qualifies.
         able: the settings that qualify.
-        tied: of these the ones that cannot be told from the recommended one in what is looked for, without itself.
+        tied: of these the ones that cannot be told from the recommended one in what is looked for, without itself: by
+            the tolerance, or by the noise of speeds.
         broke_tie: what decided among them; "" without a tie.
         why_not: name of a setting -> why it does not qualify.
         front: the settings that no other beats in one of `axes` without being worse in another, by name.
@@ -82,6 +83,8 @@ def choose(sweep: Sweep) -> Choice:
     best = _best(sweep, speeds, able)
     chosen, broke_tie = _break_tie(sweep, speeds, best)
     tied = [s for s in best if s is not chosen]
+    if timed and not sweep.objectives:
+        tied = [s for s in able if s is not chosen and _tied(sweep, speeds, s, chosen)]
     return Choice(chosen, able, tied, broke_tie if tied else "", why_not, front, axes, speeds, bool(timed))
 
 
@@ -163,10 +166,11 @@ def departures(values: Mapping[str, str]) -> list[bool]:
     return [values.get(key, value) != value for key, value in PLAIN.items()]
 
 
-def as_fast(sweep: Sweep, speeds: Speeds, one: Setting, other: Setting) -> bool:
-    """Whether a setting cannot be called slower than another: within the tolerance, or within the noise."""
-    ratio = speeds.ratio(sweep.groups[other.name], sweep.groups[one.name])
-    return ratio.value <= 1 / (1 - sweep.speed_tolerance) or (ratio.known and ratio.low <= 1)
+def _tied(sweep: Sweep, speeds: Speeds, one: Setting, other: Setting) -> bool:
+    """Whether two settings cannot be told apart in speed: they are within the tolerance, or within the noise."""
+    ratio = speeds.ratio(sweep.groups[one.name], sweep.groups[other.name])
+    limit = 1 / (1 - sweep.speed_tolerance)
+    return 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high)
 
 
 def _axes(sweep: Sweep) -> list[tuple[str, str]]:
@@ -207,8 +211,9 @@ def _best(sweep: Sweep, speeds: Speeds, able: Sequence[Setting], before: str = "
         if metric == before:
             break
         if metric == SPEED and direction == "max":
-            known = [s for s in left if speeds.has(sweep.groups[s.name])]
-            left = [s for s in known if all(as_fast(sweep, speeds, s, other) for other in known)] or left
+            known = {s.name: value(sweep, speeds, s, SPEED) for s in left if speeds.has(sweep.groups[s.name])}
+            limit = max(known.values(), default=0.0) * (1 - sweep.speed_tolerance)
+            left = [s for s in left if known.get(s.name, -1.0) >= limit * (1 - 1e-9)] or left
             continue
         last = metric == sweep.objectives[-1][0]
         values = [value(sweep, speeds, s, metric) * (1 if direction == "min" else -1) for s in left]
@@ -219,8 +224,10 @@ def _best(sweep: Sweep, speeds: Speeds, able: Sequence[Setting], before: str = "
 
 
 def _break_tie(sweep: Sweep, speeds: Speeds, tied: Sequence[Setting]) -> tuple[Setting, str]:
-    """Of settings that cannot be told apart the smallest; of equal ones the fastest as measured, or the plainest that
-    is within the tolerance of it."""
+    """Of settings that are equally good the smallest; of equally small ones the fastest as measured, or the plainest
+    that is within the tolerance of it. With what decided."""
+    if len(tied) == 1:
+        return tied[0], "the speed as measured"
     least = min(_or_inf(s.median(MEMORY)) for s in tied)
     smallest = [s for s in tied if _or_inf(s.median(MEMORY)) == least]
     speed = {s.name: value(sweep, speeds, s, SPEED) for s in smallest}

@@ -167,11 +167,20 @@ def test_repeats_that_overlap_tie_and_the_sentence_says_their_spread():
     axes = ["sharding", "precision", "repeat"]
     large, small = (2000.0, 1500.0, 1900.0), (1200.0, 1000.0, 1600.0)  # 1600 is above 1500
     found = answer(sweep([*repeated(3, large), *repeated(5, small)], axes=axes))
-    assert found.setting is not None and found.setting.values["sharding"] == "per_block"  # 40 MiB against 50
-    # logarithms of the ratios by round: -0.5108, -0.4055, -0.1719; their mean -0.3627, its error 0.1001, t = 4.303
-    assert "0.70× (0.45 to 1.07) the samples/s of `sharding=root`" in found.sentence
+    assert found.setting is not None and found.setting.values["sharding"] == "root"
+    # logarithms of the ratios by round: 0.5108, 0.4055, 0.1719; their mean 0.3627, its error 0.1001, t = 4.303
+    assert found.lines == [
+        "`sharding=per_block`: 0.70× (0.45 to 1.07) the speed (tied), 0.8× the memory, val/loss +0.20 %"
+    ]
+    assert found.sentence.endswith(
+        "Tied in speed with `sharding=per_block precision=bf16`; what decided is the speed as measured."
+    )
     apart = answer(sweep([*repeated(3, large), *repeated(5, (1200.0, 1000.0, 1400.0))], axes=axes))
     assert apart.setting is not None and apart.setting.values["sharding"] == "root"
+    assert "(tied)" not in apart.lines[0] and "Tied" not in apart.sentence
+    close = answer(sweep([*repeated(3, large), *repeated(5, (1990.0, 1480.0, 1880.0))], axes=axes))
+    assert close.setting is not None and close.setting.values["sharding"] == "per_block", "1 % is within the tolerance"
+    assert close.sentence.endswith("what decided is the smallest peak memory.")
 
 
 def test_runs_too_short_to_be_timed_are_compared_by_memory_and_say_what_is_missing():

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.training import TrainingConfig
+from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.report import data
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.choice import significance_of
@@ -217,3 +218,11 @@ def test_one_trial_has_nothing_to_repeat(tmp_path: Path):
     done = run_cli(tmp_path, *INLINE, "repeat=auto")
     assert done.returncode == 2
     assert "repeat=auto" in done.stderr and "-m" in done.stderr
+
+
+def test_a_night_repeats_by_itself_up_to_its_own_repeats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    study = read_study(["repeat=auto", "nightly.repeats=5", "precision=fp32,fp16", "cluster.num_workers=2"])
+    assert study.arguments[:2] == ["repeat=auto", "repeat_max=5"]
+    with pytest.raises(ConfigError, match=r"how often a night trains each setting is nightly\.repeats"):
+        read_study(["repeat=0,1"])
