@@ -44,10 +44,11 @@ ui: $(VENV)/.installed      ## the MLflow UI on the local store, http://127.0.0.
 	@echo "in some ten seconds (Ctrl-C ends it) the runs: http://127.0.0.1:$(or $(PORT),5000)/#/experiments?workflowType=machine_learning"
 	@PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
-bench: $(VENV)/.installed   ## sweep and trial against bare scripts; what measuring and forecasting memory cost
+bench: $(VENV)/.installed   ## sweep and trial against bare scripts; what measuring and forecasting memory cost; runs of repeat=auto
 	$(PY) -m benchmarks.sweep
 	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.memory
+	$(PY) -m benchmarks.auto_repeat
 
 check-gpu:                  ## correctness, memory and speed on this machine's GPUs; needs torch and torchvision only: PYTHON=...
 	$(PYTHON) -m benchmarks.check_gpu $(ARGS)

@@ -294,3 +294,28 @@ def test_the_users_code_reaches_a_cluster(cluster: str, tmp_path: Path):
 
 def test_code_of_ours_and_of_others_needs_no_environment():
     assert code_environment(["torch.nn.Linear", "fsdp_lab.workloads.user.task.model_loss"]) is None
+
+
+_WHO_STARTED_A_WORKER = """
+import ray
+from fsdp_lab.engine.cluster import stop_ray
+ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
+
+@ray.remote
+def ask():
+    import os
+    from fsdp_lab.cpu_contention import launcher
+    return launcher().name(), launcher().pid == os.getppid()
+
+print(ray.get(ask.remote()))
+stop_ray()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_under_ray_the_processes_of_the_node_are_ours_when_others_are_counted():
+    """Otherwise the other ranks of a trial would count as others, and no speed under Ray would decide anything."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WHO_STARTED_A_WORKER], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert "('raylet', True)" in done.stdout, done.stdout + done.stderr

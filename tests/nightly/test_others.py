@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.cpu_contention import Others
@@ -13,6 +15,8 @@ from fsdp_lab.metrics import MEMORY, SPEED
 from fsdp_lab.nightly.gate import Result, compare
 from fsdp_lab.nightly.nights import GOOD, Night
 from fsdp_lab.nightly.verdict import reference, without_speed
+from tests.conftest import run_cli
+from tests.sweep.test_resume import INLINE
 
 BURN = "import time\nend = time.time() + 4\nwhile time.time() < end: pass"
 # a grandchild whose parent has gone is nobody's descendant
@@ -55,3 +59,18 @@ def test_a_busy_night_and_another_machine_keep_their_memory_and_lend_no_speed():
     assert [(f.metric, f.regression, f.note) for f in unjudged] == [
         ("peak MiB", False, ""), ("samples/s", False, "not judged: no speeds to compare with"),
     ]  # fmt: skip
+
+
+def test_a_trial_measures_what_others_compute_while_it_is_timed(tmp_path: Path):
+    """A burning process that is not the trial's: it has a core of this machine's to itself, or a share of one."""
+    end_by_itself = BURN.replace("+ 4", "+ 300")
+    with subprocess.Popen([sys.executable, "-c", end_by_itself]) as burning:
+        try:
+            done = run_cli(
+                tmp_path, *INLINE, "training.epochs=1", "data.num_train=4096", "training.timing_warmup_steps=0"
+            )
+        finally:
+            burning.kill()
+    assert done.returncode == 0, done.stderr
+    (epoch,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    assert 0.3 / (os.cpu_count() or 1) < epoch["perf/others_cpu"] <= 1
