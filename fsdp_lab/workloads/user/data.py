@@ -23,10 +23,10 @@ _MEASURED = 32  # items of a batch of which the shape of a larger one is known
 
 
 class Marked(NamedTuple):
-    """A batch of a validation split. `is_real`: a truth value; false where it stands in for padding alone."""
+    """A batch of a validation split. `num_items`: a whole number; 0 where it stands in for padding alone."""
 
     batch: Batch
-    is_real: Tensor
+    num_items: Tensor
 
 
 class Items(Protocol):
@@ -86,9 +86,7 @@ class WithoutPadding:
 
     def __getitem__(self, indices: Tensor) -> Marked:
         real = indices[indices >= 0]
-        return Marked(
-            self.dataset[real if len(real) else torch.zeros(1, dtype=torch.int64)], torch.tensor(len(real) > 0)
-        )
+        return Marked(self.dataset[real if len(real) else torch.zeros(1, dtype=torch.int64)], torch.tensor(len(real)))
 
 
 def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSpec:

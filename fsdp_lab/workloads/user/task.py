@@ -62,7 +62,7 @@ class Validated:
 
 
 class UserLoss:
-    """A loss of the user's: a mean over the items of a batch, by which a validation weighs it.
+    """A loss of the user's: a mean over the items of a batch, by whose number a validation weighs it.
 
     Where gradients are recorded, only the loss is computed.
     """
@@ -80,11 +80,10 @@ class UserLoss:
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         return outputs  # type: ignore[no-any-return]
 
-    def metrics(self, outputs: Validated, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    def metrics(self, outputs: Validated, batch: Marked) -> dict[str, tuple[Tensor, Tensor]]:
         if outputs.loss is None:
             return outputs.named
-        count = torch.tensor(num_items(batch), device=outputs.loss.device)
-        return {"loss": (outputs.loss * count, count), **outputs.named}
+        return {"loss": (outputs.loss * batch.num_items, batch.num_items), **outputs.named}
 
     def units(self, batch: Batch) -> int:
         """Return the items of a batch; where tokens are counted, those of its first tensor of whole numbers."""
@@ -152,7 +151,7 @@ class AroundUser:
         return self.task.loss(outputs, _unmarked(batch))
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        named = self.task.metrics(outputs, _unmarked(batch))
+        named = self.task.metrics(outputs, batch if isinstance(self.task, UserLoss) else _unmarked(batch))
         if not isinstance(batch, Marked):
             return named
         return {name: (_if_real(batch, total), _if_real(batch, count)) for name, (total, count) in named.items()}
@@ -166,8 +165,8 @@ def _unmarked(batch: Batch) -> Batch:
 
 
 def _if_real(batch: Marked, value: Any) -> Tensor:
-    value = torch.as_tensor(value, device=batch.is_real.device)
-    return torch.where(batch.is_real, value, torch.zeros_like(value))
+    value = torch.as_tensor(value, device=batch.num_items.device)
+    return torch.where(batch.num_items > 0, value, torch.zeros_like(value))
 
 
 def _where(error: BaseException, model: nn.Module) -> str:

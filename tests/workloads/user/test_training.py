@@ -20,8 +20,9 @@ from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
-from fsdp_lab.workloads.user.data import Collated, first_batch, like
+from fsdp_lab.workloads.user.data import Collated, WithoutPadding, first_batch, like
 from fsdp_lab.workloads.user.digest import digest_of
+from fsdp_lab.workloads.user.task import AroundUser, UserLoss
 from tests.ranks import Memo, config, run_ranks
 from tests.workloads.user.project import HERE, write_project
 
@@ -144,6 +145,23 @@ def test_a_validation_counts_every_item_once(batch: int) -> None:
     words = [*THEIRS, "export=true", "training.epochs=1", f"training.global_batch_size={batch}"]
     (told, by_hand), _ = run_ranks(2, their_own_loss, words)
     assert told["val/loss"] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_a_validation_weighs_a_batch_by_its_items_whatever_its_first_tensor_is() -> None:
+    """Here that is a table with as many rows for every batch. What stands in for padding counts nothing."""
+    items = [{"x": torch.tensor(float(i))} for i in range(5)]
+
+    def collate(chosen: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {"table": torch.zeros(7, 2), **torch.utils.data.default_collate(chosen)}
+
+    task = AroundUser(UserLoss(lambda model, batch: batch["x"].mean(), "the loss", None, "samples"))
+    split = WithoutPadding(Collated(items, collate, None))
+    total, count = 0.0, 0.0
+    with torch.no_grad():
+        for batch in (split[torch.tensor(indices)] for indices in ([0, 1, 2], [3, 4, -1], [-1, -1])):
+            summed, counted = task.metrics(task.forward(torch.nn.Identity(), batch), batch)["loss"]
+            total, count = total + summed.item(), count + counted.item()
+    assert (total, count) == (0 + 1 + 2 + 3 + 4, 5)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "per_block"])
