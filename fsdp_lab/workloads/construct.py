@@ -6,6 +6,7 @@ What a constructor does decides the first weights, and nothing else does: no dis
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,16 @@ from types import TracebackType
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
 
+from fsdp_lab.config.errors import UserError
+
 GROUP_BYTES = 4 * 2**30  # of values at a time; a smaller model starts with those of one plain call of its constructor
+
+
+# What PyTorch says of a tensor without values; and of one that cannot be made one, for something watches it.
+_WANTS_VALUES = re.compile(r"\bmeta\b|weakref")
 
 
 class ValuesNeeded(Exception):
@@ -39,6 +47,7 @@ class Blueprint:
 
     Raises:
         ValuesNeeded: see `whole`.
+        UserError: a parameter has no size yet.
     """
 
     def __init__(
@@ -46,15 +55,13 @@ class Blueprint:
     ) -> None:
         self._build, self._seed, self._whole, self._group_bytes = build, seed, whole, group_bytes
         self.model, registered = self._construct(seed, () if not whole else None)
-        if whole:
-            for parameter in registered:
-                _to_meta(parameter)
-        else:
-            _check_buffers(self.model)
+        _check_buffers(self.model)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         # By number of registration. What the constructor has replaced has no name, but took random numbers, too.
         self._names = [names.get(id(parameter), "") for parameter in registered]
         self._sizes = [parameter.numel() * parameter.element_size() for parameter in registered]
+        if whole:
+            _all_to_meta(self.model)
 
     @property
     def names(self) -> list[str]:
@@ -95,12 +102,12 @@ class Blueprint:
         with seeded(seed), torch.device("cpu"), _registering(real) as registration:
             try:
                 model = self._build()
+                for parameter in model.parameters():  # what was put in place past `register_parameter`
+                    registration.add(parameter)
             except (RuntimeError, TypeError) as error:  # a TypeError is NumPy's way to ask
-                if real is None or "meta" not in str(error):
+                if real is None or not _WANTS_VALUES.search(str(error)):
                     raise
                 raise ValuesNeeded(_raised_in(error.__traceback__), " ".join(str(error).split())) from error
-            for parameter in model.parameters():  # what was put in place past `register_parameter`
-                registration.add(parameter)
         return model, registration.parameters
 
 
@@ -115,7 +122,7 @@ class _Registration:
     def add(self, parameter: nn.Parameter) -> None:
         if id(parameter) in self._seen:
             return
-        if self._real is not None and len(self.parameters) not in self._real:
+        if self._real is not None and len(self.parameters) not in self._real and not parameter.is_meta:
             _to_meta(parameter)
         self._seen.add(id(parameter))
         self.parameters.append(parameter)
@@ -126,15 +133,40 @@ def _to_meta(parameter: nn.Parameter) -> None:
     swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
 
 
+def _all_to_meta(model: nn.Module) -> None:
+    """By new parameters, for some cannot be changed in place: nn.LSTM watches its own. Ties stay."""
+    without: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(old) not in without:
+                without[id(old)] = nn.Parameter(old.detach().to("meta"), old.requires_grad)
+            setattr(module, name, without[id(old)])
+
+
 def _check_buffers(model: nn.Module) -> None:
     """
     Raises:
         ValuesNeeded: a buffer was computed from parameters, so that it has no values either.
+        UserError: a buffer has no size yet.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
+            _check_size(module, buffer)
             if buffer.is_meta:
                 raise ValuesNeeded(type(module).__name__, f"the buffer {name} is computed from them")
+
+
+def _check_size(module: nn.Module, tensor: Tensor) -> None:
+    """
+    Raises:
+        UserError: it gets its size from the first batch only.
+    """
+    if is_lazy(tensor):
+        kind = type(module).__name__
+        raise UserError(
+            f"the model has a {kind}, whose parameters get their size from the first batch, and they are divided among "
+            f"the ranks before it; use {kind.replace('Lazy', '')} with that size."
+        )
 
 
 def _raised_in(trace: TracebackType | None) -> str:
@@ -158,6 +190,7 @@ def _registering(real: Collection[int] | None) -> Iterator[_Registration]:
     def register_and_note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None:
+            _check_size(module, parameter)
             registration.add(parameter)
 
     nn.Module.register_parameter = register_and_note  # type: ignore[assignment,method-assign]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
 
 
@@ -98,6 +101,41 @@ def test_a_constructor_that_reads_values_is_named_and_run_whole_on_request() -> 
     expected = Reads()
     assert blueprint.model.norm == expected.norm
     assert torch.equal(dict(blueprint.values())["linear.weight"], expected.linear.weight)
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM holds weak references to its weights, which then cannot change places with others."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4)
+        if by == "reading":
+            self.largest = self.lstm.weight_hh_l0.max().item()
+        if by == "putting":
+            self.lstm._parameters["weight_hh_l0"] = other = nn.Parameter(torch.ones(16, 4))
+            self.watched = weakref.ref(other)
+
+
+@pytest.mark.parametrize("by", ["nothing", "reading", "putting"])
+def test_parameters_that_are_watched_are_a_reason_to_run_a_constructor_whole(by: str) -> None:
+    if by != "nothing":
+        with pytest.raises(ValuesNeeded, match="^Recurrent|^LSTM|^Module"):
+            Blueprint(partial(Recurrent, by), seed=2)
+    blueprint = Blueprint(partial(Recurrent, by), seed=2, whole=by != "nothing")
+    assert all(parameter.is_meta for parameter in blueprint.model.parameters())
+    torch.manual_seed(2)
+    plain = dict(Recurrent(by).named_parameters())
+    values = dict(blueprint.values())
+    assert values.keys() == plain.keys() and all(torch.equal(values[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("lazy", "remedy"), [(nn.LazyLinear(3), "use Linear with that size"), (nn.LazyBatchNorm1d(affine=False), "BatchN")]
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_module_without_a_size_is_named(lazy: nn.Module, remedy: str, whole: bool) -> None:
+    with pytest.raises(UserError, match=rf"the model has a {type(lazy).__name__}, .*{remedy}"):
+        Blueprint(lambda: nn.Sequential(nn.Linear(2, 2), type(lazy)(*([3] if remedy[0] == "u" else []))), 0, whole)
 
 
 class Copied(nn.Module):
