@@ -40,7 +40,8 @@ class Blueprint:
 
     The parameters go to `meta` as modules register them, so a model of any size can be built on any machine. Buffers
     are computed for real, on the CPU. The values are those that the constructor gives after `torch.manual_seed(seed)`;
-    where there are more than `group_bytes` of them, it runs once for each group of parameters, with a seed for each.
+    where there are more than `group_bytes` of them, it runs once for each group of parameters, with a seed for each;
+    but for a constructor that copies modules, whose copies have values only together with what they are copied from.
 
     Args:
         whole: build all values in one piece, for a constructor that reads them. Else that is an error.
@@ -53,8 +54,9 @@ class Blueprint:
     def __init__(
         self, build: Callable[[], nn.Module], seed: int, whole: bool = False, group_bytes: int = GROUP_BYTES
     ) -> None:
-        self._build, self._seed, self._whole, self._group_bytes = build, seed, whole, group_bytes
-        self.model, registered = self._construct(seed, () if not whole else None)
+        self._build, self._seed, self._group_bytes = build, seed, group_bytes
+        self.model, registered, copied = self._construct(seed, () if not whole else None)
+        self._in_one = whole or copied
         _check_buffers(self.model)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         # By number of registration. What the constructor has replaced has no name, but took random numbers, too.
@@ -77,7 +79,7 @@ class Blueprint:
         for number, group in enumerate(self._groups()):
             # a seed of its own, or equal layers in two groups would be equal
             seed = self._seed if number == 0 else zlib.crc32(f"{self._seed}/{number}".encode())
-            _, registered = self._construct(seed, group)
+            _, registered, _ = self._construct(seed, group)
             for parameter in group:
                 if self._names[parameter]:
                     yield self._names[parameter], registered[parameter].detach()
@@ -87,28 +89,30 @@ class Blueprint:
         groups: list[list[int]] = [[]]
         left = self._group_bytes
         for number, size in enumerate(self._sizes):
-            if groups[-1] and size > left and not self._whole:
+            if groups[-1] and size > left and not self._in_one:
                 groups.append([])
                 left = self._group_bytes
             groups[-1].append(number)
             left -= size
         return groups
 
-    def _construct(self, seed: int, real: Collection[int] | None) -> tuple[nn.Module, list[nn.Parameter]]:
-        """
+    def _construct(self, seed: int, real: Collection[int] | None) -> tuple[nn.Module, list[nn.Parameter], bool]:
+        """Return the model, its parameters, and whether no module has registered some of them.
+
         Args:
             real: the parameters that keep their values, by number; None: all.
         """
         with seeded(seed), torch.device("cpu"), _registering(real) as registration:
             try:
                 model = self._build()
-                for parameter in model.parameters():  # what was put in place past `register_parameter`
+                count = len(registration.parameters)
+                for parameter in model.parameters():  # what was copied with its module, or put in place otherwise
                     registration.add(parameter)
             except (RuntimeError, TypeError) as error:  # a TypeError is NumPy's way to ask
                 if real is None or not _WANTS_VALUES.search(str(error)):
                     raise
                 raise ValuesNeeded(_raised_in(error.__traceback__), " ".join(str(error).split())) from error
-        return model, registration.parameters
+        return model, registration.parameters, len(registration.parameters) > count
 
 
 class _Registration:

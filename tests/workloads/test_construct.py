@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -85,6 +86,20 @@ def test_in_groups_the_values_are_others_of_the_same_distribution_and_never_repe
         assert not any(torch.equal(layer, other) for other in layers[:n])
 
 
+def test_copies_of_a_module_have_its_values_in_a_model_of_any_size() -> None:
+    """As nn.TransformerEncoder makes them, with layers that are no group's."""
+    values = dict(Blueprint(Copies, seed=5, group_bytes=64).values())
+    torch.manual_seed(5)
+    assert all(torch.equal(values[name], value) for name, value in Copies().named_parameters())
+
+
+class Copies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(deepcopy(layer) for _ in range(3))
+
+
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +134,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("by", ["nothing", "reading", "putting"])
 def test_parameters_that_are_watched_are_a_reason_to_run_a_constructor_whole(by: str) -> None:
     if by != "nothing":
-        with pytest.raises(ValuesNeeded, match="^Recurrent|^LSTM|^Module"):
+        with pytest.raises(ValuesNeeded, match=r"^(Recurrent|LSTM|Module): "):
             Blueprint(partial(Recurrent, by), seed=2)
     blueprint = Blueprint(partial(Recurrent, by), seed=2, whole=by != "nothing")
     assert all(parameter.is_meta for parameter in blueprint.model.parameters())
