@@ -18,7 +18,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.memory import MemoryProfile
-from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
+from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_gradient_sync
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 
@@ -41,7 +41,7 @@ def train_step(
     for i, batch in enumerate(microbatches):
         batch = to_device(batch, device)
         set_gradient_sync(state.model, sync=i == len(microbatches) - 1)
-        with compute_precision(config, device):
+        with ddp_explained(), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch) / len(microbatches)
         state.scaler.scale(loss).backward()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.parallel import (
     Dtype,
     Granularity,
@@ -220,6 +222,25 @@ def compute_precision(config: TrialConfig, device: torch.device) -> AbstractCont
     if config.sharding.granularity is not Granularity.ddp or param_dtype is Dtype.float32:
         return nullcontext()
     return torch.autocast(device.type, dtype=TORCH_DTYPE[param_dtype])
+
+
+@contextmanager
+def ddp_explained() -> Iterator[None]:
+    """Say what DDP's error about the step before means.
+
+    Raises:
+        UserError: some parameters got no gradient in it, though they did when `leaves_some_unused` looked.
+    """
+    try:
+        yield
+    except (RuntimeError, UserError) as error:  # a user's task has taken it for a batch that does not fit
+        if "finished reduction in the prior iteration" not in str(error):
+            raise
+        raise UserError(
+            "sharding=ddp: in the step before, some parameters got no gradient, as where layers are dropped at random, "
+            "and DDP waits for that of each; use sharding=root or per_block, or let every layer take part in each step "
+            "(add 0 times what it returns)."
+        ) from error
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:

@@ -46,6 +46,10 @@ DOES_NOT_FIT = {
         (*THEIRS, f"data.collate_fn={HERE}.data.collate_wrongly"),
         ["fails in first (", "on a batch of {x: 16x2 float32, y: 16 float32}", "mat1 and mat2"],
     ),
+    "dropped layers": (
+        (f"model._target_={HERE}.net.LeavesOut", "model.width=8", *DATA, *LOSS, "sharding=ddp"),
+        ["sharding=ddp: in the step before, some parameters got no gradient", "use sharding=root or per_block"],
+    ),
     "labels": ((*NET, *DATA), ["linear(): argument 'input'", "{x: 16x3 float32, y: 16 float32}"]),
     "iterable": ((*NET, f"data._target_={HERE}.data.stream", *LOSS), ["a generator", "map-style data set"]),
     "no items": ((*NET, f"data._target_={HERE}.data.empty", *LOSS), ["no items for split=train"]),

@@ -92,6 +92,16 @@ class Asks(Net):
         return super().forward(x if x.sum().item() < 1e9 else 2 * x)
 
 
+class LeavesOut(Net):
+    """It leaves layers out, but never of a batch of one item, which is what is looked at before."""
+
+    def forward(self, x):
+        if len(x) > 1:
+            x = torch.cat([x, x.new_ones(len(x), self.head.in_features - 3)], 1)
+            return {"sum": self.head(x).squeeze(-1)}
+        return super().forward(x)
+
+
 class Prepends(Net):
     """It changes the list that it is given."""
 
