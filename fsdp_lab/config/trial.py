@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fsdp_lab.config.errors import CombinationError
 from fsdp_lab.config.key import Between, Memory, check_ranges, group, key, not_negative
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
+from fsdp_lab.config.parts import check_parts
 from fsdp_lab.config.training import (
     ActivationCheckpointing,
     CheckpointConfig,
@@ -67,6 +68,7 @@ class TrialConfig:
         self.optimizer.check()
         self.precision.check()
         self._check_fused()
+        check_parts(self.model, self.data, self.task)
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from fsdp_lab.compose import check, register_schema, typed_config
+from fsdp_lab.compose import Trial, check, register_schema, typed_config
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, UserError, conf_dir, to_dict, with_custom
+from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.build import build_model_spec, build_workload
 
@@ -71,6 +73,36 @@ def test_only_language_computes_its_loss_in_parts() -> None:
     with pytest.raises(CombinationError, match=r"task\.loss_chunks=4 with task=classification"):
         read_config(None, ["task.loss_chunks=4"]).check(2)
     read_config(None, ["task=language", "task.loss_chunks=4"]).check(2)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("model=lm_tiny data=digits", "llama.Llama is for tokens, data.name=digits is for images"),
+        (
+            "model=vit_tiny data=pydoc",
+            "model.family=vit is for images, data._target_=fsdp_lab.workloads.language.pydoc.",
+        ),
+        (
+            "task=language model=mlp data._target_=tests.workloads.user.my_project.data.Corpus",
+            "model.family=mlp is for images, task=language is",
+        ),
+        ("task=classification model=lm_tiny", "Llama is for tokens, data._target_=fsdp_lab"),
+    ],
+)
+def test_images_and_tokens_are_not_mixed(words: str, told: str) -> None:
+    with pytest.raises(CombinationError, match=r"use data=digits.*data=pydoc") as caught:
+        composed(*words.split()).check(2)
+    assert told in str(caught.value)
+
+
+def test_a_grid_leaves_out_the_cells_that_mix_them() -> None:
+    def trial(words: Sequence[str], number: int) -> Trial:
+        return Trial(number, composed("task=language", *words), {}, list(words), Path(), OmegaConf.create())
+
+    plan = plan_sweep([["model=lm_tiny"], ["model=vit_tiny"]], trial)
+    assert [planned.overrides for planned in plan.trials] == [["model=lm_tiny"]]
+    assert list(plan.left_out.values()) == [["model=vit_tiny"]]
 
 
 def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
