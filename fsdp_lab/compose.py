@@ -214,7 +214,7 @@ def check(config: SweepConfig) -> None:
 
     Raises:
         ConfigError: see `SweepConfig.check`.
-        UserError: images that are not there and may not be downloaded, a folder without text.
+        UserError: images that are not there and may not be downloaded, a folder without text, too many tokens.
     """
     num_workers = workers_of(config)
     check_local_capacity(config.cluster, num_workers)
@@ -224,7 +224,7 @@ def check(config: SweepConfig) -> None:
     if missing and not config.data.download:  # else the first worker of a node downloads it
         raise UserError(f"{missing} (data.download=false)")
     if config.cluster.address is None:  # else the files are on its nodes
-        config.data.check_files()
+        config.check_files()
 
 
 def single_trial(cfg: DictConfig) -> Trial:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from fsdp_lab.config.errors import CombinationError
-from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup, TaskConfig, UserData, UserModel
+from fsdp_lab.config.target import argument, import_callable
+from fsdp_lab.config.workload import (
+    DataConfig,
+    DataGroup,
+    ModelConfig,
+    ModelGroup,
+    TaskConfig,
+    UserData,
+    UserModel,
+    needed_target,
+)
 
 _LANGUAGE = "fsdp_lab.workloads.language."  # where our models and data sets of tokens are
 _TASKS = {"classification": "images", "language": "tokens"}  # the others take anything
@@ -33,3 +43,27 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
 def _of_language(group: str, part: ModelGroup | DataGroup) -> tuple[str, str | None]:
     target = part.target if isinstance(part, UserModel | UserData) else None
     return f"{group}._target_={target}", "tokens" if (target or "").startswith(_LANGUAGE) else None
+
+
+def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> None:
+    """Compare the argument `vocab_size` of a user's model, where it has one, with what the tokens of the data need.
+
+    Args:
+        needed: every token is less; None: not known.
+
+    Raises:
+        CombinationError: the model has fewer.
+    """
+    if not isinstance(model, UserModel) or not isinstance(data, UserData) or not isinstance(needed, int):
+        return
+    has = argument(
+        import_callable(needed_target(model.target, "model"), "model._target_"), model.arguments, "vocab_size"
+    )
+    if not isinstance(has, int) or has >= needed:
+        return
+    name = next((name for name in ("tokenizer", "vocab_size") if data.arguments.get(name) is not None), "_target_")
+    raise CombinationError(
+        f"model.vocab_size={has} is less than the {needed} tokens of data.{name}={data.to_keys()[name]}; use "
+        f"model.vocab_size={needed}, or data with fewer.",
+        keys=("model", "model.vocab_size", "data", f"data.{name}"),
+    )

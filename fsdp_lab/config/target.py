@@ -128,6 +128,16 @@ def check_arguments(
         )
 
 
+def argument(function: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an argument that a callable is given, or else its default; None where it has neither."""
+    try:
+        parameter = inspect.signature(function).parameters.get(name)
+    except (ValueError, TypeError):
+        parameter = None
+    default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+    return arguments.get(name, default)
+
+
 def user_root(path: str) -> Path | None:
     """Return the folder or file of the top-level package or module that a dotted path begins with; None where that is
     fsdp_lab's own, installed, or not there."""

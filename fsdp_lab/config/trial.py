@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fsdp_lab.config.errors import CombinationError
 from fsdp_lab.config.key import Between, Memory, check_ranges, group, key, not_negative
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
-from fsdp_lab.config.parts import check_parts
+from fsdp_lab.config.parts import check_parts, check_vocab_size
 from fsdp_lab.config.training import (
     ActivationCheckpointing,
     CheckpointConfig,
@@ -69,6 +69,15 @@ class TrialConfig:
         self.precision.check()
         self._check_fused()
         check_parts(self.model, self.data, self.task)
+
+    def check_files(self) -> None:
+        """Refuse data that are not on this machine, or that have more tokens than the model knows.
+
+        Raises:
+            UserError: as said.
+        """
+        self.data.check_files()
+        check_vocab_size(self.model, self.data, self.data.least_vocab_size())
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""

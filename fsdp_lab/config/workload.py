@@ -89,6 +89,10 @@ class DataGroup:
             UserError: files that are needed are not on this machine.
         """
 
+    def least_vocab_size(self) -> int | None:
+        """Return how many tokens a model must know; None where that is not known."""
+        return None
+
     def paths(self) -> list[str]:
         """Return the dotted paths to the user's code."""
         return []
@@ -210,7 +214,7 @@ class UserData(DataGroup, OpenGroup):
 
     `collate_fn`: a path to what makes a batch of a list of items; null: PyTorch's `default_collate`. The other keys are
     as in `DataConfig`. Where the target has a static method `check_files(**arguments)`, an error that it raises is told
-    before Ray starts.
+    before Ray starts; `least_vocab_size(**arguments)` says how many tokens a model must know.
     """
 
     target: Optional[str] = key(None, named="_target_", memory=Memory.VALUE)
@@ -246,6 +250,12 @@ class UserData(DataGroup, OpenGroup):
             raise
         except Exception as error:
             raise UserError(f"data._target_={target}: {type(error).__name__}: {error}") from error
+
+    def least_vocab_size(self) -> int | None:
+        target = needed_target(self.target, "data")
+        function = None if target == EXAMPLE_BATCH else import_callable(target, "data._target_")
+        ask = getattr(function, "least_vocab_size", None)
+        return None if ask is None else ask(**self.arguments)
 
     def paths(self) -> list[str]:
         return [path for path in (self.target, self.collate_fn) if path and path != EXAMPLE_BATCH]

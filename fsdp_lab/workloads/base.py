@@ -41,12 +41,14 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """Both splits. `digest` differs when an item does. `bytes_per_token`: of the validation split; None: no text."""
+    """Both splits. `digest` differs when an item does. `bytes_per_token`: of the validation split; None: no text.
+    `vocab_size`: every token is less; None: not known."""
 
     train: Dataset
     val: Dataset
     digest: str
     bytes_per_token: float | None = None
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)

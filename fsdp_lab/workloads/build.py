@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 
+from fsdp_lab.config.parts import check_vocab_size
 from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.workload import (
     DataConfig,
@@ -34,6 +35,8 @@ def build_workload(model: ModelGroup, data: DataGroup, task: TaskConfig | None =
     task = task or TaskConfig()
     spec, made = build_model_spec(model), build_task(task, model)
     served = build_data_spec(data, model, spec)
+    if isinstance(data, UserData):
+        served = with_known_tokens(served, model, data)
     if isinstance(data, UserData) or isinstance(made, UserLoss):  # of padding these know nothing
         served = without_padding(served)
     if isinstance(model, UserModel) or isinstance(data, UserData) or isinstance(made, UserLoss):
@@ -73,6 +76,18 @@ def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
     """Return the configured source of images; only its own module is imported."""
     source: ImageSource = importlib.import_module(module_of("data.name", data.name)).build_source(data, model)
     return source
+
+
+def with_known_tokens(spec: DataSpec, model: ModelGroup, data: UserData) -> DataSpec:
+    """Return the same data, which are refused when they are loaded where they have tokens that the model has not: a GPU
+    would end with an assertion of its own."""
+
+    def load() -> Data:
+        loaded = spec.load()
+        check_vocab_size(model, data, loaded.vocab_size)
+        return loaded
+
+    return replace(spec, load=load)
 
 
 def without_padding(spec: DataSpec) -> DataSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,10 @@ class TextTokens(PackedTokens):
         if tokenizer is not None:
             read_tokenizer(tokenizer)
 
+    @staticmethod
+    def least_vocab_size(tokenizer: str | None = None, **_: Any) -> int:
+        return 256 if tokenizer is None else vocab_size_of(read_tokenizer(tokenizer))
+
 
 def read_documents(root: Path) -> Iterator[str]:
     """Yield the documents of a folder that are not empty.
@@ -124,7 +129,12 @@ def encode(documents: list[str], tokenizer: str) -> tuple[Tensor, int]:
     made.no_truncation()  # many files have the limits of a model: documents would be cut, or filled up with padding
     made.no_padding()
     rows = [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in made.encode_batch(documents)]
-    return torch.cat(rows), made.get_vocab_size()
+    return torch.cat(rows), vocab_size_of(made)
+
+
+def vocab_size_of(tokenizer: Tokenizer) -> int:
+    """Return a number that every token is less than; some vocabularies have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def read_tokenizer(tokenizer: str) -> Tokenizer:
@@ -133,7 +143,7 @@ def read_tokenizer(tokenizer: str) -> Tokenizer:
         UserError: the package or the file is missing, or it is no tokenizer's.
     """
     try:
-        from tokenizers import Tokenizer
+        import tokenizers  # noqa: F401 (whether it is there)
     except ImportError as error:
         raise UserError(
             f"data.tokenizer={tokenizer} needs the package tokenizers: pip install tokenizers, or leave "
@@ -142,6 +152,14 @@ def read_tokenizer(tokenizer: str) -> Tokenizer:
     if not Path(tokenizer).is_file():
         raise UserError(f"data.tokenizer={tokenizer} is not a file; give the path of a tokenizer.json.")
     try:
-        return Tokenizer.from_file(tokenizer)
+        return _tokenizer(tokenizer, Path(tokenizer).stat().st_mtime)
     except Exception as error:  # the package raises nothing narrower
         raise UserError(f"data.tokenizer={tokenizer} is not a tokenizer.json: {error}") from error
+
+
+@cache
+def _tokenizer(file: str, changed: float) -> Tokenizer:
+    """Each trial of a sweep asks for it."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(file)

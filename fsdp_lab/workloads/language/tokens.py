@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ class PackedTokens(Dataset[Tensor]):
     def __init__(self, tokens: Tensor, seq_len: int, vocab_size: int = 256, bytes_per_token: float = 1.0) -> None:
         self.tokens, self.seq_len = tokens, seq_len
         self.vocab_size, self.bytes_per_token = vocab_size, bytes_per_token
+
+    @staticmethod
+    def least_vocab_size(**_: Any) -> int:
+        """Return how many tokens a model must know: 256 for bytes."""
+        return 256
 
     @property
     def digest(self) -> str:
@@ -59,6 +64,10 @@ class SyntheticTokens(Dataset[Tensor]):
     ) -> None:
         self.split, self.vocab_size, self.seq_len = split, vocab_size, seq_len
         self.num_rows, self.seed = num_rows, seed
+
+    @staticmethod
+    def least_vocab_size(vocab_size: int, **_: Any) -> int:
+        return vocab_size
 
     @property
     def digest(self) -> str:

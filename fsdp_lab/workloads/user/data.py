@@ -111,8 +111,8 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
     def load() -> Data:
         prepare()
         train, val = split("train"), split("val")
-        text = getattr(val.items, "bytes_per_token", None)
-        return Data(train, val, digest_of([train.items, val.items]), text)
+        text, vocab_size = (getattr(val.items, name, None) for name in ("bytes_per_token", "vocab_size"))
+        return Data(train, val, digest_of([train.items, val.items]), text, vocab_size)
 
     return DataSpec(prepare, load, partial(like, lambda size: first_batch(split("train"), target, size)))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -103,6 +104,29 @@ def test_a_grid_leaves_out_the_cells_that_mix_them() -> None:
     plan = plan_sweep([["model=lm_tiny"], ["model=vit_tiny"]], trial)
     assert [planned.overrides for planned in plan.trials] == [["model=lm_tiny"]]
     assert list(plan.left_out.values()) == [["model=vit_tiny"]]
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("red blue " * 9000)
+    words = {f"w{i}": i for i in range(299)} | {"red": 299, "blue": 300, "?": 301}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "t.json"))
+    text = ("data=text", f"data.root={tmp_path}", f"data.tokenizer={tmp_path}/t.json")
+    check(composed(*text, "model.vocab_size=302"))
+    for typed, (has, needed, of) in {
+        text: (256, 302, f"data.tokenizer={tmp_path}/t.json"),
+        ("task=language", "model.vocab_size=255"): (255, 256, "data._target_=fsdp_lab.workloads.language.pydoc.Pydoc"),
+        ("model=llama3_1b", "data.vocab_size=128257"): (128256, 128257, "data.vocab_size=128257"),
+    }.items():
+        config = composed(*typed)
+        with pytest.raises(CombinationError) as early:
+            check(config)
+        told = f"model.vocab_size={has} is less than the {needed} tokens of {of}"
+        assert str(early.value).startswith(told) and f"; use model.vocab_size={needed}" in str(early.value)
+        with pytest.raises(CombinationError) as late:  # on a cluster, whose files are not here
+            build_workload(config.model, config.data, config.task).data.load()
+        assert str(late.value) == str(early.value)
 
 
 def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
