@@ -16,6 +16,7 @@ from fsdp_lab.config import UserError
 from fsdp_lab.engine.files import append_line, read_outcome
 from fsdp_lab.files import write_json
 from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.record import Record
@@ -128,6 +129,35 @@ def test_whatever_ends_a_sweep_ends_the_trial_that_runs_and_no_other(
     assert listener.heard[-3:] == [("closing",), ("ended", 1, "interrupted"), ("closed",)]
     assert listener.ending is not None and listener.ending.code is code and listener.ending.early
     assert executor.stopped == 1
+
+
+class Writes(Listener):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_what_a_failed_trial_says_is_not_said_of_its_forecast_too(compose_trial: Compose, tmp_path: Path):
+    """Its loss is no scalar. The others, which this executor lets train, are without a forecast for that reason."""
+    words = [
+        "task.loss=tests.workloads.user.my_project.net.of_each_item",
+        "task=custom",
+        "model=custom",
+        "data=example",
+    ]
+    words += ["+model._target_=tests.workloads.user.my_project.net.Net", "+model.width=8"]
+    trials = [compose_trial([*words, f"training.seed={seed}"], seed) for seed in range(3)]
+    plan = SweepPlan(
+        SweepState([TrialState(t) for t in trials], LOSS), trials[0].config, tmp_path, ["training.seed"],
+        Record.of([], True, trials[0].config),
+    )  # fmt: skip
+    writes = Writes()
+    run_sweep(plan, Acts(), [Forecasts(plan), writes])
+    told = [text.partition(": ") for text in writes.said if "no forecast" in text]
+    assert [name for name, _, _ in told] == ["trial 0 has no forecast", "trial 1 has no forecast"]
+    assert all("of_each_item is a tensor of" in reason for _, _, reason in told)
 
 
 def test_a_trial_that_is_skipped_never_begins(plan: SweepPlan):

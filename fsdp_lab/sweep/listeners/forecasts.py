@@ -12,6 +12,7 @@ from fsdp_lab.forecast.fits import Forecast, capacity_bytes
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.metrics import mib
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import TrialState
@@ -20,7 +21,9 @@ from fsdp_lab.sweep.state import TrialState
 class Forecasts(Listener):
     """Forecasts the trials that are known while Ray starts, the ones that a search suggests one by one.
 
-    On a cluster that is not started here, what to forecast is known only when it has been reached.
+    On a cluster that is not started here, what to forecast is known only when it has been reached. Why a trial has no
+    forecast is told when it has trained an epoch, or ended without failing: most often it fails for the same reason,
+    and says so itself.
     """
 
     def __init__(self, plan: SweepPlan) -> None:
@@ -30,6 +33,7 @@ class Forecasts(Listener):
             self._early = Background(_requests(wanted, num_gpus() > 0, workers_of(plan.config)))
         self._forecaster = Forecaster()
         self._pending: dict[int, tuple[Future[Forecast], Request]] = {}
+        self._without: dict[int, str] = {}  # by trial, why it has none
 
     def __enter__(self) -> Forecasts:
         if self._early is not None:
@@ -82,6 +86,17 @@ class Forecasts(Listener):
                 del self._pending[number]
                 self._take(sweep, number, self._forecaster.result(future, request))
 
+    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        self._say_why(sweep, number)
+
+    def ended(self, sweep: SweepRun, number: int) -> None:
+        if sweep.states[number].status is not TrialStatus.failed:
+            self._say_why(sweep, number)
+
+    def _say_why(self, sweep: SweepRun, number: int) -> None:
+        if (reason := self._without.pop(number, None)) is not None:
+            sweep.say(f"{label(number, sweep.states)} has no forecast: {reason}")
+
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         self._forecaster.__exit__()  # its process holds PyTorch in memory
 
@@ -89,7 +104,9 @@ class Forecasts(Listener):
         """Publish a forecast, and skip the trial where it is not to be tried."""
         name, prune = label(number, sweep.states), sweep.states[number].trial.config.forecast.prune
         if forecast.error:
-            sweep.say(f"{name} has no forecast: {forecast.error}")
+            self._without[number] = forecast.error
+            if sweep.states[number].ended:
+                self.ended(sweep, number)
         elif forecast.capacity_bytes is None and prune:
             sweep.say_once(
                 "forecast.prune=true: how much fits is not known (the driver does not say), so nothing is left "
