@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.hardware import default_loader_workers, worker_cpus
 from fsdp_lab.training.distributed import ParallelDims, Ranks, gather
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec
+from fsdp_lab.workloads.construct import seed_all
 
 
 def load_data(spec: DataSpec, ranks: Ranks) -> Data:
@@ -89,6 +91,37 @@ class ValOrder(Sampler[Tensor]):
         return iter(self.batches)
 
 
+class SeededOrder(Sampler[tuple[int, Tensor]]):
+    """The batches of an order, each with a seed that depends on `training.seed`, the epoch and its items alone."""
+
+    def __init__(self, order: TrainOrder | ValOrder, seed: int) -> None:
+        self.order, self.seed = order, seed
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        for indices in self.order:
+            epoch = self.order.epoch if isinstance(self.order, TrainOrder) else "val"
+            yield zlib.crc32(indices.numpy().tobytes(), zlib.crc32(f"{self.seed}/{epoch}".encode())), indices
+
+
+class Seeded:
+    """Reads each batch after seeding all generators: what a data set draws is the same in this process, in those of
+    the loader, and after a resume."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, seed_and_indices: tuple[int, Tensor]) -> Batch:
+        seed, indices = seed_and_indices
+        seed_all(seed)
+        return self.dataset[indices]
+
+
 @dataclass(frozen=True)
 class Loaders:
     """Both splits as this rank takes them. `order`: of the training split, to be sent to an epoch."""
@@ -105,25 +138,28 @@ def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: t
     """
     order = TrainOrder(len(data.train), config.training, dims)
     val_order = ValOrder(len(data.val), microbatch_size(config.training, dims), dims)
-    workers = config.data.loader_workers
+    workers, seed = config.data.loader_workers, config.training.seed
     return Loaders(
-        order, build_loader(data.train, order, workers, device), build_loader(data.val, val_order, workers, device)
+        order,
+        build_loader(data.train, order, workers, device, seed),
+        build_loader(data.val, val_order, workers, device, seed),
     )
 
 
 def build_loader(
-    dataset: Dataset, order: Sampler[Tensor], loader_workers: int | None, device: torch.device
+    dataset: Dataset, order: TrainOrder | ValOrder, loader_workers: int | None, device: torch.device, seed: int = 0
 ) -> DataLoader[Batch]:
-    """A loader of whole microbatches: the sampler's item is the list of indices of one.
+    """A loader of whole microbatches.
 
     Args:
         loader_workers: the processes that prepare batches; None: as many as suit the device.
+        seed: of what the data set draws.
     """
     if loader_workers is None:
         loader_workers = default_loader_workers(device.type == "cuda", worker_cpus())
     return DataLoader(
-        dataset,  # type: ignore[arg-type]
-        sampler=order,
+        Seeded(dataset),  # type: ignore[arg-type]
+        sampler=SeededOrder(order, seed),
         batch_size=None,
         num_workers=loader_workers,
         persistent_workers=loader_workers > 0,

@@ -21,6 +21,7 @@ from fsdp_lab.training.memory import MemoryProfile
 from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_gradient_sync
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
+from fsdp_lab.workloads.construct import seed_all
 
 
 class DivergedError(RuntimeError):
@@ -183,7 +184,7 @@ def evaluate(
 def _seed(config: TrialConfig, step: int, dims: ParallelDims) -> None:
     """Let what a step draws, as dropout does, depend on seed, step and part of the batch alone: a run that was resumed
     draws what an uninterrupted one does, and no two ranks draw the same."""
-    torch.manual_seed(zlib.crc32(f"{config.training.seed}/{step}/{dims.dp_rank}".encode()))
+    seed_all(zlib.crc32(f"{config.training.seed}/{step}/{dims.dp_rank}".encode()))
 
 
 def token_metrics(val_loss: float, bytes_per_token: float | None) -> Metrics:

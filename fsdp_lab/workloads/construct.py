@@ -204,14 +204,19 @@ def _registering(real: Collection[int] | None) -> Iterator[_Registration]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def seed_all(seed: int) -> None:
+    """Seed PyTorch's generators, NumPy's and Python's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed PyTorch's generator of the CPU, NumPy's and Python's; afterwards they are as before."""
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_all(seed)
         try:
             yield
         finally:

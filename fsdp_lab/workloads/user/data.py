@@ -16,7 +16,7 @@ from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.target import import_callable
 from fsdp_lab.config.workload import EXAMPLE_BATCH, UserData, needed_target
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, map_tensors, tensors_of
-from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
+from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded, seeded
 from fsdp_lab.workloads.user.digest import digest_of
 
 _MEASURED = 32  # items of a batch of which the shape of a larger one is known
@@ -118,12 +118,14 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
 
 
 def make_split(config: UserData, target: str, name: str) -> Items:
-    """
+    """Return a split, the same on every rank and in every trial, also where its items are drawn at random.
+
     Raises:
         UserError: the callable fails, or returns no map-style data set with items.
     """
     try:
-        items = import_callable(target, "data._target_")(split=name, **deepcopy(config.arguments))
+        with seeded(0):
+            items = import_callable(target, "data._target_")(split=name, **deepcopy(config.arguments))
     except UserError:  # our own data sets say it in one message
         raise
     except Exception as error:

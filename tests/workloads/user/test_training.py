@@ -23,7 +23,7 @@ from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.user.data import Collated, WithoutPadding, first_batch, like
 from fsdp_lab.workloads.user.digest import digest_of
 from fsdp_lab.workloads.user.task import AroundUser, UserLoss
-from tests.ranks import Memo, config, run_ranks
+from tests.ranks import Memo, config, run_ranks, train_all
 from tests.workloads.user.project import HERE, write_project
 
 NET = (f"model._target_={HERE}.net.Net", "model.width=16")
@@ -120,6 +120,20 @@ def test_what_may_get_stuck_before_the_first_step_is_told_apart() -> None:
     (told,) = run_ranks(1, phases, [THEIRS, no_data, no_model])
     every = ["loading the data", "building the model", "initialising the weights (init=rank0)", "loading a checkpoint"]
     assert told == [every, every[:1], every[:2]]
+
+
+def test_what_a_data_set_draws_is_the_same_in_any_process_and_after_a_resume(tmp_path: Path) -> None:
+    """Eight steps of two epochs, and the same with a stop after the third."""
+    words = [*NET, f"data._target_={HERE}.data.Augmented", *LOSS, "training.epochs=2", "checkpoint.mode=sync"]
+    here, there, other = run_ranks(
+        1, train_all, [[*words, *more] for more in ([], ["data.loader_workers=1"], ["training.seed=1"])]
+    )[0]
+    assert len(here[0]) == 8 and len(set(here[0])) == 8
+    assert here[0] == there[0] != other[0] and here[1][-1]["val/loss"] == there[1][-1]["val/loss"]
+    ((before, _),) = run_ranks(1, train_all, [[*words, "training.max_steps=3"]], str(tmp_path))[0]
+    ((after, told),) = run_ranks(1, train_all, [words], str(tmp_path))[0]
+    assert before + after == here[0]
+    assert told[-1]["val/loss"] == here[1][-1]["val/loss"]
 
 
 def their_own_loss(words: list[str]) -> tuple[dict[str, float], float]:

@@ -1,5 +1,8 @@
 """A user's data sets: map-style, plain PyTorch."""
 
+import random
+
+import numpy as np
 import torch
 
 
@@ -16,6 +19,18 @@ class Corpus:
 
     def __getitem__(self, i):
         return {"x": self.x[i], "y": self.x[i].sum() + self.noise}
+
+
+class Augmented(Corpus):
+    """Numbers with noise of all three generators; which of them there are is drawn, too."""
+
+    def __init__(self, split):
+        super().__init__(split)
+        self.x = self.x[np.random.permutation(len(self.x))]
+
+    def __getitem__(self, i):
+        noise = random.random() + np.random.rand() + torch.rand(()).item()
+        return {"x": self.x[i], "y": self.x[i].sum() + noise}
 
 
 class Pictures:
