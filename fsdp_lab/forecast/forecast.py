@@ -180,6 +180,8 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
 
 
 def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, cuda: bool) -> Profile:
+    with torch.device("meta"):
+        fake_microbatches(workload, config, dims)  # what has to be read for them is read before tensors are fake
     with ExitStack() as fake:
 
         def without_values(model: nn.Module, _: Blueprint) -> None:

@@ -57,7 +57,8 @@ class DataSpec:
 
     `prepare` downloads what is missing; one process of each node calls it, before any calls `load`. Both raise
     UserError. `example_batch(size)` has the shapes, types and allocations of a batch that the loader serves, from
-    uninitialised memory: forecasts call it under fake tensors, and FLOPs are counted with it on `meta`.
+    uninitialised memory: forecasts call it under fake tensors, once they have called it before with the same size, and
+    FLOPs are counted with it on `meta`.
     """
 
     prepare: Callable[[], None]

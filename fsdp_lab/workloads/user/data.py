@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,7 +113,7 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
         text, vocab_size = (getattr(val.items, name, None) for name in ("bytes_per_token", "vocab_size"))
         return Data(train, val, digest_of([train.items, val.items]), text, vocab_size)
 
-    return DataSpec(prepare, load, partial(like, lambda size: first_batch(split("train"), target, size)))
+    return DataSpec(prepare, load, example_of(lambda size: first_batch(split("train"), target, size)))
 
 
 def make_split(config: UserData, target: str, name: str) -> Items:
@@ -157,19 +156,28 @@ def first_batch(split: Collated, target: str, size: int) -> Batch:
         ) from error
 
 
-def like(read: Callable[[int], Batch], size: int) -> Batch:
-    """Return a batch of that size in shapes and types alone, from uninitialised memory.
+def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:
+    """Return what makes a batch of some size in shapes and types alone, from uninitialised memory.
 
-    Read in a thread of its own: the caller may have made new tensors fake, or without storage, and that holds for its
-    thread only.
+    Items are read with the first batch of each size, in the caller's thread, to which a connection to a database may be
+    bound: tensors are not to be fake yet.
     """
-    with ThreadPoolExecutor(1) as thread:
-        if size <= _MEASURED:
-            shapes = thread.submit(read, size).result()
-            return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), shapes)
-        less, more = thread.submit(read, _MEASURED).result(), thread.submit(read, _MEASURED + 1).result()
+
+    @cache
+    def shapes(size: int) -> Batch:
+        with seeded(0), torch.device("cpu"):  # whatever the caller draws, and wherever it makes tensors
+            return map_tensors(lambda tensor: tensor.to("meta"), like(read, size))
+
+    return lambda size: map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), shapes(size))
+
+
+def like(read: Callable[[int], Batch], size: int) -> Batch:
+    """Return a batch with the shapes and types that one of that size has, from few items."""
+    if size <= _MEASURED:
+        return read(size)
+    less, more = read(_MEASURED), read(_MEASURED + 1)
     bigger = iter(tensors_of(more))
-    return map_tensors(lambda t: torch.empty(_scaled(t, next(bigger), size), dtype=t.dtype), less)
+    return map_tensors(lambda t: torch.empty(_scaled(t, next(bigger), size), dtype=t.dtype, device="meta"), less)
 
 
 def _scaled(less: Tensor, more: Tensor, size: int) -> list[int]:
@@ -197,4 +205,4 @@ def _example_data(config: UserData, build_model: Callable[[], nn.Module]) -> Dat
             return model.example_batch(size)
 
     train, val = (Repeated(example, count or 1024) for count in (config.num_train, config.num_val))
-    return DataSpec(lambda: None, lambda: Data(train, val, digest="example"), partial(like, example))
+    return DataSpec(lambda: None, lambda: Data(train, val, digest="example"), example_of(example))

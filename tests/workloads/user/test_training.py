@@ -20,7 +20,7 @@ from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
-from fsdp_lab.workloads.user.data import Collated, WithoutPadding, first_batch, like
+from fsdp_lab.workloads.user.data import Collated, WithoutPadding, example_of, first_batch
 from fsdp_lab.workloads.user.digest import digest_of
 from fsdp_lab.workloads.user.task import AroundUser, UserLoss
 from tests.ranks import Memo, config, run_ranks, train_all
@@ -200,6 +200,18 @@ def test_a_forecast_is_what_is_measured_to_the_byte(sharding: str, batch: int) -
     }
 
 
+def test_items_are_read_in_the_thread_that_made_the_data_set() -> None:
+    trial = config(*NET, f"data._target_={HERE}.data.Table", *LOSS)
+    data = build_workload(trial.model, trial.data, trial.task).data
+    split = data.load().train
+    with torch.device("meta"):
+        example = data.example_batch(40)
+    assert {key: (value.shape, value.dtype, value.device.type) for key, value in example.items()} == {
+        key: (value.shape, value.dtype, "meta") for key, value in split[torch.arange(40)].items()
+    }
+    assert forecast_profile(trial, 2, cuda=False).peaks == forecast_profile(config(*THEIRS), 2, cuda=False).peaks
+
+
 def test_a_forecast_says_what_does_not_fit() -> None:
     told = {"loss of each item": "a tensor of 16;", "batch": "on a batch of {x: 16x2 float32, y: 16 float32}"}
     for name, words in told.items():
@@ -265,7 +277,7 @@ def test_the_shape_of_a_batch_is_told_from_a_few_items(size: int) -> None:
 
     split = Collated(Few(), ragged, None)
     with torch.device("meta"):
-        batch = like(lambda count: first_batch(split, "here", count), size)
+        batch = example_of(lambda count: first_batch(split, "here", count))(size)
     shapes = [(tensor.device.type, tensor.dtype, tuple(tensor.shape)) for tensor in tensors_of(batch)]
     assert shapes == [
         ("meta", torch.int64, (2 * size,)),
