@@ -13,7 +13,8 @@ import inspect
 import pkgutil
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,46 @@ def check_arguments(
         raise ConfigError(
             f"{group}._target_={path} needs {keys}, which has no default; add {group}.{needed[0]}=<value>."
         )
+
+
+def nested(value: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what stands for an object among arguments, a dictionary with a `_target_`, with the key that it has."""
+    if isinstance(value, dict):
+        if "_target_" in value:
+            yield key, value
+        value = value.items()
+    elif isinstance(value, list | tuple):
+        value = enumerate(value)
+    else:
+        return
+    for name, inner in value:
+        yield from nested(inner, f"{key}.{name}")
+
+
+def check_nested(arguments: Mapping[str, Any], group: str) -> None:
+    """Check each `_target_` among arguments as that of a group.
+
+    Raises:
+        ConfigError: as `import_callable` and `check_arguments`.
+    """
+    for key, value in nested(dict(arguments), group):
+        path = str(value["_target_"])
+        given = {name: inner for name, inner in value.items() if name != "_target_"}
+        for name in given:
+            if str(name).startswith("_") and str(name).endswith("_"):
+                raise ConfigError(f"{key}.{name}: of such words of Hydra's only _target_ is known; name a function.")
+        check_arguments(import_callable(path, f"{key}._target_"), path, key, given)
+
+
+def instantiate(value: Any, key: str) -> Any:
+    """Return a copy of arguments, in which each dictionary with a `_target_` is what that makes of its other keys."""
+    if isinstance(value, list | tuple):
+        return [instantiate(inner, f"{key}.{i}") for i, inner in enumerate(value)]
+    if not isinstance(value, dict):
+        return deepcopy(value)
+    made = {name: instantiate(inner, f"{key}.{name}") for name, inner in value.items()}
+    target = made.pop("_target_", None)
+    return made if target is None else import_callable(target, f"{key}._target_")(**made)
 
 
 def argument(function: Any, arguments: Mapping[str, Any], name: str) -> Any:

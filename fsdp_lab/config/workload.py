@@ -11,7 +11,14 @@ from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import Between, Memory, at_least_one, divisors, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
 from fsdp_lab.config.registry import module_of
-from fsdp_lab.config.target import check_arguments, import_callable, import_object
+from fsdp_lab.config.target import (
+    check_arguments,
+    check_nested,
+    import_callable,
+    import_object,
+    instantiate,
+    nested,
+)
 
 EXAMPLE_BATCH = "model.example_batch"  # the target of `data=example`: the batches are the model's own
 
@@ -165,12 +172,14 @@ class UserModel(ModelGroup, OpenGroup):
         """
         target = needed_target(self.target, "model")
         check_arguments(import_callable(target, "model._target_"), target, "model", self.arguments)
+        check_nested(self.arguments, "model")
         for path in self.block_classes or ():
             if not isinstance(import_object(path, "model.block_classes"), type):
                 raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
 
     def paths(self) -> list[str]:
-        return [path for path in (self.target, *(self.block_classes or ())) if path]
+        inner = (str(value["_target_"]) for _, value in nested(self.arguments, "model"))
+        return [path for path in (self.target, *inner, *(self.block_classes or ())) if path]
 
 
 @dataclass
@@ -237,6 +246,7 @@ class UserData(DataGroup, OpenGroup):
         if target != EXAMPLE_BATCH:
             function = import_callable(target, "data._target_")
             check_arguments(function, target, "data", self.arguments, given=("split",))
+            check_nested(self.arguments, "data")
         if self.collate_fn is not None:
             import_callable(self.collate_fn, "data.collate_fn")
 
@@ -245,7 +255,7 @@ class UserData(DataGroup, OpenGroup):
         if target == EXAMPLE_BATCH or not hasattr(function := import_callable(target, "data._target_"), "check_files"):
             return
         try:
-            function.check_files(**self.arguments)
+            function.check_files(**instantiate(self.arguments, "data"))
         except UserError:  # our own data sets say it in one message
             raise
         except Exception as error:
@@ -255,10 +265,11 @@ class UserData(DataGroup, OpenGroup):
         target = needed_target(self.target, "data")
         function = None if target == EXAMPLE_BATCH else import_callable(target, "data._target_")
         ask = getattr(function, "least_vocab_size", None)
-        return None if ask is None else ask(**self.arguments)
+        return None if ask is None else ask(**instantiate(self.arguments, "data"))
 
     def paths(self) -> list[str]:
-        return [path for path in (self.target, self.collate_fn) if path and path != EXAMPLE_BATCH]
+        inner = (str(value["_target_"]) for _, value in nested(self.arguments, "data"))
+        return [path for path in (self.target, *inner, self.collate_fn) if path and path != EXAMPLE_BATCH]
 
 
 def needed_target(target: str | None, group: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from fsdp_lab.config.errors import ConfigError, UserError
-from fsdp_lab.config.target import import_callable
+from fsdp_lab.config.target import import_callable, instantiate
 from fsdp_lab.config.workload import EXAMPLE_BATCH, UserData, needed_target
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, map_tensors, tensors_of
 from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded, seeded
@@ -111,9 +110,25 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
         prepare()
         train, val = split("train"), split("val")
         text, vocab_size = (getattr(val.items, name, None) for name in ("bytes_per_token", "vocab_size"))
-        return Data(train, val, digest_of([train.items, val.items]), text, vocab_size)
+        return Data(train, val, _digest(train, val, target), text, vocab_size)
 
     return DataSpec(prepare, load, example_of(lambda size: first_batch(split("train"), target, size)))
+
+
+def _digest(train: Collated, val: Collated, target: str) -> str:
+    """
+    Raises:
+        UserError: an item cannot be read.
+    """
+    try:
+        return digest_of([train.items, val.items])
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"data._target_={target}: an item at an end of a split cannot be read, where a digest of the data is made: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def make_split(config: UserData, target: str, name: str) -> Items:
@@ -124,7 +139,7 @@ def make_split(config: UserData, target: str, name: str) -> Items:
     """
     try:
         with seeded(0):
-            items = import_callable(target, "data._target_")(split=name, **deepcopy(config.arguments))
+            items = import_callable(target, "data._target_")(split=name, **instantiate(config.arguments, "data"))
     except UserError:  # our own data sets say it in one message
         raise
     except Exception as error:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.target import import_callable, import_object
+from fsdp_lab.config.target import import_callable, import_object, instantiate
 from fsdp_lab.config.workload import UserModel, needed_target
 from fsdp_lab.workloads.base import ModelSpec
 
@@ -33,7 +32,7 @@ def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
         UserError: the callable fails, or returns no module.
     """
     try:
-        model = function(**deepcopy(arguments))  # it runs more than once, and may change a list
+        model = function(**instantiate(arguments, "model"))  # anew: it runs more than once, and may change a list
     except (TypeError, ValueError, KeyError, AttributeError, AssertionError) as error:  # what wrong arguments raise
         if "meta device type tensor" in str(error):  # NumPy asks for values that are not there yet
             raise

@@ -43,6 +43,18 @@ BAD = {
     "argument of data": (["data._target_=my_project.data.Corpus", "data.nois=1"], ["takes no nois", "takes: noise."]),
     "no split": (["data._target_=my_project.data.without_split", "data.noise=1"], ["takes no split", "add that param"]),
     "given split": (["data._target_=my_project.data.Corpus", "data.split=train"], ["data.split=train: fsdp_lab gives"]),
+    "argument of an argument": (
+        ["model._target_=my_project.net.Wraps", "model.inner._target_=my_project.net.Net", "model.inner.widht=4"],
+        ["model.inner.widht=4: my_project.net.Net takes no widht", "Did you mean width?"],
+    ),
+    "target of an argument": (
+        ["model._target_=my_project.net.Wraps", "model.inner=[{_target_: my_project.net.Nte}]"],
+        ["model.inner.0._target_=my_project.net.Nte: my_project.net has no Nte"],
+    ),
+    "word of Hydra's": (
+        ["data._target_=my_project.data.Corpus", "data.noise={_target_: my_project.net.loss, _partial_: true}"],
+        ["data.noise._partial_: of such words of Hydra's only _target_ is known"],
+    ),
     "no target": (["model=custom"], ["model=custom: model._target_ names nothing"]),
     "no loss": (["task=custom"], ["task=custom with task.loss=null"]),
     "two losses": (["task=model_loss", "task.loss=my_project.net.loss"], ["task=model_loss with task.loss=my_project"]),

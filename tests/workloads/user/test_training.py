@@ -24,6 +24,7 @@ from fsdp_lab.workloads.user.data import Collated, WithoutPadding, example_of, f
 from fsdp_lab.workloads.user.digest import digest_of
 from fsdp_lab.workloads.user.task import AroundUser, UserLoss
 from tests.ranks import Memo, config, run_ranks, train_all
+from tests.workloads.user.my_project.net import Net
 from tests.workloads.user.project import HERE, write_project
 
 NET = (f"model._target_={HERE}.net.Net", "model.width=16")
@@ -45,6 +46,10 @@ DOES_NOT_FIT = {
     "batch": (
         (*THEIRS, f"data.collate_fn={HERE}.data.collate_wrongly"),
         ["fails in first (", "on a batch of {x: 16x2 float32, y: 16 float32}", "mat1 and mat2"],
+    ),
+    "broken item": (
+        (*NET, *LOSS, f"data._target_={HERE}.data.Broken"),
+        [f"data._target_={HERE}.data.Broken: an item at an end of a split cannot be read", ": IndexError: index 128"],
     ),
     "dropped layers": (
         (f"model._target_={HERE}.net.LeavesOut", "model.width=8", *DATA, *LOSS, "sharding=ddp"),
@@ -227,6 +232,19 @@ def test_a_constructor_may_change_the_list_that_it_is_given() -> None:
     shapes = {name: parameter.shape for name, parameter in blueprint.model.named_parameters()}
     assert shapes["first.weight"] == (12, 3)
     assert {name: value.shape for name, value in blueprint.values()} == shapes
+
+
+def test_an_argument_may_be_a_module_of_their_own() -> None:
+    """As Hydra makes it of a `_target_`; anew each time that the constructor runs."""
+    inner = (f"model.inner._target_={HERE}.net.Net", "model.inner.width=4", "model.inner.depth=3")
+    others = "model.others=[{_target_: torch.nn.Linear, in_features: 2, out_features: 5}]"
+    trial = config(f"model._target_={HERE}.net.Wraps", *inner, others)
+    trial.check(1)
+    assert trial.model.paths() == [f"{HERE}.net.Wraps", f"{HERE}.net.Net", "torch.nn.Linear"]
+    build = build_workload(trial.model, trial.data, trial.task).model.build
+    first, second = build(), build()
+    assert type(first.inner) is Net and len(first.inner.blocks) == 3 and first.others[0].out_features == 5
+    assert first.inner is not second.inner
 
 
 @pytest.mark.parametrize("net", ["Reads", "Asks"])

@@ -67,6 +67,13 @@ def collate_wrongly(items):
     return {"x": torch.stack([item["x"][:2] for item in items]), "y": torch.stack([item["y"] for item in items])}
 
 
+class Broken(Corpus):
+    """Its last item cannot be read."""
+
+    def __getitem__(self, i):
+        return {**super().__getitem__(i), "z": self.x[i + 1]}
+
+
 def stream(split):
     return (i for i in range(3))
 

@@ -92,6 +92,14 @@ class Asks(Net):
         return super().forward(x if x.sum().item() < 1e9 else 2 * x)
 
 
+class Wraps(nn.Module):
+    """It is given its modules."""
+
+    def __init__(self, inner, others=()):
+        super().__init__()
+        self.inner, self.others = inner, nn.ModuleList(others)
+
+
 class LeavesOut(Net):
     """It leaves layers out, but never of a batch of one item, which is what is looked at before."""
 
