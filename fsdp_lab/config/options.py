@@ -97,6 +97,11 @@ def names_code(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0].lstrip("+") in CODE_KEYS or "_target_" in word for word in words)
 
 
+def may_name_code(key: str) -> bool:
+    """Whether the values of a key, or the options of a group, may name code of the user's."""
+    return key in (*_CHOSEN, "experiment") or names_code([f"{key}="])
+
+
 def secret_keys() -> list[str]:
     """Return the keys whose whole value is a secret: it goes into no file, and on no screen."""
     return [name for name, key in keys_of(NightlyConfig).items() if key.secret is Secret.VALUE]

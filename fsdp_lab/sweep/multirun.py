@@ -116,7 +116,7 @@ class Command:
             grid = enumerate_grid(self._parser, self._defaults, self._arguments)
             planned = plan_sweep(grid, self._compose)
             record = replace(record, num_trials=len(planned.trials))
-            record = record.with_code_of([trial.config for trial in planned.trials])
+            record = record.with_code([path for trial in planned.trials for path in trial.config.code()])
             states = [TrialState(trial) for trial in planned.trials]
             notes = [*planned.notes(), *self._idle_search_keys()]
             if self._auto:  # more trials come: how many is not known
@@ -128,9 +128,8 @@ class Command:
         except ConfigError:
             print(*search.notes(), sep="\n", flush=True)
             raise
-        if first is not None:
-            record = record.with_code_of([first.config])
-        return self._plan([TrialState(first)] if first else [], swept, record, search), search.notes()
+        states = [TrialState(first)] if first else []
+        return self._plan(states, swept, record.with_code(search.code()), search), search.notes()
 
     def _idle_search_keys(self) -> list[str]:
         """What was typed for a search, where a grid runs all its cells."""

@@ -47,6 +47,10 @@ class AutoRepeat:
         overrides = self._next_overrides()
         return None if overrides is None else self._compose(overrides, len(self._state.trials))
 
+    def code(self) -> list[str]:
+        """Return nothing more than the trials that it repeats call."""
+        return []
+
     def notes(self) -> list[str]:
         notes, self._notes = self._notes, []
         return notes

@@ -6,6 +6,7 @@ Every suggestion is composed and checked here, in the driver; one that cannot be
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from fsdp_lab.compose import Trial
 from fsdp_lab.compose import check as check_here
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, effective_settings, flatten, workers_of
+from fsdp_lab.config.options import may_name_code
 from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.status import TrialStatus
@@ -38,6 +40,9 @@ class Search(Protocol):
 
     def next(self) -> Trial | None:
         """The next trial; None when there are no more."""
+
+    def code(self) -> list[str]:
+        """Return the dotted paths to the user's code that any trial may call."""
 
     def notes(self) -> list[str]:
         """What the user should know of since the last call: what was refused, and why."""
@@ -176,6 +181,17 @@ class OptunaSearch:
 
     def has_more(self) -> bool:
         return self._made < self._settings.num_trials
+
+    def code(self) -> list[str]:
+        from optuna.distributions import CategoricalDistribution
+
+        named = [
+            [value for value in dimension.choices if isinstance(value, str)]
+            for key, dimension in self._space.dimensions.items()
+            if isinstance(dimension, CategoricalDistribution) and may_name_code(key)
+        ]
+        cells = ([*self._space.fixed, *values] for values in itertools.product(*named))
+        return sorted({path for cell in cells for path in self._compose(cell, 0).config.code()})
 
     def _params_of(self, overrides: Sequence[str]) -> dict[str, Any]:
         from optuna.distributions import CategoricalDistribution

@@ -59,6 +59,13 @@ def test_a_space_that_cannot_be_is_refused(parser: OverridesParser, argument: st
         space_of(parser, argument)
 
 
+def test_the_code_of_every_trial_that_may_come_is_known_before_the_first(parser: OverridesParser, compose_trial):
+    words = ["model=custom", "model._target_=my.A,my.B", "model.width=int(interval(1,9))", "data=custom"]
+    search = searching(parser, compose_trial, "random", *words, "data._target_=my.Data", LR)
+    assert search.code() == ["my.A", "my.B", "my.Data"]
+    assert searching(parser, compose_trial, "random", LR).code() == []
+
+
 def test_a_grid_refuses_an_interval_and_names_the_search(parser: OverridesParser):
     with pytest.raises(ConfigError, match="search=random or search=optuna"):
         enumerate_grid(parser, {}, ["optimizer.lr=interval(0.1,0.5)"])

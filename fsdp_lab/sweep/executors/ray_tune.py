@@ -34,7 +34,8 @@ class RayTuneExecutor:
         """
         cluster = sweep.config.cluster
         sweep.say("Ray starts" if cluster.address is None else "Ray is being reached")
-        code = sorted({path for state in sweep.states for path in state.trial.config.code()})
+        trials = (path for state in sweep.states for path in state.trial.config.code())
+        code = sorted({*trials, *(sweep.plan.search.code() if sweep.plan.search is not None else ())})
         # Ray lets its workers import from the folder that it is started in; where a resume stands is not one for that.
         with chdir(os.environ.get(TYPED_ELSEWHERE, ".")):
             engine.start_ray(cluster, code)

@@ -78,11 +78,11 @@ class Record:
         typed = [argument for argument in arguments if argument not in ("-m", "--multirun")]
         workers = workers_of(config)
         record = Record(uuid.uuid4().hex, typed, multirun, os.getcwd(), workers, code_digests(), _versions())
-        return record.with_code_of([config])
+        return record.with_code(config.code())
 
-    def with_code_of(self, configs: Sequence[SweepConfig]) -> Record:
-        """Return the same with the digests of the user's code that these trials call."""
-        digests = source_digests({path for config in configs for path in config.code()})
+    def with_code(self, paths: Sequence[str]) -> Record:
+        """Return the same with the digests of the user's code that dotted paths name."""
+        digests = source_digests(paths)
         return replace(self, user_code={os.path.relpath(file): digest for file, digest in digests.items()})
 
     def write(self, folder: Path) -> None:

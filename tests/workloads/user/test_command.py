@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,17 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path) -> None:
     assert refused.returncode == 2
     assert "your code changed: my_project/net.py" in refused.stderr
     assert run_cli(project, *resume, "resume_anyway=true").returncode == 0
+
+
+def test_a_search_knows_the_code_of_the_trials_to_come(project: Path) -> None:
+    """Of its two models it has tried one. A resume after a change of the other would train another one."""
+    shutil.copytree(project / "my_project", project / "other_project")
+    models = "model._target_=my_project.net.Net,other_project.net.Net"
+    search = ("search=random", "search.num_trials=1", "training.max_steps=1", "export=false", "-m")
+    done = run_cli(project, models, "model.width=8", *DATA, *LOSS, *ONE_CELL, *HERE, *search, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    known = json.loads((project / "out" / "sweep.json").read_text())["user_code"]
+    assert {"my_project/net.py", "other_project/net.py"} <= set(known)
 
 
 def test_a_resume_with_another_argument_is_refused(project: Path) -> None:
