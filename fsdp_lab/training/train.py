@@ -104,8 +104,9 @@ def train(
         MemoryProfile(config, workload.model.description, ranks, folder),
         reporter.step,
     )
-    tokens = workload.tokens_per_sample()
-    flops = workload.train_flops_per_sample() if tokens or device_peak_flops(config, ranks) else None
+    in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
+    is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
+    flops = workload.train_flops_per_sample() if is_wanted else None
     timed, root = Timed.before(state.history), launcher()
     while not _is_through(state, config):
         loaders.order.go_to(state.epoch, state.epoch_step)
@@ -117,7 +118,7 @@ def train(
         timed = timed.plus(times, largest(cores.share() if cores else 0.0))
         metrics.update(speed_metrics(times, config, ranks, flops, waited, tokens, timed))
         metrics.update(evaluate(state, workload.task, loaders.val, config, ranks.device, dims))
-        if tokens is not None:
+        if in_tokens:
             metrics.update(token_metrics(metrics["val/loss"], data.bytes_per_token))
         metrics.update(watch.memory.figures())
         metrics.update(epoch=state.epoch + 1, step=state.step)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.workloads.construct import Blueprint
+from fsdp_lab.workloads.construct import Blueprint, seeded
 
 # Tensors in any nesting of tuples, lists and dictionaries. Only the task and the data set look inside.
 Batch = Any
+_COMPARED = 32  # samples, of which the number of tokens is looked at
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Task(Protocol):
         """Return `name -> (sum, count)`, `loss` among them; sums and counts are added up over batches and ranks."""
 
     def units(self, batch: Batch) -> int:
-        """Return how many of the unit a batch without padding has, by its shape alone."""
+        """Return how many of the unit a batch has, without the padding that the task knows; of a batch on `meta`, how
+        many one of its shape has without padding."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,15 @@ class Workload:
             self.task.forward(model.eval(), batch)
         return 3.0 * counter.get_total_flops()
 
-    def tokens_per_sample(self) -> int | None:
-        """Return the tokens of one sample; None where samples are what is counted."""
+    def tokens_per_sample(self, dataset: Dataset) -> int | None:
+        """Return the tokens of each sample; None where samples are what is counted, or where some have more than
+        others: padding would count, and the FLOPs of one say nothing of another. Reads a few samples."""
         if self.task.unit != "tokens":
             return None
-        return self.task.units(self._meta_batch())
+        chosen = torch.linspace(0, len(dataset) - 1, min(_COMPARED, len(dataset)), dtype=torch.float64).long()
+        with seeded(0):
+            found = {self.task.units(dataset[index]) for index in chosen.split(1)}
+        return found.pop() if len(found) == 1 else None
 
     def parameters_without_gradient(self) -> list[str]:
         """Return the names of those that a step leaves without one, as a step on `meta` shows, frozen ones apart."""

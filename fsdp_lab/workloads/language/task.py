@@ -56,5 +56,6 @@ class Language:
         return total, (labels != IGNORED).sum()
 
     def units(self, batch: Tensor) -> int:
-        """Return the number of tokens that a batch without padding has to be told."""
-        return batch.shape[0] * (batch.shape[1] - 1)
+        """Return the number of tokens that are to be told."""
+        labels = batch[:, 1:]
+        return labels.numel() if labels.is_meta else int((labels != IGNORED).sum())

@@ -86,9 +86,12 @@ class UserLoss:
         return {"loss": (outputs.loss * batch.num_items, batch.num_items), **outputs.named}
 
     def units(self, batch: Batch) -> int:
-        """Return the items of a batch; where tokens are counted, those of its first tensor of whole numbers."""
+        """Return the items of a batch; where tokens are counted, those of its first tensor of whole numbers. A batch
+        that is one tensor has the labels in it, too, so that the first token of each row is none that is told."""
         if self.unit != "tokens":
             return num_items(batch)
+        if isinstance(batch, Tensor) and batch.ndim > 1 and not batch.is_floating_point():
+            return batch[:, 1:].numel()
         whole = (t for t in tensors_of(batch) if not t.is_floating_point() and t.ndim > 1)
         return next((tensor.numel() for tensor in whole), num_items(batch))
 

@@ -43,7 +43,8 @@ def test_rows_of_padding_do_not_count(chunks: int):
     padded[1:3] = -1
     task, losses = Language(loss_chunks=chunks), by_hand(padded)
     total, count = task.metrics(task.forward(small(), padded), padded)["loss"]
-    assert total.item() == pytest.approx(sum(losses), rel=1e-6) and count == len(losses) == 16
+    assert total.item() == pytest.approx(sum(losses), rel=1e-6) and count == len(losses) == task.units(padded) == 16
+    assert task.units(padded.to("meta")) == 32, "by its shape"
     nothing = torch.full_like(BATCH, -1)
     assert [x.item() for x in task.metrics(task.forward(small(), nothing), nothing)["loss"]] == [0, 0]
 

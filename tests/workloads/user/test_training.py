@@ -40,6 +40,7 @@ FITS = {
     "values": ((f"model._target_={HERE}.net.Reads", "model.width=8", *DATA, *LOSS, "init=rank0"), "val/loss"),
     "model_loss": ((f"model._target_={HERE}.net.WithLoss", "model.width=8", "task=model_loss", *DATA), "val/loss"),
 }
+TOKENS = {"language": ("task=language",), "loss": (f"task.loss={HERE}.net.of_next_token", "task.unit=tokens")}
 # What is typed -> what the message must say.
 DOES_NOT_FIT = {
     "loss of each item": ((*NET, *DATA, f"task.loss={HERE}.net.of_each_item"), ["a tensor of 16;", "loss.mean()"]),
@@ -89,6 +90,11 @@ def train_each(cases: dict[str, tuple[str, ...]], more: list[str]) -> dict[str, 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, dict[str, float] | str]:
     cases = {name: words for name, (words, _) in {**FITS, **DOES_NOT_FIT}.items()}
+    rows = (f"model._target_={HERE}.net.Reader", f"data._target_={HERE}.data.Sentences", "sharding=root")
+    rows += (f"data.collate_fn={HERE}.data.fill_up", "training.timing_warmup_steps=0", "training.global_batch_size=8")
+    for name, words in TOKENS.items():
+        cases[f"{name} of even rows"] = (*rows, *words)
+        cases[f"{name} of ragged rows"] = (*rows, *words, "data.ragged=true")
     return run_ranks(2, train_each, cases, ["training.max_steps=2"])[0]
 
 
@@ -97,6 +103,16 @@ def test_any_part_may_be_theirs(trained: dict[str, dict[str, float] | str], name
     told = trained[name]
     assert isinstance(told, dict), told
     assert math.isfinite(told[FITS[name][1]])
+
+
+@pytest.mark.parametrize("task", TOKENS)
+def test_tokens_are_counted_where_each_item_has_as_many(trained: dict[str, dict[str, float] | str], task: str) -> None:
+    """8 of 9 are told. The longest of ragged rows is the first, to whose length batches are filled up."""
+    even, ragged = trained[f"{task} of even rows"], trained[f"{task} of ragged rows"]
+    assert isinstance(even, dict) and isinstance(ragged, dict), (even, ragged)
+    assert even["perf/tokens_per_s"] == pytest.approx(8 * even["perf/samples_per_s"])
+    assert {"perf/tokens_per_s", "perf/tflops_per_device"} <= even.keys() - ragged.keys()
+    assert ragged["perf/samples_per_s"] > 0
 
 
 @pytest.mark.parametrize("name", DOES_NOT_FIT)
