@@ -246,7 +246,7 @@ def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> s
             parts.append(f"{times_text(_ratio(sweep, choice.speeds, other, chosen))} the speed{tied}")
     memory, mine = other.median(MEMORY), chosen.median(MEMORY)
     if memory > 0 and mine > 0:
-        parts.append("the same memory" if memory == mine else f"{memory / mine:.3g}× the memory")
+        parts.append("the same memory" if abs(memory / mine - 1) < 5e-4 else f"{memory / mine:.3g}× the memory")
     if math.isfinite(other.median(sweep.loss_key)):
         parts.append(_loss_change(sweep, other, chosen))
     reason = choice.why_not.get(other.name, "")
@@ -342,6 +342,6 @@ def _command(setting: Setting) -> str:
         for override in plainest.overrides
         if not override.startswith(("nightly.", "hydra."))
         and (override in common or override.partition("=")[0].lstrip("+") not in REPEATS)
-        and override.partition("=")[0] != "repeat"
+        and override.partition("=")[0] not in ("repeat", "repeat_max")
     ]
     return shlex.join(["python", "-m", "fsdp_lab", *kept])
