@@ -17,6 +17,8 @@ from fsdp_lab.config.words import for_hydra
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.status import ExitCode
 
+_SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead of running
+
 
 def main() -> None:
     """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input) or 130 (interrupted)."""
@@ -100,8 +102,10 @@ def resume_first(arguments: list[str]) -> tuple[list[str], str]:
 
 
 def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
-    """`-m` and `--config-dir` to the front: argparse wants the overrides in one piece, people put them anywhere."""
-    flags = [a for a in arguments if a in ("-m", "--multirun")]
+    """`-m` and `--config-dir` to the front: argparse wants the overrides in one piece, people put them anywhere.
+    Where a config is to be shown, `-m` is left out: Hydra refuses both at once, and what it shows is one trial's."""
+    shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
+    flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]
     folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
     return [*flags[:1], *folder, *(a for a in arguments if a not in ("-m", "--multirun"))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import re
 from collections.abc import Iterator, Sequence
@@ -29,10 +28,12 @@ from fsdp_lab.config import (
     conf_dir,
     default_num_workers,
     flatten,
+    from_dict,
     part,
     workers_of,
 )
 from fsdp_lab.config.machine import check_local_capacity
+from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup
 from fsdp_lab.redact import redact
 
@@ -74,10 +75,12 @@ class Trial:
 
 @dataclass
 class Schema(NightlyConfig):
-    """What Hydra composes: `model` and `data` are what their option says, and whatever is typed below them."""
+    """What Hydra composes: `model` and `data` are what their option says, and whatever is typed below them.
+    `objective` is a list, or one word."""
 
     model: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
     data: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+    objective: Any = field(default_factory=lambda: NightlyConfig().objective)
 
 
 def register_schema() -> None:
@@ -124,7 +127,8 @@ def nightly_config(cfg: DictConfig) -> NightlyConfig:
     config = OmegaConf.to_object(own)
     assert isinstance(config, NightlyConfig)
     values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}
-    return NightlyConfig(**{**values, **opened})
+    objective = from_dict(SweepConfig, {"objective": config.objective}).objective
+    return NightlyConfig(**{**values, **opened, "objective": objective})
 
 
 def _typed_group(group: str, node: DictConfig) -> Any:
@@ -305,7 +309,7 @@ def _composition(error: BaseException) -> str:
         given = re.search(r"(?:argument|parameters) '([^']+)'", text)
         return (
             f"{given[1] if given else 'an override'} names several values, which is a sweep: add -m to run one "
-            "trial for each, or give one value."
+            "trial for each, or give one value; --cfg and --info show one trial."
         )
     return _cut(f"{text} {cause}".strip())
 
@@ -327,18 +331,15 @@ def _valid(key: str) -> str:
     prefix = key.split(".")[0].lstrip("+~")
     same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
     if "." in key and same:
-        leaves = {k.rpartition(".")[2]: k for k in same}
-        close = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1)
-        meant = f"Did you mean {leaves[close[0]]}? " if close else ""
-        return f"{meant}The keys of {prefix} are: {', '.join(same)}."
+        return f"{_meant(key, same) or _meant(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
     top = sorted({k.split(".")[0] for k in all_keys()})
-    meant = _meant(key, [*top, *all_keys()])
+    meant = _meant(key, [*groups(), *top, *all_keys()])
     return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."
 
 
 def _meant(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"Did you mean {close[0]}? " if close else ""
+    meant = closest(key, known)
+    return f"Did you mean {meant}? " if meant else ""
 
 
 def _one_line(text: str) -> str:

@@ -21,6 +21,10 @@ BAD = {
     "unknown option": (["sharding=foo"], ["sharding=foo is not an option", *SHARDINGS]),
     "unknown group": (["shardin=root"], ["shardin is not a key", "groups are", "sharding", "precision"]),
     "unknown key": (["optimizer.rate=0.1"], ["optimizer.rate is not a key", "optimizer.lr", "optimizer.momentum"]),
+    "key by another name": (["optimizer.learning_rate=1"], ["optimizer.learning_rate is not", "mean optimizer.lr?"]),
+    "key of another group": (["training.lr=1"], ["training.lr is not a key", "mean optimizer.lr?"]),
+    "number for an objective": (["objective=3"], ["objective=3", "takes a"]),
+    "unknown objective": (["objective=val_loss:min"], ["objective=val_loss:min is not", "mean val/loss?"]),
     "unknown key of none": (["bogus.key=1"], ["bogus.key is not a key", "optimizer", "training"]),
     "key that + adds": (["+nonsense=1"], ["nonsense is not a key", "nothing would read it", "keys begin with"]),
     "key of a group that + adds": (["+training.epoch=5"], ["training.epoch is not", "mean training.epochs?"]),
@@ -113,6 +117,20 @@ def test_the_flag_may_stand_anywhere(cli, place: int, flag: str):
     arguments = ["optimizer.lr=interval(0,1)", "training.epochs=1"]
     arguments.insert(place, flag)
     assert "cannot be enumerated by a grid" in cli(*arguments).stderr
+
+
+@pytest.mark.parametrize("show", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
+def test_a_sweeps_config_is_shown_as_a_trials(cli, show: list[str]):
+    trial = cli("experiment=zero2_zero3", "objective=val/loss:min", *show)
+    sweep = cli(*show, "-m", "experiment=zero2_zero3", "objective=val/loss:min")
+    assert (sweep.returncode, sweep.stderr) == (0, "")
+    assert sweep.stdout == trial.stdout
+    assert yaml.safe_load(sweep.stdout)["objective"] == "val/loss:min"
+
+
+def test_one_objective_may_be_a_word(cli):
+    """Its check is behind what types it: the direction is missing, not the list."""
+    assert "objective=val/loss says no direction" in cli("objective=val/loss").stderr
 
 
 @pytest.fixture(scope="module")

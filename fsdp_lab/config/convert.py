@@ -77,8 +77,8 @@ def _typed(hint: Any, value: Any, key: str) -> Any:
             value = float(value)  # YAML reads 1e-3 as text
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if typing.get_origin(hint) is list and isinstance(value, list):
-        return [_typed(typing.get_args(hint)[0], item, key) for item in value]
+    if typing.get_origin(hint) is list and isinstance(value, list | str):  # one word is a list of one
+        return [_typed(typing.get_args(hint)[0], item, key) for item in ([value] if isinstance(value, str) else value)]
     if type(value) is not hint:
         raise ConfigError(f"{key}={value} is a {type(value).__name__}; it takes a {getattr(hint, '__name__', hint)}.")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
@@ -20,6 +19,7 @@ from fsdp_lab.config.key import (
     positive,
 )
 from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.metrics import can_be_objective, objective_keys
 
@@ -267,7 +267,7 @@ def _objective(word: str, name: str) -> tuple[str, str]:
         raise ConfigError(f"{name}={word} says no direction; use {named}:min or {named}:max.")
     if not can_be_objective(metric):
         known = objective_keys()
-        close = difflib.get_close_matches(metric, known, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
+        close = closest(metric, known)
+        meant = f"did you mean {close}? " if close else ""
         raise ConfigError(f"{name}={word} is not a metric of a trial; {meant}the metrics are: {', '.join(known)}.")
     return metric, direction

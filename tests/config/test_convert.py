@@ -33,6 +33,10 @@ def test_round_trip(overrides: list[str]) -> None:
     assert from_dict(NightlyConfig, yaml.safe_load(yaml.safe_dump(plain))) == config
 
 
+def test_one_word_is_a_list_of_one() -> None:
+    assert from_dict(NightlyConfig, {"objective": "val/loss:min"}).objective == ["val/loss:min"]
+
+
 def test_to_dict_has_names_of_enums() -> None:
     plain = to_dict(NightlyConfig())
     assert plain["sharding"]["granularity"] == "per_block"
