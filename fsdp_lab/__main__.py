@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fsdp_lab.installed  # noqa: F401
+
+# isort: split
 import atexit
 import os
 import sys

@@ -10,6 +10,9 @@ says.
 
 from __future__ import annotations
 
+import fsdp_lab.installed  # noqa: F401
+
+# isort: split
 import dataclasses
 import sys
 from pathlib import Path

@@ -26,6 +26,9 @@ The table, for the worker that holds most, when it holds most; the smallest peak
 
 from __future__ import annotations
 
+import fsdp_lab.installed  # noqa: F401
+
+# isort: split
 import sys
 import time
 from collections.abc import Iterable, Sequence

@@ -23,6 +23,9 @@ On its schedule it never leaves by itself; SIGTERM between nights is 0.
 
 from __future__ import annotations
 
+import fsdp_lab.installed  # noqa: F401
+
+# isort: split
 import shlex
 import signal
 import sys
