@@ -16,8 +16,9 @@ The table, for the worker that holds most, when it holds most; the smallest peak
   workers      how many train together
   peak         all tensors at once: the sum of the columns that follow
   params       its shard of the parameters           optimizer    its shard of the optimizer's state
-  grads        gradients, sharded or whole           gathered     parameters put together for use, and what they come in
-  activations  what the forward pass keeps, the batch on a GPU, and under DDP the buckets of gradients
+  grads        gradients, sharded or whole; under DDP the buckets that they are views of
+  gathered     parameters put together for use, and what they come in
+  activations  what the forward pass keeps, and the batch on a GPU
   rest         temporaries, reduce buffers, the batch
   needs        GPUs: what the allocator will reserve for these tensors, the CUDA context and NCCL's buffers
   host         what lies in host memory while a GPU computes

@@ -47,11 +47,13 @@ _WRAPPERS = (WRAPPED, "module")
 
 
 class _Recorder(Tracker):
-    """Notes each change of a step, in their order."""
+    """Notes each change of a step, in their order, until the step is `over`: PyTorch's tracker hears of what the step
+    held for as long as that lives, and a model that is given up is no change of the step."""
 
     def __init__(self, *args: Any, device: torch.device) -> None:
         super().__init__(*args)
         self.device = device
+        self.over = False
         self.profile = Profile()
         self._phase = "forward"
         self._names: dict[str, str] = {}
@@ -60,6 +62,8 @@ class _Recorder(Tracker):
         self._serials: dict[int, int] = {}
 
     def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
+        if self.over:
+            return
         serial = self._serials.setdefault(storage, len(self.profile.events))  # an event's index: used once only
         if freed:
             del self._serials[storage]
@@ -156,9 +160,12 @@ def record_step(
         recorder = _Recorder(device=device)
         recorder.track_external(model, optimizer)
     recorder.follow(batch)
-    with tracker_hooks_removed(), _GlooOnCopies(), recorder:
-        recorder.profile.begun = len(recorder.profile.events)
-        yield recorder
+    try:
+        with tracker_hooks_removed(), _GlooOnCopies(), recorder:
+            recorder.profile.begun = len(recorder.profile.events)
+            yield recorder
+    finally:
+        recorder.over = True
 
 
 class MemoryProfile:

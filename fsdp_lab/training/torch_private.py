@@ -236,7 +236,21 @@ class Tracker(MemTracker):
         # PyTorch 2.11 counts them. A DTensor itself the base class sends back, to come again as its parts.
         if active_fake_mode() is not self._fake_mode and DTensor not in types:
             return func(*args, **(kwargs or {}))
+        if self._makes_bucket(func, kwargs or {}):
+            bucket = func(*args, **(kwargs or {}))
+            self._update_and_maybe_create_winfos(bucket, _MemRefType.GRAD)
+            return bucket
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _makes_bucket(self, func: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether DDP makes one of the buckets that gradients are views of: what it makes itself, before its module is
+        entered, and not the whole numbers that it sends around. The base class takes it for an activation."""
+        return (
+            func is torch.ops.aten.empty.memory_format
+            and getattr(kwargs.get("dtype"), "is_floating_point", True)
+            and self.modules_at_work() == {ddp.DistributedDataParallel.__name__}
+            and not self.in_backward()
+        )
 
     def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
         winfo.mem_consumed = winfo.size * winfo.element_size  # as requested: the base class rounds it up on CUDA

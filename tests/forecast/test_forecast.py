@@ -46,6 +46,25 @@ def test_ddp_holds_everything_on_every_worker():
     peaks = forecast_profile(config("model=mlp", "sharding=ddp"), 4, cuda=False).peaks["device"]
     assert peaks["param"] == 4 * PARAMETERS
     assert peaks["optimizer"] == 2 * 4 * PARAMETERS + 4 * len(SHAPES)
+    assert peaks["grad"] == 4 * PARAMETERS, "gradients are views of the buckets"
+    assert peaks["activation"] < 4 * 1024 * 1024
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize(
+    "sharding", [["ddp"], ["root"], ["per_block"], ["size_based", "sharding.min_num_params=20000"]]
+)
+def test_a_timeline_ends_with_its_step(sharding: list[str], cuda: bool):
+    """What is given up after it, the model and the optimizer's state, is no change of the step."""
+    profile = forecast_profile(config("model=mlp", f"sharding={sharding[0]}", *sharding[1:]), 2, cuda)
+    gc.collect()
+
+    def held(events: list[Event]) -> dict[str, int]:
+        last = {event.storage: event for event in events}
+        return {c: sum(e.num_bytes for e in last.values() if e.category == c) for c in ("param", "optimizer")}
+
+    assert held(profile.events) == held(profile.events[: profile.begun])
+    assert held(profile.events)["optimizer"] > 4 * PARAMETERS
 
 
 def test_sgd_without_momentum_has_no_state():
