@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -49,6 +50,7 @@ _TOKEN_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")
 
 
 _servers: dict[str, psutil.Process] = {}  # of a Ray that was started here
+_own_folders: list[Path] = []  # what it writes in the folder for temporary files: logs and sockets
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         # "local" and not None, which would join a Ray that somebody else started on this machine
         # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
         cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
-        ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
+        context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
+        if folder := getattr(context, "address_info", {}).get("session_dir"):
+            _own_folders.append(Path(folder))
         _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})
         return
     with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
@@ -186,13 +190,19 @@ def wrong_token(address: str) -> UserError:
 
 
 def stop_ray() -> None:
-    """Leave Ray; a Ray that was started here ends with all its processes."""
+    """Leave Ray; a Ray that was started here ends with all its processes and temporary files. Where one of its servers
+    has ended by itself the files stay: its logs may say why."""
+    lost = lost_server()
     _servers.clear()
     shutdown = getattr(sys.modules.get("ray"), "shutdown", None)
     if shutdown is not None:  # else Ctrl-C came while Ray was being imported
         shutdown()
     end_descendants()
     end_meetings()
+    while _own_folders:
+        folder = _own_folders.pop()
+        if lost is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 _adopting = False

@@ -71,10 +71,13 @@ def test_cpus_per_worker_by_the_nodes(nodes: list[tuple[bool, int, int]], each: 
 _START = """
 import ray
 from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine.cluster import num_gpus, start_ray, stop_ray
+from fsdp_lab.engine.cluster import _own_folders, num_gpus, start_ray, stop_ray
 start_ray(ClusterConfig())
 print("GPUs:", num_gpus())
+(folder,) = _own_folders
+assert (folder / "logs").is_dir()
 stop_ray()
+assert not folder.exists(), "temporary files stay"
 """
 
 
@@ -92,19 +95,23 @@ def test_ray_here_has_the_gpus_that_we_count(
         [sys.executable, "-c", _START], env=environment, capture_output=True, text=True, timeout=110, check=False
     )
     assert f"GPUs: {count}" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 _LOSE_A_SERVER = """
-import sys, time, psutil
+import shutil, sys, time, psutil
 from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine.cluster import lost_server, start_ray, stop_ray
+from fsdp_lab.engine.cluster import _own_folders, lost_server, start_ray, stop_ray
 start_ray(ClusterConfig())
 assert lost_server() is None
+(folder,) = _own_folders
 next(child for child in psutil.Process().children() if child.name() == sys.argv[1]).kill()
 time.sleep(0.5)
 print("lost:", lost_server(), flush=True)
 stop_ray()
 print("after:", lost_server())
+assert (folder / "logs").is_dir(), "what its logs say is lost"
+shutil.rmtree(folder)
 """
 
 
@@ -115,6 +122,7 @@ def test_a_server_of_rays_that_ended_is_named(server: str):
         [sys.executable, "-c", _LOSE_A_SERVER, server], capture_output=True, text=True, timeout=110, check=False
     )
     assert f"lost: {server}" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
