@@ -29,10 +29,31 @@ def run_name(trial: Trial, swept: Sequence[str]) -> str:
 
 
 def short_name(trial: Trial, swept: Sequence[str]) -> str:
-    """For MLflow's list, which shows a dozen letters: `per_block never`, `root lr=0.001`."""
+    """For MLflow's list, which shows a dozen letters: `per_block never`, `root lr=0.00123`. Numbers are rounded."""
     keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
-    words = (str(setting(trial, k)) if k in trial.choices else f"{k.split('.')[-1]}={setting(trial, k)}" for k in keys)
+    words = (
+        str(setting(trial, k)) if k in trial.choices else f"{k.split('.')[-1]}={_rounded(setting(trial, k))}"
+        for k in keys
+    )
     return " ".join(words)
+
+
+def _rounded(value: Any) -> str:
+    """To three digits, of a whole number all."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def sweep_name(trials: Sequence[Trial], swept: Sequence[str]) -> str:
+    """Return what a sweep compares: `zero2_zero3: sharding × reshard_after_forward (4 trials)`. A search has its name
+    before the number of trials that there are by now."""
+    axes = " × ".join(key.lstrip("+").rpartition(".")[2] for key in swept)
+    preset = trials[0].choices.get("experiment", "null") if trials else "null"
+    study = f"{preset}: " if preset != "null" else ""
+    search = trials[0].config.search if trials else None
+    how = f"{search.name}, " if search is not None and search.samples else ""
+    return f"{study}{axes or 'one setting'} ({how}{len(trials)} trial{'' if len(trials) == 1 else 's'})"
 
 
 def label(number: int, states: Sequence[TrialState]) -> str:

@@ -28,7 +28,7 @@ from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.paths import storage
 from fsdp_lab.sweep.store.record import Record, read_hydra_file, read_record, read_trials, saved_config
 from fsdp_lab.sweep.store.resume import resumed_states
-from fsdp_lab.tracking import fetch_artifact, read_sweep, runs_url
+from fsdp_lab.tracking import command_of, fetch_artifact, read_sweep, runs_url
 
 
 def sweep_of(
@@ -116,8 +116,8 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
         TrackingError: there is no such store or run.
     """
     parent, runs = read_sweep(tracking, run_id)
-    # The source of a run is the command that trains it again, alone.
-    typed_overrides = [shlex.split(run.tags.get("mlflow.source.name", ""))[3:] for run in runs]
+    # The command of a trial is the one that trains it again, alone.
+    typed_overrides = [shlex.split(command_of(run.tags))[3:] for run in runs]
     same_keys = len({tuple(o.partition("=")[0] for o in overrides) for overrides in typed_overrides}) == 1
     axes = swept_keys(typed_overrides) if same_keys else []
     trials = [
@@ -140,7 +140,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
         (name, parent.tags[f"version.{name}"]) for name in ("torch", "ray") if f"version.{name}" in parent.tags
     ]
     name = parent.tags.get("mlflow.runName", run_id)
-    command = parent.tags.get("mlflow.source.name", "")
+    command = command_of(parent.tags)
     report, wanted, most = _report_config(tracking, runs[0].run_id)
     tolerances = (report.loss_tolerance, report.speed_tolerance)
     return data.Sweep(

@@ -2,9 +2,10 @@
 
 from fsdp_lab.tracking.read import annotate, fetch_artifact, find_sweep_run, folder_of_run, read_sweep
 from fsdp_lab.tracking.store import TrackingError, runs_url
+from fsdp_lab.tracking.tags import command_of
 from fsdp_lab.tracking.tracker import Tracker
 
 __all__ = [
-    "Tracker", "TrackingError", "annotate", "fetch_artifact", "find_sweep_run", "folder_of_run", "read_sweep",
-    "runs_url",
+    "Tracker", "TrackingError", "annotate", "command_of", "fetch_artifact", "find_sweep_run", "folder_of_run",
+    "read_sweep", "runs_url",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def how_to_read() -> str:
 
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
+COMMAND_TAG = "fsdp_lab.command"
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
@@ -99,16 +101,18 @@ def _typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def sweep_tags(folder: Path, command: str, num_trials: int | None, sweep_id: str = "") -> dict[str, str]:
-    """The tags of a parent run."""
-    count = {} if num_trials is None else {"num_trials": num_trials}
-    return _cut({**_origin(folder, command), **count, **_found_by(sweep_id)})
+def sweep_tags(folder: Path, command: str, num_trials: int, sweep_id: str = "") -> dict[str, str]:
+    """The tags of a parent run. The time is in its description: its name says what it compares."""
+    note = f"Started {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z} in `{folder.absolute()}` by\n\n    {command}\n"
+    return _cut(
+        {**_origin(folder, command), "num_trials": num_trials, "mlflow.note.content": note, **_found_by(sweep_id)}
+    )
 
 
 def trial_tags(
     folder: Path, overrides: Sequence[str], parent: str | None, sweep_id: str = "", number: str = ""
 ) -> dict[str, str]:
-    """The tags of a trial; its source is the command that trains it again, alone."""
+    """The tags of a trial; its command is the one that trains it again, alone."""
     tags = _origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides])) | _found_by(sweep_id, number)
     return _cut({**tags, "mlflow.parentRunId": parent} if parent else tags)
 
@@ -128,9 +132,22 @@ def _origin(folder: Path, command: str) -> dict[str, Any]:
     return {
         **_machine(),
         "fsdp_lab.folder": folder.absolute(),
-        "mlflow.source.name": command,
+        COMMAND_TAG: command,
+        "mlflow.source.name": _without_slashes(command),
         "mlflow.source.type": "LOCAL",
     }
+
+
+def _without_slashes(command: str) -> str:
+    """A command without the words that hold a slash: of a source's name MLflow shows what follows the last one."""
+    words = shlex.split(command)
+    kept = [word for word in words if "/" not in word]
+    return " ".join([*map(shlex.quote, kept), *(["…"] if len(kept) < len(words) else [])])
+
+
+def command_of(tags: Mapping[str, str]) -> str:
+    """Return the command that a run was started with, by its tags; "" where they have none."""
+    return tags.get(COMMAND_TAG) or tags.get("mlflow.source.name", "")  # where earlier versions had it
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:

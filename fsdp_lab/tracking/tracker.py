@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
-from fsdp_lab.metrics import mib_figures
+<<<<<<< HEAD
+from fsdp_lab.metrics import shown_figures
+=======
+from fsdp_lab.files import whole
+from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
+>>>>>>> aec9a44 (fixup! Name sweeps in MLflow by what they compare, and open comparisons on the loss)
 from fsdp_lab.redact import redact, redacted_file
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking.outbox import Outbox
@@ -45,6 +50,8 @@ _RUN_STATUS = {
 _RUN = "a run"
 _PARAMS_PER_BATCH = 100  # MLflow's limit
 _ERROR_LENGTH = 500
+# MLflow's page that compares runs opens on the metric that was written first.
+_FIRST = (VAL_LOSS, TRAIN_LOSS, "forecast/peak_mib")
 _TEXTS = (".yaml", ".csv", ".txt", ".json", ".jsonl", ".log", ".md")
 
 
@@ -54,11 +61,13 @@ def _to_stderr(message: str) -> None:
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run of a sweep that is in the store. `recorded`: with everything that belongs to it."""
+    """A run of a sweep that is in the store. `recorded`: with everything that belongs to it; `ended`: when, in
+    milliseconds since 1970, None while it runs."""
 
     handle: str
     status: str | None
     recorded: bool
+    ended: int | None
 
 
 class Tracker:
@@ -108,7 +117,7 @@ class Tracker:
             handle = str(run.info.run_id)
             self._ids[handle] = handle
             found[run.data.tags.get(TRIAL_TAG, "")] = FoundRun(
-                handle, run.data.tags.get("status"), RECORDED_TAG in run.data.tags
+                handle, run.data.tags.get("status"), RECORDED_TAG in run.data.tags, run.info.end_time
             )
         return found
 
@@ -150,16 +159,25 @@ class Tracker:
         """The id of a run; "" while it has none."""
         return self._ids.get(handle or "", "")
 
-    def start_sweep(self, name: str, folder: Path, command: str, num_trials: int | None, sweep_id: str = "") -> str:
+    def start_sweep(self, name: str, folder: Path, command: str, num_trials: int, sweep_id: str = "") -> str:
         """Start the parent run of a sweep and return its handle.
 
         Args:
             folder: the sweep's own, kept as the tag `fsdp_lab.folder`.
             command: as it was typed; credentials in it are not shown.
-            num_trials: None where a search may end early.
+            num_trials: those that are known; `name_sweep` counts those that a search adds.
             sweep_id: what `find_runs` finds it by.
         """
         return self._create_run(name, lambda: sweep_tags(folder, command, num_trials, sweep_id), sweep_id, "")
+
+    def name_sweep(self, handle: str, name: str, num_trials: int) -> None:
+        """Give the run of a sweep another name and number of trials: a search adds trials as it goes."""
+
+        def write(client: MlflowClient, id_: str, again: bool) -> None:
+            client.update_run(id_, name=shortened(redact(name)))
+            client.set_tag(id_, "num_trials", num_trials)
+
+        self._write("tags", handle, write)
 
     def start_trial(
         self,
@@ -224,6 +242,7 @@ class Tracker:
         epoch = int(metrics["epoch"])
         names = {"train/step" if k == "step" else k: float(v) for k, v in metrics.items() if k != "epoch"}
         names |= mib_figures(names)  # in the same batch, so that an epoch has both or neither
+        names = {key: names[key] for key in sorted(names, key=lambda key: key not in _FIRST)}
         now = int(time.time() * 1000)
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
@@ -259,20 +278,26 @@ class Tracker:
         self._write("files", run_id, lambda client, id_, again: client.log_artifact(id_, str(path), folder or None))
 
     def finish(
-        self, run_id: str, status: TrialStatus, error: str | None = None, artifacts: Sequence[Path] = ()
+        self,
+        run_id: str,
+        status: TrialStatus,
+        error: str | None = None,
+        ended: int | None = None,
+        artifacts: Sequence[Path] = (),
     ) -> None:
         """End a run; the first ending that reached the store stands, later calls do nothing.
 
         Args:
             status: one that ends a trial; kept as a tag.
             error: why it failed, kept as the tag `error`: one line of at most 500 characters.
+            ended: when, in milliseconds since 1970; None: now.
             artifacts: files and folders to copy first.
         """
         assert status in _RUN_STATUS, f"{status} is none of {', '.join(_RUN_STATUS)}"
         if run_id in self._finished:
             return
         self._finished.add(run_id)
-        ended = int(time.time() * 1000)
+        ended = ended or int(time.time() * 1000)
         for path in artifacts:
             self.log_artifact(run_id, path)
 

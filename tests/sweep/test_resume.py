@@ -45,6 +45,13 @@ def forget(folder: Path, number: int) -> None:
     (folder / "out" / str(number) / "outcome.json").unlink(missing_ok=True)
 
 
+def when(folder: Path) -> list[tuple[str, int, int, str]]:
+    """Of each run, the sweep's own first: its name, when it started, when it ended, and how."""
+    (parent,), children = runs(folder)
+    infos = [run.info for run in (parent, *children)]
+    return [(info.run_name, info.start_time, info.end_time, info.status) for info in infos]
+
+
 def test_the_trials_train_in_this_process(finished: Path):
     for number in range(3):
         assert json.loads((finished / "out" / str(number) / "facts.json").read_text())["world_size"] == 1
@@ -58,12 +65,14 @@ def test_the_trials_train_in_this_process(finished: Path):
 def test_nothing_left_says_so_and_trains_nothing(finished: Path):
     """By the word and by the parent's id; with several objectives the trials that no other beats are marked."""
     before = [(finished / "out" / str(number) / "model.pt").stat().st_mtime_ns for number in range(3)]
+    ended = when(finished)
     objective = ["objective=[train/loss:min,val/loss:max]", "resume_anyway=true"]
     for words in (["resume=last"], [f"resume={runs(finished)[0][0].info.run_id}", STORE, *objective]):
         done = run_cli(finished, *words)
         assert done.returncode == 0, told(done)
         assert "nothing is left to do: all 3 trials have a result" in done.stdout
         assert "starts" not in done.stdout
+    assert when(finished) == ended, "a resume with nothing to do changes no duration"
     assert before == [(finished / "out" / str(number) / "model.pt").stat().st_mtime_ns for number in range(3)]
     rows = results(finished)
     points = {row["trial"]: (float(row["train/loss"]), -float(row["val/loss"])) for row in rows}
@@ -182,6 +191,9 @@ def test_a_search_goes_on_to_its_number_of_trials(tmp_path: Path):
     rows = results(tmp_path)
     assert [row["status"] for row in rows] == ["finished"] * 5
     assert [row["optimizer.lr"] for row in rows][:3] == before[:3]
+    (parent,), _ = runs(tmp_path)
+    assert parent.data.tags["num_trials"] == "5"
+    assert parent.info.run_name == "lr (random, 5 trials)"
 
 
 def test_what_diverges_is_a_result_and_takes_no_other_along(tmp_path: Path):

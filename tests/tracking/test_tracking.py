@@ -23,7 +23,7 @@ from fsdp_lab.config.parallel import Granularity, ShardingConfig
 from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.redact import redact
-from fsdp_lab.tracking import Tracker, TrackingError, read_sweep, tracker
+from fsdp_lab.tracking import Tracker, TrackingError, command_of, read_sweep, tracker
 from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, trial_params
 from tests.servers import end, free_port, mlflow_server
 from tests.test_locks import held
@@ -147,8 +147,22 @@ def test_a_trial_of_a_sweep_is_its_child_and_a_trial_alone_is_not(opened: Tracke
     assert read(sweep).info.run_name == "night"
     assert read(sweep).data.tags["num_trials"] == "12"
     assert read(sweep).data.tags["mlflow.source.name"] == "python -m fsdp_lab -m"
+    assert "Started 20" in read(sweep).data.tags["mlflow.note.content"]
+    opened.name_sweep(sweep, "lr (random, 13 trials)", 13)
+    assert (read(sweep).info.run_name, read(sweep).data.tags["num_trials"]) == ("lr (random, 13 trials)", "13")
     assert read(child).data.tags["mlflow.parentRunId"] == sweep
     assert "mlflow.parentRunId" not in read(alone).data.tags
+
+
+def test_a_command_with_slashes_is_whole_and_its_source_is_not_what_follows_the_last(
+    opened: Tracker, tmp_path: Path
+) -> None:
+    """MLflow's list shows of a source what follows the last slash."""
+    command = "python -m fsdp_lab -m sharding=root,ddp data.root=/data/x 'objective=[val/loss:min]'"
+    tags = read(opened.start_sweep("s", tmp_path, command, 2)).data.tags
+    assert tags["mlflow.source.name"] == "python -m fsdp_lab -m sharding=root,ddp …"
+    assert command_of(tags) == command and command in tags["mlflow.note.content"]
+    assert command_of({"mlflow.source.name": command}) == command, "of an earlier version"
 
 
 def test_tags_say_who_where_and_with_which_code(opened: Tracker, tmp_path: Path) -> None:
@@ -230,6 +244,24 @@ def test_headline_bytes_are_in_the_store_in_mib_too_and_are_read_back_as_bytes_a
     assert trial.metrics["memory/peak_bytes"] == 2**21
     assert not any(key.endswith("_mib") for key in trial.metrics)
     assert problems == []
+
+
+def test_what_comes_first_is_memory_in_mib_or_the_loss(opened: Tracker, tmp_path: Path) -> None:
+    """MLflow's page that compares runs opens on the first metric."""
+    figures = {"epoch": 1, "step": 3, "checkpoint/save_s": 1.0, "perf/samples_per_s": 700.0, "train/loss": 3.0}
+    forecast, plain = start(opened, tmp_path), start(opened, tmp_path)
+    opened.log_epoch(forecast, {"epoch": 0, "forecast/needed_bytes": 2.0**21, "forecast/peak_bytes": 2.0**20})
+    for run_id in (forecast, plain):
+        opened.log_epoch(run_id, figures)
+    assert next(iter(read(forecast).data.metrics.items())) == ("forecast/peak_mib", 1.0)
+    assert next(iter(read(plain).data.metrics.items())) == ("train/loss", 3.0)
+
+
+def test_a_run_may_have_ended_before(opened: Tracker, tmp_path: Path) -> None:
+    run_id = start(opened, tmp_path)
+    opened.finish(run_id, "finished", ended=read(run_id).info.start_time + 120_000)
+    info = read(run_id).info
+    assert info.end_time - info.start_time == 120_000
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_compare_has_the_axes_by_their_names_and_values(page: Page, lab: Lab, sh
     assert {key: shown[key] for key in axes} == axes
     assert shown["precision"] == ["fp32"] * 4
     expect(page.locator(".js-plotly-plot .axis-title", has_text="sharding").first).to_be_visible()
+    expect(page.locator(".js-plotly-plot .axis-title", has_text="forecast/peak_mib").first).to_be_visible()
     shoot("compare")
 
     page.get_by_role("switch", name="Parameters - Show diff only").click()
@@ -162,7 +163,7 @@ def test_a_server_with_passwords(
     account = {"username": "admin", "password": "of-the-test-alone"}
     known = browser.new_context(http_credentials=account).new_page()  # type: ignore[arg-type]
     known.goto(f"{locked}/#/experiments/1/runs?workflowType=machine_learning")
-    row(known, f"{tmp_path.name}/out").get_by_role("button").first.click()
+    row(known, "seed (2 trials)").get_by_role("button").first.click()
     for seed in (1, 2):
         expect(row(known, f"seed={seed}")).to_be_visible()
     known.context.close()

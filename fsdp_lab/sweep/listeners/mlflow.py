@@ -9,7 +9,7 @@ from fsdp_lab.engine.files import read_any_facts, read_metrics
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.names import command_line, resume_command, short_name
+from fsdp_lab.sweep.names import command_line, resume_command, short_name, sweep_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.tracking import Tracker
 
@@ -32,6 +32,7 @@ class MlflowRuns(Listener):
         self._handles: dict[int, str] = {}  # number of a trial -> its run
         self._reopened: set[int] = set()
         self._parent: str | None = None
+        self._parent_ended: int | None = None
 
     @property
     def parent_id(self) -> str:
@@ -60,10 +61,13 @@ class MlflowRuns(Listener):
         if record.multirun:
             if "" in found:
                 self._parent = found[""].handle
-                self._tracker.reopen(self._parent)
+                if sweep.has_more():
+                    self._tracker.reopen(self._parent)
+                else:  # it ended when it ended; where its driver was killed before, with its last trial
+                    ends = [run.ended for run in found.values() if run.ended]
+                    self._parent_ended = found[""].ended or max(ends, default=None)
             else:
-                name = "/".join(sweep.folder.parts[-2:])
-                count = len(sweep.states) or None
+                name, count = self._name_of(sweep), len(sweep.states)
                 self._parent = self._tracker.start_sweep(name, sweep.folder, command_line(), count, record.id)
         for number, state in enumerate(sweep.states):
             run = found.get(str(number))
@@ -72,10 +76,14 @@ class MlflowRuns(Listener):
                 if not run.recorded:
                     self._log_config(sweep, number)
             if state.ended and (run is None or not run.recorded):
-                self._send_again(sweep, number)
+                self._send_again(sweep, number, run.ended if run else None)
 
-    def _send_again(self, sweep: SweepRun, number: int) -> None:
-        """Let the store have all that the folder of an ended trial has."""
+    @staticmethod
+    def _name_of(sweep: SweepRun) -> str:
+        return sweep_name([state.trial for state in sweep.states], sweep.plan.swept)
+
+    def _send_again(self, sweep: SweepRun, number: int, ended: int | None) -> None:
+        """Let the store have all that the folder of an ended trial has; it ended when its run says, if it does."""
         if number in self._handles:
             self._tracker.check_epochs(self._handles[number])
         folder = sweep.folder_of(number)
@@ -84,7 +92,11 @@ class MlflowRuns(Listener):
         self._log_forecast(sweep, number)
         for metrics in read_metrics(folder):
             self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
-        self._finish(sweep, number)
+        self._finish(sweep, number, ended)
+
+    def added(self, sweep: SweepRun, number: int) -> None:
+        if self._parent:
+            self._tracker.name_sweep(self._parent, self._name_of(sweep), len(sweep.states))
 
     def began(self, sweep: SweepRun, number: int) -> None:
         if number in self._handles and sweep.states[number].goes_on and number not in self._reopened:
@@ -113,7 +125,7 @@ class MlflowRuns(Listener):
                 self._tracker.finish(handle, TrialStatus.interrupted)
         if self._parent:
             error = str(ending.error) if ending.error else None
-            self._tracker.finish(self._parent, TrialStatus[ending.code.name], error)
+            self._tracker.finish(self._parent, TrialStatus[ending.code.name], error, self._parent_ended)
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
         if self._parent:
@@ -147,10 +159,10 @@ class MlflowRuns(Listener):
         if figures := sweep.states[number].forecast_figures:
             self._tracker.log_epoch(run, {"epoch": 0.0, **figures})
 
-    def _finish(self, sweep: SweepRun, number: int) -> None:
+    def _finish(self, sweep: SweepRun, number: int, ended: int | None = None) -> None:
         state, folder, run = sweep.states[number], sweep.folder_of(number), self._run_of(sweep, number)
         # the end first: a file that the store does not take must not leave the run open
-        self._tracker.finish(run, state.status, state.error)
+        self._tracker.finish(run, state.status, state.error, ended)
         for pattern, where in _ARTIFACTS:
             for path in sorted(folder.glob(pattern)):
                 inside = "/".join(part for part in (where, *path.relative_to(folder).parts[1:-1]) if part)
