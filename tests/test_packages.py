@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "private": set(),
     "compose": {"config"},
     "profile": set(),
-    "tracking": {"locks", "config"},
+    "tracking": {"locks", "files", "config"},
     "workloads": {"locks", "config"},
     "training": {"cpu_contention", "hardware", "files", "private", "config", "profile", "workloads"},
     "forecast": {"hardware", "files", "config", "profile", "training", "workloads"},

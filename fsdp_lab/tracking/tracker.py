@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
-<<<<<<< HEAD
-from fsdp_lab.metrics import shown_figures
-=======
 from fsdp_lab.files import whole
 from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
->>>>>>> aec9a44 (fixup! Name sweeps in MLflow by what they compare, and open comparisons on the loss)
 from fsdp_lab.redact import redact, redacted_file
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking.outbox import Outbox
@@ -275,7 +273,12 @@ class Tracker:
             text = redacted_file(path)
             self._write("files", run_id, lambda client, id_, again: client.log_text(id_, text, inside))
             return
-        self._write("files", run_id, lambda client, id_, again: client.log_artifact(id_, str(path), folder or None))
+
+        def write(client: MlflowClient, id_: str, again: bool) -> None:
+            if path.suffix != ".pt" or not _linked(client, id_, path, folder):
+                client.log_artifact(id_, str(path), folder or None)
+
+        self._write("files", run_id, write)
 
     def finish(
         self,
@@ -357,6 +360,21 @@ class Tracker:
                 do(client, self._ids.get(run, ""), again)
 
         self._outbox.put(what, run, send)
+
+
+def _linked(client: MlflowClient, run_id: str, path: Path, folder: str) -> bool:
+    """Whether a file is a run's artifact by a second name, and so stored once: where artifacts lie in a folder on the
+    same disk. Only for files that are replaced and never written into; a name is as good as a copy of one."""
+    place = urlsplit(client.get_run(run_id).info.artifact_uri)
+    if place.scheme != "file" or path.is_symlink():
+        return False
+    artifact = Path(unquote(place.path), folder, path.name)
+    try:
+        with whole(artifact) as making:
+            os.link(path, making)
+    except OSError:  # another disk, or one that knows no links
+        return False
+    return True
 
 
 def _log_params(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from mlflow.entities import Run
 from fsdp_lab.config.parallel import Granularity, ShardingConfig
 from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
+from fsdp_lab.files import write_text
 from fsdp_lab.redact import redact
 from fsdp_lab.tracking import Tracker, TrackingError, command_of, read_sweep, tracker
 from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, trial_params
@@ -304,6 +307,34 @@ def test_artifacts_are_the_config_without_credentials_and_what_is_given(
     assert read(run_id).info.status == "FINISHED"
     assert len(problems) == 1
     assert "no_such is not there" in problems[0]
+
+
+def test_an_exported_model_is_stored_once(opened: Tracker, tmp_path: Path) -> None:
+    """The artifact is a second name of the file; that one is never written into, so the artifact stays what it was."""
+    model = tmp_path / "model.pt"
+    model.write_bytes(b"weights")
+    run_id = start(opened, tmp_path)
+    opened.log_artifact(run_id, model, "model")
+    (kept,) = Path(read(run_id).info.artifact_uri.removeprefix("file://")).rglob("model.pt")
+    assert kept.samefile(model) and kept.parent.name == "model"
+    write_text(model, "other weights")
+    assert kept.read_bytes() == b"weights"
+    opened.log_artifact(run_id, model, "model")
+    assert kept.read_bytes() == b"other weights"
+    assert [p.name for p in kept.parent.iterdir()] == ["model.pt"]
+    model.unlink()
+    assert kept.read_bytes() == b"other weights"
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a second disk")
+def test_an_exported_model_on_another_disk_is_copied(opened: Tracker, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        model = Path(elsewhere, "model.pt")
+        model.write_bytes(b"weights")
+        run_id = start(opened, tmp_path)
+        opened.log_artifact(run_id, model, "model")
+    (kept,) = Path(read(run_id).info.artifact_uri.removeprefix("file://")).rglob("model.pt")
+    assert kept.read_bytes() == b"weights"
 
 
 def test_credentials_are_shown_nowhere(opened: Tracker, tmp_path: Path) -> None:
