@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 
 # What every package may import; it imports nothing of ours.
-FOR_ALL = {"installed", "metrics", "redact", "status"}
+FOR_ALL = {"installed", "metrics", "redact", "status", "wording"}
 SYSTEM = {"hardware", "files", "locks"}
 # Package -> the packages that it may import besides itself and these. A new one is added here, with what it may see.
 MAY_IMPORT = {
@@ -19,6 +19,8 @@ MAY_IMPORT = {
     "metrics": set(),
     "redact": set(),
     "status": set(),
+    "terminal": set(),
+    "wording": set(),
     "hardware": set(),
     "cpu_contention": set(),
     "config": set(),
@@ -31,14 +33,14 @@ MAY_IMPORT = {
     "tracking": {"locks", "files", "config"},
     "workloads": {"locks", "config"},
     "training": {"cpu_contention", "hardware", "files", "private", "config", "profile", "workloads"},
-    "forecast": {"hardware", "files", "config", "profile", "training", "workloads"},
-    "forecast.__main__": {"config", "compose", "forecast", "sweep", "training"},
+    "forecast": {"hardware", "files", "config", "profile", "terminal", "training", "workloads"},
+    "forecast.__main__": {"config", "compose", "forecast", "sweep", "terminal", "training"},
     "engine": {*SYSTEM, "private", "config", "training"},
     "report": {"files", "config"},
     "report.__main__": {"config", "compose", "report", "sweep", "tracking"},
-    "sweep": {*SYSTEM, "config", "compose", "workloads", "forecast", "engine", "report", "tracking"},
-    "nightly": {"cpu_contention", "locks", "files", "config", "report", "sweep", "tracking"},
-    "nightly.__main__": {"locks", "hardware", "config", "compose", "nightly", "sweep", "tracking"},
+    "sweep": {*SYSTEM, "config", "compose", "workloads", "forecast", "engine", "report", "terminal", "tracking"},
+    "nightly": {"cpu_contention", "locks", "files", "config", "report", "sweep", "terminal", "tracking"},
+    "nightly.__main__": {"locks", "hardware", "config", "compose", "nightly", "sweep", "terminal", "tracking"},
     "predict": {"config", "training", "tracking", "workloads"},
     "__main__": {"locks", "files", "config", "compose", "training", "engine", "sweep", "tracking"},
     "hydra_plugins": {"config", "sweep"},

@@ -65,7 +65,10 @@ class Judged:
     def tell_change(self, a: float, b: float) -> str:
         if not self.as_ratio:
             return self.metric.text(abs(b) - abs(a))
-        return f"{(b / a - 1) * 100:+.1f} %" if a else ""
+        change = (b / a - 1) * 100 if a else 0.0
+        if abs(change) < 0.05:  # it would read +0.0 %
+            return "none" if change == 0 else "below 0.1 %"
+        return f"{change:+.1f} %"
 
 
 def judged_metrics() -> list[Judged]:

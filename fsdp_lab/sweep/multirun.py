@@ -40,6 +40,7 @@ from fsdp_lab.sweep.store.record import (
     write_hydra_folder,
 )
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
+from fsdp_lab.wording import count
 
 
 def run_multirun(
@@ -74,12 +75,12 @@ def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
     Args:
         notes: what the user should know of the plan.
     """
-    count = f"{len(plan.state.trials)} trials"
+    number = count(len(plan.state.trials), "trial")
     if plan.config.search.samples:
-        count = f"up to {plan.config.search.num_trials} trials"
+        number = f"up to {count(plan.config.search.num_trials, 'trial')}"
     elif plan.search is not None and not plan.resumed:
-        count += f", then repeats of what is undecided, up to {plan.config.repeat_max} rounds"
-    print(f"{count}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
+        number += f", then repeats of what is undecided, up to {plan.config.repeat_max} rounds"
+    print(f"{number}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
     for line in notes:
         print(line, flush=True)
 

@@ -160,7 +160,8 @@ def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]
                     executor.run(sweep)
                     sweep.check_folder()
             else:
-                sweep.say(f"nothing is left to do: all {len(sweep.states)} trials have a result")
+                what = "the trial has" if len(sweep.states) == 1 else f"all {len(sweep.states)} trials have"
+                sweep.say(f"nothing is left to do: {what} a result")
         except KeyboardInterrupt:
             interrupted = True
             lost = executor.interrupted_by

@@ -27,6 +27,6 @@ def test_a_line_said_above_the_table_leaves_its_styles_alone(compose_trial: Call
 def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[..., object]):
     state = TrialState(compose_trial([], 0))  # type: ignore[arg-type]
     state.metrics = {"epoch": 1, "train/loss": 0.5, "perf/samples_per_s": 9.0}
-    heads = [column.header for column in trial_table(SweepState([state], []), [], [(0, state)], 1.0).columns]
+    heads = [column.name for column in trial_table(SweepState([state], []), [], [(0, state)]).columns]
     assert {"epoch", "train loss", "samples/s"} <= {*heads}
     assert not {"tokens/s", "bits/byte"} & {*heads}

@@ -14,12 +14,13 @@ from rich.text import Text
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.status import ExitCode
-from fsdp_lab.sweep.listeners.table import epoch_line, trial_table
+from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.names import go_on_command, label, resume_command, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.terminal import open_console
+from fsdp_lab.wording import duration
 
-_FILE_WIDTH = 160  # of a table that goes to a file or a pipe, which says no width
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
 _UPDATE_EVERY_S = 1.0  # of the live table: one of many trials takes its time
 
@@ -34,9 +35,7 @@ class Console(Listener):
 
     def __init__(self, state: SweepState, swept: Sequence[str], rich: RichConsole | None = None) -> None:
         self._state, self._swept = state, swept
-        self.rich = rich or RichConsole()
-        if rich is None and not self.rich.is_terminal:
-            self.rich = RichConsole(width=_FILE_WIDTH)
+        self.rich = rich or open_console()
         self._live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
         self._begun = time.time()
         self._updated, self._stale = 0.0, False
@@ -64,14 +63,15 @@ class Console(Listener):
         """Show the live table as it is now."""
         self._stale, self._updated = False, time.monotonic()
         if self._live:
-            seconds = time.time() - self._begun
-            self._live.update(trial_table(self._state, self._swept, self._in_view(), seconds), refresh=True)
+            title = how_far(self._state, time.time() - self._begun)
+            self._live.update(trial_table(self._state, self._swept, self._in_view(), title=title), refresh=True)
 
     def final(self, answer: Answer | None = None) -> None:
         """Print the table of all that began, best values marked, and under it what the report recommends."""
         chosen = {trial.number for trial in answer.setting.trials} if answer and answer.setting else set()
         begun = [(i, state) for i, state in enumerate(self._state.trials) if state.status != "waiting"]
-        self.rich.print(trial_table(self._state, self._swept, begun, time.time() - self._begun, chosen))
+        title = how_far(self._state, time.time() - self._begun)
+        self.rich.print(trial_table(self._state, self._swept, begun, chosen, title))
         if answer is not None:
             head = "recommended: " if answer.setting else ""
             sentence, *rest = plain_text(answer)
@@ -104,7 +104,7 @@ class Console(Listener):
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         state = self._state.trials[number]
-        took = f" after {state.seconds:.1f} s" if state.seconds is not None else ""
+        took = f" after {duration(state.seconds)}" if state.seconds is not None else ""
         why = f": {state.error}" if state.error else ""
         self.say(f"{label(number, self._state.trials)} {state.status}{took}{why}")
         self._change()

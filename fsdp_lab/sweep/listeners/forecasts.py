@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -11,11 +12,12 @@ from fsdp_lab.engine import cluster as engine
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import num_gpus
-from fsdp_lab.metrics import mib
+from fsdp_lab.metrics import MIB, mib
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.wording import significant, time_left
 
 
 class Forecasts(Listener):
@@ -31,7 +33,7 @@ class Forecasts(Listener):
         if plan.config.cluster.address is None:
             wanted = list(_wanted(plan.state.trials).values())
             self._early = Background(_requests(wanted, num_gpus() > 0, workers_of(plan.config)))
-        self._forecaster = Forecaster()
+        self._forecaster, self._began = Forecaster(), time.monotonic()
         self._pending: dict[int, tuple[Future[Forecast], Request]] = {}
         self._without: dict[int, str] = {}  # by trial, why it has none
 
@@ -51,7 +53,9 @@ class Forecasts(Listener):
         """Wait for the forecasts of the known trials, before the first of them starts."""
 
         def waits(done: int, total: int) -> None:
-            sweep.say(f"waits for the forecasts: {done} of {total} done; forecast.enabled=false does without them")
+            left = time_left(done, total, time.monotonic() - self._began)
+            far = f"{done} of {total} done{', ' if left else ''}{left}"
+            sweep.say(f"waits for the forecasts: {far}; forecast.enabled=false does without them")
 
         wanted = _wanted(sweep.states)
         if self._early is not None:
@@ -62,7 +66,7 @@ class Forecasts(Listener):
                 found = background.result(waits)
         known = [forecast.peak_bytes for forecast in found if not forecast.error]
         if known:
-            low, high = mib(min(known)), mib(max(known))
+            low, high = (significant(peak / MIB) for peak in (min(known), max(known)))
             sweep.say(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
         for number, forecast in zip(wanted, found, strict=True):
             self._take(sweep, number, forecast)

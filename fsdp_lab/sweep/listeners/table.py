@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from rich.table import Table
 from rich.text import Text
 
-from fsdp_lab.metrics import Metric, table_columns
+from fsdp_lab.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, table_columns
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.terminal import Column, FittingTable
+from fsdp_lab.wording import count, duration
 
 _STYLE = {
     TrialStatus.finished: "green",
@@ -24,41 +25,78 @@ _STYLE = {
     TrialStatus.skipped: "yellow",
     TrialStatus.starting: "dim",
 }
+# What a sweep is decided by stays at any width, with the objectives. Of the others the last leaves first, and before it
+# what is not listed.
+_STAY = (VAL_LOSS, SPEED, MEMORY)
+_DROP_LAST = ("val/bits_per_byte", "perf/tokens_per_s", "epoch", "forecast/peak_bytes", "val/accuracy", TRAIN_LOSS)
 
 
 def trial_table(
     sweep: SweepState,
     swept: Sequence[str],
     rows: Sequence[tuple[int, TrialState]],
-    seconds: float,
     chosen: Collection[int] = (),
-) -> Table:
-    """A row for each of the given trials; `*` marks the best of a column, `>` the recommended trials.
+    title: str = "",
+) -> FittingTable:
+    """Returns a table with a row for each of the given trials.
+
+    `*` marks the best of a column, `>` the recommended trials. A trial without another word has finished.
 
     Args:
         swept: the keys that differ between trials.
-        seconds: since the sweep began.
     """
+    metrics = _metrics(sweep)
+    best, front = _best(sweep, metrics), sweep.front()
+    stays = {*_STAY, *(metric for metric, _ in sweep.objectives)}
+    columns = [
+        Column(
+            "trial",
+            [_trial_cell(n, state, n in chosen, len(str(len(sweep.trials) - 1))) for n, state in rows],
+            justify="left",
+        ),
+        *(
+            Column(key, [str(setting(state.trial, key)) for _, state in rows], breaks=True, justify="left")
+            for key in swept
+        ),
+        *(
+            Column(
+                metric.label,
+                [_cell(metric, state, best) for _, state in rows],
+                drop=0 if metric.key in stays else _drop(metric.key),
+            )
+            for metric in metrics
+        ),
+    ]
+    if len(sweep.objectives) > 1:
+        columns.append(Column("pareto", ["yes" if n in front else "" for n, _ in rows]))
+    return FittingTable(columns, title, elsewhere="results.csv")
+
+
+def how_far(sweep: SweepState, seconds: float) -> str:
+    """Returns `3 of 36 trials have a result, after 2 min 5 s`."""
     results = sum(state.status.is_result for state in sweep.trials)
-    table = Table(title=f"{results} of {len(sweep.trials)} trials have a result, {seconds:.0f} s")
+    have = "have" if len(sweep.trials) > 1 else "has"
+    return f"{results} of {count(len(sweep.trials), 'trial')} {have} a result, after {duration(seconds)}"
+
+
+def _drop(key: str) -> int:
+    """Returns when the column of a metric leaves: the highest first."""
+    return 1 + (_DROP_LAST.index(key) if key in _DROP_LAST else len(_DROP_LAST))
+
+
+def _metrics(sweep: SweepState) -> list[Metric]:
+    """What the trials have reported, and the objectives; before the first epoch what every trial will report."""
     known = {key for state in sweep.trials for key in state.figures()}
-    columns = [c for c in table_columns("terminal") if "epoch" not in known or c.key in known]  # images have no tokens
-    several = len(sweep.objectives) > 1
-    heads = ("trial", *swept, "status", *(c.label for c in columns), "turnaround s", *(["pareto"] if several else []))
-    for name in heads:
-        table.add_column(name, justify="left" if name in swept or name == "status" else "right")
-    best, front = _best(sweep, columns), sweep.front()
-    for number, state in rows:
-        figures, best_here = state.figures(), best if state.status is TrialStatus.finished else {}
-        table.add_row(
-            Text(f"> {number}", style="bold green") if number in chosen else str(number),
-            *(str(setting(state.trial, key)) for key in swept),
-            Text(state.status, style=_STYLE[state.status]),  # no markup: a line said above the table turns it off
-            *(_cell(column, figures.get(column.key), best_here) for column in columns),
-            "" if state.turnaround_s is None else f"{state.turnaround_s:.1f}",
-            *(["yes" if number in front else ""] if several else []),
-        )
-    return table
+    shown = known if "epoch" in known else {*known, *_STAY, "epoch"}
+    metrics = [metric for metric in table_columns("terminal") if metric.key in shown]
+    of_table = {metric.key for metric in table_columns("terminal")}
+    return [*metrics, *(declared(key) for key, _ in sweep.objectives if key not in of_table)]
+
+
+def _trial_cell(number: int, state: TrialState, is_chosen: bool, digits: int) -> Text:
+    style = "bold green" if is_chosen else _STYLE[state.status]
+    status = "" if state.status is TrialStatus.finished else f" {state.status}"
+    return Text(f"{'>' if is_chosen else ' '} {number:>{digits}}{status}", style=style)
 
 
 def _best(sweep: SweepState, columns: Sequence[Metric]) -> dict[str, float | None]:
@@ -67,10 +105,11 @@ def _best(sweep: SweepState, columns: Sequence[Metric]) -> dict[str, float | Non
     return {c.key: c.best_of([figures[c.key] for figures in finished if c.key in figures]) for c in columns}
 
 
-def _cell(column: Metric, value: float | None, best: Mapping[str, float | None]) -> Text:
-    if value is not None and value == best.get(column.key):
-        return Text(f"*{column.text(value)}", style="bold green")
-    return Text(column.text(value))
+def _cell(metric: Metric, state: TrialState, best: Mapping[str, float | None]) -> Text:
+    value = state.figures().get(metric.key)
+    if value is not None and state.status is TrialStatus.finished and value == best.get(metric.key):
+        return Text(f"*{metric.text(value)}", style="bold green")
+    return Text(metric.text(value))
 
 
 def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int) -> str:

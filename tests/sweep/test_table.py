@@ -1,0 +1,67 @@
+"""The table of a sweep as terminals of three widths show it: whole headers, all digits, columns leave in one order."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.listeners.table import how_far, trial_table
+from fsdp_lab.sweep.state import SweepState, TrialState
+
+AXES = ["sharding", "precision", "offload", "reshard_after_forward"]
+# The values of the axes, how the trial ended, val loss, samples/s, peak MiB.
+TRIALS = (
+    ("ddp", "fp32", "none", "always", "finished", 1.59331, 2335.2, 12345.67),
+    ("root", "bf16_mixed", "none", "always", "finished", 1.60912, 18836.4, 8012.5),
+    ("per_block", "bf16_mixed", "cpu", "never", "oom", None, None, None),
+    ("per_block", "bf16_mixed", "cpu", "default", "running", 2.10444, 1422.0, 804.0),
+    ("per_block", "fp32", "cpu", "default", "waiting", None, None, None),
+)
+
+
+def show(sweep: SweepState, width: int) -> str:
+    out = io.StringIO()
+    rows = list(enumerate(sweep.trials))
+    Console(file=out, width=width).print(trial_table(sweep, AXES, rows, {1}, how_far(sweep, 125)))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+@pytest.fixture
+def sweep(compose_trial: Callable[..., object]) -> SweepState:
+    states = []
+    for number, (*values, status, loss, speed, mib) in enumerate(TRIALS):
+        words = [f"{key}={value}" for key, value in zip(AXES, values, strict=True)]
+        state = TrialState(compose_trial(words, number), TrialStatus(status))  # type: ignore[arg-type]
+        if loss is not None:
+            state.metrics = {
+                "epoch": 10, "train/loss": loss + 0.1, "val/loss": loss, "val/accuracy": 0.875,
+                "perf/samples_per_s": speed, "memory/peak_bytes": mib * 2**20,
+            }  # fmt: skip
+        state.forecast_before = {"forecast/peak_bytes": (mib or 100.0) * 2**20}
+        states.append(state)
+    return SweepState(states, [("val/loss", "min")])
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_table_at_this_width(sweep: SweepState, width: int):
+    assert show(sweep, width) == (Path(__file__).parent / "tables" / f"{width}.txt").read_text()
+
+
+def test_objectives_stay_at_any_width_and_have_a_column(sweep: SweepState):
+    for state in sweep.trials:
+        if state.metrics:
+            state.metrics["perf/step_time_p50_s"] = 0.01234
+    assert "step p50 ms" not in show(sweep, 200)
+    sweep.objectives = [("perf/step_time_p50_s", "min"), ("val/accuracy", "max")]
+    text = show(sweep, 80)
+    assert "12.34" in text and "0.875" in text and "pareto" in text
+
+
+def test_one_trial_is_counted_as_one(sweep: SweepState):
+    assert how_far(SweepState(sweep.trials[:1], []), 7.4) == "1 of 1 trial has a result, after 7 s"
+    assert show(sweep, 80).startswith("3 of 5 trials have a result, after 2 min 5 s\n")

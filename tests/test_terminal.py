@@ -1,0 +1,92 @@
+"""Tables at any width: what was cut before stands whole, and what leaves is named."""
+
+from __future__ import annotations
+
+import io
+import re
+from itertools import product
+
+import pytest
+from rich.console import Console
+
+from fsdp_lab.terminal import Column, FittingTable, break_lines, choose_columns
+
+AXES = {
+    "sharding": ("ddp", "per_block"),
+    "precision": ("fp32", "bf16_mixed"),
+    "reshard_after_forward": ("always", "never"),
+    "model._target_": ("my_project.networks.wide.Net", "other.Net"),
+}
+ROWS = list(product(*AXES.values()))
+FIGURES = {"train loss": 1.59331, "samples/s": 123456.0, "peak MiB": 98765.43, "largest microbatch": 1254.0}
+
+
+def columns(axes: dict[str, tuple[str, ...]] = AXES) -> list[Column]:
+    rows = list(product(*axes.values()))
+    words = [Column(key, [r[i] for r in rows], breaks=True, justify="left") for i, key in enumerate(axes)]
+    drops = {"train loss": 2, "largest microbatch": 1}
+    return words + [
+        Column(name, [f"{value + number:.2f}" for number in range(len(rows))], drop=drops.get(name, 0))
+        for name, value in FIGURES.items()
+    ]
+
+
+def shown(table: FittingTable, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 70, 80, 90, 100, 120, 160])
+def test_at_any_width_no_figure_and_no_name_is_cut(width: int):
+    text = shown(FittingTable(columns(), elsewhere="results.csv"), width)
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    left = re.search(r"Too narrow for (.*?): see results.csv\.", " ".join(text.split()))
+    names = left[1].split(", ") if left else []
+    for column in columns():
+        if column.name in names:
+            continue
+        if not column.breaks:
+            assert all(re.search(rf"(?<![\d.]){re.escape(str(cell))}(?![\d.])", text) for cell in column.cells)
+        for piece in column.name.replace("_", "_ ").replace(".", ". ").split():
+            assert piece in text, (column.name, piece)
+
+
+def test_columns_leave_in_their_order_and_those_without_one_stay():
+    gone: list[str] = []
+    for width in range(200, 30, -1):
+        now = [c.name for c in columns() if c.name not in {kept.name for kept in choose_columns(columns(), width)}]
+        if "sharding" in now:  # the words have become one column
+            break
+        gone += [name for name in now if name not in gone]
+    assert gone == ["train loss", "largest microbatch"]
+
+
+def test_many_axes_become_one_column_of_settings_as_they_are_typed():
+    axes = {f"model.number_{i}": (str(i), "1") for i in range(9)}
+    kept = choose_columns(columns(axes), 80)
+    assert [c.name for c in kept] == ["setting", "train loss", "samples/s", "peak MiB", "largest microbatch"]
+    assert "model.number_0=0 model.number_1=1 " in str(kept[0].cells[0])
+
+
+def test_the_line_below_names_what_left_and_where_it_is():
+    assert "Too narrow" not in shown(FittingTable(columns(), elsewhere="results.csv"), 160)
+    last = shown(FittingTable(columns(), elsewhere="results.csv"), 80).splitlines()[-1]
+    assert last == "Too narrow for train loss, largest microbatch: see results.csv."
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "breaks", "lines"),
+    [
+        ("largest microbatch", 10, False, ["largest", "microbatch"]),
+        ("largest microbatch", 18, False, ["largest microbatch"]),
+        ("samples/s", 4, False, ["samples/s"]),  # a figure's name has no parts
+        ("reshard_after_forward", 14, True, ["reshard_after_", "forward"]),
+        ("reshard_after_forward", 8, True, ["reshard_", "after_", "forward"]),
+        ("a.b=1 c_d=22", 7, True, ["a.b=1", "c_d=22"]),
+        ("abcdefghij", 4, True, ["abcd", "efgh", "ij"]),
+        ("", 4, True, [""]),
+    ],
+)
+def test_lines_end_behind_words_and_then_behind_their_parts(text: str, width: int, breaks: bool, lines: list[str]):
+    assert break_lines(text, width, breaks) == lines
