@@ -13,7 +13,7 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
   forecast.prune, forecast.enabled   for sweeps: leave out what cannot fit; forecast at all
 
 The table, for the worker that holds most, when it holds most; the smallest peak first:
-  workers      how many train together
+  workers      how many train together, where that differs; else the title says it
   peak         all tensors at once: the sum of the columns that follow
   params       its shard of the parameters           optimizer    its shard of the optimizer's state
   grads        gradients, sharded or whole; under DDP the buckets that they are views of
@@ -22,7 +22,7 @@ The table, for the worker that holds most, when it holds most; the smallest peak
   rest         temporaries, reduce buffers, the batch
   needs        GPUs: what the allocator will reserve for these tensors, the CUDA context and NCCL's buffers
   host         what lies in host memory while a GPU computes
-  capacity     forecast.capacity_gib                  fits         whether `needs` is within it
+  fits         whether `needs` is within forecast.capacity_gib
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from fsdp_lab.compose import Trial, check_overrides, explain, group_choices, register_schema, search_path, typed_config
 from fsdp_lab.config import (
@@ -61,8 +62,8 @@ from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
 from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan, plan_sweep
-
-_FILE_WIDTH = 200  # of a table that goes to a file or a pipe, which says no width
+from fsdp_lab.terminal import open_console
+from fsdp_lab.wording import count, time_left
 
 
 def main() -> int:
@@ -132,10 +133,9 @@ def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
     from fsdp_lab.forecast.plot import write_plot  # these import PyTorch: a typo is told before
     from fsdp_lab.forecast.table import Row, by_peak, forecast_table, write_csv
+    from fsdp_lab.forecast.verdict import verdict
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
+    console = open_console()
     for line in plan.notes():
         console.print(line, highlight=False, markup=False)
     first = plan.trials[0].config
@@ -153,7 +153,14 @@ def run(plan: Plan, swept: list[str]) -> int:
         pages.setdefault(request.key, request.page)
     rows = by_peak(
         [
-            Row([str(setting(trial, key)) for key in swept], forecast, None if forecast.error else pages[request.key])
+            Row(
+                [str(setting(trial, key)) for key in swept],
+                forecast,
+                None if forecast.error else pages[request.key],
+                trial.config.training.global_batch_size
+                // request.num_workers
+                // trial.config.training.grad_accum_steps,
+            )
             for trial, request, forecast in zip(plan.trials, requests, found, strict=True)
         ]
     )
@@ -162,8 +169,10 @@ def run(plan: Plan, swept: list[str]) -> int:
     write_csv(folder / "forecast.csv", rows, swept)
     drawn = "forecast.png, " if swept and write_plot(folder / "forecast.png", rows, swept) else ""
     pages_written = len(list(folder.glob("timeline_*.html")))
-    written = f"{drawn}{pages_written} timeline page{'' if pages_written == 1 else 's'}"
+    written = f"{drawn}{count(pages_written, 'timeline page')}"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
+    items = "images" if all(isinstance(t.config.model, ModelConfig) for t in plan.trials) else "samples"
+    console.print(Text(verdict(rows, swept, items), style="bold"), soft_wrap=True)
     failed = [f for f in found if f.error]
     for reason in sorted({f.error for f in failed if f.error}):
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)
@@ -171,10 +180,17 @@ def run(plan: Plan, swept: list[str]) -> int:
 
 
 def with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
-    columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """Forecasts, and shows how many of the distinct ones are done and how long the others will take."""
+    left = TextColumn("{task.fields[left]}")
+    columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len({request.key for request in requests}))
-        return forecast_all(requests, lambda done, total: progress.update(task, completed=done))
+        task = progress.add_task("", total=len({request.key for request in requests}), left="")
+        began = time.monotonic()
+
+        def on_done(done: int, total: int) -> None:
+            progress.update(task, completed=done, left=time_left(done, total, time.monotonic() - began))
+
+        return forecast_all(requests, on_done)
 
 
 def tell_what(console: Console, trials: list[Trial], requests: list[Request], swept: list[str]) -> None:
@@ -190,8 +206,7 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
     shapes = " or ".join(f"{size}x{size}x{channels}" for size, channels in images)
     items = f"images of {shapes}" if images else "items"
     fixed.append(f"{' or '.join(map(str, sizes))} {items} per worker and step")
-    count = f"{len(trials)} setting{'s' if len(trials) > 1 else ''}"
-    console.print(f"{count}: {' '.join(fixed)}", highlight=False, markup=False)
+    console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)
     kind = "GPUs" if cuda else "CPUs; forecast.device=cuda forecasts for GPUs"
     console.print(f"for {kind}; the second optimizer step, on the worker that needs most memory", highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_lab.config import SweepConfig, TrialConfig
@@ -41,6 +42,10 @@ class Forecast:
     @property
     def peak_bytes(self) -> int:
         return self.peaks["device"]["total"]
+
+    def of(self, categories: Iterable[str]) -> int:
+        """The bytes of these categories in the peak of the device."""
+        return sum(self.peaks["device"].get(category, 0) for category in categories)
 
     @property
     def host_bytes(self) -> int:

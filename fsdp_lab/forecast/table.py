@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-from rich.markup import escape
-from rich.table import Table
 
 from fsdp_lab.files import whole
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.profile import CATEGORIES
+from fsdp_lab.terminal import Column, FittingTable
 
 # What a table has room for: the column's name -> the categories in it.
 COLUMNS = {
@@ -23,16 +22,20 @@ COLUMNS = {
     "activations": ("activation",),
     "rest": ("reduce_scatter", "temp", "buffer", "input", "other"),
 }
+# At any width stay the settings, `peak`, `needs`, `fits` and `largest microbatch`. Of the others the last leaves first.
+_DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered", "rest")
 _UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration: `settings` are the values of the swept keys; `page` its timeline, where there is one."""
+    """A configuration: `settings` are the values of the swept keys; `page` its timeline, where there is one;
+    `microbatch` how many samples a worker takes at once."""
 
     settings: list[str]
     forecast: Forecast
     page: Path | None = None
+    microbatch: int = 0
 
 
 def by_peak(rows: Sequence[Row]) -> list[Row]:
@@ -40,44 +43,50 @@ def by_peak(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: row.forecast.peak_bytes if not row.forecast.error else float("inf"))
 
 
-def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> Table:
-    """One line a configuration: the peak of a device, what it is made of, and whether it fits."""
-    having = [row.forecast for row in rows if not row.forecast.error]
-    highest = max((f.peak_bytes for f in having), default=0)
-    asked_in_gib = any((f.capacity_bytes or 0) >= 2**30 for f in having)
-    unit, divisor = next((name, size) for name, size, at_least in _UNITS if highest >= at_least or asked_in_gib)
-    host = any(f.host_bytes for f in having)
-    capacity = any(f.capacity_bytes is not None for f in having)
-    asked = any(f.largest_microbatch is not None for f in having)
-    needs = any(f.allowances for f in having)
+def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
+    """Returns a table with a line for each configuration: the peak of a worker, what it is made of, whether it fits.
 
-    table = Table(title=f"forecast peak of one worker, {unit}")
-    for name in [*swept, *([] if "cluster.num_workers" in swept else ["workers"])]:
-        table.add_column(name, overflow="fold")
-    optional = [
-        (needs, "needs"), (host, "host"), (capacity, "capacity"), (capacity, "fits"), (asked, "largest microbatch"),
-    ]  # fmt: skip
-    for name in ["peak", *COLUMNS, *(name for shown, name in optional if shown)]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        found = row.forecast
-        settings = [*row.settings, *([] if "cluster.num_workers" in swept else [str(found.num_workers)])]
-        if found.error:
-            table.add_row(*settings, f"[red]{escape(found.error.split(';')[0])}[/]")
-            continue
-        device = found.peaks["device"]
-        cells = [found.peak_bytes, *(sum(device.get(c, 0) for c in names) for names in COLUMNS.values())]
-        fits = {None: "", True: "[green]yes[/]", False: "[bold red]no[/]"}[found.fits]
-        extra = [
-            f"{found.needed_bytes / divisor:,.2f}",
-            f"{found.host_bytes / divisor:,.2f}",
-            f"{(found.capacity_bytes or 0) / divisor:,.2f}",
-            fits,
-            "" if found.largest_microbatch is None else str(found.largest_microbatch),
-        ]
-        shown = [text for text, (wanted, _) in zip(extra, optional, strict=True) if wanted]
-        table.add_row(*settings, *(f"{value / divisor:,.2f}" for value in cells), *shown)
-    return table
+    What all rows share is in the title.
+    """
+    having = [row.forecast for row in rows if not row.forecast.error]
+    unit, divisor = _unit(having)
+    workers, capacities = {row.forecast.num_workers for row in rows}, {found.capacity_bytes for found in having}
+    columns = [
+        Column(key, [row.settings[place] for row in rows], breaks=True, justify="left")
+        for place, key in enumerate(swept)
+    ]
+
+    def add(name: str, text: Callable[[Forecast], str], none: str = "") -> None:
+        cells = [none if row.forecast.error else text(row.forecast) for row in rows]
+        columns.append(Column(name, cells, drop=1 + _DROP_LAST.index(name) if name in _DROP_LAST else 0))
+
+    def add_bytes(name: str, num_bytes: Callable[[Forecast], int | None], none: str = "") -> None:
+        add(name, lambda found: f"{(num_bytes(found) or 0) / divisor:,.2f}", none)
+
+    if len(workers) > 1 and "cluster.num_workers" not in swept:
+        columns.append(Column("workers", [str(row.forecast.num_workers) for row in rows]))
+    add_bytes("peak", lambda found: found.peak_bytes, none="none")
+    for name, parts in COLUMNS.items():
+        add_bytes(name, partial(Forecast.of, categories=parts))
+    if any(found.allowances for found in having):
+        add_bytes("needs", lambda found: found.needed_bytes)
+    if any(found.host_bytes for found in having):
+        add_bytes("host", lambda found: found.host_bytes)
+    if len(capacities) > 1:
+        add_bytes("capacity", lambda found: found.capacity_bytes)
+    if capacities - {None}:
+        add("fits", lambda found: {None: "", True: "yes", False: "no"}[found.fits])
+    if any(found.largest_microbatch is not None for found in having):
+        add("largest microbatch", lambda found: f"{found.largest_microbatch:,}" if found.largest_microbatch else "0")
+    of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
+    return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
+
+
+def _unit(having: Sequence[Forecast]) -> tuple[str, int]:
+    """What the table is in, and how many bytes that is."""
+    highest = max((found.peak_bytes for found in having), default=0)
+    asked_in_gib = any((found.capacity_bytes or 0) >= 2**30 for found in having)
+    return next((name, size) for name, size, at_least in _UNITS if highest >= at_least or asked_in_gib)
 
 
 def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:

@@ -1,0 +1,157 @@
+"""A sentence on what was forecast: what fits and what does not, or what each setting needs. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from fsdp_lab.forecast.table import Row
+from fsdp_lab.wording import significant
+
+GIB, MIB = 2**30, 2**20
+_CHECKPOINTING = "activation_checkpointing"
+_PLAIN_WORDS = ("sharding", "precision")  # their values say by themselves what they are
+_MOST = 4  # settings that a sentence names
+
+Values = dict[str, str]
+
+
+def verdict(rows: Sequence[Row], swept: Sequence[str], items: str = "samples") -> str:
+    """Returns a sentence as `8 × 24 GiB at 64 images a GPU: everything fits but ddp fp32 (58 at most)`.
+
+    Args:
+        rows: the forecasts; those with an error are named as such.
+        items: what a batch consists of.
+    """
+    having = [row for row in rows if not row.forecast.error]
+    if not having:
+        return "Nothing could be forecast."
+    judged = [row for row in having if row.forecast.fits is not None]
+    clauses = [_fits(judged, swept), _takes(judged, swept)] if judged else [_needs(having, swept)]
+    if len(having) < len(rows):
+        failed = _named([row for row in rows if row.forecast.error], rows, swept)
+        clauses.append(f"no forecast of {_listed(map(_name, failed))}")
+    return f"{_where(having, items)}: {'; '.join(clause for clause in clauses if clause)}."
+
+
+def _where(rows: Sequence[Row], items: str) -> str:
+    capacities = {row.forecast.capacity_bytes for row in rows} - {None}
+    kind = "GPU" if rows[0].forecast.cuda else "worker"
+    workers = _span(row.forecast.num_workers for row in rows)
+    size = f" × {_span(capacity / GIB for capacity in capacities if capacity)} GiB" if capacities else f" {kind}s"
+    size = size.removesuffix("s") if size == f" {kind}s" and workers == "1" else size
+    return f"{workers}{size} at {_span(row.microbatch for row in rows)} {items} a {kind}"
+
+
+def _fits(rows: Sequence[Row], swept: Sequence[str]) -> str:
+    fitting, others = [row for row in rows if row.forecast.fits], [row for row in rows if not row.forecast.fits]
+    if not swept:
+        needs = _size(rows[0].forecast.needed_bytes)
+        return f"it fits, it needs {needs}" if fitting else f"it does not fit{_at_most(rows)}, it needs {needs}"
+    if not others:
+        return "everything fits"
+    if not fitting:
+        least = min(rows, key=lambda row: row.forecast.needed_bytes)
+        return f"nothing fits, {_name(_values(least, swept))} needs least, {_size(least.forecast.needed_bytes)}"
+    those, these = _named(fitting, rows, swept), _named(others, rows, swept)
+    if len(those) < len(these):
+        return f"only {_listed(map(_name, those))} {'fits' if len(those) == 1 else 'fit'}"
+    told = [_name(values) + _at_most([row for row in others if _has(row, values, swept)]) for values in these]
+    return f"everything fits but {_listed(told)}"
+
+
+def _at_most(rows: Sequence[Row]) -> str:
+    """How much of what does not fit would, where that was asked."""
+    most = max(
+        (row.forecast.largest_microbatch for row in rows if row.forecast.largest_microbatch is not None), default=-1
+    )
+    return "" if most < 0 else f" ({most:,} at most)" if most else " (not even one)"
+
+
+def _takes(rows: Sequence[Row], swept: Sequence[str]) -> str:
+    """The setting that takes the most at once, and how much it would take with activation checkpointing."""
+    asked = [row for row in rows if row.forecast.largest_microbatch is not None]
+    if not asked:
+        return "forecast.largest_microbatch=true says how much each takes at once"
+    plain = [row for row in asked if _values(row, swept).get(_CHECKPOINTING, "none") == "none"] or asked
+    best = max(plain, key=_largest)
+    if not _largest(best):
+        return ""
+    values = _fewest(best, plain, swept, lambda row: _largest(row) == _largest(best))
+    values.pop(_CHECKPOINTING, None)
+    text = f"{_name(values) if swept else 'it'} takes up to {_largest(best):,}"
+    wanted = {**_values(best, swept), _CHECKPOINTING: "full"}
+    with_it = [row for row in asked if row is not best and _values(row, swept) == wanted]
+    return text + "".join(f", with checkpointing {_largest(row):,}" for row in with_it)
+
+
+def _needs(rows: Sequence[Row], swept: Sequence[str]) -> str:
+    """What each setting needs, the smallest first, and how to ask whether that fits."""
+    ask = "forecast.capacity_gib=80 says whether 80 GiB are enough"
+    rows = sorted(rows, key=lambda row: row.forecast.needed_bytes)
+    sizes = list(dict.fromkeys(_size(row.forecast.needed_bytes) for row in rows))
+    if not swept or len(sizes) == 1:
+        return f"{'every setting' if swept else 'it'} needs {sizes[0]}; {ask}"
+    told = []
+    for size in sizes:
+        same = [row for row in rows if _size(row.forecast.needed_bytes) == size]
+        told.append(f"{_listed(map(_name, _named(same, rows, swept)))} {size}")
+    if len(told) > _MOST:
+        return f"the least is needed by {told[0]}, the most by {told[-1]}; {ask}"
+    return f"needed are, the least first: {', '.join(told)}; {ask}"
+
+
+def _named(some: Sequence[Row], rows: Sequence[Row], swept: Sequence[str]) -> list[Values]:
+    """The fewest values that each name some of the rows, and none of the others, until all are named."""
+    found: list[Values] = []
+    for row in some:
+        if not any(_has(row, values, swept) for values in found):
+            found.append(_fewest(row, rows, swept, lambda other: other in some))
+    return found
+
+
+def _fewest(row: Row, rows: Sequence[Row], swept: Sequence[str], same: Callable[[Row], bool]) -> Values:
+    """The values of a row without those that do not matter: all rows that have the rest are the same."""
+    values = _values(row, swept)
+    for key in reversed(swept):
+        fewer = {name: value for name, value in values.items() if name != key}
+        if all(same(other) for other in rows if _has(other, fewer, swept)):
+            values = fewer
+    return values
+
+
+def _values(row: Row, swept: Sequence[str]) -> Values:
+    return dict(zip(swept, row.settings, strict=True))
+
+
+def _has(row: Row, values: Values, swept: Sequence[str]) -> bool:
+    return values.items() <= _values(row, swept).items()
+
+
+def _name(values: Values) -> str:
+    """As `ddp fp32 offload=cpu with checkpointing`."""
+    words = [
+        value if key in _PLAIN_WORDS else f"{key}={value}" for key, value in values.items() if key != _CHECKPOINTING
+    ]
+    if _CHECKPOINTING in values:
+        words.append("without checkpointing" if values[_CHECKPOINTING] == "none" else "with checkpointing")
+    return " ".join(words) or "every setting"
+
+
+def _listed(names: Iterable[str]) -> str:
+    told = list(names)
+    if len(told) > _MOST:
+        told = [*told[: _MOST - 1], f"{len(told) - _MOST + 1} more"]
+    return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
+
+
+def _largest(row: Row) -> int:
+    return row.forecast.largest_microbatch or 0
+
+
+def _size(num_bytes: int) -> str:
+    return f"{significant(num_bytes / GIB)} GiB" if num_bytes >= GIB else f"{significant(num_bytes / MIB)} MiB"
+
+
+def _span(numbers: Iterable[float]) -> str:
+    low, *others = [f"{number:,.4g}" if number % 1 else f"{number:,.0f}" for number in sorted(set(numbers))]
+    return f"{low} to {others[-1]}" if others else low

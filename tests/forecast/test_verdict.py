@@ -1,0 +1,92 @@
+"""What `fsdp_lab.forecast` says of forecasts that are made by hand, and its table at three widths."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.table import Row, forecast_table
+from fsdp_lab.forecast.verdict import verdict
+
+GIB = 2**30
+AXES = ["sharding", "precision", "activation_checkpointing"]
+
+
+def row(
+    settings: Sequence[str], gib: float, most: int | None = None, capacity: float | None = 24, **more: object
+) -> Row:
+    parts = {"param": gib / 8, "optimizer": gib / 4, "grad": gib / 8, "activation": gib / 2, "total": gib}
+    peaks = {"device": {name: int(size * GIB) for name, size in parts.items()}}
+    found = Forecast(
+        True, 8, peaks, {"CUDA context": GIB}, {}, int(capacity * GIB) if capacity else None, most, **more  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Row([*settings], found, None, 64)
+
+
+# The example of the issue in figures: only ddp fp32 without checkpointing is too large.
+ROWS = [
+    row(("per_block", "bf16_mixed", "full"), 1.5, 1223),
+    row(("per_block", "bf16_mixed", "none"), 9.9, 144),
+    row(("per_block", "fp32", "full"), 3.1, 800),
+    row(("per_block", "fp32", "none"), 18.4, 80),
+    row(("ddp", "bf16_mixed", "full"), 6.6, 644),
+    row(("ddp", "bf16_mixed", "none"), 15.7, 103),
+    row(("ddp", "fp32", "full"), 22.9, 300),
+    row(("ddp", "fp32", "none"), 27.3, 58),
+]
+
+
+def test_what_does_not_fit_is_named_by_the_fewest_values_and_what_takes_most_follows():
+    assert verdict(ROWS, AXES, "images") == (
+        "8 × 24 GiB at 64 images a GPU: everything fits but ddp fp32 without checkpointing (58 at most); "
+        "per_block bf16_mixed takes up to 144, with checkpointing 1,223."
+    )
+    both = [row(r.settings, 27, 58) if r.settings[:2] == ["ddp", "fp32"] else r for r in ROWS]
+    assert "everything fits but ddp fp32 (58 at most); per_block" in verdict(both, AXES)
+
+
+def test_the_shorter_of_what_fits_and_what_does_not_is_told():
+    rows = [row(r.settings, 9 if r.settings[0] == "per_block" and r.settings[1] == "fp32" else 30, 0) for r in ROWS]
+    assert ": only per_block fp32 fits." in verdict(rows, AXES)
+    assert ": everything fits;" in verdict([row(r.settings, 9, 65) for r in ROWS], AXES)
+    none = verdict([row(r.settings, 30.0 + i, 0) for i, r in enumerate(ROWS)], AXES)
+    assert none.endswith(": nothing fits, per_block bf16_mixed with checkpointing needs least, 31.0 GiB.")
+    told = verdict([row([str(i)], 30 if i % 2 else 9) for i in range(20)], ["model.width"])
+    assert "everything fits but model.width=1, model.width=3, model.width=5 and 7 more; forecast.largest_" in told
+
+
+def test_without_a_capacity_each_setting_is_told_with_what_it_needs_and_the_key_to_ask_by():
+    rows = [row([name], gib, capacity=None) for name, gib in (("ddp", 15.721), ("per_block", 9.04), ("root", 9.0401))]
+    assert verdict(rows, ["sharding"]) == (
+        "8 GPUs at 64 samples a GPU: needed are, the least first: per_block and root 10.0 GiB, ddp 16.7 GiB; "
+        "forecast.capacity_gib=80 says whether 80 GiB are enough."
+    )
+    many = [row([str(i)], i / 2 + 1, capacity=None) for i in range(9)]
+    assert "the least is needed by model.width=0 2.00 GiB, the most by model.width=8 6.00 GiB; fore" in verdict(
+        many, ["model.width"]
+    )
+    assert "a GPU: it needs 2.00 GiB; forecast.capacity_gib" in verdict([row([], 1, capacity=None)], [])
+
+
+def test_one_setting_and_failed_forecasts():
+    assert ": it fits, it needs 10.9 GiB; it takes up to 144." in verdict([row([], 9.9, 144)], [])
+    assert ": it does not fit (12 at most), it needs 31.0 GiB; it takes up to 12." in verdict([row([], 30, 12)], [])
+    failed = Row(["ddp"], Forecast(True, 8, error="why"), None, 64)
+    told = verdict([row(["root"], 9, 80), failed], ["sharding"])
+    assert told.endswith(": everything fits; every setting takes up to 80; no forecast of ddp.")
+    assert verdict([failed], ["sharding"]) == "Nothing could be forecast."
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_table_at_this_width(width: int):
+    out = io.StringIO()
+    rows = [*ROWS, Row(["root", "fp32", "none"], Forecast(True, 8, error="why"), None, 64)]
+    Console(file=out, width=width).print(forecast_table(rows, AXES))
+    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    assert text == (Path(__file__).parent / "tables" / f"{width}.txt").read_text()
+    assert all(f"{gib:.2f}" in text for gib in (27.3, 28.3)), "the peak and what is needed"
