@@ -76,8 +76,9 @@ def _takes(rows: Sequence[Row], swept: Sequence[str]) -> str:
     best = max(plain, key=_largest)
     if not _largest(best):
         return ""
-    values = _fewest(best, plain, swept, lambda row: _largest(row) == _largest(best))
-    values.pop(_CHECKPOINTING, None)
+    fewest = _fewest(best, plain, swept, lambda row: _largest(row) == _largest(best))
+    told = {*fewest, *(_PLAIN_WORDS if fewest else ())} - {_CHECKPOINTING}
+    values = {key: value for key, value in _values(best, swept).items() if key in told}
     text = f"{_name(values) if swept else 'it'} takes up to {_largest(best):,}"
     wanted = {**_values(best, swept), _CHECKPOINTING: "full"}
     with_it = [row for row in asked if row is not best and _values(row, swept) == wanted]

@@ -46,6 +46,13 @@ def test_what_does_not_fit_is_named_by_the_fewest_values_and_what_takes_most_fol
         "8 × 24 GiB at 64 images a GPU: everything fits but ddp fp32 without checkpointing (58 at most); "
         "per_block bf16_mixed takes up to 144, with checkpointing 1,223."
     )
+    offloaded = [
+        row(("ddp", "none"), 15.7, 103),
+        row(("per_block", "none"), 9.9, 149),
+        row(("per_block", "cpu"), 9, 152),
+    ]
+    told = verdict(offloaded, ["sharding", "offload"])
+    assert told.endswith(": everything fits; per_block offload=cpu takes up to 152.")
     both = [row(r.settings, 27, 58) if r.settings[:2] == ["ddp", "fp32"] else r for r in ROWS]
     assert "everything fits but ddp fp32 (58 at most); per_block" in verdict(both, AXES)
 
