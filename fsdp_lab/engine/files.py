@@ -9,7 +9,7 @@
 | `outcome.json` | the trial's own process, or the driver | how it ended: with it, a trial has a result |
 | `forecast.json` | the driver | what was forecast of it |
 | `turnaround.json` | the driver | seconds from the last report on its place to its first step |
-| `logs/rank<r>.log` | every rank | what it printed |
+| `logs/rank<r>.log` | every rank | what it printed; its stacks, where a phase or a step lasted unusually long |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `.alive` | every rank | locked while a process of the trial lives |
 """
@@ -200,7 +200,7 @@ class Progress:
         """Optimizer step `step`, counted from 1, begins."""
         now = time.time()
         leaves_phase = self._content.pop("phase", None) is not None
-        self._content = {"first_step": now, **self._content, "step": step, "time": now}
+        self._content = {"first_step": now, "from_step": step, **self._content, "step": step, "time": now}
         self._write(at_most_every=0.0 if leaves_phase else 1.0)
 
     def reported(self) -> None:
@@ -216,7 +216,8 @@ class Progress:
 
 
 def read_progress(folder: Path) -> dict[str, float]:
-    """`step`, and in seconds since 1970 `first_step`, `time` and `reported`; what is not known yet is not there."""
+    """`step`, the first of this attempt `from_step`, and in seconds since 1970 `first_step`, `time` and `reported`;
+    what is not known yet is not there."""
     return read_numbers(folder / "progress.json", apart="phase")
 
 

@@ -28,6 +28,7 @@ from fsdp_lab.engine.files import (
     write_outcome,
 )
 from fsdp_lab.engine.rendezvous import all_on, meet_by_file, meeting_folder, node_id
+from fsdp_lab.engine.stacks import find_stuck
 from fsdp_lab.engine.worker import check_gpu, train_worker, write_failure
 from fsdp_lab.status import TrialStatus
 
@@ -288,7 +289,9 @@ def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Ite
                     known, idle_s, since = progress, 0.0, _begun(progress, read_phase(folder))
                     started = started or "step" in progress or "reported" in progress
             if idle_s > (timeout_s if started else timeout_s + wait_timeout_s):
+                stuck = find_stuck(folder)
                 message = f"no progress for trial_timeout_s={timeout_s:g} s since {since}; it was ended"
+                message += f"; {stuck}" if stuck else ""
                 write_failure(folder, 0, "timeout", message, "")
                 remove_places(folder)
                 begin()

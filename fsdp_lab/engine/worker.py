@@ -13,15 +13,20 @@ from typing import Any
 
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.engine.files import EpochLines, Progress, hold_alive, no_space
+from fsdp_lab.engine.stacks import StackDump, long_s
 from fsdp_lab.files import write_json
 from fsdp_lab.hardware import WORKER_CPUS, driver, num_gpus
 
 
 class FolderReporter:
-    """Writes to the trial's folder. Rank 0 writes; every rank takes part."""
+    """Writes to the trial's folder. Rank 0 writes; every rank takes part.
 
-    def __init__(self, folder: Path, rank: int, data_name: str) -> None:
-        self.folder, self.first, self.data_name = folder, rank == 0, data_name
+    Args:
+        stacks: dumps the stacks of a process whose log is its own; None for one that shares a terminal.
+    """
+
+    def __init__(self, folder: Path, rank: int, data_name: str, stacks: StackDump | None = None) -> None:
+        self.folder, self.first, self.data_name, self.stacks = folder, rank == 0, data_name, stacks
         self.progress = Progress(folder)
         self.lines = EpochLines(folder)
 
@@ -30,10 +35,14 @@ class FolderReporter:
             write_json(self.folder / "facts.json", {**facts, "data": self.data_name}, parents=False)
 
     def phase(self, name: str) -> None:
+        if self.stacks:
+            self.stacks.phase()
         if self.first:
             self.progress.phase(name)
 
     def step(self, step: int) -> None:
+        if self.stacks:
+            self.stacks.step()
         if self.first:
             self.progress.step(step)
 
@@ -121,8 +130,13 @@ def train_worker(job: dict[str, Any]) -> None:
     hold_alive(folder)
     redirect_output(folder / "logs" / f"rank{rank}.log")
     config = from_dict(TrialConfig, job["config"])
-    reporter = RayReporter(folder, rank, config.data.name)
-    train_and_record(config, folder, rank, reporter, on_cpu=not job["use_gpu"])
+    stacks = StackDump(long_s(job["timeout_s"]))
+    reporter = RayReporter(folder, rank, config.data.name, stacks)
+    reporter.phase("importing PyTorch and joining the other workers")
+    try:
+        train_and_record(config, folder, rank, reporter, on_cpu=not job["use_gpu"])
+    finally:
+        stacks.end()
 
 
 def train_and_record(

@@ -23,7 +23,7 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     """
     if plan.config.cluster.address is None:  # another machine's driver is for its workers to ask
         check_driver()
-    console = Console(plan.state, plan.swept)
+    console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)
     runs = MlflowRuns(plan.config.tracking, console)
     report = Report(runs)
     # In this order: MLflow first, so that the table has the runs' ids; forecasts last, for they may skip a trial.

@@ -5,6 +5,7 @@ What makes the model and its optimizer is in `build.py`, what a step does in `lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,7 +96,8 @@ def train(
     checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
     facts = _facts(config, ranks, state.model, data, resumed_from)
-    reporter.facts({**facts, "notes": [*checkpoints.notes, *facts["notes"]]})
+    steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
+    reporter.facts({**facts, "num_steps": int(steps), "notes": [*checkpoints.notes, *facts["notes"]]})
     for metrics in state.history:
         reporter.epoch(metrics, resumed_from)
 

@@ -339,7 +339,7 @@ def test_a_sweep_that_dies_by_itself_is_told_as_a_failed_night(tmp_path: Path):
         tmp_path / "code",
         "fsdp_lab/sweep/start.py",
         (
-            "    console = Console(plan.state, plan.swept)\n",
+            "    console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)\n",
             "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
         ),
     )

@@ -13,7 +13,7 @@ from ray.tune.search import Searcher
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
-from fsdp_lab.engine.files import read_outcome, why_unwritten
+from fsdp_lab.engine.files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.folder_scheduler import FolderScheduler, build_scheduler
@@ -167,13 +167,13 @@ class TuneCallback(tune.Callback):
         self._sweep.say(f"{self._label(number)}: its own process was killed; it goes on in a new one")
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Say what a trial that has not begun to train is waiting for."""
+        """Say what a trial is waiting for whose workers say nothing yet themselves."""
         self._sweep.tick()
         for number, speak_at in list(self._speak_at.items()):
             if self._sweep.is_training(number):
                 del self._speak_at[number]
                 self._sweep.look(number)
-            elif time.monotonic() > speak_at:
+            elif time.monotonic() > speak_at and not read_progress(self._sweep.folder_of(number)):
                 self._speak_at[number] = time.monotonic() + _REPEAT_S
                 self._sweep.say(f"{self._label(number)} waits for {self._short_of(number)}")
 

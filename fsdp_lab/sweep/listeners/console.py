@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, plain_text
-from fsdp_lab.status import ExitCode
+from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
 from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.names import go_on_command, label, resume_command, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
@@ -31,14 +34,25 @@ class Console(Listener):
     Args:
         swept: the keys that differ between trials.
         rich: where to print; by default standard output.
+        ticks: whether the clock is drawn every second; else a debugger has the terminal for itself between events.
     """
 
-    def __init__(self, state: SweepState, swept: Sequence[str], rich: RichConsole | None = None) -> None:
+    def __init__(
+        self, state: SweepState, swept: Sequence[str], rich: RichConsole | None = None, ticks: bool = True
+    ) -> None:
         self._state, self._swept = state, swept
         self.rich = rich or open_console()
-        self._live = Live(console=self.rich, auto_refresh=False, transient=True) if self.rich.is_terminal else None
         self._begun = time.time()
-        self._updated, self._stale = 0.0, False
+        self._updated, self._looked, self._stale = 0.0, 0.0, False
+        self._watch = Watch()
+        # What the thread that draws the clock shows: values that are replaced, never changed.
+        self._table: RenderableType = ""
+        self._lines: list[str] = []
+        self._live: Live | None = None
+        if self.rich.is_terminal:
+            self._live = Live(
+                console=self.rich, get_renderable=self._screen, auto_refresh=ticks, refresh_per_second=1, transient=True
+            )
 
     def __enter__(self) -> Console:
         if self._live:
@@ -63,8 +77,12 @@ class Console(Listener):
         """Show the live table as it is now."""
         self._stale, self._updated = False, time.monotonic()
         if self._live:
-            title = how_far(self._state, time.time() - self._begun)
-            self._live.update(trial_table(self._state, self._swept, self._in_view(), title=title), refresh=True)
+            self._table = trial_table(self._state, self._swept, self._in_view())
+            self._live.refresh()
+
+    def _screen(self) -> RenderableType:
+        clock = how_far(self._state, time.time() - self._begun)
+        return Group(self._table, *(Text(line, style="dim") for line in [clock, *self._lines]))
 
     def final(self, answer: Answer | None = None) -> None:
         """Print the table of all that began, best values marked, and under it what the report recommends."""
@@ -110,12 +128,30 @@ class Console(Listener):
         self._change()
 
     def tick(self, sweep: SweepRun) -> None:
+        if time.monotonic() - self._looked >= _UPDATE_EVERY_S:
+            self._looked = time.monotonic()
+            self._look(sweep)
         if self._stale:
             self._change()
+
+    def _look(self, sweep: SweepRun) -> None:
+        """See what the running trials do, and say once what lasts unusually long."""
+        doings: dict[int, Doing] = {}
+        for number, state in enumerate(self._state.trials):
+            if state.status is not TrialStatus.running:
+                continue
+            folder, timeout_s = sweep.folder_of(number), state.trial.config.trial_timeout_s
+            with suppress(OSError):  # a disk that is away for a moment
+                doings[number] = self._watch.look(number, folder)
+                if told := self._watch.unusual(number, doings[number], folder, timeout_s):
+                    self.say(f"{label(number, self._state.trials)}: {told}")
+        to_come = sweep.config.search.num_trials - len(self._state.trials) if sweep.config.search.samples else 0
+        self._lines = progress_lines(self._state, doings, max(0, to_come), time.time())
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
             self.say(f"to go on: {go_on_command(sweep.folder)}")
+        self._lines = []  # what runs is ended now
         self.update()
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:

@@ -115,6 +115,9 @@ def test_a_constructor_that_hangs_is_ended_and_named(project: Path) -> None:
     done = run_cli(project, *stuck, *limits, "hydra.run.dir=out", STORE, timeout=250)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "no progress for trial_timeout_s=3 s since building the model began" in done.stdout, done.stdout
+    place = f"rank 0 is at {project}/my_project/net.py:"
+    assert f"; {place}" in done.stdout.partition("it was ended")[2], "the line on which it hangs"
+    assert "trial: building the model has lasted" in done.stdout
 
 
 def test_what_is_written_down_is_what_was_typed(project: Path) -> None:

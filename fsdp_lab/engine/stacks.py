@@ -1,0 +1,90 @@
+"""The stacks of ranks that make no progress: each dumps its own into its log, and the driver finds the stuck one."""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_LONG_S = 60.0  # a phase or a step beyond it is unusually long
+_REARM_S = 1.0  # steps may take less than starting faulthandler's thread does
+_TAIL_BYTES = 2**20
+_HEAD = "Timeout ("  # of a dump
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_TRAINS = "in train_and_record"  # a frame of the thread that trains
+_LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/|<frozen")
+
+
+def long_s(timeout_s: float | None) -> float:
+    """Returns the seconds beyond which a phase or a step is unusually long.
+
+    Args:
+        timeout_s: `trial_timeout_s`. The stacks are dumped before it ends the trial.
+    """
+    return _LONG_S if timeout_s is None else min(_LONG_S, timeout_s / 2)
+
+
+class StackDump:
+    """Dumps the stacks of this process to standard error, its log, when a phase or a step lasts too long.
+
+    faulthandler does it in a thread of its own, without Python: a deadlock that holds the GIL keeps nothing from it.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s, self._armed = after_s, float("-inf")
+
+    def phase(self) -> None:
+        """Counts anew: a phase begins."""
+        faulthandler.dump_traceback_later(self._after_s)
+        self._armed = time.monotonic()
+
+    def step(self) -> None:
+        """Counts anew, at most once a second: a step begins."""
+        if time.monotonic() - self._armed >= _REARM_S:
+            self.phase()
+
+    def end(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """Where a rank stood when its stack was dumped. `place`: `net.py:31 in init_weights`."""
+
+    rank: int
+    place: str
+    log: Path
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is at {self.place}; its stack is in {self.log}"
+
+
+def find_stuck(folder: Path) -> Stuck | None:
+    """Returns the first rank of a trial whose last dump shows it outside of a collective, where others wait for it.
+
+    Where all wait, the first rank; None where no rank has dumped its stack.
+    """
+    found: list[tuple[bool, Stuck]] = []
+    for log in sorted((folder / "logs").glob("rank*.log"), key=_rank):
+        frames = last_stack(log)
+        if frames:
+            own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0])
+            place = f"{own[0]}:{own[1]} in {own[2]}"
+            found.append(("/torch/distributed/" in frames[0][0], Stuck(_rank(log), place, log)))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def last_stack(log: Path) -> list[tuple[str, str, str]]:
+    """Returns the frames of the thread that trains in a log's last dump, the innermost first: file, line, function."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    _, head, dump = text.rpartition(_HEAD)
+    threads = re.split(r"^(?:Current t|T)hread 0x", dump, flags=re.MULTILINE) if head else []
+    return next((_FRAME.findall(thread) for thread in threads if _TRAINS in thread), [])
+
+
+def _rank(log: Path) -> int:
+    return int(log.stem.removeprefix("rank"))

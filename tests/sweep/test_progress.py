@@ -1,0 +1,161 @@
+"""What the display says of running trials: their own word, how long it lasts, and what is left."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console as RichConsole
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.engine.files import Progress
+from fsdp_lab.files import write_json
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines, sweep_left_s
+from fsdp_lab.sweep.runner import SweepPlan, SweepRun
+from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.record import Record
+from tests.engine.test_stacks import WAITS
+
+Compose = Callable[[Sequence[str], int], Trial]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets both clocks of this process jump forward by so many seconds."""
+    ahead, wall, monotonic = [0.0], time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: wall() + ahead[0])
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + ahead[0])
+
+    def jump(seconds: float) -> None:
+        ahead[0] += seconds
+
+    return jump
+
+
+@pytest.fixture
+def sweep(compose_trial: Compose, tmp_path: Path) -> SweepRun:
+    """Four trials, of which the first runs."""
+    trials = [compose_trial([f"training.seed={seed}", "trial_timeout_s=100"], seed) for seed in range(4)]
+    state, config = SweepState([TrialState(t) for t in trials], [("val/loss", "min")]), trials[0].config
+    run = SweepRun(SweepPlan(state, config, tmp_path, ["training.seed"], Record.of([], True, config)), [])
+    run.prepare(0)
+    state.trials[0].move(TrialStatus.starting)
+    run.begin(0)
+    return run
+
+
+def test_a_phase_of_the_worker_is_shown_with_how_long_it_lasts(clock: Callable[[float], None], tmp_path: Path):
+    watch, progress = Watch(), Progress(tmp_path)
+    assert str(watch.look(0, tmp_path)) == "starting its workers"
+    progress.phase("initialising the weights (init=rank0)")
+    assert str(watch.look(0, tmp_path)) == "initialising the weights (init=rank0)"
+    clock(300)
+    assert str(watch.look(0, tmp_path)) == "initialising the weights (init=rank0), for 5 min 0 s"
+
+
+def test_a_step_is_shown_with_all_steps_and_the_time_that_they_will_take(
+    clock: Callable[[float], None], tmp_path: Path
+):
+    """Resumed at step 11: four steps in 8 s, and 16 are left."""
+    watch, progress = Watch(), Progress(tmp_path)
+    progress.step(11)
+    assert str(watch.look(0, tmp_path)) == "step 11", "how many there are is not known yet"
+    write_json(tmp_path / "facts.json", {"num_steps": 31})
+    for step in range(12, 16):
+        clock(2)
+        progress.step(step)
+    assert str(watch.look(0, tmp_path)) == "step 15 of 31, about 32 s left"
+
+
+def test_what_lasts_unusually_long_is_said_once_with_the_place_of_the_stuck_rank(
+    clock: Callable[[float], None], tmp_path: Path
+):
+    watch, progress = Watch(), Progress(tmp_path)
+
+    def unusual() -> str | None:
+        return watch.unusual(0, watch.look(0, tmp_path), tmp_path, timeout_s=100.0)
+
+    assert unusual() is None
+    clock(80)
+    assert unusual() is None, "that workers start may take long, and is told by who waits for them"
+    progress.phase("building the model")
+    unusual()
+    clock(49)
+    assert unusual() is None
+    clock(3)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text(WAITS)
+    said = unusual()
+    assert said is not None and said.startswith("building the model has lasted 52 s; rank 0 is at /home/me/fsdp_lab/tr")
+    assert unusual() is None
+    progress.step(1)
+    unusual()
+    clock(60)
+    assert (unusual() or "").startswith("step 1 has lasted 1 min 0 s; rank 0")
+
+
+def test_the_sweep_takes_as_long_as_the_trials_before(compose_trial: Compose):
+    """Two at a time: one has 10 s left, one ran 30 of about 100 s; five wait, of 100 s each, and two are to come."""
+    trials = [TrialState(compose_trial([], number)) for number in range(9)]
+    for trial, seconds in zip(trials[:2], (90.0, 110.0), strict=True):
+        trial.status, trial.begun, trial.seconds = TrialStatus.finished, 1.0, seconds
+    trials[2].begun = trials[3].begun = 970.0
+    doings = {2: Doing("step 9 of 10", 1, 10.0), 3: Doing("building the model", 1)}
+    assert sweep_left_s(trials, doings, 2, now=1000.0) == pytest.approx((10 + 70 + 7 * 100) / 2)
+    lines = progress_lines(SweepState(trials, []), doings, 2, now=1000.0)
+    assert lines == [
+        "trial 2: step 9 of 10, about 10 s left", "trial 3: building the model", "the sweep: about 6 min 30 s left",
+    ]  # fmt: skip
+    assert sweep_left_s(trials[3:], {0: Doing("building the model", 1)}, 0, now=1000.0) is None
+    alone = sweep_left_s(trials[2:5], {0: Doing("step 9 of 10", 1, 10.0)}, 0, now=1000.0)
+    assert alone == pytest.approx(10 + 2 * (30 + 10)), "the first trial tells what the others will take"
+
+
+def test_the_display_shows_what_the_worker_says(sweep: SweepRun, clock: Callable[[float], None]):
+    shown = io.StringIO()
+    console = Console(sweep.state, ["training.seed"], RichConsole(file=shown, force_terminal=True, width=80))
+    Progress(sweep.folder_of(0)).phase("building the model")
+    with console:
+        console.tick(sweep)
+        clock(52)
+        console.tick(sweep)
+        console.update()
+    text = shown.getvalue()
+    assert "trial 0: building the model, for 52 s" in text
+    assert "0 of 4 trials have a result, after 52 s" in text
+    assert "trial 0: building the model has lasted 52 s" in text
+
+
+def test_the_clock_ticks_while_nothing_happens_and_leaves_a_debugger_alone(sweep: SweepRun):
+    for ticks in (True, False):
+        shown = io.StringIO()
+        terminal = RichConsole(file=shown, force_terminal=True, width=80)
+        with Console(sweep.state, [], terminal, ticks=ticks):
+            time.sleep(2.6)
+            during = shown.getvalue()
+        assert ("after 1 s" in during and "after 2 s" in during) is ticks
+
+
+def test_workers_that_speak_are_not_said_to_start(sweep: SweepRun, monkeypatch: pytest.MonkeyPatch):
+    """A user's deadlock was shown as the start of the workers, for minutes."""
+    from fsdp_lab.sweep.executors import tuner
+
+    monkeypatch.setattr(tuner, "_QUIET_S", -1.0)
+    monkeypatch.setattr(tuner, "_REPEAT_S", -1.0)
+    monkeypatch.setattr(tuner.engine, "unmet_request", lambda: False)  # there is no Ray here to ask
+    said: list[str] = []
+    monkeypatch.setattr(sweep, "say", said.append)
+    callback = tuner.TuneCallback(sweep, tuner.Places())
+    sweep.state.trials[0].status = TrialStatus.starting
+    callback.on_trial_start(0, [], SimpleNamespace(config={"number": 0}))
+    callback.on_step_end(0, [])
+    assert said == ["trial 0 waits for its worker processes to start and import PyTorch"]
+    Progress(sweep.folder_of(0)).phase("initialising the weights (init=rank0)")
+    callback.on_step_end(0, [])
+    assert len(said) == 1
