@@ -69,6 +69,11 @@ class Night:
         return self.verdict in (GOOD, ACCEPTED)
 
     @property
+    def is_compared(self) -> bool:
+        """Whether it was held against its baseline."""
+        return self.baseline is not None and self.verdict not in (FAILED, LEFT)
+
+    @property
     def over(self) -> bool:
         return self.verdict != RUNNING
 

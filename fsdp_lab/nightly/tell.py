@@ -10,7 +10,8 @@ from fsdp_lab.files import write_text
 from fsdp_lab.nightly.nights import Night
 from fsdp_lab.nightly.notify import notify
 from fsdp_lab.nightly.study import Study
-from fsdp_lab.nightly.verdict import gate_text
+from fsdp_lab.nightly.verdict import gate_table, gate_text, gate_words
+from fsdp_lab.terminal import open_console
 from fsdp_lab.tracking import TrackingError, annotate
 
 
@@ -22,7 +23,9 @@ def tell(study: Study, night: Night, say: Callable[[str], None]) -> None:
     tag(study, night, [folder / "gate.md"], say)
     if problem := notify(study.nightly.notify, verdict_of(study, night, folder)):
         say(problem)
-    say(gate)
+    say(gate_words(night).replace("`", "").rstrip())
+    if night.is_compared:
+        open_console().print(gate_table(night))
 
 
 def verdict_of(study: Study, night: Night, folder: Path) -> dict[str, Any]:

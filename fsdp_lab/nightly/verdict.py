@@ -12,6 +12,8 @@ from fsdp_lab.nightly.gate import LOSS, Finding, Result, compare, judged_metrics
 from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, last_good
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.report.data import Sweep
+from fsdp_lab.terminal import Column, FittingTable
+from fsdp_lab.wording import count
 
 _MOST_EARLIER = 10  # nights by which noise is judged
 
@@ -123,21 +125,45 @@ def _same_speed(one: Night, other: Night) -> bool:
     return one.machine == other.machine and not one.busy
 
 
-def gate_text(night: Night) -> str:
-    """The verdict and the table, as Markdown."""
-    findings = [Finding(**finding) for finding in night.findings]
-    bad = [f for f in findings if f.regression]
+def gate_words(night: Night) -> str:
+    """Returns the verdict in words: its first line is the title."""
     if night.verdict == FAILED:
-        return (
-            f"# Night {night.id}: failed\n\nIts sweep came to no end, or nothing finished: {night.attempts} attempts.\n"
-        )
+        tried = count(night.attempts, "attempt")
+        return f"Night {night.id}: failed\n\nIts sweep came to no end, or nothing finished: {tried}.\n"
     if night.verdict == LEFT:
-        return f"# Night {night.id}: left\n\nIt was interrupted, and nothing went on with it that night.\n"
+        return f"Night {night.id}: left\n\nIt was interrupted, and nothing went on with it that night.\n"
     taken = f"Accepted by {night.accepted['by']}: {night.accepted['reason']}\n\n" if night.accepted else ""
     if night.baseline is None:
         short = [f"`{name}`: {r.finished}" for name, r in night.results.items() if r.share < 1]
         also = f"\nNot all of it finished: {'; '.join(short)}.\n" if short else ""
         first = "The first good night: from now on it is the baseline."
-        return f"# Night {night.id}: {night.verdict}\n\n{taken}{first}\n{also}"
+        return f"Night {night.id}: {night.verdict}\n\n{taken}{first}\n{also}"
+    bad = [finding for finding in _findings(night) if finding.regression]
     said = f"{len(bad)} regressions" if len(bad) > 1 else "a regression" if bad else "nothing got worse"
-    return f"# Night {night.id} against {night.baseline}: {said}\n\n{taken}{table(findings)}"
+    return f"Night {night.id} against {night.baseline}: {said}\n\n{taken}"
+
+
+def _findings(night: Night) -> list[Finding]:
+    return [Finding(**finding) for finding in night.findings]
+
+
+def gate_text(night: Night) -> str:
+    """Returns the verdict and the table, as Markdown."""
+    return f"# {gate_words(night)}" + (table(_findings(night)) if night.is_compared else "")
+
+
+def gate_table(night: Night) -> FittingTable:
+    """Returns the table for a terminal; the regressions first."""
+    shown = sorted(_findings(night), key=lambda finding: not finding.regression)
+    verdicts = [": ".join(filter(None, ["regression" if f.regression else "", f.note])) or "ok" for f in shown]
+    return FittingTable(
+        [
+            Column("setting", [f.setting for f in shown], breaks=True, justify="left"),
+            Column("metric", [f.metric for f in shown], justify="left"),
+            Column("baseline", [f.baseline for f in shown]),
+            Column("tonight", [f.tonight for f in shown]),
+            Column("change", [f.change for f in shown], drop=1),
+            Column("verdict", verdicts, breaks=True, justify="left"),
+        ],
+        elsewhere="gate.md",
+    )

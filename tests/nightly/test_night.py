@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -177,7 +178,9 @@ def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
     assert regressions(folder) == [("precision=bf16", "samples/s")]
     night = read_nights(folder)[-1]
     assert (night.verdict, night.baseline) == ("regression", before)
-    assert "| `precision=bf16` | samples/s |" in done.stdout and "**regression**" in done.stdout
+    gate = (folder / night.id / "gate.md").read_text()
+    assert "| `precision=bf16` | samples/s |" in gate and "**regression**" in gate
+    assert re.search(r"^precision=bf16 +samples/s .* regression: worse by", done.stdout, re.MULTILINE), "no Markdown"
     (verdict,) = got
     assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", night.id, night.run_id)
     assert [(f["setting"], f["metric"]) for f in verdict["regressions"]] == [("precision=bf16", "samples/s")]

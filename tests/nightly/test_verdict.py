@@ -1,0 +1,45 @@
+"""A verdict as Markdown in its file, and as a table on the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from fsdp_lab.nightly.gate import Finding
+from fsdp_lab.nightly.nights import FAILED, REGRESSION, Night
+from fsdp_lab.nightly.verdict import gate_table, gate_text, gate_words
+
+FINDINGS = [
+    Finding("sharding=per_block precision=bf16_mixed", "peak MiB", "12345.67", "12345.67", "none", False),
+    Finding(
+        "sharding=ddp precision=fp32", "samples/s", "123456", "98765", "-20.0 %", True,
+        "worse by more than 0.15, and by more than the noise (4 %)",
+    ),
+]  # fmt: skip
+NIGHT = Night(
+    "2026-11-22T02-00-00Z", 0, 0, verdict=REGRESSION, baseline="2026-11-21T02-00-00Z",
+    findings=[dataclasses.asdict(finding) for finding in FINDINGS],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_terminal_shows_all_digits_and_no_markdown(width: int):
+    out = io.StringIO()
+    Console(file=out, width=width).print(gate_table(NIGHT))
+    text = out.getvalue()
+    assert "…" not in text and "`" not in text and "|" not in text and "**" not in text
+    assert all(word in text for word in ("12345.67", "123456", "98765", "samples/s", "regression:"))
+    assert text.index("123456") < text.index("12345.67"), "the regression first"
+    assert ("-20.0 %" in text) or "Too narrow for change: see gate.md." in text
+
+
+def test_the_file_has_markdown_and_what_was_not_compared_has_no_table():
+    assert gate_text(NIGHT).startswith(
+        "# Night 2026-11-22T02-00-00Z against 2026-11-21T02-00-00Z: a regression\n\n| set"
+    )
+    assert "| **regression**: worse by more than 0.15" in gate_text(NIGHT)
+    failed = dataclasses.replace(NIGHT, verdict=FAILED, attempts=3)
+    assert gate_text(failed) == f"# {gate_words(failed)}" and not failed.is_compared
