@@ -91,6 +91,15 @@ class OptimizerConfig:
     implementation: OptimizerImplementation = key(OptimizerImplementation.auto, memory=Memory.VALUE)
     scale_lr: bool = key(False, changes_speed=False)
 
+    def chosen_implementation(self, loss_scaling: bool) -> OptimizerImplementation:
+        """Return what `auto` comes to: fused, which also keeps offloaded Adam from a loop over the parameters
+        (pytorch#187615). It is foreach with loss scaling, because fused kernels unscale by themselves, on plain tensors
+        only, and for SGD, whose fused kernel DTensor does not know."""
+        if self.implementation is not OptimizerImplementation.auto:
+            return self.implementation
+        plain = loss_scaling or self.name is OptimizerName.sgd
+        return OptimizerImplementation.foreach if plain else OptimizerImplementation.fused
+
     def check(self) -> None:
         """
         Raises:

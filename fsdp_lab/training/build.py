@@ -15,6 +15,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.blocks import check_blocks, find_block_classes
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.distributed import ParallelDims
+from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
 from fsdp_lab.training.weights import build_blueprint
@@ -49,14 +50,15 @@ def build(
     blocks = spec.block_classes or find_block_classes(model)
     check_blocks(model, blocks, config)
     apply_to_blocks(model, blocks, config)
-    apply_fully_shard(model, blocks, config, dims.mesh)
+    units = apply_fully_shard(model, blocks, config, dims.mesh)
+    layout = describe_layout(model, units, blocks, find_unused)
     materialize(model, blueprint)
     model = apply_ddp(model, config, device, find_unused)
 
     optimizer = build_optimizer(model, config, dims.dp_degree)
     scaler = build_scaler(config.precision, gradient_device(config, device))
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
-    return TrainState(model, optimizer, scaler, lr_schedule)
+    return TrainState(model, optimizer, scaler, lr_schedule, layout)
 
 
 def leaves_some_unused(workload: Workload, config: TrialConfig) -> bool:

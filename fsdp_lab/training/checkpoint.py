@@ -33,6 +33,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.key import Between, keys_of
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.layout import Layout
 from fsdp_lab.training.checkpoint_files import META, discard, find_latest, outdated, publish, read_meta
 from fsdp_lab.training.distributed import Ranks, sum_over_ranks
 
@@ -58,13 +59,14 @@ def ordinary_errors(doing: str) -> Iterator[None]:
 
 @dataclass
 class TrainState(Stateful):
-    """Everything that training changes. `history` has the metrics of every epoch so far, `epoch_step` counts
-    the optimizer steps of an epoch that is not finished."""
+    """Everything that training changes. `layout` says how the model was divided, `history` has the metrics of every
+    epoch so far, `epoch_step` counts the optimizer steps of an epoch that is not finished."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     lr_schedule: LRScheduler
+    layout: Layout = field(default_factory=Layout)
     epoch: int = 0
     step: int = 0
     epoch_step: int = 0

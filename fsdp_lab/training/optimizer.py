@@ -32,13 +32,8 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
 
 
 def implementation(config: TrialConfig) -> dict[str, bool]:
-    """`auto` is fused, which also keeps offloaded Adam from a loop over the parameters (pytorch#187615).
-    It is foreach with loss scaling, because fused kernels unscale by themselves, on plain tensors only,
-    and for SGD, whose fused kernel DTensor does not know."""
-    chosen = config.optimizer.implementation
-    if chosen is OptimizerImplementation.auto:
-        scaled, sgd = config.precision.loss_scaling, config.optimizer.name is OptimizerName.sgd
-        chosen = OptimizerImplementation.foreach if scaled or sgd else OptimizerImplementation.fused
+    """Return the optimizer's arguments that choose its kernels."""
+    chosen = config.optimizer.chosen_implementation(config.precision.loss_scaling)
     return {
         "fused": chosen is OptimizerImplementation.fused,
         "foreach": chosen is OptimizerImplementation.foreach,

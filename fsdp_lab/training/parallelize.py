@@ -65,10 +65,12 @@ def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: Trial
             block.compile()
 
 
-def apply_fully_shard(model: nn.Module, block_classes: BlockClasses, config: TrialConfig, mesh: DeviceMesh) -> None:
-    """Shard the model in place: the units bottom-up, then the root. `ddp` has no units: nothing happens."""
+def apply_fully_shard(
+    model: nn.Module, block_classes: BlockClasses, config: TrialConfig, mesh: DeviceMesh
+) -> list[nn.Module]:
+    """Shard the model in place: the units bottom-up, then the root. Return the units; `ddp` shards nothing."""
     if config.sharding.granularity is Granularity.ddp:
-        return
+        return []
     units = sharding_units(model, block_classes, config.sharding)
     for module in (*units, model):
         module.register_forward_hook(_register_dataclasses)  # before FSDP2's own hooks, which run after it
@@ -83,6 +85,7 @@ def apply_fully_shard(model: nn.Module, block_classes: BlockClasses, config: Tri
             fully_shard(unit, **options)
         fully_shard(model, **options)
     set_prefetch(units, config.sharding)
+    return units
 
 
 def _register_dataclasses(module: nn.Module, args: Any, output: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +96,7 @@ def train(
     reporter.phase("loading a checkpoint")
     checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
-    facts = _facts(config, ranks, state.model, data, resumed_from)
+    facts = _facts(config, ranks, state, data, resumed_from)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
     reporter.facts({**facts, "num_steps": int(steps), "notes": [*checkpoints.notes, *facts["notes"]]})
     for metrics in state.history:
@@ -153,7 +154,7 @@ def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints:
 def _facts(
     config: TrialConfig,
     ranks: Ranks,
-    model: nn.Module,
+    state: TrainState,
     data: Data,
     resumed_from: Path | None,
 ) -> dict[str, Any]:
@@ -161,8 +162,9 @@ def _facts(
     return {
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(ranks.device),
         "world_size": ranks.world_size,
-        "num_params": sum(p.numel() for p in model.parameters()),
+        "num_params": sum(p.numel() for p in state.model.parameters()),
         "torch": str(torch.__version__),
+        "layout": asdict(state.layout),
         "data_digest": data.digest,
         "data_num_train": len(data.train),
         "data_num_val": len(data.val),
@@ -171,6 +173,6 @@ def _facts(
             *sharding_notes(config),
             *memory_notes(config),
             *(cpu_notes(config) if on_cpu else ()),
-            *batch_norm_notes(model, ranks.world_size),
+            *batch_norm_notes(state.model, ranks.world_size),
         ],
     }

@@ -1,0 +1,49 @@
+"""How a trial divided its model among its ranks: plain values, enough to divide the same model in another script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sharding units of a model and the classes of its blocks.
+
+    Attributes:
+        units: names of the modules that are units of their own, without the root, as before activation checkpointing
+            wrapped any; `*` stands for any number.
+        unit_classes: the classes of the units, as `module:Name`, where every module of these classes is a unit; else
+            empty.
+        block_classes: what activation checkpointing wraps and compile compiles, as `module:Name`.
+        find_unused: whether some parameters may get no gradient.
+    """
+
+    units: Sequence[str] = field(default_factory=list)
+    unit_classes: Sequence[str] = field(default_factory=list)
+    block_classes: Sequence[str] = field(default_factory=list)
+    find_unused: bool = False
+
+
+def read_layout(values: Any) -> Layout | None:
+    """Return the layout that a trial's facts hold; None where an earlier version wrote them, or they are damaged."""
+    try:
+        return Layout(**values)
+    except TypeError:
+        return None
+
+
+def matches(patterns: Sequence[str], name: str) -> bool:
+    """Return whether a module's name is one of the patterns, in which `*` stands for a number."""
+    return re.fullmatch("|".join(patterns).replace("*", r"\d+"), name) is not None
+
+
+def shortened(names: Sequence[str], all_names: Collection[str]) -> list[str]:
+    """Return patterns that match these of all names and no others, with `*` for as many numbers as that allows."""
+    for count in range(max((len(re.findall(r"\d+", name)) for name in names), default=0), 0, -1):
+        patterns = list(dict.fromkeys(re.sub(r"\d+", "*", name, count=count) for name in names))
+        if {name for name in all_names if matches(patterns, name)} == set(names):
+            return patterns
+    return list(names)
