@@ -1,0 +1,162 @@
+"""A trial as a plain PyTorch script, which prints the trial's losses."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
+from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.takehome.imports import WIDTH, Imports, fold
+from fsdp_lab.takehome.loop import epoch_lines, optimizer_lines
+from fsdp_lab.takehome.setup import Setup
+from fsdp_lab.takehome.workload import data_lines, model_lines, to_device_lines
+
+_FSDP = "torch.distributed.fsdp"
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_WRAPPER = (f"{_WRAPPERS}:CheckpointWrapper",)
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+
+
+def to_pytorch(setup: Setup) -> str:
+    """Return the script.
+
+    Raises:
+        UserError: the task is another package's.
+    """
+    imports = Imports()
+    imports.module("os", "torch", "torch.distributed as dist", "zlib")
+    body = [
+        *_start(setup, imports),
+        *model_lines(setup, imports),
+        *data_lines(setup, imports),
+        *(_replicate(setup, imports) if setup.is_ddp else _shard(setup, imports)),
+        *optimizer_lines(setup, imports),
+        *epoch_lines(setup, imports),
+        "dist.destroy_process_group()",
+    ]
+    lines = [*_head(setup), *(part for line in (*imports.lines(), "", *body) for part in fold(line))]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _head(setup: Setup) -> list[str]:
+    path = "PYTHONPATH=. " if setup.config.code() else ""
+    name = setup.name.replace("\\", "/").replace('"', "'")
+    return [
+        *textwrap.wrap(f'"""{name}', WIDTH),
+        f"    {path}torchrun --nproc-per-node {setup.world_size} use_pytorch.py",
+        "prints train/loss of every epoch, as the trial has it. Left out: validation, checkpoints, what is measured.",
+        '"""',
+    ]
+
+
+def _start(setup: Setup, imports: Imports) -> list[str]:
+    lines = [
+        *to_device_lines(setup),
+        "cuda = torch.cuda.is_available()",
+        'device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")',
+        "if cuda:",
+        "    torch.cuda.set_device(device)",
+        'dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")',
+        "rank, world_size = dist.get_rank(), dist.get_world_size()",
+    ]
+    if not setup.is_ddp:
+        replicas = setup.dp_replicate
+        shape, names = "(world_size,)", '("dp_shard",)'
+        if replicas > 1:
+            shape, names = f"({replicas}, world_size // {replicas})", '("dp_replicate", "dp_shard")'
+        lines.append(f"mesh = dist.init_device_mesh(device.type, {shape}, mesh_dim_names={names})")
+    return lines
+
+
+def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
+    """Activation checkpointing, then compile: before anything is sharded."""
+    config, lines = setup.config, []
+    checkpointed = config.activation_checkpointing is ActivationCheckpointing.full
+    if checkpointed:
+        imports.name(_WRAPPERS, "apply_activation_checkpointing")
+        is_block = _is_one_of(setup.layout.block_classes, imports, "m")
+        lines.append(f"apply_activation_checkpointing(model, check_fn=lambda m: {is_block})")
+    if config.compile:
+        kinds = _WRAPPER if checkpointed else setup.layout.block_classes
+        is_block = _is_one_of(kinds, imports, "m")
+        lines += [f"for module in [m for m in model.modules() if {is_block}]:", "    module.compile()"]
+    return lines
+
+
+def _is_one_of(paths: Sequence[str], imports: Imports, variable: str) -> str:
+    """Return the condition that a module is of one of these classes, by name where they cannot be imported."""
+    kinds = [imports.kind(path) for path in paths]
+    if None not in kinds:
+        shown = ", ".join(map(str, kinds))
+        return f"isinstance({variable}, {shown if len(kinds) == 1 else f'({shown})'})"
+    names = tuple(path.rpartition(":")[2].rpartition(".")[2] for path in paths)
+    return f"type({variable}).__name__ in {names}"
+
+
+def _shard(setup: Setup, imports: Imports) -> list[str]:
+    """`fully_shard` bottom-up, the root last."""
+    config = setup.config
+    imports.name(_FSDP, "MixedPrecisionPolicy"), imports.name(_FSDP, "fully_shard")
+    reshard = {
+        ReshardPolicy.always: "True",
+        ReshardPolicy.never: "False",
+        ReshardPolicy.default: "None",
+        ReshardPolicy.to_size: str(config.reshard_after_forward.size),
+    }[config.reshard_after_forward.policy]
+    dtypes = f"torch.{config.precision.param_dtype.value}, torch.{config.precision.reduce_dtype.value}"
+    per_block = config.sharding.granularity is Granularity.per_block
+    listed = _units(setup, imports) if setup.layout.units else []
+    # `per_block` shards what checkpointing wrapped, the others what lies inside
+    prepared = _prepare_blocks(setup, imports)
+    lines = [*prepared, *listed] if per_block else [*listed, *prepared]
+    policy = f"MixedPrecisionPolicy({dtypes})"
+    lines.append(f"options = dict(mesh=mesh, mp_policy={policy}, reshard_after_forward={reshard})")
+    if config.offload.target is not OffloadTarget.none:
+        imports.name(_FSDP, "CPUOffloadPolicy")
+        pinned = "cuda" if config.offload.target is OffloadTarget.cpu else "False"
+        lines.append(f'options["offload_policy"] = CPUOffloadPolicy(pin_memory={pinned})')
+    if setup.layout.units:
+        lines.append("for module in reversed(units):  # children before their parents")
+        lines.append("    fully_shard(module, **options)")
+    lines.append("fully_shard(model, **options)")
+    sharding = config.sharding
+    if setup.layout.units and (sharding.forward_prefetch is not None or sharding.backward_prefetch is not None):
+        lines.append("for i, module in enumerate(units):")
+        if (ahead := sharding.forward_prefetch) is not None:
+            lines.append(f"    module.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + {ahead}])")
+        if (behind := sharding.backward_prefetch) is not None:
+            lines.append(f"    module.set_modules_to_backward_prefetch(units[max(0, i - {behind}) : i][::-1])")
+    return lines
+
+
+def _units(setup: Setup, imports: Imports) -> list[str]:
+    """The lines that list the units: by their classes for `per_block`, else by their names."""
+    layout = setup.layout
+    if layout.unit_classes and setup.config.sharding.granularity is Granularity.per_block:
+        checkpointed = setup.config.activation_checkpointing is ActivationCheckpointing.full
+        is_unit = _is_one_of(_WRAPPER if checkpointed else layout.unit_classes, imports, "m")
+        return [f"units = [m for m in model.modules() if {is_unit} and m is not model]"]
+    names = f"names = {json.dumps(list(layout.units))}"
+    if not any("*" in name for name in layout.units):
+        return [names, "units = [model.get_submodule(name) for name in names]"]
+    imports.module("re")
+    pattern = 're.compile("|".join(names).replace("*", r"\\d+"))'
+    return [names, f"names = {pattern}", "units = [m for name, m in model.named_modules() if names.fullmatch(name)]"]
+
+
+def _replicate(setup: Setup, imports: Imports) -> list[str]:
+    """DDP, the baseline."""
+    version = tuple(int(part) for part in setup.torch.split("+")[0].split(".")[:2] if part.isdigit())
+    sync = "forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers"  # its name since 2.15
+    unused = ", find_unused_parameters=True" if setup.layout.find_unused else ""
+    lines = [
+        *_prepare_blocks(setup, imports),
+        "model = torch.nn.parallel.DistributedDataParallel(model.to(device), device_ids=[device] if cuda else None, "
+        f"gradient_as_bucket_view=True, {sync}=False{unused})",
+    ]
+    hook = {Dtype.bfloat16: "bf16_compress_hook", Dtype.float16: "fp16_compress_hook"}
+    if (reduce := setup.config.precision.reduce_dtype) in hook:
+        lines.append(f"model.register_comm_hook(None, {imports.name(_HOOKS, hook[reduce])})")
+    return lines

@@ -1,0 +1,74 @@
+"""What a trial trained with, as the writers of this package need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.layout import Layout, read_layout
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A trial's config, and what was known of it when it started.
+
+    Attributes:
+        name: of the trial, for people.
+        num_params: of the model. num_train: the training samples that it used.
+        torch: the version of PyTorch.
+    """
+
+    name: str
+    config: TrialConfig
+    layout: Layout
+    world_size: int
+    num_params: int
+    num_train: int
+    torch: str
+
+    @property
+    def is_ddp(self) -> bool:
+        return self.config.sharding.granularity is Granularity.ddp
+
+    @property
+    def dp_replicate(self) -> int:
+        return self.world_size if self.is_ddp else self.config.sharding.dp_replicate
+
+    @property
+    def dp_shard(self) -> int:
+        return self.world_size // self.dp_replicate
+
+    @property
+    def lr(self) -> float:
+        """The learning rate with `optimizer.scale_lr` applied."""
+        return self.config.optimizer.lr * (self.world_size if self.config.optimizer.scale_lr else 1)
+
+    @property
+    def microbatch_size(self) -> int:
+        """The samples of one rank in one forward pass."""
+        training = self.config.training
+        return training.global_batch_size // self.world_size // training.grad_accum_steps
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole training."""
+        training = self.config.training
+        planned = self.num_train // training.global_batch_size * training.epochs
+        return planned if training.max_steps is None else min(planned, training.max_steps)
+
+
+def read_setup(name: str, config: TrialConfig, facts: Mapping[str, Any] | None) -> Setup | None:
+    """Return the setup of a trial from its facts; None where it has none, or an earlier version wrote them."""
+    facts = facts or {}
+    layout = read_layout(facts.get("layout"))
+    numbers = {
+        "world_size": facts.get("world_size"),
+        "num_params": facts.get("num_params"),
+        "num_train": facts.get("data_num_train"),
+    }
+    if layout is None or not all(isinstance(number, int) for number in numbers.values()):
+        return None
+    return Setup(name, config, layout, torch=str(facts.get("torch")), **numbers)  # type: ignore[arg-type]

@@ -1,0 +1,44 @@
+"""Trials, and the scripts that are written of them, run one after the other on the same ranks."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.ranks import Memo, config
+
+
+def train_and_run(cases: list[list[str]]) -> list[dict[str, Any]]:
+    """Train each case and run its script; the text, what the script printed, and the losses of both."""
+    import torch.distributed as dist
+
+    from fsdp_lab.takehome import read_setup, write_out
+    from fsdp_lab.training import train
+
+    results = []
+    for overrides in cases:
+        trial, memo, losses = config(*overrides), Memo(), list[float]()
+        with tempfile.TemporaryDirectory() as own:
+            train(trial, Path(own), memo, losses.extend)
+        setup = read_setup("Trial 0", trial, memo.known)
+        assert setup is not None
+        script, names, printed = write_out("pytorch", setup), {"__name__": "__main__"}, io.StringIO()
+        # the ranks have joined already, and stay together for the next script
+        joining = (mock.patch.object(dist, name) for name in ("init_process_group", "destroy_process_group"))
+        with next(joining), next(joining), redirect_stdout(printed):
+            exec(compile(script, "use_pytorch.py", "exec"), names)
+        results.append(
+            {
+                "script": script,
+                "printed": printed.getvalue(),
+                "last": names["losses"].tolist(),  # type: ignore[attr-defined]
+                "trial": losses,
+                "epochs": [told["train/loss"] for told in memo.told],
+                "setup": setup,
+            }
+        )
+    return results

@@ -1,0 +1,187 @@
+"""The script of a trial in plain PyTorch gives the trial's losses."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_lab.config import UserError
+from fsdp_lab.config.registry import REGISTRY
+from fsdp_lab.layout import Layout
+from fsdp_lab.takehome import Setup, write_out
+from fsdp_lab.takehome.imports import Imports, fold
+from tests.conftest import ROOT
+from tests.ranks import config, run_ranks
+from tests.takehome.scripts import train_and_run
+from tests.training.test_parity import PRECISIONS, SHARDINGS, VIT
+from tests.workloads.user.test_training import DATA, FITS, HERE, LOSS, NET
+
+Case = tuple[str, ...]
+
+TOLERANCE = 1e-5  # measured: 0
+MOST_LINES = 60
+MLP = ("model=mlp", "optimizer=sgd", "optimizer.momentum=0.9")
+LM = ("task=language", "model=lm_tiny", "data=pydoc", "data.seq_len=32", "data.num_train=128", "data.num_val=30")
+FULL = "activation_checkpointing=full"
+# Each sharding, each precision and each feature once.
+CASES: dict[str, Case] = {
+    "per_block": (*SHARDINGS["per_block"], *VIT, "training.epochs=2", "training.seed=3"),
+    "fp16, offload, schedule": (
+        *SHARDINGS["per_block"], "precision=fp16", "precision.init_scale=1e9", "offload=cpu", "lr_schedule=cosine",
+        "lr_schedule.warmup_steps=2", "reshard_after_forward=always", *MLP,
+    ),
+    "root, bf16, max_steps": (*SHARDINGS["root"], "precision=bf16", "training.epochs=2", "training.max_steps=6", *MLP),
+    "per_layer, bf16_mixed, prefetch": (
+        *SHARDINGS["per_layer"], "precision=bf16_mixed", FULL, "sharding.forward_prefetch=2",
+        "sharding.backward_prefetch=1", *VIT,
+    ),
+    "size_based, grad_bf16": (*SHARDINGS["size_based"], "precision=grad_bf16", "optimizer=adamw", *VIT[1:]),
+    "ddp, bf16, accumulation": (*SHARDINGS["ddp"], "precision=bf16", "training.grad_accum_steps=2", *VIT),
+    "ddp, fp16_mixed": (*SHARDINGS["ddp"], "precision=fp16_mixed", FULL, *VIT),
+    "language": (
+        *SHARDINGS["per_block"], *LM, FULL, "training.max_grad_norm=0.5", "training.grad_accum_steps=2",
+        "lr_schedule=step", "reshard_after_forward=to_size", "reshard_after_forward.size=2", "optimizer.scale_lr=true",
+    ),
+    "loss in chunks": (*SHARDINGS["root"], *LM, "task.loss_chunks=2", "model.tied=true"),
+    **{f"user's {name}": (*overrides, "data.num_train=96") for name, (overrides, _) in FITS.items()},
+}  # fmt: skip
+EVERYTHING: Case = (
+    *NET, *DATA, *LOSS, *SHARDINGS["per_layer"], "sharding.dp_replicate=2", "precision=fp16", "offload=cpu", FULL,
+    "reshard_after_forward=to_size", "reshard_after_forward.size=1", "sharding.forward_prefetch=1",
+    "sharding.backward_prefetch=1", "training.grad_accum_steps=2", "training.max_grad_norm=0.1", "lr_schedule=cosine",
+    "lr_schedule.warmup_steps=2", "lr_schedule.min_lr_ratio=0.1", "training.epochs=2",
+)  # fmt: skip
+
+
+def assert_same_losses(result: dict[str, Any]) -> None:
+    script, trial = result["last"], result["trial"]
+    assert trial[-len(script) :] == pytest.approx(script, abs=TOLERANCE), result["script"]
+    printed = [float(text) for text in re.findall(r"^epoch \d+: train/loss (\S+)$", result["printed"], re.MULTILINE)]
+    assert printed == pytest.approx(result["epochs"], abs=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    ran = run_ranks(2, train_and_run, [list(case) for case in CASES.values()])[0]
+    return dict(zip(CASES, ran, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_script_gives_the_losses_of_the_trial(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert_same_losses(results[name])
+    assert len(results[name]["script"].splitlines()) <= MOST_LINES
+
+
+def test_the_losses_of_other_settings_differ(results: dict[str, dict[str, Any]]) -> None:
+    """What is compared depends on what the script says: a setting that it left out would be seen."""
+    first = [tuple(result["last"][:3]) for result in results.values()]
+    assert len(set(first)) >= len(first) - 1
+
+
+def test_a_step_that_overflows_is_skipped_as_in_the_trial(results: dict[str, dict[str, Any]]) -> None:
+    losses = results["fp16, offload, schedule"]["last"]
+    assert losses[0] == pytest.approx(math.log(10), abs=0.3) and all(map(math.isfinite, losses))
+
+
+def test_the_sharding_imports_nothing_of_ours(results: dict[str, dict[str, Any]]) -> None:
+    for result in results.values():
+        tree = ast.parse(result["script"])
+        modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        ours = {module for module in modules if module.startswith("fsdp_lab")}
+        assert all(module.startswith(("fsdp_lab.workloads", "fsdp_lab.config.workload")) for module in ours)
+    modules = [node for node in ast.walk(ast.parse(results["user's all three"]["script"])) if hasattr(node, "module")]
+    assert not [node.module for node in modules if node.module.startswith("fsdp_lab")]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_every_sharding_in_every_precision() -> None:
+    cases = [(*SHARDINGS[s], f"precision={p}", *VIT) for s, p in product(SHARDINGS, ("fp32", *PRECISIONS))]
+    for result in run_ranks(2, train_and_run, [list(case) for case in cases])[0]:
+        assert_same_losses(result)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_four_ranks() -> None:
+    hybrid = (*SHARDINGS["per_block"], "sharding.dp_replicate=2", "reshard_after_forward=always", *VIT)
+    for result in run_ranks(4, train_and_run, [list(hybrid), list(EVERYTHING)])[0]:
+        assert_same_losses(result)
+
+
+def test_torchrun_runs_the_file(results: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    result = results["user's all three"]
+    (tmp_path / "use_pytorch.py").write_text(result["script"])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "use_pytorch.py"]
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == result["printed"]
+
+
+def setup_of(case: Case, **layout: Any) -> Setup:
+    return Setup("Trial 0", config(*case), Layout(**layout), 4, 1000, 128, "2.15.0")
+
+
+def test_everything_at_once_fits_on_the_page() -> None:
+    script = write_out("pytorch", setup_of(EVERYTHING, units=["first", "blocks.*.layer", "head"]))
+    code = [line for line in script.partition('"""\n')[2].splitlines() if line]
+    assert len(code) <= MOST_LINES + 10, "a script of all features at once is longer, but not much"
+    assert max(map(len, script.splitlines())) <= 120
+
+
+def test_blocks_that_no_script_can_import_are_found_by_their_names() -> None:
+    local = ["my.net:make.<locals>.Block"]
+    script = write_out("pytorch", setup_of((*MLP,), units=["blocks.*"], unit_classes=local, block_classes=local))
+    assert "type(m).__name__ in ('Block',)" in script and "<locals>" not in script
+
+
+def test_a_task_of_another_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REGISTRY["task.name"], "theirs", "their.task")
+    setup = setup_of(MLP)
+    setup.config.task.name = "theirs"
+    with pytest.raises(UserError, match="task=theirs is another package's"):
+        write_out("pytorch", setup)
+
+
+def test_passwords_are_not_written() -> None:
+    setup = setup_of((*NET, *LOSS, f"data._target_={HERE}.data.Corpus", "data.noise=s3://me:secret@there/x"))
+    for use in ("pytorch", "accelerate", "torchtitan"):
+        assert "secret" not in write_out(use, setup)
+
+
+@pytest.mark.parametrize(
+    ("path", "expression", "line"),
+    [
+        ("my.net.Net", "Net", "from my.net import Net"),
+        ("my.net.loss", "loss_", "from my.net import loss as loss_"),
+        ("my.net.Net.make", "Net.make", "from my.net import Net"),
+        ("Net.make", "Net.make", "import Net"),
+    ],
+)
+def test_paths_become_imports(path: str, expression: str, line: str) -> None:
+    imports = Imports()
+    assert imports.path(path) == expression
+    assert imports.lines() == [line]
+
+
+def test_two_things_of_one_name_get_two_names() -> None:
+    imports = Imports()
+    assert [imports.path("a.Net"), imports.path("b.Net"), imports.path("a.Net")] == ["Net", "Net_", "Net"]
+
+
+def test_long_statements_break_after_commas_and_never_in_a_string() -> None:
+    line = "model = Net(" + ", ".join(f"text_{i}='one, two, three, four'" for i in range(9)) + ")"
+    parts = fold(line)
+    assert len(parts) > 2 and max(map(len, parts)) <= 120
+    assert ast.dump(ast.parse("\n".join(parts))) == ast.dump(ast.parse(line))
