@@ -11,6 +11,9 @@ Writes report.html, report.md and report.csv into the sweep's folder and to its 
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files
   trust                    true: read a folder that is another user's, or that others can write into
+  use                      print the recommended setting, and write nothing: as a script of plain PyTorch (pytorch), a
+                           configuration file (accelerate), or a job file (torchtitan)
+  trial                    with use: the number of another trial
 """
 
 from __future__ import annotations
@@ -24,18 +27,29 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_lab import takehome
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.redact import redact
-from fsdp_lab.report.answer import Answer, plain_text
+from fsdp_lab.report.answer import Answer, answer, plain_text, plainest
 from fsdp_lab.report.data import Sweep
+from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
 
 if TYPE_CHECKING:
     from fsdp_lab.sweep.store.record import Record
 
 TOLERANCES = ("loss_tolerance", "speed_tolerance", "others_cpu")
-KEYS = ("sweep", *(f"report.{name}" for name in TOLERANCES), "tracking.uri", "tracking.ui", "out", "trust")
+KEYS = (
+    "sweep",
+    *(f"report.{name}" for name in TOLERANCES),
+    "tracking.uri",
+    "tracking.ui",
+    "out",
+    "trust",
+    "use",
+    "trial",
+)
 
 
 def main() -> int:
@@ -55,11 +69,15 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     """`key=value` words as a dictionary.
 
     Raises:
-        ConfigError: an unknown key, or no sweep.
+        ConfigError: an unknown key, no sweep, or a `use` that is none.
     """
     options = read_words(arguments, KEYS, __doc__ or "")
     if not options.get("sweep"):
         raise ConfigError("give sweep=<folder>, sweep=<MLflow id of a parent run> or sweep=last.")
+    if "use" in options and options["use"] not in takehome.FILES:
+        raise ConfigError(f"use={options['use']} is not an option. Choose one of: {', '.join(takehome.FILES)}.")
+    if "trial" in options and "use" not in options:
+        raise ConfigError(f"trial={options['trial']} belongs to use=...; add one of: {', '.join(takehome.FILES)}.")
     return options
 
 
@@ -89,6 +107,9 @@ def run(options: dict[str, str]) -> None:
         tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)
         sweep = dataclasses.replace(with_tolerances(sweep, options), runs_url=runs_url(tracking))
     require_results(sweep, which)
+    if "use" in options:
+        print(used(sweep, options["use"], options.get("trial")), end="")
+        return
     out = Path(options["out"]) if "out" in options else folder or Path("outputs/report", which)
     out.mkdir(parents=True, exist_ok=True)
     found = write_report(sweep, out)
@@ -97,12 +118,40 @@ def run(options: dict[str, str]) -> None:
             tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
         run_id = which if is_run else find_sweep_run(tracking, record.id)
         if run_id:
-            annotate(tracking, run_id, {}, [out / name for name in FILES])
+            annotate(tracking, run_id, {}, [out / name for name in (*FILES, *USE_FILES) if (out / name).exists()])
         else:
             print("fsdp_lab.report: the store has no run of this sweep, so the report is in its folder alone")
     except UserError as error:
         print(f"fsdp_lab.report: MLflow has not got the report: {error}", file=sys.stderr)
     tell(found, out)
+
+
+def used(sweep: Sweep, use: str, number: str | None = None) -> str:
+    """Return a trial's setting for another program.
+
+    Args:
+        number: of the trial; None: the recommended one.
+
+    Raises:
+        UserError: there is no such trial, or too little is known of it.
+    """
+    if number is None:
+        found = answer(sweep)
+        if found.setting is None:
+            raise UserError(f"use={use}: {found.sentence} Name a trial all the same with trial=<number>.")
+        trial = plainest(found.setting)
+    else:
+        by_number = {str(trial.number): trial for trial in sweep.trials}
+        if number not in by_number:
+            raise ConfigError(f"trial={number} is none of this sweep's; use one of: {', '.join(by_number)}.")
+        trial = by_number[number]
+    if trial.setup is None:
+        raise UserError(
+            f"use={use}: how trial {trial.number} divided its model is not known: it did not start, an earlier "
+            "version ran it, or it was read from the store. Give sweep=<its folder>, or take "
+            f"{takehome.FILES[use]} from the artifacts of the sweep's MLflow run."
+        )
+    return takehome.write_out(use, trial.setup)
 
 
 def store_of(record: Record, config: SweepConfig, own: bool) -> str:

@@ -19,7 +19,7 @@ from fsdp_lab.report.choice import (
     ratio_text,
     value,
 )
-from fsdp_lab.report.data import REPEATS, Setting, Sweep, words
+from fsdp_lab.report.data import REPEATS, Setting, Sweep, Trial, words
 from fsdp_lab.report.speed import Basis, Interval, Speeds
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
@@ -333,13 +333,18 @@ def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
     return f"Nothing qualifies: of {len(sweep.settings)} settings {told}."
 
 
+def plainest(setting: Setting) -> Trial:
+    """Return the trial that stands for a setting: of those with other values of an axis that changes nothing, the one
+    with the plainest."""
+    return min(setting.trials, key=lambda trial: departures(trial.setting))
+
+
 def _command(setting: Setting) -> str:
-    plainest = min(setting.trials, key=lambda trial: departures(trial.setting))
     varied = [set(trial.overrides) for trial in setting.trials]
     common = set.intersection(*varied)  # a seed that was given to all belongs to the setting
     kept = [
         override
-        for override in plainest.overrides
+        for override in plainest(setting).overrides
         if not override.startswith(("nightly.", "hydra."))
         and (override in common or override.partition("=")[0].lstrip("+") not in REPEATS)
         and override.partition("=")[0] not in ("repeat", "repeat_max")

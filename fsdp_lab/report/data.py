@@ -12,6 +12,7 @@ from fsdp_lab.config import may_change_speed
 from fsdp_lab.metrics import OTHERS_CPU, SPEED, TRAIN_LOSS, VAL_LOSS
 from fsdp_lab.report.speed import Run
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.takehome import Setup
 
 # Axes that tell one attempt at a setting from another, not one setting from another.
 REPEATS = ("repeat", "training.seed")
@@ -28,6 +29,7 @@ class Trial:
         overrides: what has to be typed to train it again, alone.
         run_id: of its MLflow run, "" where it has none.
         device: what it ran on, `cpu` or the name of the GPU; "" where it did not come so far.
+        setup: what it takes to write its setting for other programs; None where that is not known.
     """
 
     number: int
@@ -40,6 +42,7 @@ class Trial:
     run_id: str = ""
     seconds: float | None = None
     device: str = ""
+    setup: Setup | None = None
 
     @property
     def name(self) -> str:

@@ -17,13 +17,15 @@ from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import Sweep, Trial
 from fsdp_lab.report.effects import effects
 from fsdp_lab.report.plots import figures
+from fsdp_lab.report.uses import write_uses
 from fsdp_lab.status import TrialStatus
 
 FILES = ("report.html", "report.md", "report.csv")
 
 
 def write_report(sweep: Sweep, folder: Path) -> Answer:
-    """Write `report.html`, `report.md` and `report.csv` into the folder, each under a temporary name first.
+    """Write `report.html`, `report.md` and `report.csv` into the folder, each under a temporary name first, and the
+    recommended setting for other programs (`USE_FILES`).
 
     Raises:
         OSError: the folder cannot be written.
@@ -32,6 +34,7 @@ def write_report(sweep: Sweep, folder: Path) -> Answer:
     contents = (to_html(sweep, found), to_markdown(sweep, found), to_csv(sweep, found))
     for name, content in zip(FILES, contents, strict=True):
         write_text(folder / name, content, parents=False)
+    write_uses(found, folder)
     return found
 
 

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import SweepConfig, UserError, from_dict
+from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, part
 from fsdp_lab.config.sweep import ReportConfig, SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.config.words import AUTO_REPEAT
 from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
@@ -28,6 +28,7 @@ from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.paths import storage
 from fsdp_lab.sweep.store.record import Record, read_hydra_file, read_record, read_trials, saved_config
 from fsdp_lab.sweep.store.resume import resumed_states
+from fsdp_lab.takehome import read_setup
 from fsdp_lab.tracking import command_of, fetch_artifact, read_sweep, runs_url
 
 
@@ -57,9 +58,11 @@ def sweep_of(
             redact(state.error) if state.error else None,
             run_id(number),
             state.seconds,
-            str((read_any_facts(storage(state.trial, folder)) or {}).get("device", "")),
+            str(facts.get("device", "")),
+            read_setup(_title(number, state), part(state.trial.config, TrialConfig), facts),
         )
         for number, state in enumerate(states)
+        for facts in [read_any_facts(storage(state.trial, folder)) or {}]
     ]
     return data.Sweep(
         "/".join(folder.absolute().parts[-2:]),
@@ -86,6 +89,10 @@ def asked_for(search: SearchConfig, words: list[str]) -> list[tuple[str, str]]:
     if not search.samples and words == SweepConfig().objective:
         return []
     return objectives_in(words)
+
+
+def _title(number: int, state: TrialState) -> str:
+    return f"Trial {number}: {redact(' '.join(state.trial.overrides))}"
 
 
 def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:

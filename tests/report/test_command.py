@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.takehome import FILES
 from tests.conftest import STORE, run_cli
 from tests.sweep.conftest import TINY, artifacts, runs, store
 
@@ -50,7 +53,7 @@ def test_a_sweep_ends_with_its_report(swept: tuple[Path, str]):
     assert "report: out/report.html" in printed
     assert f"> {recommended['trial']} " in printed
     parent = runs(folder)[0][0]
-    assert {"report.html", "report.md", "report.csv"} <= set(artifacts(folder, parent))
+    assert {"report.html", "report.md", "report.csv", *FILES.values()} <= set(artifacts(folder, parent))
     got = store(folder).download_artifacts(parent.info.run_id, "report.html")
     assert Path(got).read_bytes() == (folder / "out/report.html").read_bytes()
 
@@ -65,6 +68,45 @@ def test_the_recommended_command_trains_that_setting(swept: tuple[Path, str]):
     again = run_cli(folder, *arguments, "hydra.run.dir=again", "--cfg", "job")
     assert again.returncode == 0, again.stderr
     assert "lr: 0.001" in again.stdout and "granularity: per_block" in again.stdout
+
+
+def test_the_setting_can_be_taken_home(swept: tuple[Path, str]):
+    folder, _ = swept
+    chosen = next(row for row in csv.DictReader((folder / "out/report.csv").open()) if row["recommended"] == "yes")
+    for name in FILES.values():
+        text = (folder / "out" / name).read_text()
+        assert f"precision={chosen['precision']}" in text.splitlines()[0], name
+    before = sorted((folder / "out").iterdir())
+    printed = report(folder, "sweep=last", "use=pytorch")
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout == (folder / "out/use_pytorch.py").read_text()
+    other = report(folder, "sweep=last", "use=pytorch", "trial=3")
+    assert "Trial 3: " in other.stdout and "lr=1e-09" in other.stdout and "torch.bfloat16" in other.stdout
+    assert sorted((folder / "out").iterdir()) == before, "nothing is written"
+
+
+def test_the_script_gives_the_loss_that_was_recorded(swept: tuple[Path, str]):
+    folder, _ = swept
+    chosen = next(row for row in csv.DictReader((folder / "out/report.csv").open()) if row["recommended"] == "yes")
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(free.getsockname()[1])
+    command = [sys.executable, "out/use_pytorch.py"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) == pytest.approx(float(chosen["train/loss"]), abs=1e-5)
+
+
+def test_a_trial_without_a_record_of_its_units_is_told(swept: tuple[Path, str], tmp_path: Path):
+    folder, _ = swept
+    for name in ("mlflow.db", "mlartifacts"):
+        (shutil.copy if name.endswith("db") else shutil.copytree)(folder / name, tmp_path / name)
+    done = report(tmp_path, f"sweep={runs(folder)[0][0].info.run_id}", STORE, "use=accelerate")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "take use_accelerate.yaml from the artifacts of the sweep's MLflow run" in done.stderr
 
 
 def test_it_is_written_again_from_the_folder_by_any_name_it_has(swept: tuple[Path, str]):
@@ -118,6 +160,9 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple
         (("sweep=out", "report.loss_tolerance=much"), "report.loss_tolerance=much is not a number"),
         (("sweep=out", "report.speed_tolerance=2"), "report.speed_tolerance=2.0 is outside [0, 1)"),
         (("swep=out",), "swep is not a key. The keys are: sweep,"),
+        (("sweep=out", "use=torch"), "use=torch is not an option. Choose one of: pytorch, accelerate, torchtitan."),
+        (("sweep=out", "trial=1"), "trial=1 belongs to use=...; add one of: pytorch, accelerate, torchtitan."),
+        (("sweep=out", "use=pytorch", "trial=9"), "trial=9 is none of this sweep's; use one of: 0, 1, 2, 3."),
         (("sweep=out", "out=/proc/nowhere"), "name another folder with out="),
     ],
 )

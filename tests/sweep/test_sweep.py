@@ -91,6 +91,7 @@ def test_mlflow_has_one_parent_and_its_children(swept: Swept, children: list[Run
     assert "sharding=ddp,per_block" in parent.data.tags["mlflow.source.name"]
     assert artifacts(swept.folder, parent) == [
         "multirun.yaml", "report.csv", "report.html", "report.md", "results.csv",
+        "use_accelerate.yaml", "use_pytorch.py", "use_torchtitan.toml",
     ]  # fmt: skip
 
 

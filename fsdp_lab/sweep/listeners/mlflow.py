@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_metrics
+from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
@@ -129,7 +130,7 @@ class MlflowRuns(Listener):
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
         if self._parent:
-            reports = () if ending.early else FILES
+            reports = () if ending.early else (*FILES, *USE_FILES)
             for name in ("results.csv", "multirun.yaml", *reports):
                 if (sweep.folder / name).exists():
                     self._tracker.log_artifact(self._parent, sweep.folder / name)

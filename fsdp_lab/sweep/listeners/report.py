@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from fsdp_lab.report.answer import Answer
+from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.names import relative
@@ -23,7 +24,7 @@ class Report(Listener):
         if ending.early or not sweep.plan.record.multirun:
             return
         plan = sweep.plan
-        for name in FILES:  # of an earlier start: MLflow would get them as this one's
+        for name in (*FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
             (plan.folder / name).unlink(missing_ok=True)
         try:
             found = sweep_of(
