@@ -7,7 +7,7 @@ from importlib import import_module
 from benchmarks.check_gpu.lines import Bench, Line, Subject
 
 BATCHES: dict[str, tuple[str, ...]] = {
-    "numerics": ("parity", "scaling", "checkpoints"),
+    "numerics": ("parity", "takehome", "scaling", "checkpoints"),
     "memory": ("memory", "decoder", "oom", "snapshot"),
     "speed": ("speed", "rates"),
 }

@@ -9,8 +9,6 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-import yaml
-
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.takehome.setup import Setup
@@ -20,6 +18,8 @@ _MIXED = {Dtype.float32: "no", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
 
 def to_accelerate(setup: Setup) -> str:
     """Return the YAML file, with what it cannot express as comments at its top."""
+    import yaml  # the rest of this package needs Python alone
+
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU" if setup.is_ddp else "FSDP",

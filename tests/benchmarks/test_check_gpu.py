@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from benchmarks.check_gpu import __main__ as command
-from benchmarks.check_gpu import launch, memory, oom, parity, table
+from benchmarks.check_gpu import launch, memory, oom, parity, table, takehome
 from benchmarks.check_gpu.child import cause
 from benchmarks.check_gpu.launch import Launcher
 from benchmarks.check_gpu.lines import FAIL, NOT_MEASURED, PASS, Bench, Line, Machine, Result
@@ -55,8 +55,20 @@ def test_every_line_has_a_name_of_its_own_and_a_valid_trial(on: Bench):
     for line in lines:
         if line.subject == "parity":
             trial(parity.full(line.case, line.workers)).check(line.workers)
+        if line.subject == "takehome":
+            trial(line.case).check(line.workers)
         if line.subject == "memory":
             trial(memory.setting_of(line, on)).check(line.workers)
+
+
+def test_accelerate_is_launched_on_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
+    def launched(machine: Machine) -> int:
+        return sum(line.setting.startswith("accelerate ") for line in takehome.lines(bench(machine)))
+
+    compile(takehome.TRAIN.format(lr=0.1, weight_decay=0.0), "train.py", "exec")
+    assert (launched(CPU), launched(GPU)) == (0, len(takehome.LAUNCHES))
+    monkeypatch.setattr(takehome, "find_spec", lambda name: None)
+    assert launched(GPU) == 0
 
 
 def test_several_gpus_are_all_used_and_forecasts_are_checked_on_one_too():
