@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.takehome.setup import Setup
 
@@ -48,7 +48,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
     config = setup.config
     values: dict[str, Any] = {
         "fsdp_version": 2,
-        "fsdp_reshard_after_forward": config.reshard_after_forward.policy is not ReshardPolicy.never,
+        "fsdp_reshard_after_forward": setup.reshard != "never",
         "fsdp_offload_params": config.offload.target is not OffloadTarget.none,
         "fsdp_activation_checkpointing": config.activation_checkpointing is ActivationCheckpointing.full,
         "fsdp_cpu_ram_efficient_loading": False,  # each process starts with the weights that it built
@@ -108,9 +108,9 @@ def _precision_notes(setup: Setup) -> list[str]:
 def _sharding_notes(setup: Setup) -> list[str]:
     config, notes = setup.config, []
     reshard, sharding = config.reshard_after_forward, config.sharding
-    if reshard.policy is ReshardPolicy.always:
+    if setup.reshard == "always":
         notes.append("the root's parameters, freed after the forward pass; accelerate keeps those that are in no unit.")
-    if reshard.policy is ReshardPolicy.to_size:
+    if setup.reshard == "to_size":
         notes.append(f"reshard_after_forward={reshard.size}, a number of ranks; accelerate takes true or false.")
     if config.offload.target is OffloadTarget.cpu_unpinned:
         notes.append("offloading to memory that is not pinned; accelerate pins it.")
@@ -122,7 +122,5 @@ def _sharding_notes(setup: Setup) -> list[str]:
         by_size = sharding.granularity is Granularity.size_based
         instead = "accelerate counts the parameters of inner units as well" if by_size else "the file has the blocks"
         notes.append(f"the trial's units, {', '.join(setup.layout.units)}; {instead}.")
-    notes.append(
-        "units: accelerate makes some of a model's get_input_embeddings() and get_output_embeddings(), if it has them."
-    )
+    notes.append("other units that accelerate makes: of a model's get_input_embeddings() and get_output_embeddings().")
     return [f"Not in this file: {note}" for note in notes]

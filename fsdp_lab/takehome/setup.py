@@ -42,6 +42,11 @@ class Setup:
         return self.world_size // self.dp_replicate
 
     @property
+    def reshard(self) -> str:
+        """What the trial's `reshard_after_forward` comes to: a size of 1 is `never`, one of all ranks `always`."""
+        return self.config.reshard_after_forward.effective(self.config.sharding, self.world_size)[0]
+
+    @property
     def lr(self) -> float:
         """The learning rate with `optimizer.scale_lr` applied."""
         return self.config.optimizer.lr * (self.world_size if self.config.optimizer.scale_lr else 1)

@@ -10,7 +10,7 @@ import json
 import textwrap
 from typing import Any
 
-from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget
 from fsdp_lab.config.training import ActivationCheckpointing, LrScheduleName, OptimizerImplementation, OptimizerName
 from fsdp_lab.takehome.setup import Setup
 
@@ -39,8 +39,7 @@ def to_torchtitan(setup: Setup) -> str:
 
 def _sections(setup: Setup) -> dict[str, dict[str, Any]]:
     config, training = setup.config, setup.config.training
-    policy = config.reshard_after_forward.policy
-    reshard = policy.value if policy is not ReshardPolicy.to_size else "always"
+    reshard = {"none": "default", "to_size": "always"}.get(setup.reshard, setup.reshard)
     half = config.precision.param_dtype is not Dtype.float32
     data = getattr(config.data, "arguments", {})
     return {
@@ -110,7 +109,7 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append(
             "units: torchtitan makes some of the embedding, and of the last norm with the head, beside the blocks."
         )
-    if config.reshard_after_forward.policy is ReshardPolicy.to_size and not setup.is_ddp:
+    if setup.reshard == "to_size":
         notes.append(
             f"reshard_after_forward={config.reshard_after_forward.size}, a number of ranks; the file says always."
         )

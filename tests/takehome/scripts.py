@@ -37,6 +37,7 @@ def train_and_run(cases: list[list[str]]) -> list[dict[str, Any]]:
                 "printed": printed.getvalue(),
                 "last": names["losses"].tolist(),  # type: ignore[attr-defined]
                 "trial": losses,
+                "skipped": sum(told.get("train/skipped_steps", 0) for told in memo.told),
                 "epochs": [told["train/loss"] for told in memo.told],
                 "setup": setup,
             }

@@ -137,6 +137,7 @@ def test_units_that_no_classes_name_are_told(tmp_path: Path, monkeypatch: pytest
         ("never", False, ""),
         ("default", True, ""),
         ("to_size reshard_after_forward.size=2", True, "reshard_after_forward=2, a number of ranks"),
+        ("to_size reshard_after_forward.size=1", False, ""),
     ],
 )
 @pytest.mark.parametrize("offload", ["none", "cpu", "cpu_unpinned"])

@@ -35,8 +35,8 @@ FULL = "activation_checkpointing=full"
 CASES: dict[str, Case] = {
     "per_block": (*SHARDINGS["per_block"], *VIT, "training.epochs=2", "training.seed=3"),
     "fp16, offload, schedule": (
-        *SHARDINGS["per_block"], "precision=fp16", "precision.init_scale=1e9", "offload=cpu", "lr_schedule=cosine",
-        "lr_schedule.warmup_steps=2", "reshard_after_forward=always", *MLP,
+        *SHARDINGS["per_block"], "precision=fp16", "precision.init_scale=2e6", "offload=cpu", "lr_schedule=cosine",
+        "lr_schedule.warmup_steps=2", "reshard_after_forward=always", "training.epochs=2", *MLP,
     ),
     "root, bf16, max_steps": (*SHARDINGS["root"], "precision=bf16", "training.epochs=2", "training.max_steps=6", *MLP),
     "per_layer, bf16_mixed, prefetch": (
@@ -87,8 +87,9 @@ def test_the_losses_of_other_settings_differ(results: dict[str, dict[str, Any]])
 
 
 def test_a_step_that_overflows_is_skipped_as_in_the_trial(results: dict[str, dict[str, Any]]) -> None:
-    losses = results["fp16, offload, schedule"]["last"]
-    assert losses[0] == pytest.approx(math.log(10), abs=0.3) and all(map(math.isfinite, losses))
+    result = results["fp16, offload, schedule"]
+    assert 0 < result["skipped"] < 8, "some steps of the trial, not all"
+    assert all(map(math.isfinite, result["last"]))
 
 
 def test_the_sharding_imports_nothing_of_ours(results: dict[str, dict[str, Any]]) -> None:
