@@ -83,9 +83,20 @@ def _merged(lines: Any) -> list[str]:
     return [head + (names if len(head + names) <= WIDTH else f"({names})") for head, names in lines]
 
 
-def call(function: str, arguments: Mapping[str, Any], *first: str) -> str:
-    """Return a call with plain values as arguments, on one line."""
-    return f"{function}({', '.join((*first, *(f'{name}={value!r}' for name, value in arguments.items())))})"
+def call(function: str, arguments: Mapping[str, Any], imports: Imports) -> str:
+    """Return a call with plain values as arguments, and with objects where one has a `_target_`, on one line."""
+    return f"{function}({', '.join(f'{name}={_expression(value, imports)}' for name, value in arguments.items())})"
+
+
+def _expression(value: Any, imports: Imports) -> str:
+    if isinstance(value, dict) and "_target_" in value:
+        given = {name: inner for name, inner in value.items() if name != "_target_"}
+        return call(imports.path(str(value["_target_"])), given, imports)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name!r}: {_expression(inner, imports)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_expression(inner, imports) for inner in value) + "]"
+    return repr(value)
 
 
 def fold(line: str) -> list[str]:

@@ -63,15 +63,12 @@ def epoch_lines(setup: Setup, imports: Imports) -> list[str]:
     seeded = f"torch.Generator().manual_seed({training.seed * 1_000_003} + epoch)"
     served = f"zip(*[iter(loader)] * {accum})" if accum > 1 else "loader"
     stacked = f"torch.stack(losses).view(-1, {accum}).sum(1)" if accum > 1 else "torch.stack(losses)"
-    code = setup.config.data.paths()
-    augmented = any(not path.startswith("fsdp_lab.") for path in code)
     return [
         f"for epoch in range({epochs}):",
         f"    order = torch.randperm({setup.num_train}, generator={seeded})[:{per_epoch * size}]",
         f"    mine = order.view({per_epoch}, {accum}, world_size, -1)[:, :, rank].flatten(0, 1){cut}",
         f"    {loader_line(setup, imports)}",
         "    losses = []",
-        *([f"    {_seed(setup, f'{{epoch * {per_epoch}}}')}  # what the data set draws"] if augmented else []),
         f"    for step, {'microbatches' if accum > 1 else 'batch'} in enumerate({served}, epoch * {per_epoch}):",
         f"        {_seed(setup, '{step}')}  # what dropout draws",
         *indented(_step(setup, imports), 2),

@@ -46,7 +46,8 @@ def _head(setup: Setup) -> list[str]:
     return [
         *textwrap.wrap(f'"""{name}', WIDTH),
         f"    {path}torchrun --nproc-per-node {setup.world_size} use_pytorch.py",
-        "prints train/loss of every epoch, as the trial has it. Left out: validation, checkpoints, what is measured.",
+        "prints the train/loss of every epoch, as the trial has it. Left out: validation, checkpoints, figures, and",
+        "the seeds of a data set that draws random numbers: those are others here.",
         '"""',
     ]
 

@@ -25,7 +25,7 @@ def model_lines(setup: Setup, imports: Imports) -> list[str]:
         if not str(model.target).startswith("fsdp_lab."):
             imports.module("random", "numpy")
             lines.append(f"random.seed({seed}), numpy.random.seed({seed})")
-        lines.append(f"model = {call(imports.path(str(model.target)), model.arguments)}.train()")
+        lines.append(f"model = {call(imports.path(str(model.target)), model.arguments, imports)}.train()")
     else:
         assert isinstance(model, ModelConfig)
         build = imports.name(module_of("model.family", model.family), "build_model")
@@ -39,7 +39,7 @@ def data_lines(setup: Setup, imports: Imports) -> list[str]:
     if isinstance(data, UserData):
         if data.target == EXAMPLE_BATCH:
             return ["torch.manual_seed(0)", f"example = model.example_batch({setup.microbatch_size})"]
-        lines = [f"items = {call(imports.path(str(data.target)), {**data.arguments, 'split': 'train'})}"]
+        lines = [f"items = {call(imports.path(str(data.target)), {**data.arguments, 'split': 'train'}, imports)}"]
     else:
         assert isinstance(data, DataConfig)
         build = imports.name("fsdp_lab.workloads.build", "build_data_spec")
@@ -121,4 +121,4 @@ def _config(config: Any, imports: Imports) -> str:
     kind = type(config)
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(kind)}
     changed = {name: value for name, value in fields.items() if value != getattr(kind(), name)}
-    return call(imports.name(kind.__module__, kind.__name__), changed)
+    return call(imports.name(kind.__module__, kind.__name__), changed, imports)

@@ -17,7 +17,7 @@ from fsdp_lab.config import UserError
 from fsdp_lab.config.registry import REGISTRY
 from fsdp_lab.layout import Layout
 from fsdp_lab.takehome import Setup, write_out
-from fsdp_lab.takehome.imports import Imports, fold
+from fsdp_lab.takehome.imports import Imports, call, fold
 from tests.conftest import ROOT
 from tests.ranks import config, run_ranks
 from tests.takehome.scripts import train_and_run
@@ -174,6 +174,15 @@ def test_paths_become_imports(path: str, expression: str, line: str) -> None:
     imports = Imports()
     assert imports.path(path) == expression
     assert imports.lines() == [line]
+
+
+def test_objects_among_arguments_are_made() -> None:
+    imports = Imports()
+    inner = {"_target_": "my.net.Rule", "sizes": [1, {"_target_": "my.net.Two"}], "text": "a"}
+    assert call("Net", {"rule": inner, "plain": {"a": None}}, imports) == (
+        "Net(rule=Rule(sizes=[1, Two()], text='a'), plain={'a': None})"
+    )
+    assert imports.lines() == ["from my.net import Rule, Two"]
 
 
 def test_two_things_of_one_name_get_two_names() -> None:
