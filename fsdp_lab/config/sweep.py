@@ -189,7 +189,7 @@ class SweepConfig(TrialConfig):
     engine: Engine = key(Engine.ray, may_differ=_FINDS_TRIALS)
     search: SearchConfig = group(SearchConfig, may_differ=_FINDS_TRIALS)
     scheduler: SchedulerConfig = group(SchedulerConfig, may_differ=_FINDS_TRIALS)
-    repeat_max: int = key(4, at_least_one, may_differ=_FINDS_TRIALS | Between.STARTS)
+    repeat_max: int = key(4, at_least_one, may_differ=EVERYWHERE, is_param=False)
     objective: List[str] = key(lambda: ["val/loss:min"], may_differ=_FINDS_TRIALS)
     trial_timeout_s: Optional[float] = key(1800.0, positive, may_differ=EVERYWHERE)
     resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)

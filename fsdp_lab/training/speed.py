@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, variance
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.distributed import Ranks
+
+if TYPE_CHECKING:
+    from fsdp_lab.cpu_contention import Window
 
 # Dense matrix peak in FLOP/s by the device's whole name and dtype, from the vendor's data sheets. Other
 # variants of a chip (PCIe, NVL) have other peaks: what is not here has no MFU. float32 is without TF32, which PyTorch
@@ -132,6 +136,15 @@ def variance_of_sum(times: Sequence[float]) -> float:
         return 0.0
     means = [fmean(times[i : i + size]) for i in range(0, len(times) - size + 1, size)]
     return len(times) * size * variance(means)
+
+
+def watch_cores() -> Window | None:
+    """Begin to watch what others use of this node's cores; None without psutil, which PyTorch does not bring."""
+    try:
+        from fsdp_lab.cpu_contention import Window, launcher
+    except ImportError:
+        return None
+    return Window(launcher())
 
 
 def speed_metrics(

@@ -16,7 +16,6 @@ from torch import nn
 
 from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.cpu_contention import Window, launcher
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
@@ -25,7 +24,7 @@ from fsdp_lab.training.distributed import Ranks, build_parallel_dims, largest, s
 from fsdp_lab.training.export import export_model
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfile, start_clean
-from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics
+from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.base import Data
 from fsdp_lab.workloads.build import build_workload
@@ -110,10 +109,10 @@ def train(
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
     flops = workload.train_flops_per_sample() if is_wanted else None
-    timed, root = Timed.before(state.history), launcher()
+    timed = Timed.before(state.history)
     while not _is_through(state, config):
         loaders.order.go_to(state.epoch, state.epoch_step)
-        cores = Window(root) if ranks.local_rank == 0 else None
+        cores = watch_cores() if ranks.local_rank == 0 else None
         metrics, losses = train_epoch(state, workload.task, loaders.train, config, ranks.device, dims, watch)
         on_step_losses(losses)
         times = watch.timer.take()

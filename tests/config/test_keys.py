@@ -109,6 +109,7 @@ scheduler.metric                     starts nights param
 scheduler.grace_epochs               starts nights param
 scheduler.reduction_factor           starts nights param
 objective                            starts nights param
+repeat_max
 trial_timeout_s                      param
 resume
 resume_failed
