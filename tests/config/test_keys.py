@@ -108,8 +108,8 @@ scheduler.name                       starts nights param
 scheduler.metric                     starts nights param
 scheduler.grace_epochs               starts nights param
 scheduler.reduction_factor           starts nights param
-objective                            starts nights param
 repeat_max
+objective                            starts nights param
 trial_timeout_s                      param
 resume
 resume_failed
