@@ -306,7 +306,15 @@ def _apart(setting: Setting, other: Setting) -> str:
 
 def times_text(ratio: Interval) -> str:
     """`1.95× (1.80 to 2.11)`; without the interval where that is not known."""
-    return f"{ratio.value:.2f}×" + (f" ({ratio.low:.2f} to {ratio.high:.2f})" if ratio.known else "")
+    return f"{_ratio_text(ratio.value)}×" + (
+        f" ({_ratio_text(ratio.low)} to {_ratio_text(ratio.high)})" if ratio.known else ""
+    )
+
+
+def _ratio_text(number: float) -> str:
+    return (
+        f"{number:.2f}" if 0.1 <= number < 10 else f"{number:.2g}" if number < 0.1 else f"{float(f'{number:.3g}'):,.5g}"
+    )
 
 
 def speed_text(speed: Interval) -> str:
