@@ -21,6 +21,7 @@ from functools import cache, cached_property
 import numpy as np
 
 SIGNIFICANCE = 0.05
+_WIDEST = math.log(100)
 
 
 class Basis(Enum):
@@ -52,7 +53,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and where it lies with the stated confidence; `low` and `high` are NaN where that is not known."""
+    """A value and where it lies with the stated confidence: anywhere from 0 to infinity where the runs say too little;
+    `low` and `high` are NaN where nothing was repeated and no step told."""
 
     value: float
     low: float = math.nan
@@ -85,8 +87,11 @@ class Speeds:
         self._y = np.array([math.log(run.speed) for run in runs])
         self._groups = np.array([place[run.group] for run in runs], dtype=int)
         self._rounds = np.array([rounds[run.round] for run in runs], dtype=int)
-        # One group alone tells no round from noise.
-        self._num_rounds = len(rounds) if len(place) > 1 else 1
+        # A group alone in its round tells nothing of the round: where most are alone, as with seeds that a search
+        # draws, there are no rounds.
+        met = {i for i in set(self._rounds.tolist()) if len(set(self._groups[self._rounds == i].tolist())) > 1}
+        alone = sum(i not in met for i in self._rounds.tolist())
+        self._num_rounds = len(rounds) if 2 * alone < len(self._runs) else 1
         if self._num_rounds == 1:
             self._rounds = np.zeros_like(self._rounds)
 
@@ -110,6 +115,8 @@ class Speeds:
         place = self._place[group]
         log = self._effects[place]
         if self.basis is Basis.repeats:
+            if not self._estimable(self._share[place] - 1 / self._num_rounds):
+                return _interval(log, math.inf)
             error = math.sqrt(self._variance * self._unscaled(place, place))
             return _interval(log, _student(SIGNIFICANCE, self._freedom) * error)
         error, freedom = self._steps_error(place)
@@ -122,6 +129,8 @@ class Speeds:
         i, j = self._place[a], self._place[b]
         log = float(self._effects[i] - self._effects[j])
         if self.basis is Basis.repeats:
+            if not self._estimable(self._share[i] - self._share[j]):
+                return _interval(log, math.inf)
             unscaled = self._unscaled(i, i) + self._unscaled(j, j) - 2 * self._unscaled(i, j)
             error = math.sqrt(self._variance * max(unscaled, 0.0))
             return _interval(log, _tukey(self._significance, len(self._known), self._freedom) * error)
@@ -149,6 +158,17 @@ class Speeds:
     def _inverse(self) -> np.ndarray:
         """The pseudo-inverse of the rounds' normal equations, after the groups were eliminated."""
         return np.linalg.pinv(np.diag(self._counts.sum(axis=0)) - self._counts.T @ self._share, hermitian=True)
+
+    @cached_property
+    def _fixed(self) -> np.ndarray:
+        """The projector on what the runs tell of the rounds."""
+        reduced = np.diag(self._counts.sum(axis=0)) - self._counts.T @ self._share
+        projector: np.ndarray = self._inverse @ reduced
+        return projector
+
+    def _estimable(self, rounds: np.ndarray) -> bool:
+        """Whether the runs tell a sum of rounds: not where groups never met in one, nor met a third that both met."""
+        return bool(np.abs(rounds - self._fixed @ rounds).max() < 1e-6)
 
     @cached_property
     def _round_effects(self) -> np.ndarray:
@@ -195,6 +215,9 @@ class Speeds:
 
 
 def _interval(log: float, half: float) -> Interval:
+    """From 0 to infinity where the value is not known to within a factor of a hundred."""
+    if half > _WIDEST:
+        return Interval(math.exp(log), 0.0, math.inf)
     return Interval(math.exp(log), math.exp(log - half), math.exp(log + half))
 
 

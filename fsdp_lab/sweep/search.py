@@ -146,6 +146,7 @@ class OptunaSearch:
         self._compose, self._check = compose, check
         self._notes: list[str] = []
         self._made = 0
+        self._exhausted = False
         self._asked: dict[int, optuna.Trial] = {}  # by the trial's number
         self._seen: dict[str, int] = {}
         self._refused: set[str] = set()
@@ -180,7 +181,7 @@ class OptunaSearch:
                 self.tell(trial, status, metrics)
 
     def has_more(self) -> bool:
-        return self._made < self._settings.num_trials
+        return not self._exhausted and self._made < self._settings.num_trials
 
     def code(self) -> list[str]:
         from optuna.distributions import CategoricalDistribution
@@ -210,7 +211,7 @@ class OptunaSearch:
             ConfigError: a value that no dimension sets is wrong; or nothing of the space can be.
         """
         reason = ""
-        if self._made >= self._settings.num_trials:
+        if not self.has_more():
             return None
         for _ in range(_MOST_REFUSED):
             asked = self._study.ask(self._space.dimensions)
@@ -239,6 +240,7 @@ class OptunaSearch:
             return trial
         if reason and not self._made:
             raise ConfigError(reason)
+        self._exhausted = True
         self._notes.append(
             f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {_MOST_REFUSED} "
             "suggestions in a row were tried already or have no meaning"

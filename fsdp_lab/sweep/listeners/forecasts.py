@@ -35,6 +35,7 @@ class Forecasts(Listener):
             self._early = Background(_requests(wanted, num_gpus() > 0, workers_of(plan.config)))
         self._forecaster, self._began = Forecaster(), time.monotonic()
         self._pending: dict[int, tuple[Future[Forecast], Request]] = {}
+        self._known: dict[str, Forecast] = {}
         self._without: dict[int, str] = {}  # by trial, why it has none
 
     def __enter__(self) -> Forecasts:
@@ -60,6 +61,7 @@ class Forecasts(Listener):
         wanted = _wanted(sweep.states)
         if self._early is not None:
             found = self._early.result(waits)
+            workers = workers_of(sweep.config)
         else:
             workers = engine.resolve_num_workers(sweep.config.cluster)
             with Background(_requests(list(wanted.values()), engine.num_gpus() > 0, workers)) as background:
@@ -68,6 +70,8 @@ class Forecasts(Listener):
         if known:
             low, high = (significant(peak / MIB) for peak in (min(known), max(known)))
             sweep.say(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
+        requests = _requests(list(wanted.values()), engine.num_gpus() > 0, workers)
+        self._known = {request.key: forecast for request, forecast in zip(requests, found, strict=True)}
         for number, forecast in zip(wanted, found, strict=True):
             self._take(sweep, number, forecast)
 
@@ -78,6 +82,9 @@ class Forecasts(Listener):
             return
         workers = engine.resolve_num_workers(config.cluster)
         (request,) = _requests([sweep.states[number]], engine.num_gpus() > 0, workers)
+        if (known := self._known.get(request.key)) is not None:  # of a trial that this one repeats
+            self._take(sweep, number, known)
+            return
         future = self._forecaster.submit(request)
         if config.forecast.prune:
             self._take(sweep, number, self._forecaster.result(future, request))
