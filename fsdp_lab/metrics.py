@@ -71,7 +71,7 @@ class Metric:
         objective: an objective or a scheduler may name it.
         mib_key: under this key MLflow also gets the value in MiB, because its pages show bytes with all their digits.
         csv, terminal, report: its column of `results.csv`, of the terminal's table and of the report's; None for none.
-        hover: its line beside a point of the report's plots; the form has the words.
+        hover: its line beside a point of the report's plots; the form has the words, and gets bytes with their unit.
     """
 
     key: str
@@ -138,7 +138,7 @@ METRICS = (
     Metric(
         VAL_LOSS, "val loss", "", "the mean over the whole validation split",
         better="min", form="{:.4f}",
-        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="val loss {:.4f}", last=True),
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="val loss {:#.4g}", last=True),
         # by the train loss, where there is no validation split
         gate=Gate("loss", key="loss", label="final loss"),
     ),
@@ -208,7 +208,7 @@ METRICS = (
     Metric(
         MEMORY, "peak MiB", "bytes", "the most that the tensors of any rank held",
         better="min", form="{:.2f}", scale=MIB, mib_key="memory/peak_mib",
-        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{:.2f} MiB at the peak"),
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{} at the peak"),
         gate=Gate("peak_memory"),
     ),
     Metric(
@@ -233,7 +233,7 @@ METRICS = (
     Metric(
         "forecast/peak_bytes", "forecast MiB", "bytes", "the peak that was forecast before the trial ran",
         form="{:.2f}", scale=MIB, objective=False, mib_key="forecast/peak_mib",
-        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{:.2f} MiB forecast"),
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{} forecast"),
     ),
     Metric(
         "forecast/reserved_bytes", "forecast reserved MiB", "bytes", "GPUs: what a process was to take from the GPU",

@@ -13,8 +13,8 @@ from typing import Any
 from fsdp_lab.files import write_text
 from fsdp_lab.nightly.gate import judged_metrics
 from fsdp_lab.nightly.nights import ACCEPTED, Night
-from fsdp_lab.report.plots import COLORS
-from fsdp_lab.report.write import page
+from fsdp_lab.report.page import chart, page
+from fsdp_lab.report.style import COLORS
 
 _MOST_NIGHTS = 30
 _MARKS = {ACCEPTED: "diamond"}
@@ -28,7 +28,7 @@ def write_page(path: Path, study: str, nights: Sequence[Night]) -> None:
         for place, judged in enumerate(judged_metrics())
         if (figure := _chart(judged.key, judged.label, shown, judged.metric.scale)) is not None
     ]
-    body = [f'<h2>{html.escape(heading)}</h2><div id="{name}-chart"></div>' for name, heading, _ in charts]
+    body = [f"<h2>{html.escape(heading)}</h2>{chart(name)}" for name, heading, _ in charts]
     about = (
         f"{len(shown)} nights. A line is the median of a setting's repeats, its band their least and most. Crosses: "
         "regressions; diamonds: accepted by hand; dotted lines: another commit, other libraries or machine than before."
@@ -82,7 +82,8 @@ def _chart(key: str, label: str, nights: Sequence[Night], scale: float = 1) -> A
             },
             customdata=[[n.id, n.verdict, len(v)] for n, v in zip(having, values, strict=True)],
             hovertemplate=html.escape(setting)
-            + "<br>night %{customdata[0]}: %{customdata[1]}<br>%{y:.4f}, the median of %{customdata[2]}<extra></extra>",
+            + "<br>night %{customdata[0]}: %{customdata[1]}<br>%{y:,.4~r}, the median of %{customdata[2]}"
+            "<extra></extra>",
         )  # fmt: skip
     if not figure.data:
         return None

@@ -45,6 +45,7 @@ class Answer:
         axes: `(metric, "min" or "max")` of the main picture.
         intervals: name of a setting -> its samples/s and where they lie with 95 % confidence.
         title: what was compared.
+        told: names of the settings that `lines` speak of.
     """
 
     setting: Setting | None
@@ -58,6 +59,7 @@ class Answer:
     axes: list[tuple[str, str]] = field(default_factory=list)
     intervals: dict[str, Interval] = field(default_factory=dict)
     title: str = ""
+    told: list[str] = field(default_factory=list)
 
 
 def answer(sweep: Sweep) -> Answer:
@@ -65,6 +67,7 @@ def answer(sweep: Sweep) -> Answer:
     choice = choose(sweep)
     chosen = choice.setting
     so_far = _so_far(sweep)
+    others = _to_tell(sweep, chosen) if chosen else []
     if chosen is None:
         sentence = _nothing(sweep, choice.why_not)
     elif sweep.objectives:
@@ -78,13 +81,14 @@ def answer(sweep: Sweep) -> Answer:
         so_far + sentence,
         _command(chosen) if chosen else "",
         _rules(sweep),
-        _lines(sweep, choice, chosen) if chosen else [],
+        [f"`{_apart(chosen, other)}`: {_against(sweep, choice, chosen, other)}" for other in others] if chosen else [],
         _notes(sweep, choice) if chosen else [],
         choice.why_not,
         choice.front,
         choice.axes,
         {s.name: choice.speeds.speed(g) for s in sweep.settings if choice.speeds.has(g := sweep.groups[s.name])},
         title(sweep),
+        [other.name for other in others],
     )
 
 
@@ -226,12 +230,12 @@ def _untimed_sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting]) ->
     )
 
 
-def _lines(sweep: Sweep, choice: Choice, chosen: Setting) -> list[str]:
-    """Every other setting against the recommended one; of many, those that differ from it in one value."""
+def _to_tell(sweep: Sweep, chosen: Setting) -> list[Setting]:
+    """The settings that get a line against the recommended one; of many, those that differ from it in one value."""
     others = [s for s in sweep.settings if s is not chosen]
     if len(others) > _MOST_LINES:
         others = [s for s in others if sum(s.values[axis] != chosen.values[axis] for axis in s.values) == 1]
-    return [f"`{_apart(chosen, other)}`: {_against(sweep, choice, chosen, other)}" for other in others]
+    return others
 
 
 def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> str:

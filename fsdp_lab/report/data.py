@@ -87,6 +87,8 @@ class Sweep:
             the fastest that learned is looked for.
         runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None where no server is known.
         about: what else belongs in its head, as (name, text).
+        study: the name of what was asked, such as the preset's; "" for a sweep without one.
+        log_axes: the axes that were searched on a logarithmic scale.
     """
 
     name: str
@@ -100,6 +102,8 @@ class Sweep:
     others_cpu: float = 0.25
     objectives: Sequence[tuple[str, str]] = ()
     repeat_max: int | None = None
+    study: str = ""
+    log_axes: Sequence[str] = ()
 
     @property
     def statuses(self) -> list[TrialStatus]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from fsdp_lab.report.data import Setting, Sweep
+from fsdp_lab.metrics import SPEED
+from fsdp_lab.report.data import Setting, Sweep, as_number
+
+_PARTS = 5
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ def effects(sweep: Sweep, axis: str, metric: str) -> list[Effect]:
     none such, all count.
     """
     with_result = [s for s in sweep.settings if math.isfinite(s.median(metric))]
+    if metric == SPEED:  # without those whose every run shared its cores
+        timed = {run.group for run in sweep.runs}
+        with_result = [s for s in with_result if sweep.groups[s.name] in timed]
     values = list(dict.fromkeys(s.values[axis] for s in with_result))
     by_others: dict[tuple[str, ...], list[Setting]] = {}
     for setting in with_result:
@@ -41,3 +47,40 @@ def effects(sweep: Sweep, axis: str, metric: str) -> list[Effect]:
 def _effect(value: str, settings: Sequence[Setting], metric: str) -> Effect:
     found = [s.median(metric) for s in settings]
     return Effect(value, fmean(found), stdev(found) if len(found) > 1 else 0.0, len(found))
+
+
+def share_explained(sweep: Sweep, axis: str, values: Mapping[str, float]) -> float:
+    """How much of what settings differ in the axis explains alone: the adjusted R² of the logarithms, 0 for nothing.
+
+    The adjustment takes off what many values explain by chance; an axis of many numbers counts by fifths of them.
+
+    Args:
+        values: name of a setting -> its figure.
+    """
+    settings = [s for s in sweep.settings if math.isfinite(values.get(s.name, math.nan))]
+    figures = [values[s.name] for s in settings]
+    if figures and min(figures) > 0:
+        figures = [math.log(figure) for figure in figures]
+    groups: dict[object, list[float]] = {}
+    for part, figure in zip(_parts([s.values[axis] for s in settings]), figures, strict=True):
+        groups.setdefault(part, []).append(figure)
+    freedom = len(figures) - len(groups)
+    total = _squares(figures)
+    if freedom < 1 or total == 0:
+        return 0.0
+    within = sum(_squares(group) for group in groups.values())
+    return max(1 - within / freedom * (len(figures) - 1) / total, 0.0)
+
+
+def _parts(values: Sequence[str]) -> Sequence[object]:
+    """The values, or where they are many numbers the fifth of them in which each lies."""
+    numbers = [as_number(value) for value in values]
+    if None in numbers or len(set(values)) <= _PARTS:
+        return values
+    ranks = {number: rank for rank, number in enumerate(sorted({n for n in numbers if n is not None}))}
+    return [ranks[number] * _PARTS // len(ranks) for number in numbers if number is not None]
+
+
+def _squares(figures: Sequence[float]) -> float:
+    mean = fmean(figures) if figures else 0.0
+    return sum((figure - mean) ** 2 for figure in figures)

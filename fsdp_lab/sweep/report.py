@@ -6,12 +6,16 @@ import csv
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial
@@ -80,6 +84,8 @@ def sweep_of(
         config.report.others_cpu,
         asked_for(config.search, config.objective),
         config.repeat_max if AUTO_REPEAT in record.arguments else None,
+        study_of(record.arguments),
+        log_axes(record.arguments),
     )
 
 
@@ -93,6 +99,34 @@ def asked_for(search: SearchConfig, words: list[str]) -> list[tuple[str, str]]:
 
 def _title(number: int, state: TrialState) -> str:
     return f"Trial {number}: {redact(' '.join(state.trial.overrides))}"
+
+
+def study_of(arguments: Sequence[str]) -> str:
+    """The preset that was chosen; "" for none, or several."""
+    presets = [o for o in _parsed(arguments) if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    return str(presets[-1].value() or "") if presets else ""
+
+
+def log_axes(arguments: Sequence[str]) -> list[str]:
+    """The axes that were searched on a logarithmic scale, and those whose numbers, as listed, span a factor of ten."""
+    return [override.key_or_group for override in _parsed(arguments) if _is_log(override.value())]
+
+
+def _is_log(value: Any) -> bool:
+    if isinstance(value, ChoiceSweep):
+        numbers = [number for one in value.list if (number := data.as_number(str(one))) is not None]
+        return len(numbers) == len(value.list) and min(numbers) > 0 and max(numbers) >= 10 * min(numbers)
+    return isinstance(value, IntervalSweep) and "log" in value.tags
+
+
+def _parsed(arguments: Sequence[str]) -> list[Override]:
+    """Overrides, without what a line that was cut or changed by hand left of one."""
+    parser = OverridesParser.create()
+    found = []
+    for argument in arguments:
+        with suppress(HydraException):
+            found.append(parser.parse_override(argument))
+    return found
 
 
 def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
@@ -148,12 +182,21 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
     ]
     name = parent.tags.get("mlflow.runName", run_id)
     command = command_of(parent.tags)
+    arguments = _arguments(command)
     report, wanted, most = _report_config(tracking, runs[0].run_id)
     tolerances = (report.loss_tolerance, report.speed_tolerance)
     return data.Sweep(
         name, command, axes, trials, *tolerances, runs_url(tracking), libraries, report.others_cpu, wanted,
-        most if AUTO_REPEAT in command.split() else None,
+        most if AUTO_REPEAT in arguments else None, study_of(arguments), log_axes(arguments),
     )  # fmt: skip
+
+
+def _arguments(command: str) -> list[str]:
+    """What stands behind `python -m fsdp_lab`."""
+    try:
+        return shlex.split(command)[3:]
+    except ValueError:  # the store cut a long one within quotes
+        return command.split()[3:]
 
 
 def _status(tag: str | None) -> TrialStatus:

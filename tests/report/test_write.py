@@ -11,22 +11,29 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.plots import COLORS, figures
-from fsdp_lab.report.write import to_html, to_markdown, write_report
+from fsdp_lab.report.data import Sweep
+from fsdp_lab.report.markdown import to_markdown
+from fsdp_lab.report.page import to_html
+from fsdp_lab.report.plots import figures
+from fsdp_lab.report.style import COLORS
+from fsdp_lab.report.write import write_report
 from tests.report.sweeps import ROWS, sweep, trial
 
 
 def test_every_chart_that_has_something_to_show_is_there():
     made = sweep(runs_url="http://127.0.0.1:5000/#/runs")
     charts = {name: figure for name, _, figure in figures(made, answer(made))}
-    assert list(charts) == ["memory-speed", "breakdown", "losses", "parallel", "effects", "forecast"]
-    memory = {trace.name: trace for trace in charts["memory-speed"].data}
-    assert list(memory["sharding=ddp"].x) == [100.0, 80.0] and list(memory["sharding=ddp"].y) == [1000.0, 1500.0]
+    assert list(charts) == ["main", "effects", "parallel", "losses", "breakdown"]  # every forecast was exact
+    memory = {trace.name: trace for trace in charts["main"].data}
+    # precision explains more of memory and speed than sharding does
+    assert list(memory["precision=fp32"].x) == [100.0, 60.0]
+    assert list(memory["precision=fp32"].y) == pytest.approx([1000.0, 900.0])
     assert list(memory["Pareto front"].x) == [40.0, 50.0]
-    assert (memory["recommended"].x[0], memory["recommended"].y[0]) == (40.0, 1950.0)
-    assert memory["sharding=root"].customdata[0][0] == "http://127.0.0.1:5000/#/runs/" + f"{2:032x}"
-    assert "sharding=root" in memory["sharding=root"].text[0] and "60.00 MiB" in memory["sharding=root"].text[0]
+    assert (memory["recommended"].x[0], memory["recommended"].y[0]) == (40.0, pytest.approx(1950.0))
+    assert memory["precision=fp32"].customdata[1][0] == "http://127.0.0.1:5000/#/runs/" + f"{2:032x}"
+    assert "sharding=root" in memory["precision=fp32"].text[1] and "60.00 MiB" in memory["precision=fp32"].text[1]
     stacked = {bar.name: bar for bar in charts["breakdown"].data}
     assert set(stacked) == {"param", "activation"}
     assert [p + a for p, a in zip(stacked["param"].x, stacked["activation"].x, strict=True)] == [100, 80, 60, 50, 40]
@@ -35,6 +42,97 @@ def test_every_chart_that_has_something_to_show_is_there():
     assert list(lines[0].x) == [1.0, 2.0] and list(lines[0].y) == [2.0, 1.5]
     assert len(charts["parallel"].data) == 5
     assert len(charts["effects"].data) == 3 * 2  # three metrics, two axes
+
+
+def own_html(made: Sweep) -> str:
+    """The page without the library, its data and its style."""
+    return to_html(made, answer(made)).partition("<body>")[2].partition("<script>")[0]
+
+
+def test_the_page_and_the_text_name_the_study_and_what_it_compares():
+    made = sweep(study="zero2_<zero3>")
+    page = to_html(made, answer(made))
+    assert "<title>zero2_&lt;zero3&gt;: sharding × precision, 6 trials</title>" in page
+    assert "<h1>zero2_&lt;zero3&gt;: sharding × precision, 6 trials</h1>" in page
+    assert to_markdown(made, answer(made)).startswith("# zero2_&lt;zero3>: sharding × precision, 6 trials\n")
+    assert "<h1>sharding × precision, 6 trials</h1>" in own_html(sweep())
+    assert 'id="about">a/sweep · 5 finished, 1 oom<br><code>python -m fsdp_lab -m</code>' in own_html(sweep())
+
+
+def test_the_answer_comes_first_and_what_explains_it_is_folded():
+    page = own_html(sweep())
+    order = [
+        'id="answer"',
+        'id="against"',
+        'class="note"',
+        'id="command"',
+        'id="main"',
+        'class="sortable"',
+        "<details>",
+    ]
+    places = [page.index(part) for part in order]
+    assert places == sorted(places)
+    standing = re.sub(r"<details>.*?</details>", "", page)
+    assert re.findall(r"<h2>([^<]*)", standing) == [
+        "Samples/s against peak memory", "Trials ", "Trials that did not finish",
+    ]  # fmt: skip
+    assert re.findall("<summary>([^<]*)", page) == [
+        "What each axis does alone", "All axes at once", "Loss by epoch", "What the peak is made of",
+        "How the setting was chosen",
+    ]  # fmt: skip
+    assert "It fits: every trial" in page and "It fits: every trial" not in standing
+    text = to_markdown(sweep(), answer(sweep()))
+    parts = ["**`sharding=per_block", "- `sharding=ddp", "Each setting ran once", "```", "- command:", "## Trials\n",
+             "## Trials that did not finish", "The forecast of the peak", "## What each axis",
+             "## How the setting"]  # fmt: skip
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_a_setting_that_no_line_speaks_of_says_why_in_a_fold():
+    values = [{"sharding": a, "precision": b} for a in ("ddp", "root", "per_block") for b in ("fp32", "bf16", "fp16")]
+    losses = [1.0] * 8 + [2.0]
+    trials = [
+        dataclasses.replace(trial(i, ("", "", "finished", 10 + i, 100.0 - i, losses[i])), setting=value)
+        for i, value in enumerate(values)
+    ]
+    made = sweep(trials)
+    found = answer(made)
+    assert found.setting is not None and found.setting.name == "sharding=ddp precision=fp32"
+    assert "<td>sharding=per_block precision=fp16</td>" in own_html(made).partition("do not qualify</summary>")[2]
+    assert "| `sharding=per_block precision=fp16` | learned less" in to_markdown(made, found)
+    # the lines have those that differ from the recommended one in one value
+    assert found.told == [s.name for s in made.settings[1:3]] + [made.settings[3].name, made.settings[6].name]
+    assert "do not qualify" not in own_html(sweep(trials[:8]))
+
+
+def test_one_axis_needs_no_picture_of_all_axes():
+    trials = [dataclasses.replace(trial(i, ROWS[i]), setting={"sharding": ROWS[i][0]}) for i in (0, 2, 5)]
+    made = sweep(trials, axes=["sharding"])
+    assert [name for name, _, _ in figures(made, answer(made))] == ["main", "losses", "breakdown"]
+    assert "What each axis" not in to_markdown(made, answer(made))
+
+
+@pytest.mark.parametrize(
+    ("factor", "sentence", "stands", "folded"),
+    [
+        (1.0, "The forecast of the peak equals the measurement, to the byte, in all 5 trials that have both.", 0, 0),
+        (1.003, "The forecast of the peak is at most 0.3 % off, in trial 3.", 0, 1),
+        (0.9, "The forecast of the peak is at most 10 % off, in trial 3.", 1, 0),
+    ],
+)
+def test_forecasts_are_drawn_where_they_were_off(factor: float, sentence: str, stands: int, folded: int):
+    trials = [trial(i, row) for i, row in enumerate(ROWS)]
+    trials[3] = trial(3, ROWS[3], **{"forecast/peak_bytes": 50 * 2**20 * factor})
+    page = own_html(sweep(trials))
+    assert sentence in page and sentence in to_markdown(sweep(trials), answer(sweep(trials)))
+    assert page.count("<h2>Forecast against measured</h2>") == stands
+    assert page.count("<summary>Forecast against measured</summary>") == folded
+
+
+def test_a_click_is_promised_where_there_is_a_run_to_open():
+    assert "a click opens the run" not in own_html(sweep())
+    assert "a click opens the run" in own_html(sweep(runs_url="http://127.0.0.1:5000/#/runs"))
 
 
 def test_a_sweep_without_results_has_no_charts_and_a_page_all_the_same():
@@ -63,7 +161,7 @@ def test_a_name_that_is_a_word_of_the_template_is_a_name(tmp_path: Path):
     made = dataclasses.replace(sweep([hostile, *[trial(i, row) for i, row in enumerate(ROWS) if i]]), name="@PLOTLY@")
     page = to_html(made, answer(made))
     assert page.count("plotly.js v") == to_html(sweep(), answer(sweep())).count("plotly.js v") == 1
-    assert "<title>@PLOTLY@" in page and "<td>@PLOTLY@</td><td>@BODY@ \\1</td>" in page
+    assert '<div id="about">@PLOTLY@ · ' in page and "<td>@PLOTLY@</td><td>@BODY@ \\1</td>" in page
 
 
 def test_names_bring_no_elements_into_the_markdown():
@@ -84,6 +182,20 @@ def test_the_table_of_the_page_marks_the_best_and_the_recommended():
     assert len(rows) == 6
     assert ['class="chosen"' in row for row in rows] == [False] * 5 + [True]
     assert [">1980.0<" in cell for cell in re.findall(r'<td class="number best"[^<]*<', page)].count(True) == 1
+
+
+def test_a_speed_that_does_not_count_is_marked_and_never_the_best():
+    trials = [
+        dataclasses.replace(trial(i, row, **{OTHERS_CPU: 0.44 if i == 3 else 0.05}), device="cpu")
+        for i, row in enumerate(ROWS)
+    ]
+    made = sweep(trials)
+    page, text = own_html(made), to_markdown(made, answer(made))
+    assert re.findall(r'<td class="number shared" data-value="([0-9.]+)"', page) == ["1980.0"]
+    assert re.findall(r'<td class="number best" data-value="1950.0"', page)
+    assert "| 1980.0 † |" in text and "| **1950.0** |" in text
+    note = "† Others used more than 25 % of the machine&#x27;s cores"
+    assert note in page and "&#x27;" not in text and "†" not in own_html(sweep())
 
 
 def test_markdown_and_csv_say_the_same(tmp_path: Path):

@@ -1,0 +1,120 @@
+"""What the two directions of the report's main picture show, and where settings and runs lie in it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_lab.metrics import MEMORY, MIB, declared
+from fsdp_lab.report.choice import value
+from fsdp_lab.report.data import Setting, Sweep, Trial, as_number
+from fsdp_lab.report.speed import Speeds
+from fsdp_lab.report.style import coloring, is_numeric
+from fsdp_lab.status import TrialStatus
+
+_SAME = 1e-3  # figures that differ by less than this ratio are one
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """What one direction of the picture shows.
+
+    Attributes:
+        key: of a metric, or of an axis of the sweep.
+        better: "min" or "max" of a metric; "" for an axis.
+        scale: what a metric's value is divided by.
+        kind: of the scale that is drawn: `linear`, `log` or `category`.
+    """
+
+    key: str
+    title: str
+    better: str = ""
+    scale: float = 1.0
+    kind: str = "linear"
+
+    def place(self, values: Mapping[str, str], figures: Mapping[str, float]) -> float | str | None:
+        """Where a setting or trial lies; None where it has no such figure."""
+        if not self.better:
+            return values[self.key] if self.kind == "category" else as_number(values[self.key])
+        figure = figures.get(self.key, math.nan)
+        return figure / self.scale if math.isfinite(figure) else None
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting, or a run of one, and its place."""
+
+    setting: Setting
+    x: Any
+    y: Any
+    trial: Trial | None = None
+
+
+def dimensions(sweep: Sweep, axes: Sequence[tuple[str, str]]) -> tuple[Dimension, Dimension] | None:
+    """Choose x and y: the first two metrics of the answer, of which one that is the same everywhere gives way to the
+    axis that explains most of the other; None where there is nothing to compare."""
+    speeds = Speeds(sweep.runs)
+    metrics = [_metric(sweep, *axis) for axis in axes[:2]]
+    differing = [d for d in metrics if _differs(_all_figures(sweep, speeds, d.key))]
+    if len(differing) == 2:
+        return differing[0], differing[1]
+    if not differing or not sweep.setting_axes:
+        return None
+    by = {s.name: value(sweep, speeds, s, differing[0].key) for s in sweep.settings}
+    return _axis(sweep, coloring(sweep, [by]).axis or sweep.setting_axes[0]), differing[0]
+
+
+def setting_points(sweep: Sweep, x: Dimension, y: Dimension) -> list[Point]:
+    """The settings that have both figures, each at its estimate."""
+    speeds = Speeds(sweep.runs)
+    keys = [dimension.key for dimension in (x, y) if dimension.better]
+    placed = [
+        _point(setting, None, x, y, {key: value(sweep, speeds, setting, key) for key in keys})
+        for setting in sweep.settings
+    ]
+    return [point for point in placed if point is not None]
+
+
+def run_points(sweep: Sweep, x: Dimension, y: Dimension) -> list[Point]:
+    """The runs that finished or were stopped, each as measured."""
+    ended = (TrialStatus.finished, TrialStatus.stopped)
+    runs = [(setting, trial) for setting in sweep.settings for trial in setting.trials if trial.status in ended]
+    placed = [_point(setting, trial, x, y, trial.figures) for setting, trial in runs]
+    return [point for point in placed if point is not None]
+
+
+def _point(
+    setting: Setting, trial: Trial | None, x: Dimension, y: Dimension, figures: Mapping[str, float]
+) -> Point | None:
+    places = x.place(setting.values, figures), y.place(setting.values, figures)
+    return None if None in places else Point(setting, *places, trial)
+
+
+def _metric(sweep: Sweep, key: str, better: str) -> Dimension:
+    metric = declared(key)
+    if key != MEMORY:
+        return Dimension(key, metric.label, better, metric.scale)
+    most = max((trial.figures.get(MEMORY, 0.0) for trial in sweep.trials), default=0.0)
+    unit, scale = ("GiB", MIB * 1024) if most >= 1000 * MIB else ("MiB", MIB)
+    return Dimension(key, f"peak memory of a worker, {unit}", better, scale)
+
+
+def _axis(sweep: Sweep, axis: str) -> Dimension:
+    if not is_numeric(sweep, axis):
+        return Dimension(axis, axis, kind="category")
+    above_0 = all((as_number(s.values[axis]) or 0.0) > 0 for s in sweep.settings)
+    return Dimension(axis, axis, kind="log" if axis in sweep.log_axes and above_0 else "linear")
+
+
+def _all_figures(sweep: Sweep, speeds: Speeds, key: str) -> list[float]:
+    """Of settings and of the runs that are drawn."""
+    ended = (TrialStatus.finished, TrialStatus.stopped)
+    figures = [value(sweep, speeds, setting, key) for setting in sweep.settings]
+    figures += [trial.figures.get(key, math.nan) for trial in sweep.trials if trial.status in ended]
+    return [figure for figure in figures if math.isfinite(figure)]
+
+
+def _differs(figures: Sequence[float]) -> bool:
+    return len(figures) > 1 and max(figures) - min(figures) > _SAME * max(abs(figure) for figure in figures)

@@ -1,0 +1,161 @@
+"""A report as one HTML page that needs no network: the answer, its picture and the trials; the rest is folded."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import Any
+
+from fsdp_lab.report import tables
+from fsdp_lab.report.answer import Answer
+from fsdp_lab.report.data import Sweep, Trial
+from fsdp_lab.report.main_plot import main_plot
+from fsdp_lab.report.plots import figures
+
+_NOTES = {
+    "effects": "Points: means over the other axes, of the combinations in which every value has a result. Bars: one "
+    "standard deviation of these.",
+    "breakdown": "By category at the moment when the largest worker held most.",
+}
+
+
+def to_html(sweep: Sweep, found: Answer) -> str:
+    charts = figures(sweep, found)
+    headings = {name: heading for name, heading, _ in charts}
+    parts = [_answer(found)]
+    if "main" in headings and (plot := main_plot(sweep, found)):
+        parts.append(f"<h2>{plot.heading}</h2>{chart('main')}<p class='small'>{plot.note}</p>")
+    parts.append(_trials(sweep, found))
+    parts += _what_else(sweep, found)
+    for name in [name for name in headings if name != "main"]:
+        note = f"<p class='small'>{_NOTES[name]}</p>" if name in _NOTES else ""
+        says = name == "forecast" and tables.worst_forecast(sweep)[0] > _FORECAST_IS_OFF
+        parts.append(f"<h2>{headings[name]}</h2>{chart(name)}" if says else _fold(headings[name], chart(name) + note))
+    if found.setting and (rows := tables.not_told(sweep, found)):
+        parts.append(_fold("Other settings that do not qualify", _plain_table(("setting", "why not"), rows)))
+    rules = "".join(f"<li>{_inline(rule)}</li>" for rule in found.rules)
+    parts.append(_fold("How the setting was chosen", f"<ul class='small'>{rules}</ul>"))
+    about = " · ".join(html.escape(text if name in _BARE else f"{name} {text}") for name, text in tables.about(sweep))
+    about += f"<br><code>{html.escape(sweep.command)}</code>"
+    return page(tables.heading(sweep, found), about, "\n".join(parts), charts)
+
+
+_BARE = ("sweep", "trials")  # what these are shows by itself
+_MOST_LINES = 8  # of what other values cost; more are folded
+_FORECAST_IS_OFF = 0.01  # a ratio, from which on the forecasts are not folded
+
+
+def _answer(found: Answer) -> str:
+    """The sentence, what other values cost, the notes and the command."""
+    parts = [f'<div id="answer"{"" if found.setting else " class=none"}>{_inline(found.sentence)}</div>']
+    lines = [f"<li>{_inline(line)}</li>" for line in found.lines]
+    if lines:
+        parts.append(f'<ul id="against">{"".join(lines[:_MOST_LINES])}</ul>')
+    if more := lines[_MOST_LINES:]:
+        parts.append(_fold(f"{len(more)} more", f"<ul>{''.join(more)}</ul>"))
+    parts += [f'<p class="note">{_inline(note)}</p>' for note in found.notes]
+    if found.command:
+        parts.append(f'<pre id="command">{html.escape(found.command)}</pre>')
+    return "\n".join(parts)
+
+
+def _what_else(sweep: Sweep, found: Answer) -> list[str]:
+    """What has something to say, beside the answer: failures, what was stopped, and how good the forecasts were."""
+    parts = []
+    if not found.setting and found.why_not:
+        parts.append("<h2>Why no setting qualifies</h2>" + _plain_table(("setting", "why not"), found.why_not.items()))
+    if ended := tables.ended_otherwise(sweep):
+        rows = [(str(t.number), t.name.partition(": ")[2], t.status, t.error or "") for t in ended]
+        parts.append("<h2>Trials that did not finish</h2>")
+        parts.append(_plain_table(("trial", "setting", "ended", "reason"), rows))
+    sentences = [text for text in (tables.stopped_sentence(sweep), tables.forecast_sentence(sweep)) if text]
+    if sentences:
+        parts.append(f'<p id="also">{" ".join(html.escape(text) for text in sentences)}</p>')
+    return parts
+
+
+def _fold(heading: str, content: str) -> str:
+    return f"<details><summary>{heading}</summary>{content}</details>"
+
+
+def chart(name: str) -> str:
+    """Where the page draws a figure."""
+    return f'<div id="{name}" class="plotly-graph-div"></div>'
+
+
+def page(title: str, about: str, body: str, charts: Sequence[tuple[str, str, Any]]) -> str:
+    """One HTML page with Plotly in it, which draws each figure in the body's `chart(<id>)`, in a fold when that opens.
+
+    Args:
+        title: text. about, body: HTML.
+        charts: `(id, heading, figure)` of each.
+    """
+    from plotly.io import to_json
+    from plotly.offline import get_plotlyjs
+
+    drawn = "\n".join(
+        f'<script>(window.figures ??= {{}})["{name}"] = {_in_script(to_json(figure))};</script>'
+        for name, _, figure in charts
+    )
+    template = resources.files("fsdp_lab.report").joinpath("page.html").read_text(encoding="utf-8")
+    plotly = get_plotlyjs() if charts else ""
+    parts = {"TITLE": html.escape(title), "ABOUT": about, "BODY": body, "CHARTS": drawn, "PLOTLY": plotly}
+    # in one pass: a name may be one of these words
+    return re.sub(r"@([A-Z]+)@", lambda m: parts.get(m[1], m[0]), template)
+
+
+def _in_script(text: str | None) -> str:
+    """JSON for a script element: "<" stands in texts only, and escaped none of them can end the element."""
+    return (text or "{}").replace("<", "\\u003c")
+
+
+def _trials(sweep: Sweep, found: Answer) -> str:
+    columns = tables.columns_of(sweep)
+    best = tables.best_of(sweep, columns)
+    chosen = found.setting.trials if found.setting else []
+    heads = ("trial", *sweep.axes, "status", *(c.label for c in columns))
+    head = "".join(f'<th><button type="button">{html.escape(name)}</button></th>' for name in heads)
+    rows = []
+    for trial in sweep.trials:
+        cells = _first_cells(sweep, trial)
+        for column in columns:
+            value = trial.figures.get(column.key)
+            css = "number best" if value is not None and value == best[column.key] else "number"
+            css += " shared" if value is not None and tables.is_shared(sweep, trial, column) else ""
+            data = "" if value is None else value
+            cells.append(f'<td class="{css}" data-value="{data}">{column.text(value)}</td>')
+        words = html.escape(f"{trial.name} {trial.status}".lower())
+        css = ' class="chosen"' if trial in chosen else ""
+        rows.append(f'<tr{css} data-words="{words}">{"".join(cells)}</tr>')
+    note = tables.shared_note(sweep, columns)
+    return (
+        '<h2>Trials <input id="filter" type="search" placeholder="filter: sharding=root fp16 …" '
+        f'aria-label="filter trials"> <span id="shown" class="small">{len(rows)} of {len(rows)}</span></h2>'
+        f'<div class="wide"><table class="sortable"><thead><tr>{head}</tr></thead><tbody>'
+        f"{''.join(rows)}</tbody></table></div>" + (f'<p class="small">{html.escape(note)}</p>' if note else "")
+    )
+
+
+def _first_cells(sweep: Sweep, trial: Trial) -> list[str]:
+    """The cells of a trial before its figures."""
+    url = html.escape(sweep.url(trial))
+    number = f'<a href="{url}" target="_blank" rel="noopener">{trial.number}</a>' if url else str(trial.number)
+    cells = [f'<td class="number" data-value="{trial.number}">{number}</td>']
+    cells += [f"<td>{html.escape(trial.setting.get(axis, ''))}</td>" for axis in sweep.axes]
+    return [*cells, f"<td>{html.escape(trial.status)}</td>"]
+
+
+def _plain_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
+    body = ""
+    for row in rows:
+        *cells, last = (html.escape(str(cell)) for cell in row)
+        body += "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + f'<td class="long">{last}</td></tr>'
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _inline(text: str) -> str:
+    """Text with `code` as HTML."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))

@@ -1,0 +1,184 @@
+"""The report's main picture, against sweeps of which the places can be worked out on paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from fsdp_lab.metrics import OTHERS_CPU
+from fsdp_lab.report.answer import answer
+from fsdp_lab.report.data import Sweep, Trial
+from fsdp_lab.report.labels import place_labels
+from fsdp_lab.report.main_plot import MainPlot, main_plot
+from fsdp_lab.report.plots import figures
+from fsdp_lab.report.style import GREY, MOST_COLORS
+from fsdp_lab.status import TrialStatus
+from tests.report.sweeps import ROWS, sweep, trial
+
+
+def plot_of(made: Sweep) -> MainPlot:
+    plot = main_plot(made, answer(made))
+    assert plot is not None
+    return plot
+
+
+def traces(made: Sweep) -> dict[str, Any]:
+    return {trace.name: trace for trace in plot_of(made).figure().data}
+
+
+def repeated(speeds: dict[str, tuple[float, ...]], **figures: float) -> list[Trial]:
+    """Each sharding once a round, with these speeds; the peaks are 100, 90, 80 … MiB."""
+    return [
+        dataclasses.replace(
+            trial(10 * place + number, (sharding, "fp32", "finished", 100 - 10 * place, speed, 1.0), **figures),
+            setting={"sharding": sharding, "repeat": str(number)},
+        )
+        for place, (sharding, of) in enumerate(speeds.items())
+        for number, speed in enumerate(of)
+    ]
+
+
+def test_the_ring_lies_on_its_point_and_the_point_at_the_estimate():
+    made = sweep(repeated({"ddp": (900.0, 1000.0), "root": (400.0, 440.0)}), axes=["sharding", "repeat"])
+    found = traces(made)
+    ring, point = found["recommended"], found["sharding=ddp"]
+    assert (ring.x[0], ring.y[0]) == (point.x[0], point.y[0])
+    assert point.y[0] == pytest.approx(math.sqrt(900 * 1000))  # of two rounds that both settings ran in
+    assert found["sharding=root"].y[0] == pytest.approx(math.sqrt(400 * 440))
+    runs = found["run"]
+    assert list(runs.y) == [900.0, 1000.0, 400.0, 440.0] and runs.marker.size < point.marker.size
+    assert list(runs.marker.color) == [point.marker.color] * 2 + [found["sharding=root"].marker.color] * 2
+    assert "Small dots are single runs." in plot_of(made).note
+
+
+def test_the_bars_are_the_intervals():
+    made = sweep(repeated({"ddp": (900.0, 1000.0), "root": (500.0, 520.0)}), axes=["sharding", "repeat"])
+    # Two settings in two rounds leave one degree of freedom, of which Student's t is 12.7062. By least squares each
+    # residual is a quarter of the difference of differences, and a setting's mean over both rounds has the variance
+    # of a run halved.
+    residual = abs(math.log(1000 / 900) - math.log(520 / 500)) / 4
+    half = 12.7062 * math.sqrt(4 * residual**2 / 1 / 2)
+    for name, middle in (("ddp", math.sqrt(900 * 1000)), ("root", math.sqrt(500 * 520))):
+        trace = traces(made)[f"sharding={name}"]
+        assert trace.y[0] + trace.error_y.array[0] == pytest.approx(middle * math.exp(half), rel=1e-4)
+        assert trace.y[0] - trace.error_y.arrayminus[0] == pytest.approx(middle / math.exp(half), rel=1e-4)
+    assert "Bars are 95 % intervals" in plot_of(made).note and "run out of" not in plot_of(made).note
+    assert traces(sweep())["precision=fp32"].error_y.array is None
+    assert "Bars" not in plot_of(sweep()).note
+
+
+def test_an_interval_of_any_width_leaves_the_picture_readable():
+    made = sweep(repeated({"ddp": (1000.0, 1010.0), "root": (200.0, 300.0)}), axes=["sharding", "repeat"])
+    trace = traces(made)["sharding=ddp"]
+    assert trace.y[0] + trace.error_y.array[0] > 5000
+    low, high = plot_of(made).figure().layout.yaxis.range
+    assert low >= 0 and high < 4000  # at most the root of ten times the value, and a margin
+    assert "Those wider than 10× run out of the picture." in plot_of(made).note
+
+
+def search(count: int = 20, axes: tuple[str, ...] = ("optimizer.lr",), **changed: object) -> Sweep:
+    """Rates from 1e-4 to 1e-2, evenly by their logarithms; the loss is least in the middle. The last two of each ten
+    were stopped."""
+    trials = []
+    for i in range(count):
+        at = i / (count - 1)
+        one = trial(i, ("", "", "finished", 40, 1000.0, 1 + (at - 0.5) ** 2))
+        setting = {"optimizer.lr": f"{10 ** (-4 + 2 * at):.6g}", "sharding": ("root", "per_block")[i % 2]}
+        status = TrialStatus.stopped if i % 10 > 7 else TrialStatus.finished
+        trials.append(dataclasses.replace(one, setting={axis: setting[axis] for axis in axes}, status=status))
+    given = {"objectives": [("val/loss", "min")], "log_axes": ["optimizer.lr"], **changed}
+    return sweep(trials, axes=list(axes), **given)
+
+
+def test_an_axis_of_numbers_is_drawn_as_numbers_and_as_it_was_searched():
+    plot = plot_of(search())
+    layout = plot.figure().layout
+    assert plot.heading == "Val loss against optimizer.lr"  # every trial has the same memory
+    assert (layout.xaxis.type, layout.yaxis.type) == ("log", "linear")
+    assert layout.xaxis.range[0] == pytest.approx(-4, abs=0.2) and layout.xaxis.range[1] == pytest.approx(-2, abs=0.2)
+    points = plot.figure().data[0]
+    assert points.x[0] == 1e-4 and points.y[0] == pytest.approx(1.25) and len(points.x) == 16
+    assert plot_of(search(log_axes=[])).figure().layout.xaxis.type == "linear"
+
+
+def test_what_was_stopped_is_hollow_and_grey():
+    found = traces(search())
+    stopped = found["stopped early"]
+    assert (stopped.marker.symbol, stopped.marker.color, len(stopped.x)) == ("circle-open", GREY, 4)
+    assert stopped.showlegend is None or stopped.showlegend
+    assert "stopped early" in stopped.text[0]
+    made = search()
+    losses = {name: figure for name, _, figure in figures(made, answer(made))}["losses"].data
+    grey = [line for line in losses if line.line.color == GREY]
+    assert len(grey) == 2 * 4 and {line.marker.symbol for line in grey} == {"circle-open"}
+    assert {line.line.dash for line in losses} == {None}
+
+
+def test_many_numbers_are_told_by_a_scale_and_few_values_by_colours():
+    many = search(axes=("optimizer.lr", "sharding"), objectives=[("val/loss", "min"), ("perf/samples_per_s", "max")])
+    for one in many.trials:  # speeds by the sharding alone, with the rate's effect on the loss the larger
+        one.figures["perf/samples_per_s"] = 1000.0 if one.setting["sharding"] == "root" else 1000.1
+        one.figures["memory/peak_bytes"] = one.number * 2.0**20
+    by = dataclasses.replace(many, objectives=[("val/loss", "min"), ("memory/peak_bytes", "min")])
+    marker = plot_of(by).figure().data[0].marker
+    assert marker.color[0] == pytest.approx(-4) and marker.showscale
+    assert marker.colorbar.title.text == "optimizer.lr" and marker.colorbar.ticktext[0] == "0.0001"
+    for made in (sweep(), by):
+        shapes = {str(trace.marker.symbol) for trace in plot_of(made).figure().data if trace.mode != "lines"}
+        assert shapes <= {"None", "circle-open"} and len(plot_of(made)._coloring.colors) <= MOST_COLORS
+
+
+def test_the_picture_and_its_front_follow_the_objectives():
+    made = sweep(objectives=[("val/loss", "min"), ("perf/samples_per_s", "max")])
+    plot = plot_of(made)
+    assert plot.heading == "Samples/s against val loss" and plot.note.startswith("Up and to the left is better.")
+    # by hand: 1.000/1000 and 1.010/1980; the others are beaten by one of these
+    front = traces(made)["Pareto front"]
+    assert list(front.x) == [1.0, 1.01] and list(front.y) == pytest.approx([1000.0, 1980.0])
+    least = dataclasses.replace(made, objectives=[("val/loss", "min"), ("memory/peak_bytes", "min")])
+    assert plot_of(least).note.startswith("Down and to the left is better.")
+
+
+def test_a_speed_that_does_not_count_is_drawn_as_that_and_is_no_setting():
+    trials = [
+        dataclasses.replace(trial(i, row, **{OTHERS_CPU: 0.44 if i == 3 else 0.05}), device="cpu")
+        for i, row in enumerate(ROWS)
+    ]
+    found = traces(sweep(trials))
+    marked = found["speed does not count: shared cores"]
+    assert list(marked.x) == [50.0] and list(marked.y) == [1980.0] and marker_of(marked) == ("x-thin-open", GREY)
+    assert sorted(x for name, t in found.items() if "=" in name for x in t.x) == [40.0, 60.0, 80.0, 100.0]
+    busy = [dataclasses.replace(one, figures={**one.figures, OTHERS_CPU: 0.9}) for one in trials]
+    assert [trace.name for trace in plot_of(sweep(busy)).figure().data] == ["speed does not count: shared cores"]
+
+
+def marker_of(trace: Any) -> tuple[str, str]:
+    return trace.marker.symbol, trace.marker.color
+
+
+def test_a_hover_has_four_digits_and_the_interval():
+    speeds = {"ddp": (12345.678, 13345.678), "root": (400.0, 676.0)}
+    trials = repeated(speeds, **{"memory/peak_bytes": 12345.6789 * 2**20, "val/accuracy": 0.5})
+    made = sweep(trials, axes=["sharding", "repeat"])
+    text = traces(made)["settings"].text[0].split("<br>")
+    assert text[:2] == ["sharding=ddp", "trials 0, 1"]
+    assert text[2].startswith("12,840 samples/s (") and text[3] == "12.06 GiB at the peak"  # the root of the product
+    assert "val loss 1.000" in text and "val accuracy 0.500" in text
+    assert traces(made)["run"].text[0].split("<br>")[3] == "12,350 samples/s"
+
+
+def test_labels_stand_beside_their_points_and_cover_nothing():
+    points = {"a": (0.5, 0.5), "b": (0.51, 0.5), "c": (0.99, 0.1), "d": (0.5, 0.52)}
+    found = place_labels(dict.fromkeys(points, "sixteen letters."), points)
+    assert found["a"][1] == "middle left" and found["b"][1] == "middle right" and found["c"][1] == "middle left"
+    assert place_labels({"a": "x"}, {"a": (0.5, 0.5)})["a"][0].strip("\u00a0") == "x"
+    crowd = {str(i): (0.5, 0.5) for i in range(5)}
+    assert [text for text, _ in place_labels(dict.fromkeys(crowd, "long"), crowd).values()].count("") >= 1
+
+
+def test_where_nothing_differs_there_is_no_picture():
+    one = sweep([trial(0, ROWS[0])])
+    assert main_plot(one, answer(one)) is None
