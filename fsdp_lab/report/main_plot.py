@@ -108,26 +108,24 @@ class MainPlot:
         return {(point.setting.name, *_rounded(point)) for point in self.settings}
 
     def _draw_settings(self, figure: Any) -> None:
-        coloring = self._coloring
-        groups: dict[str, list[Point]] = {value: [] for value in coloring.colors}
+        colors = self._coloring
+        groups: dict[str, list[Point]] = {value: [] for value in colors.colors}
         for point in self.settings:
-            groups.setdefault(
-                "" if coloring.is_scale else point.setting.values.get(coloring.axis or "", ""), []
-            ).append(point)
+            name = "" if colors.is_scale else point.setting.values.get(colors.axis or "", "")
+            groups.setdefault(name, []).append(point)
         labels = self._labels()
         for name, points in groups.items():
             if not points:
                 continue
-            marker = (
-                self._scale_marker(points) if coloring.is_scale else {"color": coloring.of(points[0].setting.values)}
-            )
+            one_color = {"color": colors.of(points[0].setting.values)}
+            marker = self._scale_marker(points) if colors.is_scale else one_color
             texts = [labels.get(point.setting.name, ("", "middle right")) for point in points]
             figure.add_scatter(
                 x=[point.x for point in points],
                 y=[point.y for point in points],
                 mode="markers+text" if any(text for text, _ in texts) else "markers",
-                name="settings" if coloring.is_scale else coloring.name(name),
-                showlegend=coloring.axis is not None and not coloring.is_scale,
+                name="settings" if colors.is_scale else colors.name(name),
+                showlegend=colors.axis is not None and not colors.is_scale,
                 marker={"size": 11, "opacity": 0.9, **marker},
                 texttemplate=[html.escape(text) for text, _ in texts],
                 textposition=[position for _, position in texts],

@@ -161,12 +161,15 @@ def marker_of(trace: Any) -> tuple[str, str]:
 
 def test_a_hover_has_four_digits_and_the_interval():
     speeds = {"ddp": (12345.678, 13345.678), "root": (400.0, 676.0)}
-    trials = repeated(speeds, **{"memory/peak_bytes": 12345.6789 * 2**20, "val/accuracy": 0.5})
+    trials = repeated(
+        speeds, **{"memory/peak_bytes": 12345.6789 * 2**20, "val/accuracy": 0.5, "perf/tokens_per_s": 123456.7}
+    )
     made = sweep(trials, axes=["sharding", "repeat"])
     text = traces(made)["settings"].text[0].split("<br>")
     assert text[:2] == ["sharding=ddp", "trials 0, 1"]
-    assert text[2].startswith("12,840 samples/s (") and text[3] == "12.06 GiB at the peak"  # the root of the product
-    assert "val loss 1.000" in text and "val accuracy 0.500" in text
+    assert text[2].startswith("12,840 samples/s (")  # the root of the product
+    assert "12.06 GiB at the peak" in text
+    assert "123,500 tokens/s" in text and "val loss 1.000" in text and "val accuracy 0.500" in text
     assert traces(made)["run"].text[0].split("<br>")[3] == "12,350 samples/s"
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from fsdp_lab.nightly.nights import read_nights
 from fsdp_lab.nightly.page import write_page
+from fsdp_lab.report.write import write_report
 from tests.conftest import ROOT
 from tests.ui.conftest import Lab
 
@@ -41,24 +42,35 @@ def test_the_page_answers_first_and_its_controls_work(
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.context.set_offline(True)
+    page.set_viewport_size({"width": 1280, "height": 800})
     page.goto(address)
     expect(page.locator("#answer")).to_be_in_viewport()
     expect(page.locator("#command")).to_contain_text("python -m fsdp_lab sharding=")
     expect(page.locator(".js-plotly-plot .main-svg").first).to_be_visible()
-    charts = ["memory-speed", "breakdown", "losses", "parallel", "effects", "forecast"]
-    for name in charts:
-        expect(page.locator(f"#{name} .main-svg").first).to_be_attached()
+    assert page.evaluate("document.body.scrollHeight") <= 2 * 800, "four trials fill at most two screens"
+    expect(page.locator("#also")).to_contain_text("equals the measurement, to the byte, in all 4 trials")
     shoot("report")
+    page.emulate_media(color_scheme="dark")
+    shoot("report-dark")
+    page.emulate_media(color_scheme="light")
     if shots := os.environ.get("FSDP_LAB_SCREENSHOTS"):  # the README has the figures of the sweep that it shows
         shutil.copy(lab.folder / "out/report.md", ROOT / shots)
 
     # a hover shows the trial
-    box = page.locator("#memory-speed .scatterlayer .trace.scatter .point").first.bounding_box()
+    box = page.locator("#main .scatterlayer .trace.scatter .point").first.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    hover = page.locator("#memory-speed .hoverlayer")
+    hover = page.locator("#main .hoverlayer")
     expect(hover).to_contain_text(re.compile("sharding=(root|per_block)"))
     expect(hover).to_contain_text("MiB at the peak")
+
+    # what is folded is drawn when it opens
+    for name in ("effects", "parallel", "losses", "breakdown"):
+        expect(page.locator(f"#{name} .main-svg")).to_have_count(0)
+        page.locator("details", has=page.locator(f"#{name}")).locator("summary").click()
+        expect(page.locator(f"#{name} .main-svg").first).to_be_visible()
+        box = page.locator(f"#{name} .main-svg").first.bounding_box()
+        assert box is not None and box["width"] > 1000
 
     # the menu of the losses
     losses = page.locator("#losses")
@@ -83,12 +95,72 @@ def test_the_page_answers_first_and_its_controls_work(
     page.locator("#filter").fill("")
 
     assert page.evaluate("document.body.scrollWidth") <= 1280
+    assert page.get_by_text("Share chart").count() == 0, "Plotly's own menu uploads the figure"
     assert errors == [] and asked == [address]
+
+
+def test_the_page_fits_a_phone(page: Page, lab: Lab, errors: list[str], shoot: Callable[[str], None]) -> None:
+    page.set_viewport_size({"width": 420, "height": 900})
+    page.goto(written(lab))
+    expect(page.locator("#main .main-svg").first).to_be_visible()
+    shoot("report-phone")
+    check_fits(page, 420)
+    assert page.evaluate("(t => t.scrollWidth > t.clientWidth)(document.querySelector('.wide'))"), "the table scrolls"
+    assert errors == []
+
+
+def check_fits(page: Page, width: int) -> None:
+    """Nothing that stands, and nothing that is folded, makes the page scroll sideways."""
+    for fold in page.locator("summary").all():
+        fold.click()
+    page.wait_for_function("!document.querySelector('details[open] .plotly-graph-div:not(.js-plotly-plot)')")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def made_by_hand(folder: Path) -> str:
+    from tests.report.sweeps import sweep
+
+    write_report(sweep(), folder)
+    return (folder / "report.html").as_uri()
+
+
+def color(page: Page, selector: str, name: str) -> tuple[int, ...]:
+    found = page.evaluate(f"getComputedStyle(document.querySelector('{selector}'))['{name}']")
+    return tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_and_its_pictures_follow_the_browsers_colours(page: Page, tmp_path: Path, scheme: str) -> None:
+    page.goto(made_by_hand(tmp_path))
+    page.emulate_media(color_scheme=scheme)  # after it was drawn
+    dark = scheme == "dark"
+    assert (sum(color(page, "body", "backgroundColor")) < 150) == dark
+    # the ring, the legend and the axes are as the page's text; what lies below them lets the page through
+    for part in ("#main .xtick text", "#main .legendtext", "#main .ytitle", "#main .textpoint text"):
+        assert color(page, part, "fill") == color(page, "body", "color"), part
+    ring = page.locator("#main .trace path.point").last
+    assert ring.evaluate("e => getComputedStyle(e).stroke") == page.evaluate("getComputedStyle(document.body).color")
+    assert page.evaluate("getComputedStyle(document.querySelector('#main .main-svg')).backgroundColor").endswith(", 0)")
+    assert (sum(color(page, "tr.chosen td", "backgroundColor")) < 300) == dark
+
+
+def test_paper_is_white_and_holds_what_stands_open(page: Page, tmp_path: Path) -> None:
+    page.goto(made_by_hand(tmp_path))
+    expect(page.locator("#main .main-svg").first).to_be_visible()
+    page.locator("summary", has_text="How the setting was chosen").click()
+    page.emulate_media(media="print", color_scheme="dark")
+    page.set_viewport_size({"width": 718, "height": 1000})  # A4 with Chromium's margins
+    assert sum(color(page, "body", "color")) < 150
+    expect(page.locator("#filter")).to_be_hidden()
+    expect(page.locator("summary:visible")).to_have_text(["How the setting was chosen"])
+    assert page.evaluate("document.documentElement.scrollWidth") <= 718
+    box = page.locator("#main .main-svg").first.bounding_box()
+    assert box is not None and 600 < box["width"] <= 718
 
 
 def test_a_click_opens_the_trials_run(page: Page, lab: Lab) -> None:
     page.goto(written(lab))
-    point = page.locator("#memory-speed .scatterlayer .trace.scatter .point").first
+    point = page.locator("#main .scatterlayer .trace.scatter .point").first
     box = point.bounding_box()
     assert box is not None
     with page.context.expect_page() as opened:
@@ -105,6 +177,7 @@ def test_two_hundred_trials_still_read(page: Page, crowd: Lab, errors: list[str]
     expect(page.locator("#shown")).to_have_text("20 of 200")
     expect(page.locator("#answer")).to_contain_text("optimizer.lr=")
     assert page.evaluate("document.body.scrollWidth") <= 1280
+    assert page.locator("#against > li").count() <= 8
     assert errors == []
 
 
