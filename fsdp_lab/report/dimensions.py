@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fsdp_lab.metrics import MEMORY, MIB, declared
+from fsdp_lab.metrics import MEMORY, MIB, SPEED, declared
 from fsdp_lab.report.choice import value
 from fsdp_lab.report.data import Setting, Sweep, Trial, as_number
 from fsdp_lab.report.speed import Speeds
@@ -25,7 +24,8 @@ class Dimension:
         key: of a metric, or of an axis of the sweep.
         better: "min" or "max" of a metric; "" for an axis.
         scale: what a metric's value is divided by.
-        kind: of the scale that is drawn: `linear`, `log` or `category`.
+        kind: of the scale that is drawn: `linear` or `log`.
+        words: the values of an axis that is none of numbers, in their places 0, 1, 2 ...
     """
 
     key: str
@@ -33,11 +33,12 @@ class Dimension:
     better: str = ""
     scale: float = 1.0
     kind: str = "linear"
+    words: tuple[str, ...] = ()
 
-    def place(self, values: Mapping[str, str], figures: Mapping[str, float]) -> float | str | None:
+    def place(self, values: Mapping[str, str], figures: Mapping[str, float]) -> float | None:
         """Where a setting or trial lies; None where it has no such figure."""
         if not self.better:
-            return values[self.key] if self.kind == "category" else as_number(values[self.key])
+            return float(self.words.index(values[self.key])) if self.words else as_number(values[self.key])
         figure = figures.get(self.key, math.nan)
         return figure / self.scale if math.isfinite(figure) else None
 
@@ -47,8 +48,8 @@ class Point:
     """A setting, or a run of one, and its place."""
 
     setting: Setting
-    x: Any
-    y: Any
+    x: float
+    y: float
     trial: Trial | None = None
 
 
@@ -88,8 +89,8 @@ def run_points(sweep: Sweep, x: Dimension, y: Dimension) -> list[Point]:
 def _point(
     setting: Setting, trial: Trial | None, x: Dimension, y: Dimension, figures: Mapping[str, float]
 ) -> Point | None:
-    places = x.place(setting.values, figures), y.place(setting.values, figures)
-    return None if None in places else Point(setting, *places, trial)
+    at_x, at_y = x.place(setting.values, figures), y.place(setting.values, figures)
+    return None if at_x is None or at_y is None else Point(setting, at_x, at_y, trial)
 
 
 def _metric(sweep: Sweep, key: str, better: str) -> Dimension:
@@ -103,16 +104,17 @@ def _metric(sweep: Sweep, key: str, better: str) -> Dimension:
 
 def _axis(sweep: Sweep, axis: str) -> Dimension:
     if not is_numeric(sweep, axis):
-        return Dimension(axis, axis, kind="category")
+        return Dimension(axis, axis, words=tuple(dict.fromkeys(s.values[axis] for s in sweep.settings)))
     above_0 = all((as_number(s.values[axis]) or 0.0) > 0 for s in sweep.settings)
     return Dimension(axis, axis, kind="log" if axis in sweep.log_axes and above_0 else "linear")
 
 
 def _all_figures(sweep: Sweep, speeds: Speeds, key: str) -> list[float]:
-    """Of settings and of the runs that are drawn."""
+    """Of settings and of the runs that are drawn, without speeds that do not count."""
     ended = (TrialStatus.finished, TrialStatus.stopped)
+    runs = [t for t in sweep.trials if t.status in ended and not (key == SPEED and sweep.shared(t))]
     figures = [value(sweep, speeds, setting, key) for setting in sweep.settings]
-    figures += [trial.figures.get(key, math.nan) for trial in sweep.trials if trial.status in ended]
+    figures += [trial.figures.get(key, math.nan) for trial in runs]
     return [figure for figure in figures if math.isfinite(figure)]
 
 

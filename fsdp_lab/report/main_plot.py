@@ -72,7 +72,10 @@ class MainPlot:
         ):
             ends = self._range(dimension, of)
             update(type=dimension.kind, range=ends)
-            if dimension.kind == "log" and ends:  # no "100µ"; whole decades, where there are some
+            if dimension.words:
+                names = [html.escape(word) for word in dimension.words]
+                update(tickvals=list(range(len(names))), ticktext=names, showgrid=False, zeroline=False)
+            if dimension.kind == "log":  # no "100µ"; whole decades, where there are some
                 update(exponentformat="none", dtick=1 if ends[1] - ends[0] > 1.5 else "D2")
         return figure
 
@@ -104,8 +107,16 @@ class MainPlot:
         return "" if (point.setting.name, *_rounded(point)) in self._places else "run"
 
     @cached_property
-    def _places(self) -> set[tuple[Any, ...]]:
+    def _places(self) -> set[tuple[str, ...]]:
         return {(point.setting.name, *_rounded(point)) for point in self.settings}
+
+    def _x(self, point: Point) -> float:
+        """Where a point is drawn: at a word those of one colour stand beside those of the next."""
+        colors = list(self._coloring.colors)
+        own = point.setting.values.get(self._coloring.axis or "", "")
+        if not self.x.words or own not in colors:
+            return point.x
+        return point.x + (colors.index(own) - (len(colors) - 1) / 2) * 0.5 / len(colors)
 
     def _draw_settings(self, figure: Any) -> None:
         colors = self._coloring
@@ -121,7 +132,7 @@ class MainPlot:
             marker = self._scale_marker(points) if colors.is_scale else one_color
             texts = [labels.get(point.setting.name, ("", "middle right")) for point in points]
             figure.add_scatter(
-                x=[point.x for point in points],
+                x=[self._x(point) for point in points],
                 y=[point.y for point in points],
                 mode="markers+text" if any(text for text, _ in texts) else "markers",
                 name="settings" if colors.is_scale else colors.name(name),
@@ -183,7 +194,7 @@ class MainPlot:
                 marker = {**marker, "color": [self._coloring.of(point.setting.values) for point in points]}
             trials = [point.trial for point in points if point.trial is not None]
             figure.add_scatter(
-                x=[point.x for point in points],
+                x=[self._x(point) for point in points],
                 y=[point.y for point in points],
                 mode="markers",
                 name=kind,
@@ -215,7 +226,7 @@ class MainPlot:
         chosen = [point for point in self.settings if point.setting is self.found.setting]
         if chosen:
             figure.add_scatter(
-                x=[chosen[0].x],
+                x=[self._x(chosen[0])],
                 y=[chosen[0].y],
                 mode="markers",
                 marker={"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}},
@@ -238,23 +249,21 @@ class MainPlot:
         texts = {
             p.setting.name: " ".join(v for k, v in p.setting.values.items() if k not in told) for p in self.settings
         }
-        if len(self.settings) > MOST_LABELS or "category" in (self.x.kind, self.y.kind):
+        if len(self.settings) > MOST_LABELS:
             return {}
-        places = {p.setting.name: (self._part(p.x, "x"), self._part(p.y, "y")) for p in self.settings}
+        places = {p.setting.name: (self._part(self._x(p), "x"), self._part(p.y, "y")) for p in self.settings}
         return place_labels(texts, places)
 
     def _part(self, place: float, of: str) -> float:
         """Where a number lies between the ends of what is drawn, from 0 to 1."""
         dimension = self.x if of == "x" else self.y
-        ends = self._range(dimension, of)
-        assert ends is not None
-        low, high = ends
+        low, high = self._range(dimension, of)
         return ((math.log10(place) if dimension.kind == "log" else place) - low) / (high - low)
 
-    def _range(self, dimension: Dimension, of: str) -> tuple[float, float] | None:
+    def _range(self, dimension: Dimension, of: str) -> tuple[float, float]:
         """The ends of what is drawn, as Plotly takes them: of all points, and of intervals that are not too wide."""
-        if dimension.kind == "category":
-            return None
+        if dimension.words:
+            return -0.5, len(dimension.words) - 0.5
         places = [getattr(point, of) for point in (*self.settings, *self.runs)]
         if dimension.key == SPEED:
             for _, interval in self._intervals():
@@ -279,10 +288,9 @@ def main_plot(sweep: Sweep, found: Answer) -> MainPlot | None:
     return MainPlot(sweep, found, *chosen, settings, runs) if settings or runs else None
 
 
-def _rounded(point: Point) -> tuple[Any, Any]:
+def _rounded(point: Point) -> tuple[str, str]:
     """A point's place, without what an estimate's last digits make of it."""
-    x, y = (float(f"{place:.9g}") if isinstance(place, float) else place for place in (point.x, point.y))
-    return x, y
+    return f"{point.x:.9g}", f"{point.y:.9g}"
 
 
 def _is_wide(interval: Interval) -> bool:

@@ -152,7 +152,15 @@ def test_a_speed_that_does_not_count_is_drawn_as_that_and_is_no_setting():
     assert list(marked.x) == [50.0] and list(marked.y) == [1980.0] and marker_of(marked) == ("x-thin-open", GREY)
     assert sorted(x for name, t in found.items() if "=" in name for x in t.x) == [40.0, 60.0, 80.0, 100.0]
     busy = [dataclasses.replace(one, figures={**one.figures, OTHERS_CPU: 0.9}) for one in trials]
-    assert [trace.name for trace in plot_of(sweep(busy)).figure().data] == ["speed does not count: shared cores"]
+    memory = plot_of(sweep(busy))  # where no speed counts, memory alone is drawn, by what explains most of it
+    assert memory.heading == "Peak memory against sharding" and memory.note.startswith("Down is better.")
+    drawn = {trace.name: trace for trace in memory.figure().data}
+    assert set(drawn) == {"precision=fp32", "precision=bf16", "recommended"}
+    assert list(memory.figure().layout.xaxis.ticktext) == ["ddp", "root", "per_block"]
+    assert list(drawn["precision=fp32"].x) == [-0.125, 0.875]  # side by side at their word
+    assert list(drawn["precision=bf16"].x) == [0.125, 1.125, 2.125]
+    ring = drawn["recommended"]
+    assert (ring.x[0], ring.y[0]) in zip(drawn["precision=bf16"].x, drawn["precision=bf16"].y, strict=True)
 
 
 def marker_of(trace: Any) -> tuple[str, str]:

@@ -166,7 +166,9 @@ def test_a_click_opens_the_trials_run(page: Page, lab: Lab) -> None:
     with page.context.expect_page() as opened:
         page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     run = opened.value
-    expect(run.get_by_role("heading", name=re.compile("^(root|per_block) (always|never)$"))).to_be_visible()
+    expect(run.get_by_role("heading", name=re.compile("^(root|per_block) (always|never)$"))).to_be_visible(
+        timeout=30_000
+    )
     expect(page.locator("#clicked")).to_contain_text("/#/runs/")
 
 
