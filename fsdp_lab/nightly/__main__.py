@@ -232,6 +232,10 @@ def read_study(overrides: list[str]) -> Study:
     nightly = config.nightly
     repeats = [f"repeat={','.join(map(str, range(nightly.repeats)))}"] if nightly.repeats > 1 else []
     if auto:
+        if nightly.repeats < 2:
+            raise ConfigError(f"repeat=auto with nightly.repeats={nightly.repeats}: nothing can repeat; use 2 or more.")
+        if most := [word for word in words if word.startswith("repeat_max=")]:
+            raise ConfigError(f"{most[0]}: the most rounds of a night are nightly.repeats; leave it out.")
         repeats = [AUTO_REPEAT, f"repeat_max={nightly.repeats}"]
     typed = [w for w in overrides if not w.lstrip("+~").startswith(("nightly.", "hydra.sweep.dir="))]
     named = {w.partition("=")[0] for w in typed}

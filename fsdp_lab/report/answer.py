@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.config.training import TrainingConfig
@@ -21,6 +21,7 @@ from fsdp_lab.report.choice import (
 )
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, Trial, words
 from fsdp_lab.report.speed import Basis, Interval, Speeds
+from fsdp_lab.wording import count, significant
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
@@ -86,10 +87,15 @@ def answer(sweep: Sweep) -> Answer:
         choice.why_not,
         choice.front,
         choice.axes,
-        {s.name: choice.speeds.speed(g) for s in sweep.settings if choice.speeds.has(g := sweep.groups[s.name])},
+        _intervals(sweep, choice.speeds),
         title(sweep),
         [other.name for other in others],
     )
+
+
+def _intervals(sweep: Sweep, speeds: Speeds) -> dict[str, Interval]:
+    known = {s.name: speeds.speed(g) for s in sweep.settings if speeds.has(g := sweep.groups[s.name])}
+    return {name: i if math.isfinite(i.high) else Interval(i.value) for name, i in known.items()}
 
 
 def plain_text(found: Answer) -> list[str]:
@@ -119,9 +125,10 @@ def _rules(sweep: Sweep) -> list[str]:
         told = ", then ".join(f"{metric} ({better})" for metric, better in sweep.objectives)
         return [
             fits,
-            f"Then the objectives decide, in their order: {told}. All but the last leave the settings within "
-            f"{sweep.loss_tolerance:.3g} of the best (report.loss_tolerance), as a ratio; of equals the smallest peak "
-            "memory is taken.",
+            f"Then the objectives decide, in their order: {told}. Samples/s leave the settings within "
+            f"{sweep.speed_tolerance:.3g} of the fastest (report.speed_tolerance), as a ratio; other metrics but the "
+            f"last those within {sweep.loss_tolerance:.3g} of the best (report.loss_tolerance). Of equals the smallest "
+            "peak memory is taken.",
             *pooled,
             *idle,
         ]
@@ -165,7 +172,11 @@ def _sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
             return f"{figures}: the only setting, so there is nothing to choose."
         others = [s for s in choice.able if s is not chosen]
         if not others:
-            alone = "no other has a result yet" if sweep.unfinished else "no other setting fits and learned"
+            alone = "no other setting fits and learned"
+            if sweep.unfinished:
+                alone = "no other has a result yet"
+            elif any("measured while others used" in reason for reason in choice.why_not.values()):
+                alone = "no other has a speed that counts"
             return f"`{chosen.name}`: {figures}; {alone}."
         if tie:
             return f"`{chosen.name}`: {figures}. {tie}"
@@ -195,19 +206,27 @@ def _tie(choice: Choice) -> str:
 
 
 def _objective_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
-    told = []
-    for metric, _ in sweep.objectives:
-        told.append(f"{metric} {declared(metric).text(value(sweep, choice.speeds, chosen, metric))}")
-    count = len(choice.able)
+    def of(setting: Setting, metric: str) -> float:
+        return value(sweep, choice.speeds, setting, metric)
+
+    told = [f"{metric} {declared(metric).text(of(chosen, metric))}" for metric, _ in sweep.objectives]
+    others = len(choice.able) - 1
     metric, direction = sweep.objectives[0]
     best = "lowest" if direction == "min" else "highest"
-    if len(sweep.objectives) == 1:
-        what = f"the {best} {metric} of {count} settings" if count > 1 else "the only setting that qualifies"
+    values = [of(s, metric) for s in choice.able]
+    if not others:
+        what = "the only setting that qualifies"
+    elif len(sweep.objectives) > 1:
+        metrics = " and ".join(metric for metric, _ in sweep.objectives)
+        what = f"among the {len(choice.front)} settings that no other beats in {metrics}"
+        if chosen.name not in choice.front:
+            what = f"within the tolerances of the best in {metrics}"
+    elif of(chosen, metric) == (min(values) if direction == "min" else max(values)):
+        what = f"the {best} {metric} of {others + 1} settings"
     else:
-        what = (
-            f"one of {len(choice.front)} settings that no other beats in {' and '.join(m for m, _ in sweep.objectives)}"
-        )
-    return f"`{chosen.name}`: {', '.join(told)}; {what} ({_figures(sweep, choice, chosen)})."
+        what = f"within the tolerance of the {best} {metric} of {others + 1} settings"
+    tie = f" {_tie(choice)}" if choice.timed and choice.tied else ""
+    return f"`{chosen.name}`: {', '.join(told)}; {what} ({_figures(sweep, choice, chosen)}).{tie}"
 
 
 def _untimed_sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting]) -> str:
@@ -216,7 +235,8 @@ def _untimed_sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting]) ->
     figures = f"{sweep.loss_key} {loss:#.4g}"
     if math.isfinite(memory):
         of = f" of {len(able)} settings that fit and learned" if len(able) > 1 else ""
-        figures = f"{memory_text(memory)} at the peak, the least{of}, {figures}"
+        least = f", the least{of}" if of else ""
+        figures = f"{memory_text(memory)} at the peak{least}, {figures}"
     if shared := [trial for setting in able for trial in setting.trials if sweep.shared(trial)]:
         most = max(trial.figures[OTHERS_CPU] for trial in shared)
         return (
@@ -231,18 +251,25 @@ def _untimed_sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting]) ->
 
 
 def _to_tell(sweep: Sweep, chosen: Setting) -> list[Setting]:
-    """The settings that get a line against the recommended one; of many, those that differ from it in one value."""
+    """The settings that get a line against the recommended one. Of many: for each other value the setting that differs
+    in nothing else, or in as little as there is."""
     others = [s for s in sweep.settings if s is not chosen]
-    if len(others) > _MOST_LINES:
-        others = [s for s in others if sum(s.values[axis] != chosen.values[axis] for axis in s.values) == 1]
-    return others
+    if len(others) <= _MOST_LINES:
+        return others
+    apart = {s.name: sum(s.values[axis] != chosen.values[axis] for axis in s.values) for s in others}
+    told: dict[str, Setting] = {}
+    for axis in chosen.values:
+        for text in dict.fromkeys(s.values[axis] for s in others if s.values[axis] != chosen.values[axis]):
+            nearest = min((s for s in others if s.values[axis] == text), key=lambda s: apart[s.name])
+            told.setdefault(nearest.name, nearest)
+    return list(told.values())
 
 
 def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> str:
     """`0.57× (0.51 to 0.64) the speed, 0.56× the memory, val/loss +2.7 %, above the tolerance of 2 %`."""
     parts = []
     groups = sweep.groups[other.name], sweep.groups[chosen.name]
-    if all(choice.speeds.has(group) for group in groups):
+    if other.finished and all(choice.speeds.has(group) for group in groups):
         if groups[0] == groups[1]:
             parts.append("the same speed")
         else:
@@ -271,24 +298,39 @@ def _notes(sweep: Sweep, choice: Choice) -> list[str]:
             f"{most * 100:.0f} % of this machine's cores meanwhile."
         )
     if choice.timed and len(choice.able) > 1 and choice.speeds.basis is not Basis.repeats:
-        notes.append(
-            "Each setting ran once. How much runs of one setting differ, one run cannot show; repeat=auto measures it."
-        )
+        notes.append(_what_one_run_cannot_show(sweep))
     if sweep.repeat_max is not None and not sweep.unfinished:
-        notes.append(_why_auto_stopped(sweep, sweep.repeat_max))
+        notes += _why_auto_stopped(sweep, sweep.repeat_max)
     return notes
 
 
-def _why_auto_stopped(sweep: Sweep, most: int) -> str:
-    rounds = len({tuple(trial.setting.get(axis, "") for axis in REPEATS) for trial in sweep.trials})
+def _what_one_run_cannot_show(sweep: Sweep) -> str:
+    repeated = any(len(setting.trials) > 1 for setting in sweep.settings)
+    once = "No setting has two runs whose speeds count" if repeated else "Each setting ran once"
+    note = f"{once}. How much runs of one setting differ, one run cannot show"
+    if repeated or sweep.repeat_max is not None:
+        return f"{note}."
+    if sweep.objectives:
+        return f"{note}; a grid of the best settings with repeat=0,1,2 measures it."
+    return f"{note}; repeat=auto measures it."
+
+
+def _why_auto_stopped(sweep: Sweep, most: int) -> list[str]:
+    names = [tuple(trial.setting.get(axis, "") for axis in REPEATS) for trial in sweep.trials]
+    rounds, first = len(set(names)), names.count(names[0])
+    if first < 2:
+        return []
+    if sweep.objectives and not any(metric == SPEED for metric, _ in sweep.objectives):
+        return ["repeat=auto repeated nothing: it repeats to compare speeds, and no objective is one."]
     left = candidates(sweep)
-    runs = f"{len(sweep.trials)} runs instead of {rounds * len(sweep.settings)}"
-    after = f"repeat=auto stopped after {rounds} round{'s' if rounds != 1 else ''} ({runs})"
+    after = f"repeat=auto stopped after {count(rounds, 'round')} ({len(names)} runs instead of {rounds * first})"
     if len(left) < 2:
-        return f"{after}: the answer is settled."
-    names = ", ".join(f"`{setting.name}`" for setting in left[:_MOST_TIED])
+        return [f"{after}: the answer is settled."]
+    told = ", ".join(f"`{setting.name}`" for setting in left[:_MOST_TIED])
     more = f" and {len(left) - _MOST_TIED} more" if len(left) > _MOST_TIED else ""
-    return f"{after}, at repeat_max={most}: more runs could still tell {names}{more} apart."
+    if rounds < most:
+        return [f"{after}, before it was settled; resume the sweep to tell {told}{more} apart."]
+    return [f"{after}, at repeat_max={most}: more runs could still tell {told}{more} apart."]
 
 
 def _loss_change(sweep: Sweep, setting: Setting, reference: Setting) -> str:
@@ -310,21 +352,26 @@ def _apart(setting: Setting, other: Setting) -> str:
 
 def times_text(ratio: Interval) -> str:
     """`1.95× (1.80 to 2.11)`; without the interval where that is not known."""
-    return f"{_ratio_text(ratio.value)}×" + (
-        f" ({_ratio_text(ratio.low)} to {_ratio_text(ratio.high)})" if ratio.known else ""
-    )
+    return f"{_ratio_text(ratio.value)}×{_spread(ratio, _ratio_text)}"
+
+
+def _spread(interval: Interval, text: Callable[[float], str]) -> str:
+    if not interval.known:
+        return ""
+    if math.isinf(interval.high):
+        return " (not known to within a factor of 100)"
+    return f" ({text(interval.low)} to {text(interval.high)})"
 
 
 def _ratio_text(number: float) -> str:
-    return (
-        f"{number:.2f}" if 0.1 <= number < 10 else f"{number:.2g}" if number < 0.1 else f"{float(f'{number:.3g}'):,.5g}"
-    )
+    if 0.995 <= number < 1.005 and number != 1:  # on which side of 1 it is matters
+        return f"{number:.3f}"
+    return f"{number:.2f}" if 0.1 <= number < 9.995 else significant(number)
 
 
 def speed_text(speed: Interval) -> str:
     """`1,950 samples/s (1,900 to 2,000)`."""
-    spread = f" ({figures_text(speed.low)} to {figures_text(speed.high)})" if speed.known else ""
-    return f"{figures_text(speed.value)} samples/s{spread}"
+    return f"{figures_text(speed.value)} samples/s{_spread(speed, figures_text)}"
 
 
 def memory_text(num_bytes: float) -> str:
@@ -333,8 +380,8 @@ def memory_text(num_bytes: float) -> str:
 
 
 def figures_text(number: float) -> str:
-    """A number with three or four digits: `1,950`, `0.0123`."""
-    return f"{float(f'{number:.4g}'):,.0f}" if number >= 1000 else f"{number:.3g}"
+    """A number with three digits, from a thousand on with four: `1,950`, `0.0123`."""
+    return f"{float(f'{number:.4g}'):,.0f}" if number >= 999.5 else significant(number)
 
 
 def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:

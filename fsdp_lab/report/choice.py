@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.data import Setting, Sweep
@@ -24,6 +25,9 @@ PLAIN = {
     "reshard_after_forward": "always",
     "activation_checkpointing": "none",
 }
+_NO_MATTER = {
+    TrialStatus.waiting, TrialStatus.starting, TrialStatus.running, TrialStatus.interrupted, TrialStatus.stopped,
+}  # fmt: skip
 _BEYOND_NOISE = 3.0
 _POCOCK = {1: 0.05, 2: 0.0294, 3: 0.0221, 4: 0.0182, 5: 0.0158}  # all looks together: 0.05
 _WHY_NOT = {
@@ -66,7 +70,7 @@ class Choice:
 
 def choose(sweep: Sweep) -> Choice:
     """Choose the recommended setting."""
-    speeds = Speeds(sweep.runs, significance_of(sweep.repeat_max))
+    speeds = Speeds(sweep.runs, significance_of(sweep))
     able, why_not = _able(sweep)
     by_speed = not sweep.objectives or any(metric == SPEED for metric, _ in sweep.objectives)
     timed = [s for s in able if speeds.has(sweep.groups[s.name])] if by_speed else []
@@ -80,23 +84,32 @@ def choose(sweep: Sweep) -> Choice:
     ]
     if not able:
         return Choice(None, [], [], "", why_not, front, axes, speeds)
-    best = _best(sweep, speeds, able)
+    best, raced = _best(sweep, speeds, able)
     chosen, broke_tie = _break_tie(sweep, speeds, best)
-    tied = [s for s in best if s is not chosen]
-    if timed and not sweep.objectives:
-        tied = [s for s in able if s is not chosen and _tied(sweep, speeds, s, chosen)]
-    return Choice(chosen, able, tied, broke_tie if tied else "", why_not, front, axes, speeds, bool(timed))
+    others = [s for s in (raced or best) if s is not chosen]
+    tied = [s for s in others if _tied(sweep, speeds, s, chosen)] if raced else others
+    if raced:
+        within = f" of those within {sweep.speed_tolerance * 100:.3g} % of the fastest"
+        broke_tie = broke_tie + within if len(best) > 1 else "the speed as measured"
+    return Choice(chosen, able, tied, broke_tie if tied else "", why_not, front, axes, speeds, bool(raced))
 
 
-def significance_of(repeat_max: int | None) -> float:
+def significance_of(sweep: Sweep) -> float:
     """The significance with which ratios are judged: of each look, where repeats go on until the answer is settled.
 
-    There is a look after each round but the first, which alone shows no noise. Pocock's levels for looks in groups of
-    equal size ("Group sequential methods in the design and analysis of clinical trials", Biometrika 64, 1977), beyond
-    five Bonferroni's.
+    There is a look after each round; but the first shows no noise, unless several of its runs share one speed.
     """
-    looks = 1 if repeat_max is None else max(repeat_max - 1, 1)
-    return _POCOCK[looks] if looks in _POCOCK else SIGNIFICANCE / looks
+    if sweep.repeat_max is None:
+        return SIGNIFICANCE
+    first = min((run.round for run in sweep.runs), default=0)
+    groups = [run.group for run in sweep.runs if run.round == first]
+    return level_of(sweep.repeat_max - (len(set(groups)) == len(groups)))
+
+
+def level_of(looks: int) -> float:
+    """The significance of each of so many looks, all of which together have the usual one: Pocock's ("Group sequential
+    methods in the design and analysis of clinical trials", Biometrika 64, 1977), beyond five Bonferroni's."""
+    return _POCOCK.get(looks, SIGNIFICANCE / max(looks, 1))
 
 
 def candidates(sweep: Sweep) -> list[Setting]:
@@ -108,15 +121,15 @@ def candidates(sweep: Sweep) -> list[Setting]:
     then it is out when another was three times as fast, which is more than runs of one setting differ on cores of their
     own.
     """
-    speeds = Speeds(sweep.runs, significance_of(sweep.repeat_max))
+    speeds = Speeds(sweep.runs, significance_of(sweep))
     able, _ = _able(sweep)
     if sweep.objectives:
         wanted = [metric for metric, _ in sweep.objectives]
         if SPEED not in wanted:
             return []
-        able = _best(sweep, speeds, able, before=SPEED)
+        _, able = _best(sweep, speeds, able)
     firsts: dict[int, Setting] = {}
-    for setting in sorted(able, key=_rank):
+    for setting in sorted(able, key=lambda s: _rank(sweep, s)):
         firsts.setdefault(sweep.groups[setting.name], setting)
     limit = 1 / (1 - sweep.speed_tolerance)
     memory_breaks_ties = not sweep.objectives or sweep.objectives[-1][0] == SPEED
@@ -130,10 +143,14 @@ def candidates(sweep: Sweep) -> list[Setting]:
             return ratio.value > _BEYOND_NOISE
         faster = ratio.known and ratio.low > 1 and ratio.value > limit
         # With no tolerance nothing is ever shown to be as fast.
-        return faster or (memory_breaks_ties and ratio.known and _rank(other) < _rank(one) and ratio.low > 1 / limit)
+        return faster or (
+            memory_breaks_ties and ratio.known and ranks[other.name] < ranks[one.name] and ratio.low > 1 / limit
+        )
 
     found = list(firsts.values())
-    return [one for one in found if not any(beaten(one, other) for other in found if other is not one)]
+    fast = sorted(found, key=lambda s: -_or_zero(value(sweep, speeds, s, SPEED)))  # first, because these beat most
+    ranks = {s.name: _rank(sweep, s) for s in found}
+    return [one for one in found if not any(beaten(one, other) for other in fast if other is not one)]
 
 
 def pareto_front(rows: Sequence[Mapping[str, float]], objectives: Sequence[tuple[str, str]]) -> list[int]:
@@ -170,7 +187,7 @@ def _tied(sweep: Sweep, speeds: Speeds, one: Setting, other: Setting) -> bool:
     """Whether two settings cannot be told apart in speed: they are within the tolerance, or within the noise."""
     ratio = speeds.ratio(sweep.groups[one.name], sweep.groups[other.name])
     limit = 1 / (1 - sweep.speed_tolerance)
-    return 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high)
+    return ratio.value == 1 or 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high)
 
 
 def _axes(sweep: Sweep) -> list[tuple[str, str]]:
@@ -200,55 +217,56 @@ def _able(sweep: Sweep) -> tuple[list[Setting], dict[str, str]]:
     return [s for s in fitting if s.name not in why_not], why_not
 
 
-def _best(sweep: Sweep, speeds: Speeds, able: Sequence[Setting], before: str = "") -> list[Setting]:
-    """The settings that are best in what is looked for, and cannot be told apart in it.
-
-    Args:
-        before: look at the objectives before this one alone.
-    """
-    left = list(able)
+def _best(sweep: Sweep, speeds: Speeds, able: Sequence[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """The settings that are equally good in what is looked for, and those that were compared by their speeds."""
+    left, raced = list(able), []
     for metric, direction in sweep.objectives or [(SPEED, "max")]:
-        if metric == before:
-            break
         if metric == SPEED and direction == "max":
-            known = {s.name: value(sweep, speeds, s, SPEED) for s in left if speeds.has(sweep.groups[s.name])}
-            limit = max(known.values(), default=0.0) * (1 - sweep.speed_tolerance)
-            left = [s for s in left if known.get(s.name, -1.0) >= limit * (1 - 1e-9)] or left
+            raced = [s for s in left if speeds.has(sweep.groups[s.name])]
+            speed = {s.name: value(sweep, speeds, s, SPEED) for s in raced}
+            limit = max(speed.values(), default=0.0) * (1 - sweep.speed_tolerance)
+            left = [s for s in raced if speed[s.name] >= limit * (1 - 1e-9)] or left
             continue
         last = metric == sweep.objectives[-1][0]
         values = [value(sweep, speeds, s, metric) * (1 if direction == "min" else -1) for s in left]
         best = min((v for v in values if math.isfinite(v)), default=math.nan)
         allowed = 0.0 if last else abs(best) * sweep.loss_tolerance
         left = [s for s, v in zip(left, values, strict=True) if v <= best + allowed] or left
-    return left
+    return left, raced
 
 
 def _break_tie(sweep: Sweep, speeds: Speeds, tied: Sequence[Setting]) -> tuple[Setting, str]:
-    """Of settings that are equally good the smallest; of equally small ones the fastest as measured, or the plainest
-    that is within the tolerance of it. With what decided."""
-    if len(tied) == 1:
-        return tied[0], "the speed as measured"
-    least = min(_or_inf(s.median(MEMORY)) for s in tied)
-    smallest = [s for s in tied if _or_inf(s.median(MEMORY)) == least]
-    speed = {s.name: value(sweep, speeds, s, SPEED) for s in smallest}
-    fastest = max((v for v in speed.values() if math.isfinite(v)), default=math.nan)
-    limit = fastest * (1 - sweep.speed_tolerance)
-    near = [s for s in smallest if not speed[s.name] < limit]
-    chosen = min(near, key=lambda s: (departures(s.values), s.median(sweep.loss_key), -_or_zero(speed[s.name])))
-    if len(smallest) == 1:
-        return chosen, "the smallest peak memory"
-    if len(near) == 1:
-        return chosen, "the speed as measured, of those with the smallest peak memory"
-    return chosen, "the plainest setting, of those with the smallest peak memory"
+    """One of settings that are equally good, and what decided."""
+    left, decided = list(tied), ""
+    for name, key in (
+        ("the smallest peak memory", lambda s: _or_inf(_memory(sweep, s))),
+        ("the plainest setting", lambda s: departures(s.values)),
+        (f"the lowest {sweep.loss_key}", lambda s: _or_inf(s.median(sweep.loss_key))),
+        ("the speed as measured", lambda s: -_or_zero(value(sweep, speeds, s, SPEED))),
+    ):
+        best = min(key(s) for s in left)  # type: ignore[no-untyped-call]
+        kept = [s for s in left if key(s) == best]  # type: ignore[no-untyped-call]
+        decided = name if len(kept) < len(left) else decided
+        left = kept
+    return left[0], decided or "the order of the sweep"
 
 
-def _rank(setting: Setting) -> tuple[float, list[bool]]:
+def _memory(sweep: Sweep, setting: Setting) -> float:
+    """The peak of the settings that differ in nothing that changes it."""
+    group = sweep.groups[setting.name]
+    found = [peak for s in sweep.settings if sweep.groups[s.name] == group for peak in s.of(MEMORY)]
+    return median(found) if found else math.nan
+
+
+def _rank(sweep: Sweep, setting: Setting) -> tuple[float, list[bool]]:
     """What breaks a tie: the smaller, then the plainer."""
-    return (_or_inf(setting.median(MEMORY)), departures(setting.values))
+    return (_or_inf(_memory(sweep, setting)), departures(setting.values))
 
 
 def _does_not_fit(setting: Setting) -> str | None:
-    ended = Counter(trial.status for trial in setting.trials if trial.status != TrialStatus.finished)
+    # A repeat that has no result yet, or that a scheduler stopped early, says nothing against the one that finished.
+    passed = {TrialStatus.finished, *(_NO_MATTER if setting.finished else ())}
+    ended = Counter(trial.status for trial in setting.trials if trial.status not in passed)
     if ended:
         status, count = ended.most_common(1)[0]
         of = f" in {count} of {len(setting.trials)} trials" if len(setting.trials) > 1 else ""

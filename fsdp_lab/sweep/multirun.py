@@ -104,7 +104,8 @@ class Command:
         fixed = [word for override in given if not override.is_sweep_override() for word in discrete_values(override)]
         self.common = self._compose(fixed, 0)
         if self._auto:
-            check_auto(self.common.config.repeat_max, self.common.config.search.samples, self._arguments)
+            axes = [override.get_key_element() for override in given if override.is_sweep_override()]
+            check_auto(self.common.config.repeat_max, self.common.config.search.samples, axes)
 
     def new_sweep(self) -> tuple[SweepPlan, list[str]]:
         """The plan of a sweep that starts now, and what was left out of its grid.

@@ -37,6 +37,7 @@ class AutoRepeat:
     ) -> None:
         self._state, self._told, self._compose, self._most = state, told, compose, most
         self._notes: list[str] = []
+        self._told_of: set[int] = set()
         self._wanted: dict[int, list[list[str]]] = {}  # round -> the overrides of its trials, without the repeat
 
     def has_more(self) -> bool:
@@ -67,13 +68,16 @@ class AutoRepeat:
         wanted = self._wanted_in(current + 1)
         if len(wanted) < 2:
             return None
-        count = f"{len(wanted)} settings" if len(wanted) < len(self._first_round()) else "all settings"
-        self._notes.append(f"repeat=auto: round {current + 2} of at most {self._most} repeats {count}")
+        if current + 1 not in self._told_of:
+            self._told_of.add(current + 1)
+            count = f"{len(wanted)} settings" if len(wanted) < len(self._first_round()) else "all settings"
+            self._notes.append(f"repeat=auto: round {current + 2} of at most {self._most} repeats {count}")
         return self._left_of(current + 1)
 
     def _left_of(self, number: int) -> list[str] | None:
         """The first trial of a round that nobody has begun; None when all were, and of the first round."""
-        if number == 0:
+        earlier = (state for state in self._state.trials if state.trial.config.repeat < number)
+        if number == 0 or any(not state.ended for state in earlier):
             return None
         begun = {tuple(s.trial.overrides) for s in self._state.trials if s.trial.config.repeat == number}
         for overrides in self._wanted_in(number):
@@ -99,8 +103,11 @@ class AutoRepeat:
         return [n for n, state in enumerate(self._state.trials) if state.trial.config.repeat == 0]
 
 
-def check_auto(most: int, samples: bool, words: Sequence[str]) -> None:
+def check_auto(most: int, samples: bool, axes: Sequence[str]) -> None:
     """
+    Args:
+        axes: the keys that have several values.
+
     Raises:
         ConfigError: `repeat=auto` with what it has no meaning with.
     """
@@ -110,7 +117,7 @@ def check_auto(most: int, samples: bool, words: Sequence[str]) -> None:
         )
     if most < 2:
         raise ConfigError(f"repeat_max={most} leaves repeat=auto nothing to repeat; use 2 or more.")
-    if any(word.lstrip("+").startswith("training.seed=") and "," in word for word in words):
+    if "training.seed" in axes:
         raise ConfigError(
             "repeat=auto with several values of training.seed: both repeat each setting; leave one of them out."
         )

@@ -82,17 +82,22 @@ def sweep_of(
             *([("MLflow run", parent)] if parent else []),
         ],
         config.report.others_cpu,
-        asked_for(config.search, config.objective),
+        asked_for(config.search, config.objective, record.arguments),
         config.repeat_max if AUTO_REPEAT in record.arguments else None,
         study_of(record.arguments),
         log_axes(record.arguments),
     )
 
 
-def asked_for(search: SearchConfig, words: list[str]) -> list[tuple[str, str]]:
-    """The objectives that a recommendation follows: those of a search, or what was typed for a grid. Empty for a grid
-    without any, of which the fastest setting that learned is wanted."""
-    if not search.samples and words == SweepConfig().objective:
+def asked_for(search: SearchConfig, words: list[str], arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """The objectives that a recommendation follows: those of a search, or what a grid was given. Empty for a grid
+    without any, of which the fastest setting that learned is wanted.
+
+    Args:
+        arguments: what was typed.
+    """
+    typed = any(word.lstrip("+").startswith("objective=") for word in arguments)
+    if not search.samples and not typed and words == SweepConfig().objective:
         return []
     return objectives_in(words)
 
@@ -183,7 +188,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
     name = parent.tags.get("mlflow.runName", run_id)
     command = command_of(parent.tags)
     arguments = _arguments(command)
-    report, wanted, most = _report_config(tracking, runs[0].run_id)
+    report, wanted, most = _report_config(tracking, runs[0].run_id, command.split())
     tolerances = (report.loss_tolerance, report.speed_tolerance)
     return data.Sweep(
         name, command, axes, trials, *tolerances, runs_url(tracking), libraries, report.others_cpu, wanted,
@@ -204,7 +209,9 @@ def _status(tag: str | None) -> TrialStatus:
     return TrialStatus.__members__.get(tag or "", TrialStatus.running)
 
 
-def _report_config(tracking: TrackingConfig, run_id: str) -> tuple[ReportConfig, list[tuple[str, str]], int]:
+def _report_config(
+    tracking: TrackingConfig, run_id: str, arguments: Sequence[str]
+) -> tuple[ReportConfig, list[tuple[str, str]], int]:
     """Of a trial in the store, with its objectives and `repeat_max`; the defaults where its config is not there, or is
     of other code."""
     try:
@@ -212,7 +219,11 @@ def _report_config(tracking: TrackingConfig, run_id: str) -> tuple[ReportConfig,
             path = fetch_artifact(tracking, run_id, "config/config.yaml", Path(folder))
             saved = yaml.safe_load(path.read_text())
         report, search = from_dict(ReportConfig, saved["report"]), from_dict(SearchConfig, saved["search"])
-        return report, asked_for(search, [str(word) for word in saved["objective"]]), int(saved["repeat_max"])
+        return (
+            report,
+            asked_for(search, [str(word) for word in saved["objective"]], arguments),
+            int(saved["repeat_max"]),
+        )
     except (UserError, KeyError, TypeError, ValueError, yaml.YAMLError):
         return ReportConfig(), [], SweepConfig().repeat_max
 

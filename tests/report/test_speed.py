@@ -130,3 +130,19 @@ def test_intervals_cover_the_truth(shape: Callable[[np.random.Generator, int], n
     assert 0.92 <= whole / sweeps <= (0.98 if shape is not one_slow_in_ten else 0.99)
     assert pair / sweeps >= 0.92
     assert wrong / sweeps <= 0.05
+
+
+def test_groups_that_never_met_in_a_round_are_not_compared():
+    """Two groups in rounds 0 and 2, two in rounds 1 and 3: what the rounds differ by is in every ratio across."""
+    logs = {(g, r): 0.01 * g * r for r in range(4) for g in ((0, 1) if r % 2 == 0 else (2, 3))}
+    speeds = Speeds([Run(g, r, math.exp(y)) for (g, r), y in logs.items()])
+    assert speeds.ratio(0, 1).high < math.inf
+    assert (speeds.ratio(0, 2).low, speeds.ratio(0, 2).high) == (0.0, math.inf)
+
+
+def test_seeds_that_a_search_drew_are_repeats_and_no_rounds():
+    """Six runs of two groups, each with a seed of its own: four degrees of freedom, where t is 2.776."""
+    logs = (0.0, 0.1, 0.2), (0.5, 0.4, 0.6)
+    runs = [Run(g, 10 * g + i, math.exp(y)) for g, group in enumerate(logs) for i, y in enumerate(group)]
+    ratio = Speeds(runs).ratio(1, 0)
+    assert math.log(ratio.high / ratio.value) == pytest.approx(2.776 * 0.1 * math.sqrt(2 / 3), rel=1e-3)

@@ -17,11 +17,12 @@ from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.report import data
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.choice import significance_of
+from fsdp_lab.report.choice import level_of
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.conftest import run_cli
+from tests.sweep.conftest import PLAIN, TINY
 from tests.sweep.test_resume import INLINE, forget, told
 
 
@@ -141,8 +142,8 @@ def test_a_setting_that_did_not_qualify_is_not_repeated():
 
 def test_looks_share_the_error_of_one():
     # Pocock's published levels for 2 to 5 looks
-    assert [significance_of(most) for most in (None, 2, 3, 4, 5, 6)] == [0.05, 0.05, 0.0294, 0.0221, 0.0182, 0.0158]
-    assert significance_of(11) == pytest.approx(0.005)
+    assert [level_of(looks) for looks in (1, 2, 3, 4, 5)] == [0.05, 0.0294, 0.0221, 0.0182, 0.0158]
+    assert level_of(10) == pytest.approx(0.005)
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -184,7 +185,7 @@ def order(state: SweepState) -> list[str]:
     [
         ((4, True, []), "repeat=auto repeats the settings of a grid"),
         ((1, False, []), "repeat_max=1 leaves repeat=auto nothing to repeat; use 2 or more."),
-        ((4, False, ["training.seed=0,1"]), "leave one of them out"),
+        ((4, False, ["sharding", "training.seed"]), "leave one of them out"),
     ],
 )
 def test_what_auto_has_no_meaning_with(arguments: tuple[int, bool, list[str]], message: str):
@@ -212,6 +213,32 @@ def test_a_sweep_repeats_by_itself_and_a_resume_goes_on(tmp_path: Path):
     assert "repeat=auto stopped" in again.stdout
     nothing = run_cli(tmp_path, "resume=last")
     assert "nothing is left to do" in nothing.stdout, told(nothing)
+
+
+@pytest.mark.long
+def test_under_ray_a_round_waits_for_the_one_before_and_the_sweep_ends(tmp_path: Path):
+    """Tune asks for the next trial while one runs: it is told to wait, and at last that there are no more."""
+    plain = [word for word in PLAIN if not word.startswith("sharding")]
+    words = ["-m", *TINY, *plain, "model=mlp", "sharding=root,per_block", "repeat=auto", "repeat_max=2"]
+    done = run_cli(tmp_path, *words)
+    assert done.returncode == 0, told(done)
+    trials = [json.loads(line) for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines()]
+    rounds = [next(word for word in trial["overrides"] if word.startswith("repeat=")) for trial in trials]
+    assert rounds == ["repeat=0"] * 2 + ["repeat=1"] * 2
+    begun = [line.split("starts: ")[1] for line in done.stdout.splitlines() if " starts: " in line]
+    first, second, third, fourth = (line.split()[0] for line in begun)
+    assert (first, second) == (fourth, third), "the second round backwards"
+    for number, trial in enumerate(trials[2:], start=2):
+        facts = json.loads((tmp_path / "out" / str(number) / "metrics.jsonl").read_text().splitlines()[-1])
+        assert 0 <= facts["perf/others_cpu"] <= 1, trial
+
+
+@pytest.mark.long
+def test_under_ray_a_search_that_has_tried_everything_ends(tmp_path: Path):
+    words = ["-m", *TINY, *PLAIN, "model=mlp", "search=random", "search.num_trials=6", "optimizer.lr=1e-3,1e-2"]
+    done = run_cli(tmp_path, *words)
+    assert done.returncode == 0, told(done)
+    assert done.stdout.count("the search ends after 2 of search.num_trials=6") == 1
 
 
 def test_one_trial_has_nothing_to_repeat(tmp_path: Path):

@@ -126,6 +126,7 @@ def test_a_space_that_is_used_up_ends_the_search_with_each_setting_once(parser, 
     found = all_of(search)
     assert sorted(overrides[-1] for overrides in found) == ["precision=bf16", "precision=fp16", "precision=fp32"]
     assert "after 3 of search.num_trials=20" in search.notes()[-1]
+    assert not search.has_more() and search.next() is None and search.notes() == [], "else Ray would ask for ever"
 
 
 @pytest.mark.parametrize("fixed", [[], ["training.epochs=0"]])
