@@ -257,12 +257,11 @@ def _to_tell(sweep: Sweep, chosen: Setting) -> list[Setting]:
     if len(others) <= _MOST_LINES:
         return others
     apart = {s.name: sum(s.values[axis] != chosen.values[axis] for axis in s.values) for s in others}
-    told: dict[str, Setting] = {}
+    told: set[str] = set()
     for axis in chosen.values:
         for text in dict.fromkeys(s.values[axis] for s in others if s.values[axis] != chosen.values[axis]):
-            nearest = min((s for s in others if s.values[axis] == text), key=lambda s: apart[s.name])
-            told.setdefault(nearest.name, nearest)
-    return list(told.values())
+            told.add(min((s for s in others if s.values[axis] == text), key=lambda s: apart[s.name]).name)
+    return [s for s in others if s.name in told]
 
 
 def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> str:
