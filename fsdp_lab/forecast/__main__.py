@@ -59,7 +59,7 @@ from fsdp_lab.config.options import option_values
 from fsdp_lab.config.workload import ModelConfig, UserData, UserModel
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
-from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
+from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 from fsdp_lab.terminal import open_console
@@ -112,9 +112,10 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
             trial = cell(overrides, 0)
             check(trial.config)
             return Plan([trial]), []
-        loader = GlobalHydra.instance().config_loader()
-        defaults = dict(compose("config", found_in, return_hydra_config=True).hydra.sweeper.params)
-        grid = enumerate_grid(OverridesParser.create(config_loader=loader), defaults, overrides)
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        shared = [*fixed_words(parser, {}, overrides), *found_in]  # a preset among them brings axes of its own
+        defaults = dict(compose("config", shared, return_hydra_config=True).hydra.sweeper.params)
+        grid = enumerate_grid(parser, defaults, overrides)
         return plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
 
 

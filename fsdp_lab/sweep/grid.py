@@ -45,6 +45,12 @@ def all_overrides(
     return {override.get_key_element(): override for override in (*parser.parse_overrides(axes), *given)}
 
 
+def fixed_words(parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]) -> list[str]:
+    """The overrides that every cell of a grid shares."""
+    given = all_overrides(parser, defaults, arguments).values()
+    return [word for override in given if not override.is_sweep_override() for word in discrete_values(override)]
+
+
 def discrete_values(override: Override) -> list[str]:
     """Each value, as an override of its own."""
     key = override.get_key_element()

@@ -20,7 +20,7 @@ from fsdp_lab.locks import locked
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
-from fsdp_lab.sweep.grid import all_overrides, discrete_values, enumerate_grid, swept_keys
+from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.report import sweep_of
@@ -100,9 +100,7 @@ class Command:
         self._parser = OverridesParser.create(config_loader=context.config_loader)
         self._compose = Composer(context, config, self._parser, self.folder)
         self._auto = AUTO_REPEAT in self._arguments
-        given = all_overrides(self._parser, defaults, self._arguments).values()
-        fixed = [word for override in given if not override.is_sweep_override() for word in discrete_values(override)]
-        self.common = self._compose(fixed, 0)
+        self.common = self._compose(fixed_words(self._parser, defaults, self._arguments), 0)
         if self._auto:
             axes = [override.get_key_element() for override in given if override.is_sweep_override()]
             check_auto(self.common.config.repeat_max, self.common.config.search.samples, axes)

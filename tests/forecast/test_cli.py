@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.forecast.__main__ import plan_forecasts
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.__main__ import read_config
 
@@ -67,6 +68,26 @@ def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path
     assert len(pages) == 2 * 2 + 1, "one learning rate is as good as another, and DDP reshards nothing"
     assert all((tmp_path / page).is_file() for page in pages)
     assert (tmp_path / "here" / "forecast.png").is_file()
+
+
+PRESET = """# @package _global_
+defaults:
+  - override /model: mlp
+hydra:
+  sweeper:
+    params: {sharding: "ddp,root", precision: "fp32,bf16", offload: none, reshard_after_forward: always}
+"""
+
+
+def test_a_preset_brings_its_axes(tmp_path: Path):
+    """Ours, and one of the user's folder; an axis that is typed too is the typed one."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(PRESET)
+    plan, swept = plan_forecasts(["experiment=zero2_zero3"], True)
+    assert swept == ["sharding", "reshard_after_forward"] and len(plan.trials) == 4
+    plan, swept = plan_forecasts([f"--config-dir={tmp_path}", "experiment=mine", "sharding=per_block"], True)
+    assert [trial.choices["precision"] for trial in plan.trials] == ["fp32", "bf16"]
+    assert {trial.choices["sharding"] for trial in plan.trials} == {"per_block"} and swept == ["precision"]
 
 
 def test_a_batch_that_grows_with_the_workers(forecast: Command, tmp_path: Path):
