@@ -119,7 +119,7 @@ def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: Shardin
         case Granularity.root:
             return []
         case Granularity.per_block:
-            blocks = [m for m in model.modules() if isinstance(m, block_classes)]
+            blocks = [m for m in _bottom_up(model) if isinstance(m, block_classes)]  # one may lie in another
             wrapped = {id(m): w for w in model.modules() for m in w.children() if hasattr(w, "checkpoint_fn")}
             return [wrapped.get(id(m), m) for m in blocks]
         case Granularity.per_layer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -35,7 +36,9 @@ def words(case: tuple[str, ...]) -> list[str]:
     return [*" ".join(case).split(), f"training.seed={SEED}", "optimizer=adam", "optimizer.lr=0.02"]
 
 
-def train_sharded(cases: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+def train_sharded(
+    cases: list[tuple[str, ...]], blocks: tuple[type[nn.Module], ...] | None = None
+) -> list[dict[str, Any]]:
     """Losses over the global batch, final weights, and what is left of the buffer, of each case."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -47,6 +50,7 @@ def train_sharded(cases: list[tuple[str, ...]]) -> list[dict[str, Any]]:
     ranks, results = setup_distributed(), []
     for case in cases:
         trial, work = config(*words(case)), workload()
+        work = replace(work, model=replace(work.model, block_classes=blocks))
         dims = build_parallel_dims(trial.sharding, ranks)
         unused = leaves_some_unused(work, trial)
         init = partial(init_weights, config=trial, device=ranks.device)
@@ -76,6 +80,24 @@ def test_it_learns_what_it_learns_alone_in_every_sharding() -> None:
             torch.testing.assert_close(got["weights"][name], weight, rtol=0, atol=2e-5, msg=f"{case} {name}")
         tied = (got["weights"]["embedding.weight"], got["weights"]["head.weight"])
         assert torch.equal(*tied), case
+
+
+NESTED = (Block, nn.LayerNorm)  # the norm lies in the block
+
+
+def test_blocks_inside_blocks_learn_what_the_model_learns_alone() -> None:
+    losses, _ = train_plain(STEPS, SIZE, lr=0.02, seed=SEED)
+    cases = [("sharding=per_block",), ("sharding=per_block", "activation_checkpointing=full")]
+    for got in run_ranks(2, train_sharded, cases, NESTED)[0]:
+        assert got["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+def test_inner_blocks_come_first() -> None:
+    """FSDP2 shards what is nested from the inside out."""
+    model = Blueprint(Odd, seed=0).model
+    names = {id(module): name for name, module in model.named_modules()}
+    units = [names[id(unit)] for unit in sharding_units(model, NESTED, config("sharding=per_block").sharding)]
+    assert units == [f"blocks.{n}{leaf}" for n in range(3) for leaf in (".norm", "")]
 
 
 def test_buffers_keep_their_precision() -> None:
