@@ -346,8 +346,21 @@ def peers_not_asked(device: torch.device) -> Iterator[None]:
 
 
 def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
-    """Put `fresh(tensor)` in the place of every parameter and buffer, and let FSDP2 know."""
-    model._apply(fresh)
+    """Put `fresh(tensor)` in the place of every parameter and buffer, and let FSDP2 know. A module that two others
+    hold is visited once: what is in place now may be a fake tensor, which cannot be replaced."""
+    places, held = [], set()
+    for holder in list(model.modules()):
+        for name, child in holder._modules.items():
+            if child is not None and child in held:
+                places.append((holder, name, child))
+            held.add(child)
+    for holder, name, _ in places:
+        holder._modules[name] = None
+    try:
+        model._apply(fresh)
+    finally:
+        for holder, name, child in places:
+            holder._modules[name] = child
 
 
 def unsplit_classes(model: nn.Module) -> frozenset[str]:

@@ -17,6 +17,7 @@ from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.training.parallelize import apply_fully_shard
 from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
+from tests.workloads.user.odd import Translator
 
 
 @pytest.mark.parametrize("name", torch_private.NAMES, ids=lambda name: f"{name.module}.{name.name}")
@@ -33,6 +34,16 @@ def test_every_category_of_pytorchs_trackers_is_one_of_ours():
 def test_a_wrapped_module_puts_the_word_that_we_know_into_names():
     wrapped = torch_private.checkpoint_wrapper(torch.nn.Linear(1, 1))
     assert [name for name, _ in wrapped.named_modules()] == ["", torch_private.WRAPPED]
+
+
+def test_a_module_that_two_others_hold_is_given_its_tensors_once():
+    """A fake tensor that is in place cannot be replaced: weak references point to it."""
+    model = Translator()
+    places, seen = [name for name, _ in model.named_modules(remove_duplicate=False)], []
+    torch_private.replace_tensors(model, lambda tensor: seen.append(id(tensor)) or tensor)
+    head = id(model.head.weight)  # of a module of its own, which holds the embedding's table too
+    assert sorted(seen) == sorted([head, *(id(t) for t in (*model.parameters(), *model.buffers()))])
+    assert [name for name, _ in model.named_modules(remove_duplicate=False)] == places
 
 
 def groups_made(num_layers: int, *words: str) -> int:
