@@ -13,6 +13,7 @@ import inspect
 import pkgutil
 import sys
 import sysconfig
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
@@ -124,9 +125,45 @@ def check_arguments(
     needed = [name for name in takes if named[name].default is inspect.Parameter.empty and name not in arguments]
     if needed:
         keys = ", ".join(f"{group}.{name}" for name in needed)
+        have = "has no default" if len(needed) == 1 else "have no defaults"
+        raise ConfigError(f"{group}._target_={path} needs {keys}, which {have}; add {group}.{needed[0]}=<value>.")
+
+
+def check_loss(path: str, key: str) -> None:
+    """Compare a callable of the user's with how a loss is called: by a model and a batch.
+
+    Raises:
+        ConfigError: it cannot be imported, or takes other arguments.
+    """
+    function = import_callable(path, key)
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # of some builtins nothing is known
+        return
+    try:
+        signature.bind("model", "batch")
+    except TypeError as error:
+        name = path.rpartition(".")[2]
         raise ConfigError(
-            f"{group}._target_={path} needs {keys}, which has no default; add {group}.{needed[0]}=<value>."
-        )
+            f"{key}={path} takes {signature}, and is called as {name}(model, batch); give it these two parameters."
+        ) from error
+
+
+def user_line(error: BaseException) -> str:
+    """Return the file and line of the user's code in which an error was raised, the innermost one, as in
+    `my_project/net.py:31`; "" where none is."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if file.is_file() and not _is_installed(file.resolve()):
+            found = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"
+    return found
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file belongs to Python, to an installed package, or to fsdp_lab."""
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(file.is_relative_to(folder) for folder in (*installed, Path(__file__).resolve().parent.parent))
 
 
 def nested(value: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -195,8 +232,7 @@ def user_root(path: str) -> Path | None:
         root = Path(spec.origin).resolve()
     else:
         return None
-    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return None if any(root.is_relative_to(folder) for folder in installed) else root
+    return None if _is_installed(root) else root
 
 
 def file_digest(file: Path) -> str | None:

@@ -13,6 +13,7 @@ from fsdp_lab.config.open import OpenGroup
 from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.target import (
     check_arguments,
+    check_loss,
     check_nested,
     import_callable,
     import_object,
@@ -322,7 +323,7 @@ class TaskConfig:
             )
         for name in ("loss", "metrics"):
             if path := getattr(self, name):
-                import_callable(path, f"task.{name}")
+                check_loss(path, f"task.{name}")
 
     def paths(self) -> list[str]:
         return [path for path in (self.loss, self.metrics) if path]

@@ -164,3 +164,19 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
         values = [map_tensors(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def describe(batch: Batch) -> str:
+    """Return the shapes and types of a batch, for a message: `{x: 8x3 float32, y: 8 int64}`."""
+    if isinstance(batch, Tensor):
+        return f"{shape_of(batch)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(map(describe, batch)) + ")"
+    return type(batch).__name__
+
+
+def shape_of(tensor: Tensor) -> str:
+    """Return the shape of a tensor, for a message: `8x3`."""
+    return "x".join(map(str, tensor.shape)) or "scalar"

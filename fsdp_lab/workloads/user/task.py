@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.target import import_callable
+from fsdp_lab.config.target import import_callable, user_line
 from fsdp_lab.config.workload import ModelGroup, TaskConfig
-from fsdp_lab.workloads.base import Batch, Task, tensors_of
+from fsdp_lab.workloads.base import Batch, Task, describe, shape_of, tensors_of
 from fsdp_lab.workloads.user.data import Marked
 
 # What PyTorch's RuntimeErrors say of tensors that do not fit each other.
 _DOES_NOT_FIT = re.compile(r"shape|size|\bdim|dtype|scalar type|[Ee]xpected|must match|out of range|channels")
 _OF_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 
-LossFunction = Callable[[nn.Module, Batch], Any]
+LossFunction = Callable[[Any, Batch], Any]
 
 
 def build_task(config: TaskConfig, model: ModelGroup) -> Task:
@@ -61,6 +63,34 @@ class Validated:
     named: dict[str, tuple[Tensor, Tensor]]
 
 
+class OnlyCalled:
+    """A model as a loss gets it: to be called, and asked for plain values such as `model.config`."""
+
+    def __init__(self, model: nn.Module, user: str) -> None:
+        """
+        Args:
+            user: who gets it, for messages.
+        """
+        self._model, self._user = model, user
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """
+        Raises:
+            UserError: it is a part of the model, or a method: these work in some shardings only.
+        """
+        model = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
+        value = getattr(model, name)
+        if isinstance(value, nn.Module | Tensor) or callable(value):
+            raise UserError(
+                f"{self._user} uses model.{name} outside model(...): DDP wraps the model, and FSDP gathers weights "
+                "only in its forward; move it into forward."
+            )
+        return value
+
+
 class UserLoss:
     """A loss of the user's: a mean over the items of a batch, by whose number a validation weighs it.
 
@@ -72,9 +102,11 @@ class UserLoss:
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         if torch.is_grad_enabled():
-            return self._scalar(self.function(model, batch))
-        named = {} if self.named_metrics is None else _sums_and_counts(self.named_metrics(model, batch))
-        loss = None if "loss" in named else self._scalar(self.function(model, batch))
+            return self._scalar(self.function(OnlyCalled(model, self.name), batch))
+        named = {}
+        if self.named_metrics is not None:
+            named = _sums_and_counts(self.named_metrics(OnlyCalled(model, "task.metrics"), batch))
+        loss = None if "loss" in named else self._scalar(self.function(OnlyCalled(model, self.name), batch))
         return Validated(loss, named)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
@@ -102,7 +134,7 @@ class UserLoss:
         """
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return loss
-        what = f"a tensor of {_shape(loss)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        what = f"a tensor of {shape_of(loss)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise UserError(
             f"{self.name} is {what}; it is to be the mean loss of the batch, a scalar tensor: loss.mean() is one."
         )
@@ -130,6 +162,7 @@ class AroundUser:
 
     def __init__(self, task: Task) -> None:
         self.task, self.unit = task, task.unit
+        self._name = getattr(task, "name", "the task")
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """
@@ -145,9 +178,10 @@ class AroundUser:
                 type(error) is not RuntimeError or not _DOES_NOT_FIT.search(str(error))
             ):
                 raise
+            where = _where(error, model)
+            what = f"the forward pass fails in {where}" if where else f"{self._name} fails{_at(error)}"
             raise UserError(
-                f"the forward pass fails in {_where(error, model)} on a batch of {describe(batch)}: "
-                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                f"{what} on a batch of {describe(batch)}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
@@ -172,29 +206,21 @@ def _if_real(batch: Marked, value: Any) -> Tensor:
     return torch.where(batch.num_items > 0, value, torch.zeros_like(value))
 
 
+def _at(error: BaseException) -> str:
+    line = user_line(error)
+    return f" at {line}" if line else ""
+
+
 def _where(error: BaseException, model: nn.Module) -> str:
-    """Return the name and class of the innermost module in whose forward pass an error was raised."""
+    """Return the name and class of the innermost module in whose forward pass an error was raised; "" where it was
+    raised before or after."""
     names = {id(module): name for name, module in model.named_modules()}
-    found, trace = model, error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in names and trace.tb_frame.f_code.co_name == "forward":
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names and frame.f_code.co_name == "forward":
             found = owner
-        trace = trace.tb_next
+    if found is None:
+        return ""
     name = _OF_WRAPPERS.sub("", names[id(found)]).removeprefix("module.").strip(".")
     return f"{name} ({type(found).__name__})" if name and name != "module" else type(found).__name__
-
-
-def describe(batch: Batch) -> str:
-    """Return the shapes and types of a batch, for a message: `{x: 8x3 float32, y: 8 int64}`."""
-    if isinstance(batch, Tensor):
-        return f"{_shape(batch)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, dict):
-        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in batch.items()) + "}"
-    if isinstance(batch, tuple | list):
-        return "(" + ", ".join(map(describe, batch)) + ")"
-    return type(batch).__name__
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, ModelGroup, TaskConfig
+from fsdp_lab.workloads.base import describe
 from fsdp_lab.workloads.vision.images import ImageBatch, expand_channels
 
 
@@ -25,6 +26,15 @@ class Classification:
         self.config = config
 
     def forward(self, model: nn.Module, batch: ImageBatch) -> Tensor:
+        """
+        Raises:
+            UserError: the batch is no such pair, or the model returns no logits.
+        """
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise UserError(
+                f"task=classification takes (inputs, labels), and this data gives {describe(batch)}: name "
+                "task.loss=<package.function>."
+            )
         inputs, _ = batch
         return logits_of(
             model(expand_channels(inputs, self.config) if isinstance(self.config, ModelConfig) else inputs)

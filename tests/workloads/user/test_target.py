@@ -39,7 +39,14 @@ BAD = {
         ["model._target_=my_project.net.Net", "model.widht=4"],
         ["model.widht=4: my_project.net.Net takes no widht", "Did you mean width?", "takes: width, depth."],
     ),
-    "missing argument": (["model._target_=my_project.net.Net"], ["needs model.width", "add model.width=<value>"]),
+    "missing argument": (
+        ["model._target_=my_project.net.Net"],
+        ["needs model.width, which has no default; add model.width=<value>"],
+    ),
+    "missing arguments": (
+        ["model._target_=torch.nn.Linear"],
+        ["needs model.in_features, model.out_features, which have no defaults; add model.in_features=<value>"],
+    ),
     "argument of data": (["data._target_=my_project.data.Corpus", "data.nois=1"], ["takes no nois", "takes: noise."]),
     "no split": (["data._target_=my_project.data.without_split", "data.noise=1"], ["takes no split", "add that param"]),
     "given split": (["data._target_=my_project.data.Corpus", "data.split=train"], ["data.split=train: fsdp_lab gives"]),
@@ -58,6 +65,10 @@ BAD = {
     "no target": (["model=custom"], ["model=custom: model._target_ names nothing"]),
     "no loss": (["task=custom"], ["task=custom with task.loss=null"]),
     "two losses": (["task=model_loss", "task.loss=my_project.net.loss"], ["task=model_loss with task.loss=my_project"]),
+    "loss of one": (
+        [*NET, "task.loss=my_project.net.loss_of_the_model_alone"],
+        ["takes (model), and is called as loss_of_the_model_alone(model, batch)"],
+    ),
     "block": ([*NET, "model.block_classes=[my_project.net.Blok]"], ["has no Blok", "Did you mean Block?"]),
 }
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.forecast import forecast_profile
@@ -22,7 +23,7 @@ from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.user.data import Collated, WithoutPadding, example_of, first_batch
 from fsdp_lab.workloads.user.digest import digest_of
-from fsdp_lab.workloads.user.task import AroundUser, UserLoss
+from fsdp_lab.workloads.user.task import AroundUser, OnlyCalled, UserLoss
 from tests.ranks import Memo, config, run_ranks, train_all
 from tests.workloads.user.my_project.net import Net
 from tests.workloads.user.project import HERE, write_project
@@ -41,6 +42,14 @@ FITS = {
     "model_loss": ((f"model._target_={HERE}.net.WithLoss", "model.width=8", "task=model_loss", *DATA), "val/loss"),
 }
 TOKENS = {"language": ("task=language",), "loss": (f"task.loss={HERE}.net.of_next_token", "task.unit=tokens")}
+
+
+def line_of(key: str) -> int:
+    """Where the losses of `net.py` look a key up."""
+    lines = Path(__file__, "..", "my_project", "net.py").resolve().read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if f'batch["{key}"]' in line)
+
+
 # What is typed -> what the message must say.
 DOES_NOT_FIT = {
     "loss of each item": ((*NET, *DATA, f"task.loss={HERE}.net.of_each_item"), ["a tensor of 16;", "loss.mean()"]),
@@ -56,7 +65,17 @@ DOES_NOT_FIT = {
         (f"model._target_={HERE}.net.LeavesOut", "model.width=8", *DATA, *LOSS, "sharding=ddp"),
         ["sharding=ddp: in the step before, some parameters got no gradient", "use sharding=root or per_block"],
     ),
-    "labels": ((*NET, *DATA), ["linear(): argument 'input'", "{x: 16x3 float32, y: 16 float32}"]),
+    "labels": (
+        (*NET, *DATA),
+        ["takes (inputs, labels), and this data gives {x: 16x3 float32, y: 16 float32}: name task.loss="],
+    ),
+    "keys": (
+        (*NET, *DATA, f"task.loss={HERE}.net.loss_of_other_keys", "sharding=ddp"),
+        [
+            "task.loss=tests.workloads.user.my_project.net.loss_of_other_keys fails at tests/workloads/user/my_project/"
+            f"net.py:{line_of('labels')} on a batch of {{x: 16x3 float32, y: 16 float32}}: KeyError: 'labels'"
+        ],
+    ),
     "iterable": ((*NET, f"data._target_={HERE}.data.stream", *LOSS), ["a generator", "map-style data set"]),
     "no items": ((*NET, f"data._target_={HERE}.data.empty", *LOSS), ["no items for split=train"]),
     "no model": ((f"model._target_={HERE}.net.off_by", "model.model=1", "model.batch=2", *DATA), ["fails: TypeError"]),
@@ -70,6 +89,12 @@ DOES_NOT_FIT = {
         ["example_batch(size)"],
     ),
 }
+
+
+PENALTY = (*NET, *DATA, f"task.loss={HERE}.net.loss_with_penalty")
+INSIDE = "loss_with_penalty uses model.head outside model(...)"
+for sharding in ("ddp", "root", "per_layer"):  # the last would train
+    DOES_NOT_FIT[f"parts, {sharding}"] = ((*PENALTY, f"sharding={sharding}"), [INSIDE, "move it into forward"])
 
 
 def train_each(cases: dict[str, tuple[str, ...]], more: list[str]) -> dict[str, dict[str, float] | str]:
@@ -121,6 +146,17 @@ def test_what_does_not_fit_is_told_in_one_message(trained: dict[str, dict[str, f
     assert isinstance(message, str), "it trained"
     assert [word for word in DOES_NOT_FIT[name][1] if word not in message] == [], message
     assert "\n" not in message
+
+
+def test_a_loss_may_read_plain_values_of_the_model() -> None:
+    model = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(model)
+    model.module = Net(4)
+    model.module.penalty = 0.5
+    for seen in (OnlyCalled(model, "f"), OnlyCalled(model.module, "f")):
+        assert seen.penalty == 0.5 and seen.training and not hasattr(seen, "module")
+        with pytest.raises(UserError, match=r"f uses model\.parameters outside"):
+            seen.parameters()
 
 
 def phases(cases: list[tuple[str, ...]]) -> list[list[str]]:
