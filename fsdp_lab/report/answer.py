@@ -80,7 +80,7 @@ def answer(sweep: Sweep) -> Answer:
     return Answer(
         chosen,
         so_far + sentence,
-        _command(chosen) if chosen else "",
+        _command(chosen, sweep.command) if chosen else "",
         _rules(sweep),
         [f"`{_apart(chosen, other)}`: {_against(sweep, choice, chosen, other)}" for other in others] if chosen else [],
         _notes(sweep, choice) if chosen else [],
@@ -397,7 +397,15 @@ def plainest(setting: Setting) -> Trial:
     return min(setting.trials, key=lambda trial: departures(trial.setting))
 
 
-def _command(setting: Setting) -> str:
+def _command(setting: Setting, typed: str) -> str:
+    """
+    Args:
+        typed: the command of the sweep, whose options of the user's the setting may be of.
+    """
+    try:
+        folders = [word for word in shlex.split(typed) if word.startswith("--config-dir=")]
+    except ValueError:  # a store cuts what is long, maybe between two quotes
+        folders = []
     varied = [set(trial.overrides) for trial in setting.trials]
     common = set.intersection(*varied)  # a seed that was given to all belongs to the setting
     kept = [
@@ -407,4 +415,4 @@ def _command(setting: Setting) -> str:
         and (override in common or override.partition("=")[0].lstrip("+") not in REPEATS)
         and override.partition("=")[0] not in ("repeat", "repeat_max")
     ]
-    return shlex.join(["python", "-m", "fsdp_lab", *kept])
+    return shlex.join(["python", "-m", "fsdp_lab", *folders, *kept])

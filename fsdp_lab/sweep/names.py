@@ -72,8 +72,13 @@ def go_on_command(folder: Path) -> str:
 
 def resume_command(folder: Path) -> str:
     """Return it with the folder of the user's options, which no resume takes from a file."""
-    options = [argument for argument in sys.argv[1:] if argument.startswith("--config-dir=")]
-    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *options])
+    folders = config_dir_words(sys.argv[1:])
+    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *folders])
+
+
+def config_dir_words(words: Sequence[str]) -> list[str]:
+    """Return the word of a command line that names the folder of the user's options."""
+    return [word for word in words if word.startswith("--config-dir=")]
 
 
 def relative(path: Path) -> Path:

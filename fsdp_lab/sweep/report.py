@@ -163,7 +163,8 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
     """
     parent, runs = read_sweep(tracking, run_id)
     # The command of a trial is the one that trains it again, alone.
-    typed_overrides = [shlex.split(command_of(run.tags))[3:] for run in runs]
+    commands = [shlex.split(command_of(run.tags))[3:] for run in runs]
+    typed_overrides = [[word for word in words if not word.startswith("--")] for words in commands]
     same_keys = len({tuple(o.partition("=")[0] for o in overrides) for overrides in typed_overrides}) == 1
     axes = swept_keys(typed_overrides) if same_keys else []
     trials = [

@@ -205,6 +205,13 @@ def test_one_run_too_short_to_be_timed_does_not_qualify_beside_one_that_was():
     assert "ended before a step was timed" in found.why_not["sharding=root precision=fp32"]
 
 
+def test_the_command_has_the_folder_of_the_users_options():
+    found = answer(dataclasses.replace(sweep(), command="python -m fsdp_lab -m '--config-dir=conf of mine' model=mine"))
+    assert shlex.split(found.command)[3] == "--config-dir=conf of mine"
+    cut = answer(dataclasses.replace(sweep(), command="python -m fsdp_lab -m '--config-dir=conf of mi"))
+    assert "--config-dir" not in cut.command and cut.command
+
+
 @pytest.mark.parametrize(
     ("seeds", "kept"),
     [(["7"], True), (["7", "7"], True), (["0", "1"], False)],  # given to all; given to all; repeats

@@ -10,7 +10,7 @@ from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.names import command_line, resume_command, short_name, sweep_name
+from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.tracking import Tracker
 
@@ -145,8 +145,9 @@ class MlflowRuns(Listener):
         if number not in self._handles:
             trial = sweep.states[number].trial
             name = short_name(trial, sweep.plan.swept)
+            words = [*config_dir_words(sweep.plan.record.arguments), *trial.overrides]
             self._handles[number] = self._tracker.start_trial(
-                name, trial.overrides, trial.folder, self._parent, sweep.plan.record.id, str(number)
+                name, words, trial.folder, self._parent, sweep.plan.record.id, str(number)
             )
             self._log_config(sweep, number)
         return self._handles[number]
