@@ -22,7 +22,7 @@ from fsdp_lab.training.torch_private import (
     peers_not_asked,
     without_modes,
 )
-from fsdp_lab.workloads.base import tensors_of
+from fsdp_lab.workloads.base import map_tensors, tensors_of
 
 HOST = torch.device("cpu")
 # Stands for a GPU where the host has to be told from it. A fake tensor may be on a second CPU, which does not
@@ -73,6 +73,23 @@ def _with_whole_storage(result: Tensor, first: Tensor, second: Tensor) -> Tensor
     return whole.as_strided(result.shape, result.stride())
 
 
+_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+_RNN_WORKSPACE = 3  # which of its results
+_sizes: dict[str, int] = {}
+
+
+def _with_workspace(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Give a layer of an LSTM the memory that oneDNN keeps for its backward pass: PyTorch's fake one has none, and
+    oneDNN tells its size nowhere, so that one real layer of this shape is run."""
+    key = str(map_tensors(lambda tensor: tuple(tensor.shape), list(args)))
+    if key not in _sizes:
+        with without_modes(), torch.enable_grad():  # without gradients none is kept
+            real = map_tensors(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), list(args))
+            _sizes[key] = _RNN(*real)[_RNN_WORKSPACE].numel()
+    workspace = torch.empty(_sizes[key], dtype=results[_RNN_WORKSPACE].dtype, device=results[0].device)
+    return (*results[:_RNN_WORKSPACE], workspace, *results[_RNN_WORKSPACE + 1 :])
+
+
 class ValuesOnRequest(TorchDispatchMode):
     """Answers where the training step, not the model, asks a tensor for its value: a loss scale, a step count.
 
@@ -89,6 +106,8 @@ class ValuesOnRequest(TorchDispatchMode):
             return 0.0 if _asking() == STEP_IF_FINITE else 1.0
         if func in _MADE_WHOLE:
             return _with_whole_storage(func(*args, **(kwargs or {})), *args[:2])
+        if func is _RNN and args[0].device == HOST and torch.is_grad_enabled():
+            return _with_workspace(func(*args, **(kwargs or {})), args)
         if not self.in_model and self._is_bookkeeping(func, args, kwargs or {}):
             with without_modes():
                 return func(*args, **(kwargs or {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fsdp_lab.forecast.fake import fake_tensors
 
@@ -27,3 +28,23 @@ def test_a_fake_loss_has_the_storage_of_a_real_one(name: str, reduction: str) ->
     real = num_bytes(name, reduction)
     with fake_tensors():
         assert num_bytes(name, reduction) == real
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+def test_a_fake_lstm_keeps_what_a_real_one_keeps(batch: int) -> None:
+    """oneDNN's workspace among it, for which PyTorch's own fake layer has nothing."""
+
+    def kept() -> int:
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[id(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            nn.LSTM(16, 32, num_layers=2)(torch.rand(7, batch, 16))
+        return sum(sizes.values())
+
+    real = kept()
+    with fake_tensors():
+        assert kept() == real
