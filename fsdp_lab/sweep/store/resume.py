@@ -35,7 +35,7 @@ from fsdp_lab.sweep.store.record import (
     with_overrides,
 )
 from fsdp_lab.sweep.store.trust import check_store, check_words, is_own, read_trust
-from fsdp_lab.sweep.store.words import is_local_store, key_of
+from fsdp_lab.sweep.store.words import is_local_store, key_of, known_words, names_code
 
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
@@ -74,7 +74,9 @@ def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) 
     replaced, same = keys - {key_of(word) for word in again}, _as_in_trials(again)
     trials = read_trials(folder, record.num_trials) if record.multirun else []
     held = [word for words, _ in trials for word in words if key_of(word) not in replaced]
-    check_words([word for word in held if word not in same], folder / "trials.jsonl", "resume", own)
+    code = OverridesParser.create().parse_overrides([word for word in left if names_code(word, known_words())])
+    shown = [value for word in code for value in discrete_values(word)]
+    check_words([word for word in held if word not in same], folder / "trials.jsonl", "resume", own, shown=shown)
     if not own and "tracking.uri" not in replaced:
         stores = [word.partition("=")[2] for word in (*record.arguments, *held) if key_of(word) == "tracking.uri"]
         for uri in (TrackingConfig().uri, *stores):

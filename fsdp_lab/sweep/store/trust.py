@@ -86,12 +86,15 @@ def check_store(uri: str, launched_in: str) -> None:
         raise ConfigError(f"tracking.uri={redact(uri)}: {reason}; type tracking.uri=... with a store of your own.")
 
 
-def check_words(words: Sequence[Any], source: Path, key: str, own: bool, known: Known | None = None) -> None:
-    """Let Hydra get the words that a file of a sweep's folder holds, and show those that name code to run.
+def check_words(
+    words: Sequence[Any], source: Path, key: str, own: bool, known: Known | None = None, shown: Sequence[Any] = ()
+) -> None:
+    """Let Hydra get the words that a file of a sweep's folder holds, and show in one line those that name code to run.
 
     Args:
         source: the file.
         key: as for `is_own`.
+        shown: words of another file that were shown already.
 
     Raises:
         ConfigError: a word that is taken from no file, or not from this one.
@@ -107,8 +110,9 @@ def check_words(words: Sequence[Any], source: Path, key: str, own: bool, known: 
                 f"{key}={source.parent}: {source.name} holds {redact(str(word))}, and {reason}. If it is what you "
                 f"want, type it behind {key}=...: {again}"
             )
-    for word in dict.fromkeys(word for word in words if names_code(word, known)):
-        print(f"{source} names code that runs: {redact(word)}", flush=True)
+    code = dict.fromkeys(redact(word) for word in words if names_code(word, known) and word not in shown)
+    if code:
+        print(f"{source} names code that runs: {', '.join(code)}", flush=True)
 
 
 def enter(folder: str) -> None:
