@@ -104,13 +104,22 @@ def resume_first(arguments: list[str]) -> tuple[list[str], str]:
     return meant, os.getcwd() if own else typed_in
 
 
+# Hydra's options whose value is a word of its own.
+_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn")
+
+
 def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
-    """`-m` and `--config-dir` to the front: argparse wants the overrides in one piece, people put them anywhere.
-    Where a config is to be shown, `-m` is left out: Hydra refuses both at once, and what it shows is one trial's."""
+    """Options to the front, `-m` and `--config-dir` first: argparse wants the overrides in one piece, people put options
+    anywhere. Where a config is to be shown, `-m` is left out: Hydra refuses both at once, and what it shows is one
+    trial's."""
     shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
     flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]
     folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
-    return [*flags[:1], *folder, *(a for a in arguments if a not in ("-m", "--multirun"))]
+    rest = [a for a in arguments if a not in ("-m", "--multirun")]
+    follows = [before in _WITH_VALUE and "=" not in a for before, a in zip(["", *rest], rest, strict=False)]
+    options = [a for a, is_value in zip(rest, follows, strict=True) if is_value or a.startswith("-")]
+    words = [a for a, is_value in zip(rest, follows, strict=True) if not (is_value or a.startswith("-"))]
+    return [*flags[:1], *folder, *options, *words]
 
 
 if __name__ == "__main__":

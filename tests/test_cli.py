@@ -9,6 +9,7 @@ import socket
 import pytest
 import yaml
 
+from fsdp_lab.__main__ import options_first
 from fsdp_lab.config import conf_dir
 from tests.conftest import run_cli
 
@@ -131,6 +132,18 @@ def test_a_sweeps_config_is_shown_as_a_trials(cli, show: list[str]):
 def test_one_objective_may_be_a_word(cli):
     """Its check is behind what types it: the direction is missing, not the list."""
     assert "objective=val/loss says no direction" in cli("objective=val/loss").stderr
+
+
+@pytest.mark.parametrize("typed", ["--package p a=1 b=2 -m", "a=1 --package p -m b=2", "a=1 -m b=2 --package p"])
+def test_options_may_stand_between_overrides(typed: str):
+    assert options_first(typed.split(), "c") == ["-m", "--config-dir=c", "--package", "p", "a=1", "b=2"]
+
+
+def test_what_a_word_implies_may_stand_with_an_option(cli):
+    done = cli("--cfg", "job", "task=language")
+    assert done.returncode == 0, done.stderr
+    shown = yaml.safe_load(done.stdout)
+    assert shown["task"]["name"] == "language" and "vocab_size" in shown["model"]
 
 
 @pytest.fixture(scope="module")
