@@ -109,8 +109,8 @@ _WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-path"
 
 
 def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
-    """Options to the front, `-m` and `--config-dir` first: argparse wants the overrides in one piece, people put options
-    anywhere. Where a config is to be shown, `-m` is left out: Hydra refuses both at once, and what it shows is one
+    """Options to the front, `-m` and `--config-dir` first: argparse wants the overrides in one piece, people put
+    options anywhere. Where a config is to be shown, `-m` is left out: Hydra refuses both at once, and what it shows is one
     trial's."""
     shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
     flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]

@@ -22,6 +22,7 @@ from typing import Any
 
 from fsdp_lab.config.errors import ConfigError
 
+_KIND = {"model": "family", "data": "name"}  # the key by which a group's own options differ
 _MOST_FILES = 2000  # of one package, whose digests are kept
 
 
@@ -115,6 +116,13 @@ def check_arguments(
                 raise ConfigError(
                     f"{group}._target_={path} takes no {name}; it is called with {name}=..., so add that parameter."
                 )
+        kind = _KIND[group]
+        if kind in arguments and kind not in named:
+            raise ConfigError(
+                f"{group}.{kind}={arguments[kind]}: {path} takes no {kind}, which is of the option that "
+                f"{group}._target_ was added to; choose {group}=custom with it, in a preset by "
+                f"`override /{group}: custom` in its defaults."
+            )
         for name, value in arguments.items():
             if name not in named:
                 valid = f"It takes: {', '.join(takes)}" if takes else "It takes no arguments"
@@ -158,6 +166,12 @@ def user_line(error: BaseException) -> str:
         if file.is_file() and not _is_installed(file.resolve()):
             found = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"
     return found
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error of the user's code in one line, as in `KeyError: 'x' (my_project/net.py:31)`."""
+    line = user_line(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" + (f" ({line})" if line else "")
 
 
 def _is_installed(file: Path) -> bool:

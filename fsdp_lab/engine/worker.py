@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, UserError, from_dict
+from fsdp_lab.config.target import user_line
 from fsdp_lab.engine.files import EpochLines, Progress, hold_alive, no_space
 from fsdp_lab.engine.stacks import StackDump, long_s
 from fsdp_lab.files import write_json
@@ -162,11 +163,11 @@ def train_and_record(
     except UserError as error:
         record_failure(folder, rank, error, "user", has_log)
     except DivergedError as error:  # it would diverge again
-        record_failure(folder, rank, error, "diverged")
+        record_failure(folder, rank, error, "diverged", has_log)
     except KeyboardInterrupt:  # of a trial in this process: the user's wish, and no failure
         raise
     except BaseException as error:
-        record_failure(folder, rank, error, kind_of(error))
+        record_failure(folder, rank, error, kind_of(error), has_log)
         raise
 
 
@@ -184,16 +185,21 @@ def redirect_output(path: Path) -> None:
 
 
 def record_failure(folder: Path, rank: int, error: BaseException, kind: str, has_log: bool = True) -> None:
-    """Leave `failures/rank<r>.json`, and in the rank's log the error, with its traceback where it is not the user's."""
-    if kind == "user" and not has_log:
-        pass  # the sweep prints the message
+    """Leave `failures/rank<r>.json`, and in the rank's log, which a trial in this process has not, the error, with its
+    traceback where it is not the user's."""
+    if not has_log:
+        pass  # the sweep prints the message, and where the traceback is
     elif kind == "user" or not folder.is_dir():  # the message says it all; of a folder that is gone, the sweep tells
         print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr, flush=True)
     elif kind != "diverged":
         traceback.print_exception(error)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the step
-    message = str(error) if kind == "user" else f"rank {rank}{where}: {type(error).__name__}: {text.strip()[:300]}"
+    message = f"rank {rank}{where}: {type(error).__name__}: {text.strip()[:300]}"
+    if kind == "user":  # a process that loads data gives back a whole traceback, with the message at its end
+        message = text.partition("UserError: ")[2] if str(error).startswith("Caught ") else str(error)
+    elif kind == "error" and (line := user_line(error)):
+        message += f" ({line})"
     if "No space left on device" in str(error):
         message = f"rank {rank}: {no_space(folder)}"
     write_failure(folder, rank, kind, message, "".join(traceback.format_exception(error)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -13,18 +14,20 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from fsdp_lab.engine.files import read_failures
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
 from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
-from fsdp_lab.sweep.names import go_on_command, label, resume_command, run_name
+from fsdp_lab.sweep.names import go_on_command, label, relative, resume_command, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.terminal import open_console
 from fsdp_lab.wording import duration
 
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
+_CAUSED = "direct cause"  # what Python writes between an error and the one that it was raised from
 _UPDATE_EVERY_S = 1.0  # of the live table: one of many trials takes its time
 
 
@@ -124,6 +127,8 @@ class Console(Listener):
         state = self._state.trials[number]
         took = f" after {duration(state.seconds)}" if state.seconds is not None else ""
         why = f": {state.error}" if state.error else ""
+        if state.status is TrialStatus.failed:
+            why += _where_traced(sweep.folder_of(number))
         self.say(f"{label(number, self._state.trials)} {state.status}{took}{why}")
         self._change()
 
@@ -169,3 +174,11 @@ class Console(Listener):
         first_open = next((i for i, state in rows if not state.ended), len(rows))
         start = max(0, min(first_open - _LIVE_ROWS // 2, len(rows) - _LIVE_ROWS))
         return rows[start : start + _LIVE_ROWS]
+
+
+def _where_traced(folder: Path) -> str:
+    """Say where the traceback of a failed trial is; nothing where there is none, or its message says it all."""
+    for failure in read_failures(folder)[:1]:
+        if failure["kind"] != "user" or _CAUSED in failure["traceback"]:
+            return f" [traceback: {relative(folder / 'failures')}/rank{failure['rank']}.json]"
+    return ""

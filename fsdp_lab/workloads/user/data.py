@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from fsdp_lab.config.errors import ConfigError, UserError
-from fsdp_lab.config.target import import_callable, instantiate
+from fsdp_lab.config.target import import_callable, in_words, instantiate
 from fsdp_lab.config.workload import EXAMPLE_BATCH, UserData, needed_target
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, map_tensors, tensors_of
 from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded, seeded
@@ -38,8 +39,10 @@ class Items(Protocol):
 class Collated:
     """Whole batches of a map-style data set, by their indices. Padding is left out."""
 
-    def __init__(self, items: Items, collate: Callable[[list[Any]], Batch], count: int | None) -> None:
-        self.items, self.collate = items, collate
+    def __init__(
+        self, items: Items, collate: Callable[[list[Any]], Batch], count: int | None, name: str = "the data"
+    ) -> None:
+        self.items, self.collate, self.name = items, collate, name
         self.count = min(len(items), count or len(items))
 
     def __len__(self) -> int:
@@ -48,15 +51,34 @@ class Collated:
     def __getitem__(self, indices: Tensor) -> Batch:
         """
         Raises:
-            UserError: no tensor is found in the batch, to be put on a device and counted.
+            UserError: an item cannot be read, or the items make no batch in which a tensor is found, to be put on a
+                device and counted.
+            OSError: of a disk, which another attempt may find well again.
         """
-        batch = self.collate([self.items[i] for i in indices.tolist()])
+        items = []
+        for i in indices.tolist():
+            with self._told(f"item {i} cannot be read"):
+                items.append(self.items[i])
+        with self._told("the items make no batch", ". Items of different sizes need a data.collate_fn."):
+            batch = self.collate(items)
         if not tensors_of(batch):
             raise UserError(
                 f"the data's batch is a {type(batch).__name__} without a tensor in it; let data.collate_fn return a "
                 "tensor, or tuples, lists and dictionaries of tensors."
             )
         return batch
+
+    @contextmanager
+    def _told(self, what: str, remedy: str = "") -> Iterator[None]:
+        """Say what an error of the user's code inside is about; want of memory is none of theirs."""
+        try:
+            yield
+        except (UserError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            if "allocate memory" in str(error):
+                raise
+            raise UserError(f"{self.name}: {what}: {in_words(error)}{remedy}") from error
 
 
 class Repeated:
@@ -101,7 +123,8 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
     @cache
     def split(name: str) -> Collated:
         items = make_split(config, target, name)
-        return Collated(items, collate, config.num_train if name == "train" else config.num_val)
+        count = config.num_train if name == "train" else config.num_val
+        return Collated(items, collate, count, f"data._target_={target}, split={name}")
 
     def prepare() -> None:
         split("train"), split("val")
@@ -143,7 +166,7 @@ def make_split(config: UserData, target: str, name: str) -> Items:
     except UserError:  # our own data sets say it in one message
         raise
     except Exception as error:
-        raise UserError(f"data._target_={target} with split={name} fails: {type(error).__name__}: {error}") from error
+        raise UserError(f"data._target_={target} with split={name} fails: {in_words(error)}") from error
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
         raise UserError(
             f"data._target_={target} returns a {type(items).__name__} for split={name}; it is to return a map-style "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.target import import_callable, import_object, instantiate
+from fsdp_lab.config.target import import_callable, import_object, in_words, instantiate
 from fsdp_lab.config.workload import UserModel, needed_target
 from fsdp_lab.workloads.base import ModelSpec
 
@@ -33,11 +33,11 @@ def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
     """
     try:
         model = function(**instantiate(arguments, "model"))  # anew: it runs more than once, and may change a list
-    except (TypeError, ValueError, KeyError, AttributeError, AssertionError) as error:  # what wrong arguments raise
+    except (TypeError, ValueError, KeyError, AttributeError, AssertionError, OSError, ImportError) as error:
         if "meta device type tensor" in str(error):  # NumPy asks for values that are not there yet
             raise
         shown = ", ".join(f"model.{name}={value}" for name, value in arguments.items()) or "no arguments"
-        raise UserError(f"model._target_={target} with {shown} fails: {type(error).__name__}: {error}") from error
+        raise UserError(f"model._target_={target} with {shown} fails: {in_words(error)}") from error
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model._target_={target} returns a {type(model).__name__}; it is to return an nn.Module: name the class "

@@ -179,6 +179,21 @@ def test_what_a_forecast_finds_is_one_message(
     assert line.startswith("fsdp_lab.forecast: ") and told in line
 
 
+def test_an_error_of_their_code_is_one_line_that_names_its_place(project: Path) -> None:
+    fails = ("model._target_=my_project.net.Fails", "model.width=8", *DATA, *LOSS)
+    done = run_cli(project, *fails, *HERE)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if "trial failed" in line)
+    number = next(
+        n for n, text in enumerate((project / "my_project/net.py").read_text().splitlines(), 1) if "boom" in text
+    )
+    told = f"RuntimeError: boom (my_project/net.py:{number}) [traceback: out/failures/rank0.json]"
+    assert line.endswith(told)
+    assert "boom" in json.loads((project / "out/failures/rank0.json").read_text())["traceback"]
+    assert "boom" in (project / "out/error.txt").read_text()
+
+
 def test_a_model_that_cannot_be_forecast_trains(project: Path) -> None:
     done = run_cli(project, *ASKS, *HERE, "training.max_steps=1", "export=false")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -192,6 +207,7 @@ REFUSED = {
         ["takes no widht", "takes: width, depth."],
     ),
     "key of ours": (["model.num_layer=4"], ["model.num_layer is not a key", "Did you mean model.num_layers?"]),
+    "target with a typo": (["model._target=my_project.net.Net"], ["model._target is", "Did you mean model._target_?"]),
     "type of ours": (["model.num_layers=many"], ["model.num_layers=many", "Integer; use a whole number"]),
     "folder": (["--config-dir=nowhere", "model=mine"], ["nowhere", "not found"]),
     "option": (["--config-dir=conf_of_mine", "model=mien"], ["model=mien is not an option", "mine", "vit_tiny"]),

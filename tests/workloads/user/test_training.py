@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import UserError
+from fsdp_lab.engine.files import read_failures
+from fsdp_lab.engine.worker import record_failure
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import tensors_of
@@ -25,6 +27,7 @@ from fsdp_lab.workloads.user.data import Collated, WithoutPadding, example_of, f
 from fsdp_lab.workloads.user.digest import digest_of
 from fsdp_lab.workloads.user.task import AroundUser, OnlyCalled, UserLoss
 from tests.ranks import Memo, config, run_ranks, train_all
+from tests.workloads.user.my_project.data import Unreadable
 from tests.workloads.user.my_project.net import Net
 from tests.workloads.user.project import HERE, write_project
 
@@ -78,6 +81,18 @@ DOES_NOT_FIT = {
     ),
     "iterable": ((*NET, f"data._target_={HERE}.data.stream", *LOSS), ["a generator", "map-style data set"]),
     "no items": ((*NET, f"data._target_={HERE}.data.empty", *LOSS), ["no items for split=train"]),
+    "unreadable item": (
+        (*NET, *LOSS, f"data._target_={HERE}.data.Unreadable"),
+        ["split=train: item ", "cannot be read: ValueError: item ", "is broken (tests/workloads/user/my_project/data"],
+    ),
+    "ragged": (
+        (*NET, *LOSS, f"data._target_={HERE}.data.Ragged"),
+        ["make no batch: RuntimeError: stack expects", "Items of different sizes need a data.collate_fn."],
+    ),
+    "no file": (
+        (f"model._target_={HERE}.net.Loads", "model.width=4", *DATA, *LOSS),
+        ["FileNotFoundError", "nowhere.pt"],
+    ),
     "no model": ((f"model._target_={HERE}.net.off_by", "model.model=1", "model.batch=2", *DATA), ["fails: TypeError"]),
     "no module": ((f"model._target_={HERE}.data.Pictures", "model.split=val", *DATA), ["is to return an nn.Module"]),
     "values on meta": (
@@ -355,6 +370,17 @@ def test_the_shape_of_a_batch_is_told_from_a_few_items(size: int) -> None:
         ("meta", torch.float32, (3,)),
     ]
     assert len(reads) <= 65
+
+
+def test_an_item_that_a_loaders_process_cannot_read_is_one_message(tmp_path: Path) -> None:
+    """Such a process gives back its traceback as the message."""
+    split = Collated(Unreadable("train"), torch.utils.data.default_collate, None, "data")
+    loader = torch.utils.data.DataLoader(split, sampler=[torch.tensor([9])], batch_size=None, num_workers=1)
+    with pytest.raises(UserError) as caught:
+        next(iter(loader))
+    record_failure(tmp_path, 0, caught.value, "user")
+    (failure,) = read_failures(tmp_path)
+    assert failure["message"].startswith("data: item 9 cannot be read: ValueError: item 9 is broken (")
 
 
 def test_a_digest_is_of_the_ends_of_the_data() -> None:

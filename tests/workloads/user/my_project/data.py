@@ -101,3 +101,19 @@ def empty(split):
 
 def without_split(noise):
     return Corpus("train", noise)
+
+
+class Unreadable(Corpus):
+    """Most items cannot be read."""
+
+    def __getitem__(self, i):
+        if 4 <= i < len(self) - 4:
+            raise ValueError(f"item {i} is broken")
+        return super().__getitem__(i)
+
+
+class Ragged(Corpus):
+    """Items of different sizes."""
+
+    def __getitem__(self, i):
+        return {"x": self.x[i, : 2 + i % 2], "y": self.x[i].sum()}

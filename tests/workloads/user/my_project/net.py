@@ -153,3 +153,18 @@ class Drops(Net):
         super().__init__(width)
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
         self.largest = self.head.weight.detach().numpy().max()
+
+
+class Loads(Net):
+    """It reads a file that is not there."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        torch.load("nowhere.pt")
+
+
+class Fails(Net):
+    """Its forward pass raises what no shape explains."""
+
+    def forward(self, x):
+        raise RuntimeError("boom")
