@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import hydra
 
-from fsdp_lab.compose import check, check_overrides, explain, register_schema, single_trial
+from fsdp_lab.compose import check, check_overrides, explain, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
@@ -32,6 +32,7 @@ def main() -> None:
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or type it there.")
         arguments, code_folder = resume_first(sys.argv[1:])
         config_dir, words = split_config_dir(arguments)
+        search_path(config_dir)  # looks whether the folder is there
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
         if sys.argv[1:2] == ["-m"] or sys.argv[1:2] == ["--multirun"]:
@@ -110,8 +111,8 @@ _WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-path"
 
 def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
     """Options to the front, `-m` and `--config-dir` first: argparse wants the overrides in one piece, people put
-    options anywhere. Where a config is to be shown, `-m` is left out: Hydra refuses both at once, and what it shows is one
-    trial's."""
+    options anywhere. Where a config is to be shown, `-m` is left out: Hydra refuses both at once, and what it shows is
+    one trial's."""
     shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
     flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]
     folder = [f"--config-dir={config_dir}"] if config_dir is not None else []

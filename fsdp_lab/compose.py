@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from fsdp_lab.config import (
     ConfigError,
@@ -88,6 +89,7 @@ def register_schema() -> None:
     schema = OmegaConf.structured(Schema)
     for group in _OPEN:
         OmegaConf.set_struct(schema[group], False)  # a node's own flag wins over the root's
+    schema.task.name = "custom"  # of an option of the user's that says no name: ours say theirs
     ConfigStore.instance().store(name="schema", node=schema, provider="fsdp_lab")
     OmegaConf.register_new_resolver("per_worker", _per_worker, replace=True)
 
@@ -174,7 +176,7 @@ def search_path(config_dir: str | None) -> list[str]:
     folder = Path(config_dir).absolute()
     if not folder.is_dir():
         raise ConfigError(
-            f"--config-dir={config_dir}: there is no folder {folder}; give one that holds model/mine.yaml."
+            f"--config-dir={config_dir}: folder {folder} not found; give one that holds options, as in model/mine.yaml."
         )
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     return [f"hydra.searchpath=['file://{quoted}']"]
@@ -272,6 +274,9 @@ def _explain(error: BaseException) -> str | None:
             f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set hydra.run.dir "
             "(hydra.sweep.dir with -m) to a folder that can be written."
         )
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
+        return f"{where} is no YAML: {error.problem}. Indent with spaces, and put odd characters into quotes."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _composition(error)
     return None
@@ -297,6 +302,11 @@ def groups() -> list[str]:
 def _composition(error: BaseException) -> str:
     text = _one_line(str(error))
     cause = _one_line(str(error.__cause__)) if error.__cause__ else ""
+    if found := re.search(r"Could not override '(\w+)@experiment\.", text):
+        return (
+            f"the preset overrides {found[1]} below itself: let its first line be `# @package _global_`, and write "
+            f"`override /{found[1]}: ...` in its defaults."
+        )
     if found := re.search(r"Could not override '([^']+)'", text):
         key = found[1]
         if "No match in the defaults list" in text:
@@ -331,7 +341,8 @@ def _valid(key: str) -> str:
     prefix = key.split(".")[0].lstrip("+~")
     same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
     if "." in key and same:
-        return f"{_meant(key, same) or _meant(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
+        known = [*same, *(f"{group}._target_" for group in _OPEN if group == prefix)]
+        return f"{_meant(key, known) or _meant(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
     top = sorted({k.split(".")[0] for k in all_keys()})
     meant = _meant(key, [*groups(), *top, *all_keys()])
     return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."

@@ -24,7 +24,7 @@ def project(tmp_path: Path) -> Path:
     """The files of the page, where it says."""
     for language, block in BLOCKS:
         if language in ("python", "yaml"):
-            file = tmp_path / block.partition("\n")[0].removeprefix("# ")
+            file = tmp_path / next(line for line in block.splitlines() if not line.startswith("# @")).removeprefix("# ")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block)
     return tmp_path
@@ -46,6 +46,39 @@ def test_the_sweep_runs(project: Path) -> None:
 def test_the_option_runs(project: Path) -> None:
     done = run_cli(project, *COMMANDS[2], *INLINE, "training.max_steps=1")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_preset_runs(project: Path) -> None:
+    done = run_cli(project, *COMMANDS[3], *INLINE, "training.max_steps=1", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (project / "out" / "results.csv").open() as lines:
+        found = [(row["model.width"], row["sharding"], row["status"]) for row in csv.DictReader(lines)]
+    assert sorted(found) == [
+        (width, sharding, "finished") for width in ("256", "64") for sharding in ("ddp", "per_block")
+    ]
+    assert "--config-dir=conf_of_mine" in done.stdout.splitlines()[-2]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words", "told"),
+    [
+        ("task/tab.yaml", "loss: a.b\n\tunit: samples\n", ["task=tab"], "conf_of_mine/task/tab.yaml:2 is no YAML: "),
+        ("experiment/no.yaml", "defaults:\n  - override /model: mine\n", ["experiment=no"], "`# @package _global_`"),
+        (
+            "experiment/no.yaml",
+            "# @package _global_\nmodel:\n  _target_: my_project.net.Net\n  width: 4\n",
+            ["experiment=no"],
+            "in a preset by `override /model: custom` in its defaults",
+        ),
+    ],
+)
+def test_what_the_options_lack_is_one_line(project: Path, file: str, content: str, words: list[str], told: str) -> None:
+    path = project / "conf_of_mine" / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    done = run_cli(project, "--config-dir=conf_of_mine", *words)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode in (1, 2) and line.startswith("fsdp_lab: ") and told in line
 
 
 def test_the_forecast_runs(project: Path) -> None:

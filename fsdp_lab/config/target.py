@@ -116,7 +116,7 @@ def check_arguments(
                 raise ConfigError(
                     f"{group}._target_={path} takes no {name}; it is called with {name}=..., so add that parameter."
                 )
-        kind = _KIND[group]
+        kind = _KIND.get(group, "")
         if kind in arguments and kind not in named:
             raise ConfigError(
                 f"{group}.{kind}={arguments[kind]}: {path} takes no {kind}, which is of the option that "
