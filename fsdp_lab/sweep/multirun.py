@@ -20,7 +20,7 @@ from fsdp_lab.locks import locked
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
-from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
+from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.report import sweep_of
@@ -102,7 +102,8 @@ class Command:
         self._auto = AUTO_REPEAT in self._arguments
         self.common = self._compose(fixed_words(self._parser, defaults, self._arguments), 0)
         if self._auto:
-            axes = [override.get_key_element() for override in given if override.is_sweep_override()]
+            given = all_overrides(self._parser, defaults, self._arguments)
+            axes = [key for key, override in given.items() if override.is_sweep_override()]
             check_auto(self.common.config.repeat_max, self.common.config.search.samples, axes)
 
     def new_sweep(self) -> tuple[SweepPlan, list[str]]:
