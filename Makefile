@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-SWEEP ?= sharding=per_block precision=fp16 -m
+SWEEP ?= -m sharding=root,per_block precision=fp32 offload=none reshard_after_forward=always,never
 
 .PHONY: sweep test test-long test-fast test-oldest test-ui lint format ui bench check-gpu check-gpu-ray gpu-wheels forecast wheel clean
 
-sweep: $(VENV)/.installed   ## the sweep of the README: offload x reshard_after_forward on the bundled digits
+sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
 
 # Two files of tests side by side: much of a test is waiting for processes to start.

@@ -47,7 +47,9 @@ def run_cli(
     if STORE in arguments:
         lay_store(cwd)
     command = command_line(*arguments, tell_imports=tell_imports)
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+    # What Python knows of the environment: readline adds the size of a terminal of 80 columns behind its back.
+    env = dict(os.environ)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=env)
 
 
 @pytest.fixture
