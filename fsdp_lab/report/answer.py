@@ -28,6 +28,7 @@ STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
 
 _MOST_LINES = 6  # settings that are all told; of more, those that differ from the recommended one in one value
 _MOST_TIED = 3
+_MOST_PRINTED = 8  # lines on a terminal
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,10 @@ def _intervals(sweep: Sweep, speeds: Speeds) -> dict[str, Interval]:
 
 def plain_text(found: Answer) -> list[str]:
     """What a terminal shows of an answer, line by line: the sentence, the other values, the notes and the command."""
-    lines = [found.sentence, *(f"  {line}" for line in found.lines), *found.notes]
+    told = [f"  {line}" for line in found.lines[:_MOST_PRINTED]]
+    if more := len(found.lines) - len(told):
+        told.append(f"  and {count(more, 'more setting')}: see report.html")
+    lines = [found.sentence, *told, *found.notes]
     return [line.replace("`", "") for line in lines] + ([f"  {found.command}"] if found.command else [])
 
 

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.data import Setting, Sweep
@@ -75,7 +74,8 @@ def choose(sweep: Sweep) -> Choice:
     by_speed = not sweep.objectives or any(metric == SPEED for metric, _ in sweep.objectives)
     timed = [s for s in able if speeds.has(sweep.groups[s.name])] if by_speed else []
     if timed:
-        why_not |= {s.name: _untimed(sweep, s) for s in able if s not in timed}
+        counted = {s.name for s in timed}
+        why_not |= {s.name: _untimed(sweep, s) for s in able if s.name not in counted}
         able = timed
     axes = _axes(sweep)
     fitting = [s for s in sweep.settings if _does_not_fit(s) is None]
@@ -175,7 +175,7 @@ def value(sweep: Sweep, speeds: Speeds, setting: Setting, metric: str) -> float:
     if metric != SPEED:
         return setting.median(metric)
     group = sweep.groups[setting.name]
-    return speeds.speed(group).value if speeds.has(group) else math.nan
+    return speeds.estimate(group) if speeds.has(group) else math.nan
 
 
 def departures(values: Mapping[str, str]) -> list[bool]:
@@ -239,7 +239,7 @@ def _break_tie(sweep: Sweep, speeds: Speeds, tied: Sequence[Setting]) -> tuple[S
     """One of settings that are equally good, and what decided."""
     left, decided = list(tied), ""
     for name, key in (
-        ("the smallest peak memory", lambda s: _or_inf(_memory(sweep, s))),
+        ("the smallest peak memory", lambda s: _or_inf(sweep.peaks[sweep.groups[s.name]])),
         ("the plainest setting", lambda s: departures(s.values)),
         (f"the lowest {sweep.loss_key}", lambda s: _or_inf(s.median(sweep.loss_key))),
         ("the speed as measured", lambda s: -_or_zero(value(sweep, speeds, s, SPEED))),
@@ -251,16 +251,9 @@ def _break_tie(sweep: Sweep, speeds: Speeds, tied: Sequence[Setting]) -> tuple[S
     return left[0], decided or "the order of the sweep"
 
 
-def _memory(sweep: Sweep, setting: Setting) -> float:
-    """The peak of the settings that differ in nothing that changes it."""
-    group = sweep.groups[setting.name]
-    found = [peak for s in sweep.settings if sweep.groups[s.name] == group for peak in s.of(MEMORY)]
-    return median(found) if found else math.nan
-
-
 def _rank(sweep: Sweep, setting: Setting) -> tuple[float, list[bool]]:
     """What breaks a tie: the smaller, then the plainer."""
-    return (_or_inf(_memory(sweep, setting)), departures(setting.values))
+    return (_or_inf(sweep.peaks[sweep.groups[setting.name]]), departures(setting.values))
 
 
 def _does_not_fit(setting: Setting) -> str | None:

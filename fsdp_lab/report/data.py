@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import median
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.metrics import OTHERS_CPU, SPEED, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, TRAIN_LOSS, VAL_LOSS
 from fsdp_lab.report.speed import Run
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.takehome import Setup
@@ -137,6 +137,14 @@ class Sweep:
             setting.name: known.setdefault(tuple(setting.values[axis] for axis in self.speed_axes), len(known))
             for setting in self.settings
         }
+
+    @cached_property
+    def peaks(self) -> dict[int, float]:
+        """Group of settings -> the median of their peak memories, which nothing in it changes; NaN without one."""
+        found: dict[int, list[float]] = {}
+        for setting in self.settings:
+            found.setdefault(self.groups[setting.name], []).extend(setting.of(MEMORY))
+        return {group: median(peaks) if peaks else math.nan for group, peaks in found.items()}
 
     @cached_property
     def runs(self) -> list[Run]:

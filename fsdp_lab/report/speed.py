@@ -110,6 +110,10 @@ class Speeds:
             return Basis.repeats
         return Basis.steps if any(run.error for run in self._runs) else Basis.nothing
 
+    def estimate(self, group: int) -> float:
+        """The group's speed over the rounds of the sweep."""
+        return math.exp(float(self._effects[self._place[group]]))
+
     def speed(self, group: int) -> Interval:
         """The group's speed over the rounds of the sweep, and its interval."""
         place = self._place[group]
@@ -205,9 +209,16 @@ class Speeds:
         floor = sum(error**2 for error in errors) / len(errors) if errors else 0.0
         return max(float(residuals @ residuals) / self._freedom, floor)
 
+    @cached_property
+    def _by_group(self) -> list[list[Run]]:
+        found: list[list[Run]] = [[] for _ in self._known]
+        for run, place in zip(self._runs, self._groups.tolist(), strict=True):
+            found[place].append(run)
+        return found
+
     def _steps_error(self, place: int) -> tuple[float, int]:
         """The relative standard error of a group's only run and its degrees of freedom; zeros where not known."""
-        runs = [run for run, group in zip(self._runs, self._groups, strict=True) if group == place]
+        runs = self._by_group[place]
         if not all(run.error for run in runs):
             return 0.0, 0
         error = math.sqrt(sum((run.error or 0.0) ** 2 for run in runs)) / len(runs)

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.metrics import OTHERS_CPU, SPEED
-from fsdp_lab.report.answer import answer
+from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import candidates
 from fsdp_lab.report.data import Trial
 from fsdp_lab.report.effects import Effect, effects
@@ -447,3 +447,14 @@ def test_why_auto_stopped_is_true_of_a_sweep_that_was_killed_between_rounds():
     assert answer(sweep(rows[:1], axes=axes, repeat_max=4)).notes == [], "a single setting has nothing to settle"
     loss = answer(sweep(rows, axes=axes, repeat_max=4, objectives=[("val/loss", "min")])).notes
     assert loss == ["repeat=auto repeated nothing: it repeats to compare speeds, and no objective is one."]
+
+
+def test_a_terminal_shows_some_lines_and_says_where_the_others_are():
+    rows = [
+        Trial(n, {"model.width": str(n)}, TrialStatus.finished, {**trial(0).figures, SPEED: 100.0 + 9 * n})
+        for n in range(30)
+    ]
+    found = answer(sweep(rows, axes=["model.width"]))
+    lines = plain_text(found)
+    assert len(found.lines) == 29 and len([line for line in lines if line.startswith("  model.width=")]) == 8
+    assert "  and 21 more settings: see report.html" in lines
