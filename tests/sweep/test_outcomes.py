@@ -45,7 +45,9 @@ def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_h
     assert len(rows) == 5 and set(statuses) == {"finished", "stopped"}, statuses
     assert statuses.count("stopped") >= 2
     assert sorted(freed) == [number for number, status in enumerate(statuses) if status == "stopped"]
-    assert max(freed.values()) < FREED_S, freed
+    # of cores that others do not use: beside other tests it takes as many times as long as processes wait for a core
+    waiting = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert max(freed.values()) < FREED_S * waiting, (freed, waiting)
     assert {row["status"] for row in rows if int(row["epoch"]) == 30} == {"finished"}
     (parent,), children = runs(tmp_path)
     assert parent.info.status == "FINISHED"
