@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
+from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.choice import (
     PLAIN,
     Choice,
     candidates,
     choose,
     departures,
-    ratio_text,
     value,
 )
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, Trial, words
 from fsdp_lab.report.speed import Basis, Interval, Speeds
-from fsdp_lab.wording import count, significant
+from fsdp_lab.report.texts import memory_text, ratio_text, speed_text, times_text
+from fsdp_lab.wording import count
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
@@ -351,40 +351,6 @@ def _ratio(sweep: Sweep, speeds: Speeds, a: Setting, b: Setting) -> Interval:
 def _apart(setting: Setting, other: Setting) -> str:
     """The other setting by those values that are not this one's."""
     return words({key: text for key, text in other.values.items() if setting.values.get(key) != text})
-
-
-def times_text(ratio: Interval) -> str:
-    """`1.95× (1.80 to 2.11)`; without the interval where that is not known."""
-    return f"{_ratio_text(ratio.value)}×{_spread(ratio, _ratio_text)}"
-
-
-def _spread(interval: Interval, text: Callable[[float], str]) -> str:
-    if not interval.known:
-        return ""
-    if math.isinf(interval.high):
-        return " (not known to within a factor of 100)"
-    return f" ({text(interval.low)} to {text(interval.high)})"
-
-
-def _ratio_text(number: float) -> str:
-    if 0.995 <= number < 1.005 and number != 1:  # on which side of 1 it is matters
-        return f"{number:.3f}"
-    return f"{number:.2f}" if 0.1 <= number < 9.995 else significant(number)
-
-
-def speed_text(speed: Interval) -> str:
-    """`1,950 samples/s (1,900 to 2,000)`."""
-    return f"{figures_text(speed.value)} samples/s{_spread(speed, figures_text)}"
-
-
-def memory_text(num_bytes: float) -> str:
-    """Bytes with four digits and their unit."""
-    return f"{num_bytes / MIB:#.4g} MiB" if num_bytes < 999.95 * MIB else f"{num_bytes / MIB / 1024:#.4g} GiB"
-
-
-def figures_text(number: float) -> str:
-    """A number with three digits, from a thousand on with four: `1,950`, `0.0123`."""
-    return f"{float(f'{number:.4g}'):,.0f}" if number >= 999.5 else significant(number)
 
 
 def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:

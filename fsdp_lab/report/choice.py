@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.data import Setting, Sweep
 from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Speeds
+from fsdp_lab.report.texts import ratio_text
 from fsdp_lab.status import TrialStatus
 
 # The setting that others are compared with is the one that has most of these, the first weighing most; of two that
@@ -288,13 +289,6 @@ def _untimed(sweep: Sweep, setting: Setting) -> str:
             f"its speed was measured while others used {max(shared) * 100:.0f} % of the machine's cores; run it again"
         )
     return "has no samples/s: it ended before a step was timed"
-
-
-def ratio_text(value: float) -> str:
-    """A change as a ratio, in per cent with its sign and two or three digits: `+2.7 %`."""
-    percent = value * 100
-    digits = 0 if abs(percent) >= 100 else 1 if abs(percent) >= 1 else 2 if abs(percent) >= 0.1 else None
-    return f"{percent:+.{digits}f} %" if digits is not None else f"{percent:+.1g} %"
 
 
 def _or_inf(number: float) -> float:

@@ -1,0 +1,51 @@
+"""Figures as a report's sentences write them: with three or four digits, their unit, and where they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from fsdp_lab.metrics import MIB
+from fsdp_lab.report.speed import Interval
+from fsdp_lab.wording import significant
+
+
+def times_text(ratio: Interval) -> str:
+    """`1.95× (1.80 to 2.11)`; without the interval where that is not known."""
+    return f"{_ratio_text(ratio.value)}×{_spread(ratio, _ratio_text)}"
+
+
+def _spread(interval: Interval, text: Callable[[float], str]) -> str:
+    if not interval.known:
+        return ""
+    if math.isinf(interval.high):
+        return " (not known to within a factor of 100)"
+    return f" ({text(interval.low)} to {text(interval.high)})"
+
+
+def _ratio_text(number: float) -> str:
+    if 0.995 <= number < 1.005 and number != 1:  # on which side of 1 it is matters
+        return f"{number:.3f}"
+    return f"{number:.2f}" if 0.1 <= number < 9.995 else significant(number)
+
+
+def speed_text(speed: Interval) -> str:
+    """`1,950 samples/s (1,900 to 2,000)`."""
+    return f"{figures_text(speed.value)} samples/s{_spread(speed, figures_text)}"
+
+
+def memory_text(num_bytes: float) -> str:
+    """Bytes with four digits and their unit."""
+    return f"{num_bytes / MIB:#.4g} MiB" if num_bytes < 999.95 * MIB else f"{num_bytes / MIB / 1024:#.4g} GiB"
+
+
+def figures_text(number: float) -> str:
+    """A number with three digits, from a thousand on with four: `1,950`, `0.0123`."""
+    return f"{float(f'{number:.4g}'):,.0f}" if number >= 999.5 else significant(number)
+
+
+def ratio_text(value: float) -> str:
+    """A change as a ratio, in per cent with its sign and two or three digits: `+2.7 %`."""
+    percent = value * 100
+    digits = 0 if abs(percent) >= 100 else 1 if abs(percent) >= 1 else 2 if abs(percent) >= 0.1 else None
+    return f"{percent:+.{digits}f} %" if digits is not None else f"{percent:+.1g} %"
