@@ -110,6 +110,7 @@ class _GlooOnCopies(TorchDispatchMode):
     the same in every run. DDP's buckets are float32 and live on in any case, and DDP wants the very same back."""
 
     _ALL_REDUCE = torch.ops.c10d.allreduce_.default
+    _BROADCAST = torch.ops.c10d.broadcast_.default  # of the order of DDP's gradients, in its second step
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -121,9 +122,9 @@ class _GlooOnCopies(TorchDispatchMode):
             return output, finished_work()  # waited for: a second wait would show gloo's own buffers
         if func in FUNCTIONAL_COLLECTIVES and args[0].device.type == "cpu":  # DTensor's: the norm of clipped gradients
             return wait_for_functional(func(*args, **kwargs)).clone()
-        if func is self._ALL_REDUCE and args[0][0].device.type == "cpu":
+        if func in (self._ALL_REDUCE, self._BROADCAST) and args[0][0].device.type == "cpu":
             tensors, *rest = args
-            if tensors[0].dtype is torch.float32:
+            if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32:
                 return tensors, _wait(func(tensors, *rest, **kwargs))
             copies = [tensor.clone() for tensor in tensors]
             work = _wait(func(copies, *rest, **kwargs))
