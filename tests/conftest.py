@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parent.parent
+# A terminal's width is for the tests that set one: readline sets 80 columns, which pytest's workers inherit.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
@@ -47,8 +51,7 @@ def run_cli(
     if STORE in arguments:
         lay_store(cwd)
     command = command_line(*arguments, tell_imports=tell_imports)
-    # What Python knows of the environment: readline adds the size of a terminal of 80 columns behind its back.
-    env = dict(os.environ)
+    env = dict(os.environ)  # without what readline adds behind Python's back: a terminal of 80 columns
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=env)
 
 

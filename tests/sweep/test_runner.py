@@ -139,8 +139,12 @@ class Writes(Listener):
         self.said.append(text)
 
 
-def test_what_a_failed_trial_says_is_not_said_of_its_forecast_too(compose_trial: Compose, tmp_path: Path):
-    """Its loss is no scalar. The others, which this executor lets train, are without a forecast for that reason."""
+def test_what_a_failed_trial_says_is_not_said_of_its_forecast_too(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its loss is no scalar. The others, which this executor lets train, are without a forecast for that reason.
+    The executor needs no Ray, so the number of GPUs is given."""
+    monkeypatch.setattr("fsdp_lab.engine.cluster.num_gpus", lambda: 0)
     words = [
         "task.loss=tests.workloads.user.my_project.net.of_each_item",
         "task=custom",
