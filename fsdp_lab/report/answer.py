@@ -357,8 +357,14 @@ def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
     if not sweep.trials:
         return "Nothing can be recommended: no trial was begun."
     reasons = Counter(reason.partition(":")[0].partition(" in ")[0] for reason in why_not.values())
-    told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    told = ", ".join(f"{count} {_of_many(reason) if count > 1 else reason}" for reason, count in reasons.most_common())
     return f"Nothing qualifies: of {len(sweep.settings)} settings {told}."
+
+
+def _of_many(reason: str) -> str:
+    """What is said of one setting, said of several."""
+    verb, space, rest = reason.partition(" ")
+    return {"has": "have", "was": "were", "needs": "need"}.get(verb, verb) + space + rest
 
 
 def plainest(setting: Setting) -> Trial:

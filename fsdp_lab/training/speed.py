@@ -125,15 +125,16 @@ class Timed:
 
 
 def variance_of_sum(times: Sequence[float]) -> float:
-    """The variance of the sum of step times that follow one another and are correlated; 0 for fewer than four.
+    """The variance of the sum of step times that follow one another and are correlated; 0 for a single one. Two or
+    three count as independent.
 
     By non-overlapping batch means with batches of the square root of the number of steps (Flegal and Jones, "Batch
     means and spectral variance estimators in Markov chain Monte Carlo", Annals of Statistics 38, 2010). What changes
     from run to run, or slower than within a batch, is not in it.
     """
-    size = math.isqrt(len(times))
-    if size < 2:
+    if len(times) < 2:
         return 0.0
+    size = math.isqrt(len(times))
     means = [fmean(times[i : i + size]) for i in range(0, len(times) - size + 1, size)]
     return len(times) * size * variance(means)
 

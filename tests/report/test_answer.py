@@ -122,6 +122,8 @@ def test_when_nothing_qualifies_it_says_that_and_why():
     assert found.sentence == "Nothing qualifies: of 2 settings 1 ran out of memory, 1 diverged."
     nan = trial(0, ("ddp", "fp32", "finished", 10, 100.0, math.nan))
     assert "has no finite val/loss" in answer(sweep([nan])).why_not["sharding=ddp precision=fp32"]
+    two = [nan, trial(1, ("root", "fp32", "finished", 10, 100.0, math.nan))]
+    assert answer(sweep(two)).sentence == "Nothing qualifies: of 2 settings 2 have no finite val/loss."
     assert "no trial was begun" in answer(sweep([])).sentence
 
 

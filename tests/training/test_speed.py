@@ -107,7 +107,8 @@ def test_the_variance_of_correlated_steps() -> None:
             series.append(0.5 * series[-1] + noise)
         found.append(variance_of_sum([10 + x for x in series[101:]]) / 1000)
     assert statistics.fmean(found) == pytest.approx(4.0, rel=0.1)
-    assert variance_of_sum([1.0, 2.0, 3.0]) == 0.0
+    assert variance_of_sum([1.0, 2.0, 3.0]) == pytest.approx(3.0), "three batches of one step, whose variance is 1"
+    assert variance_of_sum([1.0]) == 0.0
 
 
 def test_timer_counts_the_waits_of_the_steps_that_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
