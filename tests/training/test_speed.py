@@ -92,7 +92,7 @@ def test_a_speed_is_that_of_all_timed_steps_of_the_run() -> None:
         told = speed_metrics([1.0, 2.0], trial, ALONE, None, run=before.plus([1.0, 2.0], 0.5))
         assert told["perf/samples_per_s"] == pytest.approx(6 * 32 / 4)
         assert told["perf/others_cpu"] == pytest.approx((0.1 * 1 + 0.5 * 3) / 4)
-        assert told["perf/speed_error"] == pytest.approx(math.sqrt(0.04) / 4)
+        assert told["perf/speed_error"] == pytest.approx(math.sqrt(0.04 + 1) / 4), "batches of two steps, and of one"
         assert told["perf/step_time_p50_s"] == 1.0, "of the epoch alone"
     assert Timed.before([{"perf/samples_per_s": 1.0}]) == Timed(), "of a version that told less"
 
