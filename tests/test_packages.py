@@ -65,6 +65,9 @@ OWNERS = {
     "omegaconf": {"compose", "__main__", "sweep", "hydra_plugins"},
     "torch": {"workloads", "training", "forecast", "predict"},
     "torchvision": {"workloads"},
+    "transformers": {"workloads"},
+    "huggingface_hub": {"workloads"},
+    "safetensors": {"workloads"},
 }
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
 

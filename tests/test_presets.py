@@ -14,6 +14,7 @@ from fsdp_lab.compose import register_schema, typed_config
 from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict, with_custom
 from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
+from tests.workloads.hf.cases import WORDS as HF
 from tests.workloads.user.project import HERE
 
 TWO_STEPS = [
@@ -43,6 +44,9 @@ NEEDS = {
     "model=llama3_1b": SMALL_LLAMA,
     "model=llama3_8b": SMALL_LLAMA,
     "model=llama3_70b": SMALL_LLAMA,
+    "model=hf_causal_lm": [*HF["gpt2"], "data.num_train=64", "data.num_val=16"],
+    "model=hf_seq2seq": HF["t5"],
+    "model=hf_image_classification": HF["vit"],
     # With all their layers two steps take up to minutes on two cores, and 8 GB.
     "model=vit_b_16": [*LARGE, "model.num_layers=2"],
     "model=vit_l_16": [*LARGE, "model.num_layers=2"],

@@ -34,7 +34,9 @@ _CUSTOM = {"model._target_": "model", "data._target_": "data", "task.loss": "tas
 
 
 _CHOSEN = ("task", "model", "data")
-_LANGUAGE = "_target_: fsdp_lab.workloads.language."
+# What an option for tokens has in its file.
+_LANGUAGE = ("_target_: fsdp_lab.workloads.language.", "_target_: fsdp_lab.workloads.hf.models.causal_lm")
+_OURS = ("lm_tiny", "hf_causal_lm")  # models that train on any text; the others are published sizes
 
 
 def with_custom(words: Sequence[str]) -> list[str]:
@@ -56,7 +58,7 @@ def with_language(words: Sequence[str]) -> list[str]:
         return list(words)
     chosen = {*typed, *(group for word in words if word.startswith("experiment=") for group in _chosen_by(word[11:]))}
     published = any(
-        option != "lm_tiny" and _of_language("model", option) for option in typed.get("model", "").split(",")
+        option not in _OURS and _of_language("model", option) for option in typed.get("model", "").split(",")
     )
     implied = {"task": "language", "model": "lm_tiny", "data": "synthetic_tokens" if published else "pydoc"}
     return [*(f"{group}={option}" for group, option in implied.items() if group not in chosen), *words]
@@ -70,7 +72,9 @@ def _chosen_by(preset: str) -> list[str]:
 
 def _of_language(group: str, option: str) -> bool:
     file = conf_dir() / group / f"{option}.yaml"
-    return (group, option) == ("task", "language") or (file.is_file() and _LANGUAGE in file.read_text())
+    return (group, option) == ("task", "language") or (
+        file.is_file() and any(target in file.read_text() for target in _LANGUAGE)
+    )
 
 
 def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fsdp_lab.config.errors import CombinationError
-from fsdp_lab.config.target import argument, import_callable
 from fsdp_lab.config.workload import (
     DataConfig,
     DataGroup,
@@ -12,11 +11,16 @@ from fsdp_lab.config.workload import (
     TaskConfig,
     UserData,
     UserModel,
-    needed_target,
 )
 
-_LANGUAGE = "fsdp_lab.workloads.language."  # where our models and data sets of tokens are
-_TASKS = {"classification": "images", "language": "tokens"}  # the others take anything
+# What the targets of our models and data sets begin with -> what they are for; those of the user's take anything.
+_TARGETS = {
+    "fsdp_lab.workloads.language.": "tokens",
+    "fsdp_lab.workloads.hf.models.causal_lm": "tokens",
+    "fsdp_lab.workloads.hf.models.seq2seq": "pairs of texts",
+    "fsdp_lab.workloads.hf.models.image_classification": "images",
+}
+_TASKS = {"classification": "images", "language": "tokens", "seq2seq": "pairs of texts"}  # the others take anything
 
 
 def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
@@ -26,8 +30,8 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
         CombinationError: with what fits.
     """
     parts = [
-        (f"model.family={model.family}", "images") if isinstance(model, ModelConfig) else _of_language("model", model),
-        (f"data.name={data.name}", "images") if isinstance(data, DataConfig) else _of_language("data", data),
+        (f"model.family={model.family}", "images") if isinstance(model, ModelConfig) else _of_target("model", model),
+        (f"data.name={data.name}", "images") if isinstance(data, DataConfig) else _of_target("data", data),
         (f"task={task.name}", _TASKS.get(task.name)),
     ]
     known = [(typed, of) for typed, of in parts if of is not None]
@@ -40,9 +44,9 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
         )
 
 
-def _of_language(group: str, part: ModelGroup | DataGroup) -> tuple[str, str | None]:
-    target = part.target if isinstance(part, UserModel | UserData) else None
-    return f"{group}._target_={target}", "tokens" if (target or "").startswith(_LANGUAGE) else None
+def _of_target(group: str, part: ModelGroup | DataGroup) -> tuple[str, str | None]:
+    target = (part.target if isinstance(part, UserModel | UserData) else None) or ""
+    return f"{group}._target_={target}", next((of for path, of in _TARGETS.items() if target.startswith(path)), None)
 
 
 def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> None:
@@ -54,12 +58,10 @@ def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> 
     Raises:
         CombinationError: the model has fewer.
     """
-    if not isinstance(model, UserModel) or not isinstance(data, UserData) or not isinstance(needed, int):
+    if not isinstance(data, UserData) or not isinstance(needed, int):
         return
-    has = argument(
-        import_callable(needed_target(model.target, "model"), "model._target_"), model.arguments, "vocab_size"
-    )
-    if not isinstance(has, int) or has >= needed:
+    has = model.vocab_size()
+    if has is None or has >= needed:
         return
     name = next((name for name in ("tokenizer", "vocab_size") if data.arguments.get(name) is not None), "_target_")
     raise CombinationError(

@@ -71,11 +71,12 @@ class TrialConfig:
         check_parts(self.model, self.data, self.task)
 
     def check_files(self) -> None:
-        """Refuse data that are not on this machine, or that have more tokens than the model knows.
+        """Refuse data or weights that are not on this machine, and data with more tokens than the model knows.
 
         Raises:
             UserError: as said.
         """
+        self.model.check_files()
         self.data.check_files()
         check_vocab_size(self.model, self.data, self.data.least_vocab_size())
 

@@ -11,7 +11,9 @@ from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import Between, Memory, at_least_one, divisors, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
 from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.source import ModelSource
 from fsdp_lab.config.target import (
+    argument,
     check_arguments,
     check_loss,
     check_nested,
@@ -43,6 +45,16 @@ class ModelGroup:
             ConfigError: a value that is wrong alone.
         """
         raise NotImplementedError
+
+    def check_files(self) -> None:
+        """
+        Raises:
+            UserError: files that are needed are not on this machine, or do not fit the model.
+        """
+
+    def vocab_size(self) -> int | None:
+        """Return how many tokens the model knows; None where it takes none, or that is not known."""
+        return None
 
     def paths(self) -> list[str]:
         """Return the dotted paths to the user's code."""
@@ -171,12 +183,29 @@ class UserModel(ModelGroup, OpenGroup):
         Raises:
             ConfigError: a path that cannot be imported, or arguments that the target does not take.
         """
-        target = needed_target(self.target, "model")
-        check_arguments(import_callable(target, "model._target_"), target, "model", self.arguments)
+        function = self.function()
+        check_arguments(function, needed_target(self.target, "model"), "model", self.arguments)
         check_nested(self.arguments, "model")
+        if isinstance(function, ModelSource):
+            function.check(**self.arguments)
         for path in self.block_classes or ():
             if not isinstance(import_object(path, "model.block_classes"), type):
                 raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
+
+    def function(self) -> Any:
+        """Return what the target names."""
+        return import_callable(needed_target(self.target, "model"), "model._target_")
+
+    def check_files(self) -> None:
+        if isinstance(function := self.function(), ModelSource):
+            function.check_files(**self.arguments)
+
+    def vocab_size(self) -> int | None:
+        function = self.function()
+        if isinstance(function, ModelSource):
+            return function.vocab_size(**self.arguments)
+        size = argument(function, self.arguments, "vocab_size")
+        return size if isinstance(size, int) else None
 
     def paths(self) -> list[str]:
         inner = (str(value["_target_"]) for _, value in nested(self.arguments, "model"))

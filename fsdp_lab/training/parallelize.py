@@ -90,10 +90,11 @@ def apply_fully_shard(
 
 def _register_dataclasses(module: nn.Module, args: Any, output: Any) -> None:
     """Let PyTorch look into a dataclass that a module returns. FSDP2 before PyTorch 2.15 finds no tensor in it, and
-    the module's backward pass would compute without its parameters."""
-    if dataclasses.is_dataclass(output) and type(output) not in _REGISTERED:
+    the module's backward pass would compute without its parameters. The outputs of transformers, which are
+    dictionaries too, are registered."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, dict) and type(output) not in _REGISTERED:
         _REGISTERED.add(type(output))
-        with suppress(ValueError):  # it is registered, as the outputs of transformers are
+        with suppress(ValueError):  # it is registered
             torch.export.register_dataclass(type(output))
 
 

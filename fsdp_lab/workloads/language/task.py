@@ -19,6 +19,8 @@ def build_task(config: TaskConfig, model: ModelGroup) -> Language:
 class Language:
     """Cross entropy of tokens `(batch, seq + 1)`: all but the last are read, all but the first are told; -1 is padding.
 
+    The model returns logits `(batch, seq, vocabulary)`, or an object with these as its `logits`.
+
     The loss is a mean over this rank's tokens, and gradients are averaged over ranks. Rows of packed data are full, so
     that is the mean over all tokens; where ranks count different numbers of tokens, it is not.
 
@@ -36,7 +38,8 @@ class Language:
     def forward(self, model: nn.Module, batch: Tensor) -> Any:
         tokens = batch[:, :-1].clamp(min=0)  # padding is no row of an embedding
         if self.loss_chunks == 1:
-            return model(tokens)
+            outputs = model(tokens)
+            return outputs if isinstance(outputs, Tensor) else outputs.logits
         return model(tokens, labels=batch[:, 1:], loss_chunks=self.loss_chunks)
 
     def loss(self, outputs: Any, batch: Tensor) -> Tensor:

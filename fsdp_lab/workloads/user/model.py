@@ -33,6 +33,8 @@ def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
     """
     try:
         model = function(**instantiate(arguments, "model"))  # anew: it runs more than once, and may change a list
+    except UserError:  # our own say it in one message
+        raise
     except (TypeError, ValueError, KeyError, AttributeError, AssertionError, OSError, ImportError) as error:
         if "meta device type tensor" in str(error):  # NumPy asks for values that are not there yet
             raise

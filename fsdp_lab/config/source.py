@@ -1,0 +1,32 @@
+"""What `model._target_` may name where a plain callable says too little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ModelSource:
+    """A callable that builds models and that knows more of its arguments than a signature says.
+
+    Each method takes the arguments of `__call__`.
+    """
+
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        """Return the model."""
+        raise NotImplementedError
+
+    def check(self, *args: Any, **arguments: Any) -> None:
+        """
+        Raises:
+            UserError: an argument without a meaning. Nothing larger than a configuration is read for that.
+        """
+
+    def check_files(self, *args: Any, **arguments: Any) -> None:
+        """
+        Raises:
+            UserError: files that are needed are not on this machine, or do not fit the model.
+        """
+
+    def vocab_size(self, *args: Any, **arguments: Any) -> int | None:
+        """Return how many tokens the model knows; None where it takes none."""
+        return None

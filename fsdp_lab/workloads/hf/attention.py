@@ -1,0 +1,41 @@
+"""Attention whose masks hang on no value: a forecast has none, and a GPU would wait for one in each forward pass.
+
+transformers looks at a mask to leave out one that masks nothing. Under fake tensors it cannot, and makes it: a forecast
+would hold more than training does. Both names below are of PyTorch's attention; what differs is what is known of masks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from fsdp_lab.workloads.hf.library import transformers
+
+UNPADDED = "fsdp_lab_unpadded"  # rows are full: a causal model needs no mask but its own
+PADDED = "fsdp_lab_padded"  # a mask that is given masks something
+
+
+def use(model: Any, name: str) -> None:
+    """Let a model that can use PyTorch's attention use it by a name of ours; others stay as they are."""
+    if model.config._attn_implementation == "sdpa":
+        _register()
+        model.set_attn_implementation(name)
+
+
+@cache
+def _register() -> None:
+    library = transformers()
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def without_padding(**options: Any) -> Any:
+        return sdpa_mask(**{**options, "attention_mask": None})
+
+    def with_padding(**options: Any) -> Any:
+        if options.get("attention_mask") is not None:
+            options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return sdpa_mask(**options)
+
+    for name, mask in ((UNPADDED, without_padding), (PADDED, with_padding)):
+        library.AttentionInterface.register(name, sdpa_attention_forward)
+        library.AttentionMaskInterface.register(name, mask)

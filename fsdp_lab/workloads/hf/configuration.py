@@ -1,0 +1,192 @@
+"""The configuration of a model: read from a folder, a JSON file or the hub, with the values that were typed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config.errors import ConfigError, UserError
+from fsdp_lab.config.suggest import closest
+from fsdp_lab.workloads.hf.library import transformers
+
+CONFIG_FILE = "config.json"
+# What says which model it is, or is of this machine alone: not to be set by a key.
+_NOT_KEYS = {
+    "model_type", "architectures", "auto_map", "transformers_version", "_name_or_path", "dtype", "torch_dtype",
+    "quantization_config", "id2label", "label2id",
+}  # fmt: skip
+_ALSO_KEYS = {"num_labels"}  # of every configuration, though no file has it
+_REACH_S = 5
+
+
+def read_config(config: str | None, overrides: Mapping[str, Any]) -> Any:
+    """Return the `PreTrainedConfig` that `model.config` names, with the values of the other keys below `model`.
+
+    Raises:
+        UserError: it cannot be read, is of a model that transformers does not have, or has not such a key.
+    """
+    values = read_values(config)
+    kind = _class_of(values, config)
+    try:
+        plain = kind.from_dict(copy.deepcopy(values))
+        _check_keys(plain, overrides, config)
+        merged = merge(values, {plain.attribute_map.get(name, name): value for name, value in overrides.items()})
+        return kind.from_dict(with_layers(merged, overrides))
+    except UserError:
+        raise
+    except Exception as error:  # each configuration raises what it likes
+        shown = "".join(f" model.{name}={value}" for name, value in overrides.items())
+        raise ConfigError(f"model.config={config}{shown}: {' '.join(str(error).split())}") from error
+
+
+def read_values(config: str | None) -> dict[str, Any]:
+    """Return the content of a configuration's file.
+
+    Raises:
+        UserError: there is none, it is no JSON, or its weights are quantized.
+    """
+    if not config:
+        raise ConfigError(
+            "model.config names nothing; give a folder with a config.json, such a file, or a name on the Hugging Face "
+            "hub, as in model.config=openai-community/gpt2."
+        )
+    path = Path(config)
+    values = _read(path / CONFIG_FILE if path.is_dir() else path, config) if _is_path(config) else _from_hub(config)
+    if "quantization_config" in values:
+        raise ConfigError(
+            f"model.config={config} is of quantized weights, which cannot be trained here; use the model that was "
+            "quantized, or take quantization_config out of the file."
+        )
+    return values
+
+
+def folder_of(config: str) -> Path | None:
+    """Return the folder in which a configuration lies; None for a name on the hub."""
+    path = Path(config)
+    if not _is_path(config):
+        return None
+    return path if path.is_dir() else path.parent
+
+
+def _is_path(config: str) -> bool:
+    """A name on the hub is a word, or two with a slash between them."""
+    return Path(config).exists() or config.startswith((".", "/", "~")) or config.count("/") > 1 or ".json" in config
+
+
+def _read(file: Path, config: str) -> dict[str, Any]:
+    if not file.is_file():
+        what = f"its folder has no {CONFIG_FILE}" if file.parent.is_dir() else "there is no such file or folder"
+        raise ConfigError(f"model.config={config}: {what}; give a folder with a config.json, or such a file.")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"model.config={config}: {file} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"model.config={config}: {file} holds a {type(values).__name__}; it is to hold an object.")
+    return values
+
+
+def _from_hub(name: str) -> dict[str, Any]:
+    """Return the configuration of a name on the hub, from its cache on this machine where that has it.
+
+    Raises:
+        UserError: it is not there, or the hub cannot be reached.
+    """
+    library = transformers()
+    for local in (True, False):
+        if not local:
+            _check_reach(name)
+        try:
+            values, _ = library.PreTrainedConfig.get_config_dict(name, local_files_only=local)
+        except OSError as error:
+            if not local:
+                reason = " ".join(str(error).split())[:300]
+                raise UserError(f"model.config={name} is no folder here, and the hub says: {reason}") from error
+        else:
+            if values:
+                return dict(values)
+    raise UserError(f"model.config={name}: the hub has no {CONFIG_FILE} of that name; give a folder with one.")
+
+
+def _check_reach(name: str) -> None:
+    """Ask the hub once: its client tries for half a minute.
+
+    Raises:
+        UserError: nobody answers.
+    """
+    from huggingface_hub import constants
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_REACH_S).close()
+    except urllib.error.HTTPError:
+        return
+    except OSError as error:
+        raise UserError(
+            f"model.config={name} is neither a folder nor a file here nor in the hub's cache, and {constants.ENDPOINT} "
+            f"cannot be reached ({error}). Where there is a network: hf download {name} --local-dir <folder>; then "
+            "model.config=<folder>."
+        ) from error
+
+
+def _class_of(values: dict[str, Any], config: str | None) -> Any:
+    """
+    Raises:
+        ConfigError: transformers has no such model.
+    """
+    mapping = transformers().CONFIG_MAPPING
+    name = str(values.get("model_type"))
+    if name in mapping:
+        return mapping[name]
+    meant = closest(name, list(mapping.keys())) if "model_type" in values else None
+    remedy = f"did you mean {meant}? " if meant else ""
+    raise ConfigError(
+        f"model.config={config}: model_type={name} is not one of transformers {transformers().__version__}; {remedy}"
+        "a model with code of its own is not run (trust_remote_code is off): give it by model._target_."
+    )
+
+
+def _check_keys(config: Any, overrides: Mapping[str, Any], typed: str | None) -> None:
+    """
+    Raises:
+        ConfigError: the configuration has no such key.
+    """
+    known = (set(config.to_dict()) | set(config.attribute_map) | _ALSO_KEYS) - _NOT_KEYS
+    for name, value in overrides.items():
+        if name in known:
+            continue
+        meant = closest(name, sorted(known))
+        raise ConfigError(
+            f"model.{name}={value}: the configuration {typed} ({config.model_type}) has no key {name}. "
+            + (f"Did you mean model.{meant}? " if meant else "")
+            + f"Its keys are: {', '.join(sorted(known))}."
+        )
+
+
+def merge(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with others over them, key by key in dictionaries inside dictionaries."""
+    merged = copy.deepcopy(dict(values))
+    for name, value in over.items():
+        inner = merged.get(name)
+        merged[name] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def with_layers(merged: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:
+    """Return values whose list of the layers' types, where nobody typed one, fits the number of layers: cut, or left to
+    the configuration's class.
+
+    Args:
+        typed: the keys that were.
+    """
+    count, types = merged.get("num_hidden_layers"), merged.get("layer_types")
+    if "layer_types" in typed or not isinstance(types, list) or not isinstance(count, int) or count == len(types):
+        return merged
+    rest = {name: value for name, value in merged.items() if name != "layer_types"}
+    return {**rest, "layer_types": types[:count]} if count < len(types) else rest

@@ -1,0 +1,26 @@
+"""The package transformers: an extra, and slow to import."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from fsdp_lab.config.errors import UserError
+
+
+@cache
+def transformers() -> Any:
+    """Return the package. What it warns of would be printed by the driver and by each rank.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import safetensors  # noqa: F401 (whether it is there)
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"models of Hugging Face need the package {error.name}, which is not installed: pip install 'fsdp_lab[hf]'."
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers

@@ -1,0 +1,109 @@
+"""The models of transformers as `model._target_` names them: one callable for each kind of task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.source import ModelSource
+from fsdp_lab.workloads.hf import attention
+from fsdp_lab.workloads.hf.configuration import read_config
+from fsdp_lab.workloads.hf.library import transformers
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class HuggingFace(ModelSource):
+    """Models of one of transformers' auto classes.
+
+    `mapping`: the name of its table, configuration class -> model class. `kind`: for messages. `prepare`: what is done
+    to a model that was built.
+    """
+
+    auto_class: str
+    mapping: str
+    kind: str
+    prepare: Callable[[Any], None]
+
+    def __call__(self, config: str, pretrained: bool = False, **overrides: Any) -> nn.Module:
+        """Return the model in float32, with random weights.
+
+        Args:
+            config: a folder with a config.json, such a file, or a name on the hub.
+            pretrained: not looked at: who loads weights does so after the model was divided.
+            overrides: values of the configuration.
+        """
+        made = getattr(transformers(), self.auto_class).from_config(
+            read_config(config, overrides), dtype=torch.float32, trust_remote_code=False
+        )
+        self.prepare(made)
+        return made  # type: ignore[no-any-return]
+
+    def check(self, config: str | None = None, pretrained: bool = False, **overrides: Any) -> None:
+        """
+        Raises:
+            UserError: as `read_config`, or the configuration is of another kind of model.
+        """
+        if not isinstance(pretrained, bool):
+            raise ConfigError(f"model.pretrained={pretrained} is not a truth value; use true or false.")
+        found = read_config(config, overrides)
+        if type(found) in getattr(transformers(), self.mapping):
+            return
+        others = [name for name, other in MODELS.items() if type(found) in getattr(transformers(), other.mapping)]
+        remedy = f"use model={' or model='.join(others)}" if others else "transformers has it for other tasks only"
+        raise ConfigError(f"model.config={config}: a {found.model_type} is no {self.kind}; {remedy}.")
+
+    def vocab_size(self, config: str | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
+        size = getattr(read_config(config, overrides).get_text_config(), "vocab_size", None)
+        return size if isinstance(size, int) else None
+
+
+def _causal(model: Any) -> None:
+    attention.use(model, attention.UNPADDED)
+    model.register_forward_pre_hook(_with_full_rows, with_kwargs=True)
+
+
+def _with_full_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Say that no token is padding: without a mask many models look at the values of positions, to find texts that
+    were packed into one row."""
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if tokens is not None and kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = torch.ones_like(tokens)
+    kwargs.setdefault("use_cache", False)
+    return args, kwargs
+
+
+def _seq2seq(model: Any) -> None:
+    attention.use(model, attention.PADDED)
+    model.register_forward_pre_hook(_with_decoder_inputs, with_kwargs=True)
+
+
+def _with_decoder_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Give the decoder the labels, shifted, and the model none: it would compute a loss that nobody asks for, and keep
+    the probabilities of all tokens a second time."""
+    labels = kwargs.pop("labels", None)
+    if labels is not None:
+        kwargs["decoder_input_ids"] = module.prepare_decoder_input_ids_from_labels(labels)
+    kwargs.setdefault("use_cache", False)
+    return args, kwargs
+
+
+def _as_it_is(model: Any) -> None:
+    """Images have no padding, and no cache."""
+
+
+causal_lm = HuggingFace("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model", _causal)
+seq2seq = HuggingFace(
+    "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "sequence-to-sequence model", _seq2seq
+)
+image_classification = HuggingFace(
+    "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "image classifier", _as_it_is
+)
+# By their options in conf/model.
+MODELS = {"hf_causal_lm": causal_lm, "hf_seq2seq": seq2seq, "hf_image_classification": image_classification}
