@@ -29,6 +29,8 @@ SMALL_LLAMA = [
     "model.dim=64", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=64",
     "data.seq_len=16", "training.global_batch_size=4", "task.loss_chunks=4",
 ]  # fmt: skip
+SUMMARISER = ["model._target_=tests.workloads.seq2seq.net.Summariser"]
+WIKIHOW = ROOT / "tests" / "workloads" / "seq2seq" / "wikihow"
 # What an option needs beside its name.
 NEEDS = {
     "sharding=size_based": ["sharding.min_num_params=1000"],
@@ -40,6 +42,9 @@ NEEDS = {
     "data=example": [f"model._target_={HERE}.net.Net", "model.width=8", f"task.loss={HERE}.net.loss"],
     "task=custom": [f"task.loss={HERE}.net.labels"],
     "task=model_loss": [f"model._target_={HERE}.net.WithLoss", "model.width=8", "data=example"],
+    "data=pydoc_summaries": SUMMARISER,
+    "data=wikihow": [*SUMMARISER, f"data.root={WIKIHOW}"],
+    "task=seq2seq": SUMMARISER,
     "data=text": [f"data.root={ROOT / 'experiments'}", "data.seq_len=64"],
     "model=llama3_1b": SMALL_LLAMA,
     "model=llama3_8b": SMALL_LLAMA,

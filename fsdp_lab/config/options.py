@@ -34,8 +34,12 @@ _CUSTOM = {"model._target_": "model", "data._target_": "data", "task.loss": "tas
 
 
 _CHOSEN = ("task", "model", "data")
-# What an option for tokens has in its file.
-_LANGUAGE = ("_target_: fsdp_lab.workloads.language.", "_target_: fsdp_lab.workloads.hf.models.causal_lm")
+_PACKAGE = "_target_: fsdp_lab.workloads."
+# Task -> what is in the files of its models and data sets, and what stands with it where nothing else is typed.
+_TEXT = {
+    "language": (("language.", "hf.models.causal_lm"), {"model": "lm_tiny", "data": "pydoc"}),
+    "seq2seq": (("seq2seq.", "hf.models.seq2seq"), {"model": "hf_seq2seq", "data": "pydoc_summaries"}),
+}
 _OURS = ("lm_tiny", "hf_causal_lm")  # models that train on any text; the others are published sizes
 
 
@@ -44,23 +48,25 @@ def with_custom(words: Sequence[str]) -> list[str]:
     default model is an argument; likewise `data` and `task.loss`."""
     typed = [word.partition("=")[0].lstrip("+") if not word.endswith("=null") else "" for word in words]
     implied = {typed.index(key): group for key, group in _CUSTOM.items() if key in typed and group not in typed}
-    return with_language(
+    return with_task(
         [each for i, word in enumerate(words) for each in ((f"{implied[i]}=custom", word) if i in implied else (word,))]
     )
 
 
-def with_language(words: Sequence[str]) -> list[str]:
+def with_task(words: Sequence[str]) -> list[str]:
     """Return a command line in which a language model or a data set of tokens alone stands for `task=language` too, and
-    that for `model=lm_tiny` and `data=pydoc`; a published model for `data=synthetic_tokens`. What is typed stays, as
+    that for `model=lm_tiny` and `data=pydoc`; a published model for `data=synthetic_tokens`. Likewise a data set of
+    pairs stands for `task=seq2seq`, and that for `model=hf_seq2seq` and `data=pydoc_summaries`. What is typed stays, as
     does what a preset chooses; one of the user's own, which is not looked into, chooses all three."""
     typed = {group: word.partition("=")[2] for word in words for group in _CHOSEN if word.startswith(f"{group}=")}
-    if not any(_of_language(group, option) for group, value in typed.items() for option in value.split(",")):
+    options = [(group, option) for group, value in typed.items() for option in value.split(",")]
+    task = next((task for task in _TEXT if any(_is_of(task, *each) for each in options)), None)
+    if task is None:
         return list(words)
     chosen = {*typed, *(group for word in words if word.startswith("experiment=") for group in _chosen_by(word[11:]))}
-    published = any(
-        option not in _OURS and _of_language("model", option) for option in typed.get("model", "").split(",")
-    )
-    implied = {"task": "language", "model": "lm_tiny", "data": "synthetic_tokens" if published else "pydoc"}
+    models = [option for group, option in options if group == "model" and option not in _OURS]
+    published = any(_is_of("language", "model", option) for option in models)
+    implied = {"task": task, **_TEXT[task][1], **({"data": "synthetic_tokens"} if published else {})}
     return [*(f"{group}={option}" for group, option in implied.items() if group not in chosen), *words]
 
 
@@ -70,11 +76,12 @@ def _chosen_by(preset: str) -> list[str]:
     return [group for group in _CHOSEN if text is None or f"override /{group}:" in text]
 
 
-def _of_language(group: str, option: str) -> bool:
+def _is_of(task: str, group: str, option: str) -> bool:
+    if group == "task":
+        return option == task
     file = conf_dir() / group / f"{option}.yaml"
-    return (group, option) == ("task", "language") or (
-        file.is_file() and any(target in file.read_text() for target in _LANGUAGE)
-    )
+    text = file.read_text() if file.is_file() else ""
+    return any(f"{_PACKAGE}{target}" in text for target in _TEXT[task][0])
 
 
 def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:

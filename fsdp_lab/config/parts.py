@@ -16,6 +16,7 @@ from fsdp_lab.config.workload import (
 # What the targets of our models and data sets begin with -> what they are for; those of the user's take anything.
 _TARGETS = {
     "fsdp_lab.workloads.language.": "tokens",
+    "fsdp_lab.workloads.seq2seq.": "pairs of texts",
     "fsdp_lab.workloads.hf.models.causal_lm": "tokens",
     "fsdp_lab.workloads.hf.models.seq2seq": "pairs of texts",
     "fsdp_lab.workloads.hf.models.image_classification": "images",
@@ -39,7 +40,8 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
         raise CombinationError(
             f"{', '.join(f'{typed} is for {of}' for typed, of in known)}: these do not fit each other. For images use "
             "data=digits, fashion_mnist or synthetic with model=vit_tiny or mlp and task=classification, for tokens "
-            "data=pydoc, text or synthetic_tokens with model=lm_tiny or llama3_1b and task=language.",
+            "data=pydoc, text or synthetic_tokens with model=lm_tiny or llama3_1b and task=language, for pairs of "
+            "texts data=pydoc_summaries or wikihow with model=hf_seq2seq and task=seq2seq.",
             keys=("model", "data", "task"),
         )
 

@@ -25,6 +25,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     "task.name": {
         "classification": "fsdp_lab.workloads.vision.classification",
         "language": "fsdp_lab.workloads.language.task",
+        "seq2seq": "fsdp_lab.workloads.seq2seq.task",
         "model_loss": "fsdp_lab.workloads.user.task",
         "custom": "fsdp_lab.workloads.user.task",
     },

@@ -6,7 +6,7 @@ from fsdp_lab.config.parallel import Dtype, OffloadTarget
 from fsdp_lab.config.training import LrScheduleName, OptimizerImplementation, OptimizerName
 from fsdp_lab.takehome.imports import Imports, indented
 from fsdp_lab.takehome.setup import Setup
-from fsdp_lab.takehome.workload import loader_line, loss_lines
+from fsdp_lab.takehome.workload import loader_line, loss_lines, num_labels_lines
 
 
 def optimizer_lines(setup: Setup, imports: Imports) -> list[str]:
@@ -94,6 +94,7 @@ def _step(setup: Setup, imports: Imports) -> list[str]:
             f"    model.{sync.format(accum)}  # gradients are reduced once a step",
             *indented(lines, 1),
         ]
+    lines = [*num_labels_lines(setup), *lines]
     if training.max_grad_norm is not None:
         lines += ["scaler.unscale_(optimizer)"] if scaled else []
         lines.append(f"torch.nn.utils.clip_grad_norm_(model.parameters(), {training.max_grad_norm})")
@@ -115,6 +116,7 @@ def _microbatch(setup: Setup, imports: Imports) -> list[str]:
         autocast = f"with torch.autocast(device.type, dtype=torch.{precision.param_dtype.value}):"
         forward = [autocast, *indented(forward, 1)]
     lines = [*move, *forward]
+    accum = 1 if num_labels_lines(setup) else accum  # then the loss is a part of the step's already
     if loss != "loss" or accum > 1:
         lines.append(f"loss = {loss}" + (f" / {accum}" if accum > 1 else ""))
     return [*lines, "scaler.scale(loss).backward()" if precision.loss_scaling else "loss.backward()"]

@@ -106,6 +106,12 @@ def loss_lines(setup: Setup, imports: Imports) -> tuple[list[str], list[str], st
             forward = [f"outputs = model({inputs}).flatten(0, 1)"]
             labels = "batch[:, 1:].flatten()"
             return move, forward, f"torch.nn.functional.cross_entropy(outputs.float(), {labels}, ignore_index=-1)"
+        case "seq2seq":
+            move = ['batch = {name: batch[name].to(device) for name in ("input_ids", "attention_mask", "labels")}']
+            logits = 'outputs["logits"] if isinstance(outputs, dict) else outputs.logits'
+            forward = ["outputs = model(**batch)", f"logits = {logits}"]
+            summed = 'logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100, reduction="sum"'
+            return move, forward, f"torch.nn.functional.cross_entropy({summed}) * world_size / num_labels"
         case "model_loss":
             loss = 'outputs["loss"] if isinstance(outputs, dict) else outputs.loss'
             move = ["batch = {key: value.to(device) for key, value in batch.items()}"]
@@ -114,6 +120,15 @@ def loss_lines(setup: Setup, imports: Imports) -> tuple[list[str], list[str], st
             return move, [f"loss = {imports.path(str(task.loss))}(model, batch)"], "loss"
         case _:
             raise UserError(f"task={task.name} is another package's; no script can be written of it.")
+
+
+def num_labels_lines(setup: Setup) -> list[str]:
+    """Return the lines that count the labels of a step over all ranks; none for tasks whose parts weigh the same."""
+    if setup.config.task.name != "seq2seq":
+        return []
+    batches = "microbatches" if setup.config.training.grad_accum_steps > 1 else "[batch]"
+    counted = f'sum((batch["labels"] != -100).sum() for batch in {batches})'
+    return [f"num_labels = {counted}.clamp(min=1).to(device)", "dist.all_reduce(num_labels)"]
 
 
 def _config(config: Any, imports: Imports) -> str:

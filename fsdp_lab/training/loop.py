@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -34,17 +35,19 @@ def train_step(
     """One optimizer step over the microbatches of this rank.
 
     Returns:
-        this rank's mean loss over its part of the global batch, and the norm of all gradients before they were clipped:
-        with `training.max_grad_norm` and where tokens are counted, else None. Both detached, on the device: no sync
-        point.
+        this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
+        gradients before they were clipped: with `training.max_grad_norm` and where tokens are counted, else None. Both
+        detached, on the device: no sync point.
     """
     total = torch.zeros((), device=device)
+    weights = label_weights(task, microbatches, device)
     for i, batch in enumerate(microbatches):
         batch = to_device(batch, device)
         set_gradient_sync(state.model, sync=i == len(microbatches) - 1)
         with ddp_explained(), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
-        loss = task.loss(outputs, batch) / len(microbatches)
+        loss = task.loss(outputs, batch)
+        loss = loss / len(microbatches) if weights is None else loss * weights[i]
         state.scaler.scale(loss).backward()
         total += loss.detach()
     grad_norm = None
@@ -60,6 +63,21 @@ def train_step(
     state.step += 1
     state.epoch_step += 1
     return total, grad_norm
+
+
+def label_weights(task: Task, microbatches: list[Batch], device: torch.device) -> Tensor | None:
+    """Return what to multiply the mean loss of each microbatch with, so that the mean over ranks of their sums is the
+    mean over all labels of the global batch: one with fewer labels weighs less. None where all weigh the same.
+
+    Every rank calls it. The numbers are of float32, exact below 16 million, and no sync point.
+    """
+    num_labels = getattr(task, "num_labels", None)
+    if num_labels is None:
+        return None
+    mine = torch.stack([num_labels(batch) for batch in microbatches]).float().to(device)
+    everyone = mine.sum()
+    dist.all_reduce(everyone)
+    return mine * dist.get_world_size() / everyone.clamp(min=1)
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:

@@ -68,7 +68,12 @@ class DataSpec:
 
 
 class Task(Protocol):
-    """What the model learns from a batch. Called with batches on the model's device."""
+    """What the model learns from a batch. Called with batches on the model's device.
+
+    Where batches differ in how many labels count, the task has a method `num_labels(batch)` too, which returns that
+    number as a scalar tensor. The loss of a step is then the mean over all labels of its global batch; without the
+    method each microbatch weighs the same.
+    """
 
     unit: str  # what is counted: samples, or tokens, of which the loss is a mean in nats
 

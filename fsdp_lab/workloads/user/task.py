@@ -163,6 +163,7 @@ class AroundUser:
     def __init__(self, task: Task) -> None:
         self.task, self.unit = task, task.unit
         self._name = getattr(task, "name", "the task")
+        self.num_labels: Callable[[Batch], Tensor] | None = getattr(task, "num_labels", None)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """

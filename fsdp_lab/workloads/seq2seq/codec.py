@@ -1,0 +1,70 @@
+"""Texts to token ids of a limited number, and back: as bytes, or by a tokenizer's file."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fsdp_lab.workloads.language.text import read_tokenizer, vocab_size_of
+
+PAD = 0  # of T5 and ByT5; the attention mask leaves it out, so that another tokenizer's meaning of 0 is no matter
+
+
+class Codec(Protocol):
+    """Translates texts. `vocab_size`: every id is less. `end`: the id after which a text is over; None: not known."""
+
+    vocab_size: int
+    end: int | None
+
+    def encode(self, text: str, most: int) -> list[int]:
+        """Return at most so many ids, what ends a text among them."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text without special tokens."""
+
+
+class Bytes:
+    """ByT5's tokens (arXiv 2105.13626; `google/byt5-small`): 0 pads, 1 ends a text, 2 is unknown, byte b of UTF-8 is
+    b + 3, and 125 sentinels of its pre-training make 384."""
+
+    OFFSET = 3
+    vocab_size = 384
+    end: int | None = 1
+
+    def encode(self, text: str, most: int) -> list[int]:
+        # no character has less than one byte: the rest of a long text need not be looked at
+        return [byte + self.OFFSET for byte in text[:most].encode()[: most - 1]] + [1]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i - self.OFFSET for i in ids if 0 <= i - self.OFFSET < 256).decode(errors="replace")
+
+
+class FromFile:
+    """A `tokenizer.json`; what its post-processor adds to a text is kept, and counted, when a text is cut.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def __init__(self, file: str) -> None:
+        made = read_tokenizer(file)
+        self.vocab_size = vocab_size_of(made)
+        self._made = type(made).from_str(made.to_str())  # the other one is shared, and limits would be, too
+        self._made.no_padding()
+        self._made.no_truncation()
+        added = self._made.encode("").ids
+        self.end = added[-1] if added else None
+
+    def encode(self, text: str, most: int) -> list[int]:
+        self._made.enable_truncation(most)
+        return self._made.encode(text).ids  # type: ignore[no-any-return]
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._made.decode(ids))
+
+
+def build_codec(tokenizer: str | None) -> Codec:
+    """
+    Raises:
+        UserError: the tokenizer's file cannot be read.
+    """
+    return Bytes() if tokenizer is None else FromFile(tokenizer)

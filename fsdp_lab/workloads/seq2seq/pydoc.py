@@ -1,0 +1,84 @@
+"""Sections of the documentation that comes with Python, and their titles: pairs without a download."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from fsdp_lab.workloads.language.tokens import SplitName
+from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs, check_lengths
+
+_VAL_SHARE = 10  # a tenth of the titles
+_UNDERLINE = re.compile(r"([*=~^\"-])\1{2,}")
+_SHORTEST = 120  # characters of a passage; shorter paragraphs are joined with the next
+
+
+class PydocSummaries(Pairs):
+    """Passages of `help("topics")`, and the title of the section that each is from: 1,100 pairs.
+
+    A section is in the validation split by its title alone, and no passage is there twice. The text differs a little
+    between versions of Python.
+    """
+
+    def __init__(
+        self, split: SplitName, *, source_len: int = 512, target_len: int = 150, tokenizer: str | None = None
+    ) -> None:
+        super().__init__(read(split), source_len, target_len, tokenizer)
+
+    @staticmethod
+    def check_files(source_len: int = 512, target_len: int = 150, **_: Any) -> None:
+        """
+        Raises:
+            UserError: as the constructor.
+        """
+        check_lengths(source_len, target_len)
+
+
+def read(split: SplitName) -> list[Pair]:
+    """Return the pairs of a split, each passage and its section's title on one line."""
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    pairs = []
+    for name in sorted(topics):
+        for title, text in sections(topics[name]):
+            for passage in passages(text):
+                if passage not in seen:
+                    seen.add(passage)
+                    pairs.append(Pair(passage, title))
+    return [pair for pair in pairs if _is_val(pair.target) == (split == "val")]
+
+
+def _is_val(title: str) -> bool:
+    return zlib.crc32(title.encode()) % _VAL_SHARE == 0
+
+
+def sections(topic: str) -> Iterator[tuple[str, str]]:
+    """Yield the title of each section of a topic, and its text up to the next title. A title is underlined."""
+    lines = topic.split("\n")
+    titles = [
+        i
+        for i, (line, below) in enumerate(pairwise(lines))
+        if line.strip() and not line.startswith(" ") and _UNDERLINE.fullmatch(below) and len(below) >= len(line)
+    ]
+    for start, end in zip(titles, [*titles[1:], len(lines)], strict=True):
+        yield one_line(lines[start]), "\n".join(lines[start + 2 : end])
+
+
+def passages(text: str) -> Iterator[str]:
+    """Yield a section's paragraphs, short ones joined with those after them; what is left over at its end is not
+    used."""
+    joined = ""
+    for paragraph in text.split("\n\n"):
+        joined = one_line(f"{joined} {paragraph}")
+        if len(joined) >= _SHORTEST:
+            yield joined
+            joined = ""
+
+
+def one_line(text: str) -> str:
+    """Return a text with one blank for every run of them."""
+    return " ".join(text.split())

@@ -1,0 +1,69 @@
+"""The task: write the target of each source."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.workload import ModelGroup, TaskConfig
+from fsdp_lab.workloads.base import Batch, describe
+
+IGNORED = -100  # the label of padding
+INPUTS = ("input_ids", "attention_mask", "labels")
+
+
+def build_task(config: TaskConfig, model: ModelGroup) -> Seq2Seq:
+    return Seq2Seq()
+
+
+class Seq2Seq:
+    """Cross entropy of the labels of a batch `{input_ids, attention_mask, labels}`, all int64 `(batch, length)`.
+
+    A label of -100 does not count. The model is called with these three by name, feeds its decoder with the labels
+    one place to the right, and returns an object or a dictionary with `logits` `(batch, target length, vocabulary)`.
+    """
+
+    unit = "tokens"
+    name = "task=seq2seq"
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the logits; a loss that the model computed by itself is given up with its graph.
+
+        Raises:
+            UserError: the batch lacks one of the three, or the output has no logits.
+        """
+        if not isinstance(batch, dict) or any(name not in batch for name in INPUTS):
+            raise UserError(
+                f"task=seq2seq needs a batch with {', '.join(INPUTS)}, and got {describe(batch)}; let data.collate_fn "
+                "return such a dictionary, or use data=pydoc_summaries or data=wikihow."
+            )
+        outputs = model(**{name: batch[name] for name in INPUTS})
+        logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise UserError(
+                f"task=seq2seq: the model returns a {type(outputs).__name__} without logits; return an object with "
+                "that attribute, or a dictionary with that key."
+            )
+        return logits
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        total, count = self._sum_and_count(outputs, batch)
+        return total / count.clamp(min=1)
+
+    def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"loss": self._sum_and_count(outputs, batch)}
+
+    def num_labels(self, batch: Batch) -> Tensor:
+        """Return how many labels of the batch count, on its device."""
+        return (batch["labels"] != IGNORED).sum()
+
+    def units(self, batch: Batch) -> int:
+        """Return the number of labels that count; of a batch on `meta`, of all labels."""
+        labels = batch["labels"]
+        return labels.numel() if labels.is_meta else int(self.num_labels(batch))
+
+    def _sum_and_count(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"].flatten()
+        total = F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
+        return total, self.num_labels(batch)

@@ -1,0 +1,122 @@
+"""WikiHow, as its CSV files were published: articles, and the first sentences of their steps as summaries."""
+
+from __future__ import annotations
+
+import csv
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.workloads.language.tokens import SplitName
+from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs, check_lengths
+from fsdp_lab.workloads.seq2seq.pydoc import one_line
+
+COLUMNS = ("headline", "text")
+PUBLISHED = "wikihowAll.csv"
+_VAL_SHARE = 20  # of the titles, where one file has both splits
+_LARGEST_CELL = 2**31 - 1  # csv's own limit is 131,072 characters, and articles are longer
+_SHORTENS = 0.75  # a summary is shorter than so much of its article
+
+
+class WikiHow(Pairs):
+    """The articles of a folder (`text`) and their summaries (`headline`); the texts are held in memory by every rank.
+
+    Read are a file with `train` and one with `val` in its name, else `wikihowAll.csv`, else the only CSV file; of one
+    file a twentieth of the titles is the validation split, so that parts of one article stay together. As the
+    publishers do, rows without a text or a shorter summary are left out, and so are the commas between sentences
+    ("WikiHow: A Large Scale Text Summarization Dataset", arXiv 1810.09305, and its `process.py`).
+
+    Args:
+        tokenizer: a `tokenizer.json`; None: bytes, as ByT5 has them.
+
+    Raises:
+        UserError: the folder lacks the files, a file lacks the columns, or no row is left.
+    """
+
+    def __init__(
+        self,
+        split: SplitName,
+        *,
+        root: str,
+        source_len: int = 512,
+        target_len: int = 150,
+        tokenizer: str | None = None,
+    ) -> None:
+        file, whole = file_of(Path(root), split)
+        pairs = [pair for title, pair in read(file) if whole or _is_val(title) == (split == "val")]
+        if not pairs:
+            raise UserError(
+                f"data.root={root}: {file.name} has no article with a shorter summary for the {split} split; use the "
+                f"published {PUBLISHED}."
+            )
+        super().__init__(pairs, source_len, target_len, tokenizer)
+
+    @staticmethod
+    def check_files(root: str, source_len: int = 512, target_len: int = 150, **_: Any) -> None:
+        """
+        Raises:
+            UserError: as the constructor, after a look at the first lines.
+        """
+        check_lengths(source_len, target_len)
+        for split in ("train", "val"):
+            next(rows(file_of(Path(root), split)[0]), None)  # type: ignore[arg-type]
+
+
+def file_of(root: Path, split: SplitName) -> tuple[Path, bool]:
+    """Return the file that a split is in, and whether all of it is.
+
+    Raises:
+        UserError: there is none.
+    """
+    files = sorted(root.glob("*.csv")) if root.is_dir() else []
+    named = {name: [f for f in files if name in f.stem.lower()] for name in ("train", "val")}
+    if all(len(found) == 1 for found in named.values()):
+        return named[split][0], True
+    for file in files:
+        if file.name == PUBLISHED or len(files) == 1:
+            return file, False
+    holds = f"holds {', '.join(f.name for f in files) or 'no CSV file'}" if root.is_dir() else "is not a folder"
+    raise UserError(
+        f"data.root={root} {holds}; point it at the folder of the published {PUBLISHED}, or of two files with train "
+        "and val in their names."
+    )
+
+
+def rows(file: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV file by their columns; a cell may hold commas, line breaks and, doubled, quotes.
+
+    Raises:
+        UserError: columns are missing, or the file is no CSV.
+    """
+    csv.field_size_limit(_LARGEST_CELL)
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+        reader = csv.DictReader(lines, restval="")
+        try:
+            found = [(name or "").strip() for name in reader.fieldnames or ()]
+            missing = [name for name in COLUMNS if name not in found]
+            if missing:
+                raise UserError(
+                    f"{file} has no column {' and no column '.join(missing)}: found {', '.join(found) or 'none'}, "
+                    f"expected {' and '.join(COLUMNS)}; use the published {PUBLISHED}, or rename its columns."
+                )
+            reader.fieldnames = found
+            yield from reader
+        except csv.Error as error:
+            raise UserError(f"{file}, line {reader.line_num}, is no CSV: {error}.") from error
+
+
+def read(file: Path) -> Iterator[tuple[str, Pair]]:
+    """Yield the title and the pair of each row that has both texts; without a column `title` the text is its own."""
+    for row in rows(file):
+        headline, text = row["headline"].strip(), row["text"].strip()
+        if headline and len(headline) < _SHORTENS * len(text):
+            pair = Pair(one_line(re.sub(r"\.+\n+,", ".\n", text)), one_line(headline.replace(".,", ".")))
+            yield row.get("title") or text, pair
+
+
+def _is_val(title: str) -> bool:
+    """By the title without the number that the parts of an article end with."""
+    return zlib.crc32(title.strip().rstrip("0123456789").encode()) % _VAL_SHARE == 0
