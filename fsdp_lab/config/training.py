@@ -126,7 +126,8 @@ class LrScheduleConfig:
 
 @dataclass
 class CheckpointConfig:
-    """`resume_from`: a checkpoint, or a folder of them, that another run left; null starts anew."""
+    """`resume_from`: a checkpoint, or a folder of them, that another run left; null starts anew. `export_best`: the
+    exported model is that of the checkpoint with the least validation loss, not that of the last step."""
 
     mode: CheckpointMode = key(CheckpointMode["sync"])  # type: ignore[valid-type]
     every_epochs: int = key(1, at_least_one)
@@ -134,3 +135,17 @@ class CheckpointConfig:
     keep_best: bool = key(True)
     resume_from: Optional[str] = key(None)
     any_torch_version: bool = key(False)
+    export_best: bool = key(False)
+
+    def check(self) -> None:
+        """
+        Raises:
+            CombinationError: the best is to be exported, and is not kept.
+        """
+        if self.export_best and (self.mode is CheckpointMode["off"] or not self.keep_best):
+            lacks = "checkpoint.mode=off" if self.mode is CheckpointMode["off"] else "checkpoint.keep_best=false"
+            raise CombinationError(
+                f"checkpoint.export_best=true with {lacks}: no best checkpoint is kept that could be exported; use "
+                "checkpoint.mode=sync and checkpoint.keep_best=true, or checkpoint.export_best=false.",
+                keys=("checkpoint.export_best", "checkpoint.mode", "checkpoint.keep_best"),
+            )

@@ -67,6 +67,7 @@ class TrialConfig:
         self.reshard_after_forward.check(self.sharding, num_workers)
         self.optimizer.check()
         self.precision.check()
+        self.checkpoint.check()
         self._check_fused()
         check_parts(self.model, self.data, self.task)
 

@@ -23,7 +23,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,7 +40,16 @@ from fsdp_lab.config.key import Between, keys_of
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.layout import Layout
-from fsdp_lab.training.checkpoint_files import META, discard, find_latest, outdated, publish, read_meta
+from fsdp_lab.training.checkpoint_files import (
+    META,
+    all_whole,
+    best_of,
+    discard,
+    find_latest,
+    outdated,
+    publish,
+    read_meta,
+)
 from fsdp_lab.training.distributed import Ranks, sum_over_ranks
 
 Metrics = dict[str, float]
@@ -241,6 +256,18 @@ class Checkpoints:
         figures = {"checkpoint/save_s": time.perf_counter() - begun, "checkpoint/bytes": self._size(making)}
         self._publish(making, target, meta)
         return figures
+
+    def load_best_weights(self, state: TrainState) -> None:
+        """Give the model the weights of this trial's checkpoint with the least validation loss; every rank calls it, at
+        the end of training."""
+        found: list[Path] = [best_of(all_whole(self.folder))] if self.ranks.is_first else [self.folder]
+        dist.broadcast_object_list(found, src=0)
+        if found[0] == self._newest:
+            return
+        weights = get_model_state_dict(state.model)
+        with ordinary_errors(f"loading the checkpoint {found[0]}"):
+            dcp.load({"train": {"model": weights}}, checkpoint_id=found[0])
+        set_model_state_dict(state.model, weights)
 
     def _make_folder(self, target: Path) -> Path:
         making = _making(target)

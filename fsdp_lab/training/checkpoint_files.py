@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,13 @@ def outdated(folder: Path, keep_last: int, keep_best: bool) -> list[Path]:
     found = all_whole(folder)
     keep = set(found[-keep_last:])
     if keep_best and found:
-        keep.add(min(found, key=_val_loss))
+        keep.add(best_of(found))
     return [f for f in _all(folder) if found and f not in keep and f.name <= found[-1].name]
+
+
+def best_of(checkpoints: Sequence[Path]) -> Path:
+    """Return the one with the least validation loss; of equals the first."""
+    return min(checkpoints, key=_val_loss)
 
 
 def publish(making: Path, target: Path, meta: dict[str, Any]) -> None:

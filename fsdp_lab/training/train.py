@@ -130,6 +130,8 @@ def train(
 
     if config.export:
         reporter.phase("exporting the model")
+        if config.checkpoint.export_best:
+            checkpoints.load_best_weights(state)
         export_model(state.model, config, ranks, folder / "model.pt")
 
 

@@ -92,6 +92,7 @@ checkpoint.keep_last                 cells starts nights param
 checkpoint.keep_best                 cells starts nights param
 checkpoint.resume_from               cells starts nights param
 checkpoint.any_torch_version         cells starts nights param
+checkpoint.export_best               cells starts nights param
 export                               cells starts nights param
 memory_profile                       cells starts nights param
 forecast.enabled                     starts param
