@@ -38,7 +38,7 @@ _PACKAGE = "_target_: fsdp_lab.workloads."
 # Task -> what is in the files of its models and data sets, and what stands with it where nothing else is typed.
 _TEXT = {
     "language": (("language.", "hf.models.causal_lm"), {"model": "lm_tiny", "data": "pydoc"}),
-    "seq2seq": (("seq2seq.", "hf.models.seq2seq"), {"model": "hf_seq2seq", "data": "pydoc_summaries"}),
+    "seq2seq": (("seq2seq.", "hf.models.seq2seq"), {"model": "t5_tiny", "data": "pydoc_summaries"}),
 }
 _OURS = ("lm_tiny", "hf_causal_lm")  # models that train on any text; the others are published sizes
 
@@ -56,7 +56,7 @@ def with_custom(words: Sequence[str]) -> list[str]:
 def with_task(words: Sequence[str]) -> list[str]:
     """Return a command line in which a language model or a data set of tokens alone stands for `task=language` too, and
     that for `model=lm_tiny` and `data=pydoc`; a published model for `data=synthetic_tokens`. Likewise a data set of
-    pairs stands for `task=seq2seq`, and that for `model=hf_seq2seq` and `data=pydoc_summaries`. What is typed stays, as
+    pairs stands for `task=seq2seq`, and that for `model=t5_tiny` and `data=pydoc_summaries`. What is typed stays, as
     does what a preset chooses; one of the user's own, which is not looked into, chooses all three."""
     typed = {group: word.partition("=")[2] for word in words for group in _CHOSEN if word.startswith(f"{group}=")}
     options = [(group, option) for group, value in typed.items() for option in value.split(",")]

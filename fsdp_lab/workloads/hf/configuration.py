@@ -22,9 +22,10 @@ _NOT_KEYS = {
 }  # fmt: skip
 _ALSO_KEYS = {"num_labels"}  # of every configuration, though no file has it
 _REACH_S = 5
+Config = str | Mapping[str, Any]  # where a configuration is, or its values
 
 
-def read_config(config: str | None, overrides: Mapping[str, Any]) -> Any:
+def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
     """Return the `PreTrainedConfig` that `model.config` names, with the values of the other keys below `model`.
 
     Raises:
@@ -41,11 +42,11 @@ def read_config(config: str | None, overrides: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:  # each configuration raises what it likes
         shown = "".join(f" model.{name}={value}" for name, value in overrides.items())
-        raise ConfigError(f"model.config={config}{shown}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{_named(config)}{shown}: {' '.join(str(error).split())}") from error
 
 
-def read_values(config: str | None) -> dict[str, Any]:
-    """Return the content of a configuration's file.
+def read_values(config: Config | None) -> dict[str, Any]:
+    """Return the content of a configuration's file, or a configuration that is written down itself.
 
     Raises:
         UserError: there is none, it is no JSON, or its weights are quantized.
@@ -55,22 +56,29 @@ def read_values(config: str | None) -> dict[str, Any]:
             "model.config names nothing; give a folder with a config.json, such a file, or a name on the Hugging Face "
             "hub, as in model.config=openai-community/gpt2."
         )
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
     path = Path(config)
     values = _read(path / CONFIG_FILE if path.is_dir() else path, config) if _is_path(config) else _from_hub(config)
     if "quantization_config" in values:
         raise ConfigError(
-            f"model.config={config} is of quantized weights, which cannot be trained here; use the model that was "
+            f"{_named(config)} is of quantized weights, which cannot be trained here; use the model that was "
             "quantized, or take quantization_config out of the file."
         )
     return values
 
 
-def folder_of(config: str) -> Path | None:
-    """Return the folder in which a configuration lies; None for a name on the hub."""
-    path = Path(config)
-    if not _is_path(config):
+def folder_of(config: Config) -> Path | None:
+    """Return the folder in which a configuration lies; None for a name on the hub, and for what is in no file."""
+    if isinstance(config, Mapping) or not _is_path(config):
         return None
+    path = Path(config)
     return path if path.is_dir() else path.parent
+
+
+def _named(config: Config | None) -> str:
+    """Return how a configuration was typed, for messages."""
+    return "below model.config" if isinstance(config, Mapping) else f"model.config={config}"
 
 
 def _is_path(config: str) -> bool:
@@ -135,7 +143,7 @@ def _check_reach(name: str) -> None:
         ) from error
 
 
-def _class_of(values: dict[str, Any], config: str | None) -> Any:
+def _class_of(values: dict[str, Any], config: Config | None) -> Any:
     """
     Raises:
         ConfigError: transformers has no such model.
@@ -147,12 +155,12 @@ def _class_of(values: dict[str, Any], config: str | None) -> Any:
     meant = closest(name, list(mapping.keys())) if "model_type" in values else None
     remedy = f"did you mean {meant}? " if meant else ""
     raise ConfigError(
-        f"model.config={config}: model_type={name} is not one of transformers {transformers().__version__}; {remedy}"
+        f"{_named(config)}: model_type={name} is not one of transformers {transformers().__version__}; {remedy}"
         "a model with code of its own is not run (trust_remote_code is off): give it by model._target_."
     )
 
 
-def _check_keys(config: Any, overrides: Mapping[str, Any], typed: str | None) -> None:
+def _check_keys(config: Any, overrides: Mapping[str, Any], typed: Config | None) -> None:
     """
     Raises:
         ConfigError: the configuration has no such key.
@@ -163,7 +171,7 @@ def _check_keys(config: Any, overrides: Mapping[str, Any], typed: str | None) ->
             continue
         meant = closest(name, sorted(known))
         raise ConfigError(
-            f"model.{name}={value}: the configuration {typed} ({config.model_type}) has no key {name}. "
+            f"model.{name}={value}: the configuration {_named(typed)} ({config.model_type}) has no key {name}. "
             + (f"Did you mean model.{meant}? " if meant else "")
             + f"Its keys are: {', '.join(sorted(known))}."
         )

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.workloads.hf import attention
-from fsdp_lab.workloads.hf.configuration import read_config
+from fsdp_lab.workloads.hf.configuration import Config, read_config
 from fsdp_lab.workloads.hf.library import transformers
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -31,11 +31,11 @@ class HuggingFace(ModelSource):
     kind: str
     prepare: Callable[[Any], None]
 
-    def __call__(self, config: str, pretrained: bool = False, **overrides: Any) -> nn.Module:
+    def __call__(self, config: Config, pretrained: bool = False, **overrides: Any) -> nn.Module:
         """Return the model in float32, with random weights.
 
         Args:
-            config: a folder with a config.json, such a file, or a name on the hub.
+            config: a folder with a config.json, such a file, a name on the hub, or the values themselves.
             pretrained: not looked at: who loads weights does so after the model was divided.
             overrides: values of the configuration.
         """
@@ -45,7 +45,7 @@ class HuggingFace(ModelSource):
         self.prepare(made)
         return made  # type: ignore[no-any-return]
 
-    def check(self, config: str | None = None, pretrained: bool = False, **overrides: Any) -> None:
+    def check(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> None:
         """
         Raises:
             UserError: as `read_config`, or the configuration is of another kind of model.
@@ -59,7 +59,7 @@ class HuggingFace(ModelSource):
         remedy = f"use model={' or model='.join(others)}" if others else "transformers has it for other tasks only"
         raise ConfigError(f"model.config={config}: a {found.model_type} is no {self.kind}; {remedy}.")
 
-    def vocab_size(self, config: str | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
+    def vocab_size(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
         size = getattr(read_config(config, overrides).get_text_config(), "vocab_size", None)
         return size if isinstance(size, int) else None
 
