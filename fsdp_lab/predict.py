@@ -1,11 +1,12 @@
-"""Load an exported model, score the test split, and draw what it says.
+"""Load an exported model, score the test split, and draw what it says; of task=seq2seq print three summaries.
 
 python -m fsdp_lab.predict run=<MLflow run id>
 python -m fsdp_lab.predict file=outputs/.../model.pt data.root=<folder that has FashionMNIST/>
+python -m fsdp_lab.predict file=outputs/.../model
 
-Takes also `device=auto|cpu|cuda` (auto: a GPU where PyTorch sees one), `tracking.uri`, `data.download=false` and
-`out=<folder for predictions.png>`. Images are looked for in `data.root` (outputs/data), never where the model's file
-says.
+Takes also `device=auto|cpu|cuda` (auto: a GPU where PyTorch sees one), `tracking.uri`, `data.download=false`,
+`data.tokenizer=<tokenizer.json>` and `out=<folder for predictions.png>`. Images are looked for in `data.root`
+(outputs/data), never where the model's file says; no tokenizer is taken from there either.
 """
 
 from __future__ import annotations
@@ -14,24 +15,28 @@ import fsdp_lab.installed  # noqa: F401
 
 # isort: split
 import dataclasses
+import json
+import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError, UserError, read_words
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.config.workload import DataConfig
+from fsdp_lab.config.workload import DATA_FILE, DataConfig, DataGroup, UserData
 
-KEYS = ("run", "file", "data.root", "data.download", "tracking.uri", "out", "device")
+KEYS = ("run", "file", "data.root", "data.download", "data.tokenizer", "tracking.uri", "out", "device")
 DEVICES = ("auto", "cpu", "cuda")
 _PICTURES = 32
 _BATCH = 256
+_SUMMARIES = 3
 
 
 def main() -> int:
     try:
         options = read_options(sys.argv[1:])
         file = Path(options["file"]) if "file" in options else fetch(options)
-        predict(file, options)
+        summarise(file, options) if file.is_dir() else predict(file, options)
     except UserError as error:
         print(f"fsdp_lab.predict: {error}", file=sys.stderr)
         return 2
@@ -46,18 +51,24 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     """
     options = read_words(arguments, KEYS, __doc__ or "")
     if ("run" in options) == ("file" in options):
-        raise ConfigError("give one of run=<MLflow run id> and file=<path of a model.pt>.")
+        raise ConfigError("give one of run=<MLflow run id> and file=<path of a model.pt, or of the folder model>.")
     if options.get("device", "auto") not in DEVICES:
         raise ConfigError(f"device={options['device']} is not an option. Choose one of: {', '.join(DEVICES)}.")
     return options
 
 
 def fetch(options: dict[str, str]) -> Path:
-    """The exported model of an MLflow run, copied to where it can be read."""
-    from fsdp_lab.tracking import fetch_artifact
+    """Return the exported model of an MLflow run, a file or a folder, copied to where it can be read."""
+    from fsdp_lab.tracking import TrackingError, fetch_artifact
 
     tracking = TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri))
-    return fetch_artifact(tracking, options["run"], "model/model.pt", out_folder(options))
+    try:
+        return fetch_artifact(tracking, options["run"], "model/model.pt", out_folder(options))
+    except TrackingError as error:
+        with suppress(TrackingError):
+            fetch_artifact(tracking, options["run"], f"model/{DATA_FILE}", out_folder(options))
+            return fetch_artifact(tracking, options["run"], "model", out_folder(options))
+        raise error
 
 
 def out_folder(options: dict[str, str]) -> Path:
@@ -95,6 +106,40 @@ def predict(file: Path, options: dict[str, str]) -> None:
     picture = out_folder(options) / "predictions.png"
     draw(split.images[:_PICTURES], guesses[:_PICTURES].tolist(), split.labels[:_PICTURES].tolist(), names, picture)
     print(f"picture: {picture}")
+
+
+def summarise(folder: Path, options: dict[str, str]) -> None:
+    """Print three articles of the validation split, their headlines and what the model writes, then its loss."""
+    import torch
+
+    from fsdp_lab.workloads.hf.load import load_seq2seq
+    from fsdp_lab.workloads.seq2seq import summaries
+
+    device = torch.device(device_type(options.get("device", "auto"), torch.cuda.is_available()))
+    files = {name: options[key] for name in ("root", "tokenizer") if (key := f"data.{name}") in options}
+    data = summaries.read_val(recorded_data(folder), files)
+    model = load_seq2seq(folder).to(device)
+    for summary in summaries.summarise(model, data, _SUMMARIES):
+        print(f"article:  {summary.article}\nheadline: {summary.headline}\nsummary:  {summary.written}\n", flush=True)
+    loss = summaries.score(model, data)
+    print(f"{len(data)} validation pairs: loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f}")
+
+
+def recorded_data(folder: Path) -> UserData:
+    """
+    Raises:
+        UserError: the folder does not say on what its model was trained.
+    """
+    try:
+        found = DataGroup.of_plain(json.loads((folder / DATA_FILE).read_text())["data"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder} has no {DATA_FILE} that can be read, which says on what data its model was trained; give the "
+            "folder model that a trial with task=seq2seq exported."
+        ) from error
+    if not isinstance(found, UserData):
+        raise UserError(f"{folder} is of a model of images; load it with AutoModelForImageClassification.")
+    return found
 
 
 def device_type(wanted: str, cuda: bool) -> str:

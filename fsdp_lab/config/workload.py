@@ -23,6 +23,7 @@ from fsdp_lab.config.target import (
     nested,
 )
 
+DATA_FILE = "fsdp_lab.json"  # beside an exported model of a format of its own: the data that it was trained on
 EXAMPLE_BATCH = "model.example_batch"  # the target of `data=example`: the batches are the model's own
 
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -> Path:
-    """Copy an artifact of a run into the folder `to`, and say where it lies.
+    """Copy an artifact of a run, a file or a folder, into the folder `to`, and say where it lies.
 
     Raises:
         TrackingError: there is no such store, run or artifact.
     """
     client = _client_with_run(tracking, run_id)
     with _refusals(tracking):
-        found = [item.path for item in client.list_artifacts(run_id, str(Path(path).parent))]
+        found = [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]
     if path not in found:
         raise TrackingError(
             f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a sweep; "

@@ -10,10 +10,9 @@ PAD = 0  # of T5 and ByT5; the attention mask leaves it out, so that another tok
 
 
 class Codec(Protocol):
-    """Translates texts. `vocab_size`: every id is less. `end`: the id after which a text is over; None: not known."""
+    """Translates texts. `vocab_size`: every id is less."""
 
     vocab_size: int
-    end: int | None
 
     def encode(self, text: str, most: int) -> list[int]:
         """Return at most so many ids, what ends a text among them."""
@@ -28,7 +27,6 @@ class Bytes:
 
     OFFSET = 3
     vocab_size = 384
-    end: int | None = 1
 
     def encode(self, text: str, most: int) -> list[int]:
         # no character has less than one byte: the rest of a long text need not be looked at
@@ -51,8 +49,6 @@ class FromFile:
         self._made = type(made).from_str(made.to_str())  # the other one is shared, and limits would be, too
         self._made.no_padding()
         self._made.no_truncation()
-        added = self._made.encode("").ids
-        self.end = added[-1] if added else None
 
     def encode(self, text: str, most: int) -> list[int]:
         self._made.enable_truncation(most)
