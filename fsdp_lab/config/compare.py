@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.key import Between, Memory, keys_of
+from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 
 
@@ -48,5 +49,15 @@ def _effective(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     return {
         "reshard_after_forward.policy": policy,
         "reshard_after_forward.size": size,
+        **_effective_checkpointing(config),
         "cluster.num_workers": num_workers,
     }
+
+
+def _effective_checkpointing(config: TrialConfig) -> dict[str, Any]:
+    """Return the mode and its n, which counts for `every_n` alone; every block is `full`."""
+    mode, every = config.activation_checkpointing, config.activation_checkpointing_every
+    if mode is ActivationCheckpointing.every_n and every == 1:
+        mode = ActivationCheckpointing.full
+    counts = mode is ActivationCheckpointing.every_n
+    return {"activation_checkpointing": mode.name, "activation_checkpointing_every": every if counts else None}

@@ -30,8 +30,36 @@ class LrScheduleName(Enum):
 
 
 class ActivationCheckpointing(Enum):
+    """Which blocks are recomputed in the backward pass: all (`full`), every n-th (`every_n`), or all but the outputs of
+    some operators (`selective`)."""
+
     none = "none"
     full = "full"
+    every_n = "every_n"
+    selective = "selective"
+
+
+# What `selective` keeps, below `torch.ops`: torchtitan's list (`torchtitan/distributed/activation_checkpoint.py`)
+# without communication, and the attention of a CPU.
+MATRIX_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default")  # of these every second one
+SAVED_OPERATORS = (
+    *MATRIX_PRODUCTS,
+    "aten.bmm.default",
+    "aten.convolution.default",
+    "aten._scaled_mm.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_attention_math.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "aten._flash_attention_forward.default",
+    "aten._efficient_attention_forward.default",
+    "aten.upsample_bilinear2d.default",
+    "aten.max.default",
+    "aten.topk.default",
+    "higher_order.flex_attention",
+)
 
 
 class Init(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_lab.config.errors import CombinationError
-from fsdp_lab.config.key import Between, Memory, check_ranges, group, key, not_negative
+from fsdp_lab.config.key import Between, Memory, at_least_one, check_ranges, group, key, not_negative
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
 from fsdp_lab.config.parts import check_parts, check_vocab_size
 from fsdp_lab.config.training import (
@@ -27,6 +27,7 @@ class TrialConfig:
     """Everything that it takes to train one setting once.
 
     `repeat`: which attempt at a setting it is; changes nothing else, and `-m repeat=0,1,2` trains each setting thrice.
+    `activation_checkpointing_every`: the n of `activation_checkpointing=every_n`.
     """
 
     sharding: ShardingConfig = group(ShardingConfig, memory=Memory.VALUE)
@@ -42,6 +43,7 @@ class TrialConfig:
     repeat: int = key(0, not_negative, may_differ=Between.NIGHTS, changes_speed=False)
     init: Init = key(Init.rank0, changes_speed=False)
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none, memory=Memory.VALUE)
+    activation_checkpointing_every: int = key(2, at_least_one, memory=Memory.VALUE)
     compile: bool = key(False)
     checkpoint: CheckpointConfig = group(CheckpointConfig, may_differ=Between.CHECKPOINT)
     export: bool = key(True, may_differ=Between.CHECKPOINT)

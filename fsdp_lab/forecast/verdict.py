@@ -134,7 +134,9 @@ def _name(values: Values) -> str:
         value if key in _PLAIN_WORDS else f"{key}={value}" for key, value in values.items() if key != _CHECKPOINTING
     ]
     if _CHECKPOINTING in values:
-        words.append("without checkpointing" if values[_CHECKPOINTING] == "none" else "with checkpointing")
+        mode = values[_CHECKPOINTING]
+        kinds = {"none": "without checkpointing", "full": "with checkpointing"}
+        words.append(kinds.get(mode, f"with {mode} checkpointing"))
     return " ".join(words) or "every setting"
 
 

@@ -84,6 +84,9 @@ def _left_out(setup: Setup) -> list[str]:
     if config.precision.loss_scaling:
         sizes = f"init_scale={config.precision.init_scale}, growth_interval={config.precision.growth_interval}"
         notes.append(f"Loss scaling: accelerate's GradScaler by mixed_precision=fp16; GradScalerKwargs({sizes}).")
+    mode = config.activation_checkpointing
+    if mode not in (ActivationCheckpointing.none, ActivationCheckpointing.full):
+        notes.append(f"Not in this file: activation_checkpointing={mode.name}; accelerate has all blocks or none.")
     training = config.training
     if training.grad_accum_steps > 1:
         notes.append(f"Not in this file: Accelerator(gradient_accumulation_steps={training.grad_accum_steps}).")

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
 from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.takehome.checkpointing import WRAPPERS, checkpointing_lines
 from fsdp_lab.takehome.imports import WIDTH, Imports, fold
 from fsdp_lab.takehome.loop import epoch_lines, optimizer_lines
 from fsdp_lab.takehome.setup import Setup
 from fsdp_lab.takehome.workload import data_lines, model_lines, to_device_lines
 
 _FSDP = "torch.distributed.fsdp"
-_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-_WRAPPER = (f"{_WRAPPERS}:CheckpointWrapper",)
+_WRAPPER = (f"{WRAPPERS}:CheckpointWrapper",)
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
@@ -73,17 +73,21 @@ def _start(setup: Setup, imports: Imports) -> list[str]:
 
 def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
     """Activation checkpointing, then compile: before anything is sharded."""
-    config, lines = setup.config, []
-    checkpointed = config.activation_checkpointing is ActivationCheckpointing.full
-    if checkpointed:
-        imports.name(_WRAPPERS, "apply_activation_checkpointing")
-        is_block = _is_one_of(setup.layout.block_classes, imports, "m")
-        lines.append(f"apply_activation_checkpointing(model, check_fn=lambda m: {is_block})")
-    if config.compile:
-        kinds = _WRAPPER if checkpointed else setup.layout.block_classes
-        is_block = _is_one_of(kinds, imports, "m")
+    lines = checkpointing_lines(setup, imports, _is_one_of(setup.layout.block_classes, imports, "m"))
+    if setup.config.compile:
+        is_block = _is_block(setup, setup.layout.block_classes, imports)
         lines += [f"for module in [m for m in model.modules() if {is_block}]:", "    module.compile()"]
     return lines
+
+
+def _is_block(setup: Setup, classes: Sequence[str], imports: Imports) -> str:
+    """Return the condition that `m` is a block of these classes, or the wrapper that checkpointing put in its place."""
+    mode = setup.config.activation_checkpointing
+    plain = _is_one_of(classes, imports, "m")
+    if mode is ActivationCheckpointing.none:
+        return plain
+    wrapped = _is_one_of(_WRAPPER, imports, "m")
+    return f"({wrapped} or {plain} and m not in chosen)" if mode is ActivationCheckpointing.every_n else wrapped
 
 
 def _is_one_of(paths: Sequence[str], imports: Imports, variable: str) -> str:
@@ -136,8 +140,7 @@ def _units(setup: Setup, imports: Imports) -> list[str]:
     """The lines that list the units: by their classes for `per_block`, else by their names."""
     layout = setup.layout
     if layout.unit_classes and setup.config.sharding.granularity is Granularity.per_block:
-        checkpointed = setup.config.activation_checkpointing is ActivationCheckpointing.full
-        is_unit = _is_one_of(_WRAPPER if checkpointed else layout.unit_classes, imports, "m")
+        is_unit = _is_block(setup, layout.unit_classes, imports)
         return [f"units = [m for m in model.modules() if {is_unit} and m is not model]"]
     names = f"names = {json.dumps(list(layout.units))}"
     if not any("*" in name for name in layout.units):

@@ -58,14 +58,22 @@ def _sections(setup: Setup) -> dict[str, dict[str, Any]]:
             "mixed_precision_param": "bfloat16" if half else "float32",
             "mixed_precision_reduce": "float32",
         },
-        "activation_checkpoint": {
-            "mode": "full" if config.activation_checkpointing is ActivationCheckpointing.full else "none"
-        },
+        "activation_checkpoint": _checkpointing(setup),
         "compile": {"enable": config.compile, "components": ["model"]},
         "optimizer": _optimizer(setup),
         "lr_scheduler": _schedule(setup),
         "debug": {"seed": training.seed},
     }
+
+
+def _checkpointing(setup: Setup) -> dict[str, Any]:
+    match setup.config.activation_checkpointing:
+        case ActivationCheckpointing.selective:
+            return {"mode": "selective", "selective_ac_option": "op"}
+        case ActivationCheckpointing.every_n:
+            return {"mode": "selective", "selective_ac_option": str(setup.config.activation_checkpointing_every)}
+        case mode:
+            return {"mode": mode.name}
 
 
 def _optimizer(setup: Setup) -> dict[str, Any]:

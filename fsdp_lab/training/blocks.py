@@ -9,6 +9,7 @@ from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import unsplit_classes
+from fsdp_lab.wording import count
 
 BlockClasses = tuple[type[nn.Module], ...]
 
@@ -40,11 +41,14 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
     Raises:
         UserError: the config needs blocks, and the model has none of these classes.
     """
-    if any(isinstance(module, blocks) for module in model.modules()):
+    num_blocks = sum(isinstance(module, blocks) for module in model.modules())
+    if num_blocks:
+        _check_every(num_blocks, config)
         return
+    checkpointing = config.activation_checkpointing
     needed_by = {
         "sharding=per_block": config.sharding.granularity is Granularity.per_block,
-        "activation_checkpointing=full": config.activation_checkpointing is ActivationCheckpointing.full,
+        f"activation_checkpointing={checkpointing.name}": checkpointing is not ActivationCheckpointing.none,
         "compile=true": config.compile,
     }
     for setting, needs in needed_by.items():
@@ -56,6 +60,19 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
                 f"{setting}: {type(model).__name__} has {known}. Name the class of its blocks with "
                 "model.block_classes=[...], or use another setting."
             )
+
+
+def _check_every(num_blocks: int, config: TrialConfig) -> None:
+    """
+    Raises:
+        UserError: every n-th block is to be checkpointed, and there are fewer.
+    """
+    every = config.activation_checkpointing_every
+    if config.activation_checkpointing is ActivationCheckpointing.every_n and every > num_blocks:
+        raise UserError(
+            f"activation_checkpointing_every={every} is more than the model's {count(num_blocks, 'block')}, so that "
+            f"activation_checkpointing=every_n would do nothing; use at most {num_blocks}."
+        )
 
 
 def batch_norm_notes(model: nn.Module, world_size: int) -> list[str]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.files import write_json
@@ -294,10 +295,16 @@ def main_settings(config: TrialConfig, model: str) -> dict[str, str]:
         "reduces in": config.precision.reduce_dtype.name,
         "offload": config.offload.target.name,
         "reshard_after_forward": config.reshard_after_forward.policy.name,
-        "activation_checkpointing": config.activation_checkpointing.name,
+        "activation_checkpointing": _checkpointing(config),
         "optimizer": config.optimizer.name.name,
         "global batch": f"{training.global_batch_size} in {training.grad_accum_steps} part(s)",
     }
+
+
+def _checkpointing(config: TrialConfig) -> str:
+    mode = config.activation_checkpointing
+    every = f", n={config.activation_checkpointing_every}" if mode is ActivationCheckpointing.every_n else ""
+    return f"{mode.name}{every}"
 
 
 def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:

@@ -38,8 +38,9 @@ from fsdp_lab.config.parallel import (
 )
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.activation_checkpointing import checkpoint_blocks
 from fsdp_lab.training.blocks import BlockClasses
-from fsdp_lab.training.torch_private import checkpoint_wrapper, one_post_forward_mesh
+from fsdp_lab.training.torch_private import one_post_forward_mesh
 
 # PyTorch has another name for it since 2.15.
 _REGISTERED: set[type] = set()
@@ -55,8 +56,8 @@ def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: Trial
     every = model.named_modules(remove_duplicate=False)  # a block that two modules hold has two names
     named = [(name, module) for name, module in every if isinstance(module, block_classes)]
     blocks = {id(block): block for _, block in named}
-    if config.activation_checkpointing is ActivationCheckpointing.full:
-        blocks = {key: checkpoint_wrapper(block) for key, block in blocks.items()}
+    if config.activation_checkpointing is not ActivationCheckpointing.none:
+        blocks = dict(zip(blocks, checkpoint_blocks(list(blocks.values()), config), strict=True))
         for name, block in reversed(named):  # inner ones first, while their names hold
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, blocks[id(block)])

@@ -85,6 +85,7 @@ training.timing_warmup_steps         cells starts nights param
 repeat                               cells starts checkpoint param
 init                                 cells starts checkpoint nights param
 activation_checkpointing             cells starts checkpoint nights memory param
+activation_checkpointing_every       cells starts checkpoint nights memory param
 compile                              cells starts checkpoint nights param
 checkpoint.mode                      cells starts nights param
 checkpoint.every_epochs              cells starts nights param

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 AXES: dict[str, Sequence[str]] = {
     "sharding": ("ddp", "root", "per_block", "per_layer", "size_based"),
@@ -13,14 +13,30 @@ AXES: dict[str, Sequence[str]] = {
     "reshard_after_forward": ("always", "never", "default", "to_size"),
     "optimizer": ("adam", "adamw", "sgd"),
     "training.grad_accum_steps": ("1", "2"),
-    "activation_checkpointing": ("none", "full"),
+    "activation_checkpointing": ("none", "full", "every_n", "selective"),
     "training.max_grad_norm": ("null", "1.0"),
 }
 Case = dict[str, str]
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+MODELS = {
+    "mlp": ["model=mlp", "model.num_layers=2"],  # two blocks: every second one is not every one
+    "vit_tiny": ["model=vit_tiny"],
+    "vit_b_16": ["model=vit_b_16"],
+}
+# What cannot stand beside some values of `sharding`.
+_ONLY_PLAIN_WITH_DDP = {"offload": "none", "reshard_after_forward": "default"}
+
+
+def can_stand_together(pair: Pair) -> bool:
+    values = dict(pair)
+    return values.get("sharding") != "ddp" or all(
+        values.get(axis, plain) == plain for axis, plain in _ONLY_PLAIN_WITH_DDP.items()
+    )
 
 
 def has_a_meaning(case: Case) -> bool:
-    return case["sharding"] != "ddp" or (case["offload"] == "none" and case["reshard_after_forward"] == "default")
+    return all(map(can_stand_together, pairs(case)))
 
 
 def overrides(case: Case) -> list[str]:
@@ -34,7 +50,7 @@ def overrides(case: Case) -> list[str]:
     ]
 
 
-def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
+def pairs(case: Case) -> set[Pair]:
     return set(itertools.combinations(case.items(), 2))
 
 
@@ -44,12 +60,10 @@ def pairwise(seed: int = 0) -> list[Case]:
     Greedy: the best of some random cases, again and again.
     """
     rng = random.Random(seed)
-    every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
-    every = [case for case in every if has_a_meaning(case)]
-    left = set().union(*(pairs(case) for case in every))
+    left = set(filter(can_stand_together, _every_pair()))
     chosen = []
     while left:
-        some = rng.sample(every, 200)
+        some = [_random_case(rng) for _ in range(200)]
         best = max(some, key=lambda case: len(pairs(case) & left))
         if pairs(best) & left:
             chosen.append(best)
@@ -57,9 +71,24 @@ def pairwise(seed: int = 0) -> list[Case]:
     return chosen
 
 
+def _every_pair() -> Iterator[Pair]:
+    for (a, of_a), (b, of_b) in itertools.combinations(AXES.items(), 2):
+        yield from (((a, x), (b, y)) for x, y in itertools.product(of_a, of_b))
+
+
+def _random_case(rng: random.Random) -> Case:
+    while True:
+        case = {axis: rng.choice(values) for axis, values in AXES.items()}
+        if has_a_meaning(case):
+            return case
+
+
 def every_four_axes() -> list[Case]:
-    """Every sharding x precision x offload x reshard_after_forward, the other four axes in turn."""
+    """Every sharding x precision x offload x reshard_after_forward that has a meaning, the other axes in turn."""
     others = itertools.cycle(itertools.product(*list(AXES.values())[4:]))
-    four = itertools.product(*list(AXES.values())[:4])
-    cases = [dict(zip(AXES, (*values, *next(others)), strict=True)) for values in four]
-    return [case for case in cases if has_a_meaning(case)]
+    four = (dict(zip(AXES, values, strict=False)) for values in itertools.product(*list(AXES.values())[:4]))
+    cases = []
+    for case in filter(has_a_meaning, four):
+        whole = (dict(zip(AXES, (*case.values(), *next(others)), strict=True)) for _ in itertools.count())
+        cases.append(next(filter(has_a_meaning, whole)))
+    return cases

@@ -1,7 +1,7 @@
 """What is forecast is what is measured on a CPU: to the byte, in every category, on every rank.
 
 The measured side trains for real on two gloo ranks. `tests.forecast.cases` has every pair of values of the
-eight axes. FSDP_LAB_EVERY=1 also runs every combination of the four main axes: experiments/forecast_accuracy.
+axes. FSDP_LAB_EVERY=1 also runs every combination of the four main axes: experiments/forecast_accuracy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
-from tests.forecast.cases import every_four_axes, overrides, pairwise
+from tests.forecast.cases import MODELS, every_four_axes, overrides, pairwise
 from tests.ranks import Memo, config, run_ranks
 
 MEASURED = ("memory_profile=peaks", "training.max_steps=2")
@@ -53,7 +53,7 @@ def differences(cases: list[list[str]], world_size: int = 2, ranks: int | None =
 @pytest.mark.parametrize(("model", "ranks", "step"), [("mlp", 2, 1), ("vit_tiny", 1, 6)])
 def test_every_pair_of_settings_is_forecast_to_the_byte(model: str, ranks: int, step: int):
     """Of the larger model every sixth of these configurations, for the sake of the suite's time."""
-    cases = [[f"model={model}", *overrides(case)] for case in pairwise()[::step]]
+    cases = [[*MODELS[model], *overrides(case)] for case in pairwise()[::step]]
     assert differences(cases, ranks=ranks) == []
 
 
@@ -72,9 +72,7 @@ def test_a_model_of_real_size_is_forecast_to_the_byte():
 @pytest.mark.parametrize(("model", "step"), [("mlp", 1), ("vit_tiny", 1), ("vit_b_16", 25)])
 def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int):
     batch = 4 if model == "vit_b_16" else 32
-    cases = [
-        [f"model={model}", f"training.global_batch_size={batch}", *overrides(c)] for c in every_four_axes()[::step]
-    ]
+    cases = [[*MODELS[model], f"training.global_batch_size={batch}", *overrides(c)] for c in every_four_axes()[::step]]
     found = differences(cases)
     print(f"{model}: {len(cases)} configurations on two ranks, {len(found)} differences")
     assert found == []

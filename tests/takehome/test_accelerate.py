@@ -120,6 +120,14 @@ def test_the_units_are_the_trials(
     assert plugin.activation_checkpointing == bool("activation_checkpointing=full" in more)
 
 
+@pytest.mark.parametrize("mode", ["every_n", "selective"])
+def test_activation_checkpointing_of_some_is_told(mode: str) -> None:
+    _, setup = model_and_setup("sharding=per_block", f"activation_checkpointing={mode}")
+    text = write_out("accelerate", setup)
+    assert f"# Not in this file: activation_checkpointing={mode};" in text
+    assert "fsdp_activation_checkpointing: false" in text
+
+
 def test_units_that_no_classes_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads its projection itself: not every linear layer is a unit."""
     built, setup = model_and_setup("sharding=per_layer")

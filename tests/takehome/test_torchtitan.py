@@ -69,6 +69,19 @@ def test_the_values_are_the_trials() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "section"),
+    [
+        (["activation_checkpointing=selective"], {"mode": "selective", "selective_ac_option": "op"}),
+        (["activation_checkpointing=every_n"], {"mode": "selective", "selective_ac_option": "2"}),
+        (["activation_checkpointing=every_n", "activation_checkpointing_every=3"],
+         {"mode": "selective", "selective_ac_option": "3"}),
+    ],
+)  # fmt: skip
+def test_activation_checkpointing_of_some(overrides: list[str], section: dict[str, str]) -> None:
+    assert written("sharding=per_block", *overrides)[1]["activation_checkpoint"] == section
+
+
+@pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (["precision=fp16"], "float16 and loss scaling"),

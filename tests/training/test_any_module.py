@@ -208,7 +208,13 @@ def test_blocks_are_found() -> None:
     assert find_block_classes(both) == (Block,)
 
 
-@pytest.mark.parametrize("setting", ["sharding=per_block", "activation_checkpointing=full", "compile=true"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "sharding=per_block", "activation_checkpointing=full", "activation_checkpointing=selective",
+        "activation_checkpointing=every_n", "compile=true",
+    ],
+)  # fmt: skip
 def test_a_model_without_blocks_is_refused_where_some_are_needed(setting: str) -> None:
     plain = nn.Sequential(nn.Linear(2, 2))
     trial = config("sharding=root", setting)

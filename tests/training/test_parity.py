@@ -51,6 +51,8 @@ FEATURES: list[Case] = [
     *((*SHARDINGS[s], "training.grad_accum_steps=2", *VIT) for s in SHARDINGS),
     *((*SHARDINGS[s], CLIP, *MLP) for s in SHARDINGS),
     *((*SHARDINGS[s], "activation_checkpointing=full", *VIT) for s in SHARDINGS),
+    *((*SHARDINGS[s], "activation_checkpointing=selective", *VIT) for s in SHARDINGS),
+    *((*SHARDINGS[s], "activation_checkpointing=every_n", *VIT) for s in ("ddp", "per_block")),
     *((*SHARDINGS[s], "init=meta", *VIT) for s in SHARDINGS),
     *((*SHARDINGS[s], "memory_profile=peaks", *VIT) for s in SHARDINGS),
     (*SHARDINGS["per_block"], "sharding.forward_prefetch=2", "sharding.backward_prefetch=1", *VIT),

@@ -1,0 +1,99 @@
+"""Which operators of a block run a second time in the backward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_lab.config import UserError
+from fsdp_lab.config.compare import effective_settings
+from fsdp_lab.training.activation_checkpointing import checkpoint_blocks
+from fsdp_lab.training.blocks import check_blocks
+from tests.ranks import config
+
+NUM_BLOCKS = 6
+LAYERS = 5
+
+
+class Block(nn.Module):
+    """Five linear layers with and without biases, attention between them, and a nonlinearity at the end."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=bias) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, *rest = (layer(x) for layer in self.layers)
+        x = F.scaled_dot_product_attention(*(t.view(1, -1, 2, 4).transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x.transpose(1, 2).reshape(-1, 8)
+        for layer in rest:
+            x = x + layer
+        return F.gelu(x).exp()
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run, by their short names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def twice(mode: str, bias: bool = False) -> dict[str, int]:
+    """How often operators of the forward pass of one block run in its backward pass, beyond what runs there anyway."""
+    counts = []
+    for each in ("none", mode):
+        torch.manual_seed(0)
+        (block,) = checkpoint_blocks([Block(bias)], config(f"activation_checkpointing={each}"))
+        out = block(torch.randn(3, 8, requires_grad=True)).sum()
+        with Calls() as calls:
+            out.backward()
+        counts.append(calls.count)
+    plain, found = counts
+    return {name: n - plain[name] for name, n in found.items() if n > plain[name]}
+
+
+@pytest.mark.parametrize(("bias", "product"), [(False, "mm"), (True, "addmm")])
+def test_selective_repeats_every_second_matrix_product_and_no_attention(bias: bool, product: str) -> None:
+    """torchtitan's rule: of five products the second and the fourth are computed again."""
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    full, selective = twice("full", bias), twice("selective", bias)
+    assert full[product] == LAYERS and full[attention] == 1
+    assert selective[product] == 2 and attention not in selective
+    assert selective["gelu"] == full["gelu"] == 1
+
+
+@pytest.mark.parametrize(("every", "wrapped"), [(1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (4, [3]), (6, [5])])
+def test_every_nth_block_is_wrapped(every: int, wrapped: list[int]) -> None:
+    blocks = [Block(False) for _ in range(NUM_BLOCKS)]
+    trial = config("activation_checkpointing=every_n", f"activation_checkpointing_every={every}")
+    placed = checkpoint_blocks(blocks, trial)
+    assert [i for i, (old, new) in enumerate(zip(blocks, placed, strict=True)) if old is not new] == wrapped
+
+
+def test_an_n_beyond_the_last_block_is_refused() -> None:
+    model = nn.Sequential(*(Block(False) for _ in range(3)))
+    trial = config("sharding=root", "activation_checkpointing=every_n", "activation_checkpointing_every=4")
+    with pytest.raises(UserError, match=r"activation_checkpointing_every=4 .* 3 blocks.*use at most 3"):
+        check_blocks(model, (Block,), trial)
+    check_blocks(model, (Block,), config("sharding=root", "activation_checkpointing_every=4"))
+
+
+def test_the_n_counts_for_every_n_alone() -> None:
+    def settings(*words: str) -> dict[str, object]:
+        return effective_settings(config(*words), 2)
+
+    every = "activation_checkpointing=every_n"
+    assert settings("activation_checkpointing_every=3") == settings()
+    assert settings(every) == settings(every, "activation_checkpointing_every=2")
+    assert settings(every) != settings(every, "activation_checkpointing_every=3")
+    assert settings(every, "activation_checkpointing_every=1") == settings("activation_checkpointing=full")
