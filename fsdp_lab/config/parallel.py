@@ -39,11 +39,13 @@ class ReshardPolicy(Enum):
 
 @dataclass
 class ShardingConfig:
-    """`forward_prefetch`/`backward_prefetch`: how many blocks ahead to gather; null leaves it to FSDP2."""
+    """`blocks_per_unit`: how many consecutive blocks share one unit of `per_block`.
+    `forward_prefetch`/`backward_prefetch`: how many units ahead to gather; null leaves it to FSDP2."""
 
     granularity: Granularity = key(Granularity.per_block, named_by_option=True)
     dp_replicate: int = key(1, at_least_one)
     min_num_params: Optional[int] = key(None, at_least_one)
+    blocks_per_unit: int = key(1, at_least_one)
     forward_prefetch: Optional[int] = key(None, not_negative)
     backward_prefetch: Optional[int] = key(None, not_negative)
 
@@ -51,10 +53,17 @@ class ShardingConfig:
         """
         Raises:
             ConfigError: `size_based` without a size.
-            CombinationError: what DDP does not do, or replicas that do not divide the workers.
+            CombinationError: what DDP does not do, blocks in one unit where units are no blocks, or replicas that do
+                not divide the workers.
         """
         if self.granularity is Granularity.ddp:
             self._check_ddp()
+        if self.blocks_per_unit > 1 and self.granularity is not Granularity.per_block:
+            raise CombinationError(
+                f"sharding.blocks_per_unit={self.blocks_per_unit} with sharding={self.granularity.name}: only "
+                "sharding=per_block makes units of blocks; use sharding.blocks_per_unit=1 or sharding=per_block.",
+                keys=("sharding", "sharding.blocks_per_unit"),
+            )
         if num_workers % self.dp_replicate:
             raise CombinationError(
                 f"sharding.dp_replicate={self.dp_replicate} does not divide "

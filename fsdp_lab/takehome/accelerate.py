@@ -121,6 +121,8 @@ def _sharding_notes(setup: Setup) -> list[str]:
         notes.append(
             "the trial's explicit prefetching: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch."
         )
+    if sharding.blocks_per_unit > 1:
+        notes.append(f"sharding.blocks_per_unit={sharding.blocks_per_unit}; accelerate makes a unit of each block.")
     if setup.layout.units and not setup.layout.unit_classes:
         by_size = sharding.granularity is Granularity.size_based
         instead = "accelerate counts the parameters of inner units as well" if by_size else "the file has the blocks"

@@ -16,7 +16,7 @@ WIDTH = 118
 _OWN = (
     "batch", "chosen", "contexts", "count", "cuda", "device", "dist", "epoch", "example", "generator", "i",
     "inputs", "items", "labels", "last", "loader", "loss", "losses", "m", "math", "mesh", "microbatches", "mine",
-    "model", "module", "numpy", "optimizer", "options", "order", "os", "outputs", "part", "products", "random",
+    "model", "module", "numpy", "optimizer", "options", "order", "os", "outputs", "part", "parts", "products", "random",
     "rank", "re", "saved", "scale", "scaler", "schedule", "step", "to_device", "torch", "total", "total_loss",
     "units", "world_size", "zlib",
 )  # fmt: skip

@@ -123,11 +123,13 @@ def _shard(setup: Setup, imports: Imports) -> list[str]:
         pinned = "cuda" if config.offload.target is OffloadTarget.cpu else "False"
         lines.append(f'options["offload_policy"] = CPUOffloadPolicy(pin_memory={pinned})')
     if setup.layout.units:
+        lines += _in_groups(setup) if config.sharding.blocks_per_unit > 1 else []
         lines.append("for module in reversed(units):  # children before their parents")
         lines.append("    fully_shard(module, **options)")
     lines.append("fully_shard(model, **options)")
     sharding = config.sharding
     if setup.layout.units and (sharding.forward_prefetch is not None or sharding.backward_prefetch is not None):
+        lines += ["units = [part[0] for part in units]"] if sharding.blocks_per_unit > 1 else []
         lines.append("for i, module in enumerate(units):")
         if (ahead := sharding.forward_prefetch) is not None:
             lines.append(f"    module.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + {ahead}])")
@@ -148,6 +150,18 @@ def _units(setup: Setup, imports: Imports) -> list[str]:
     imports.module("re")
     pattern = 're.compile("|".join(names).replace("*", r"\\d+"))'
     return [names, f"names = {pattern}", "units = [m for name, m in model.named_modules() if names.fullmatch(name)]"]
+
+
+def _in_groups(setup: Setup) -> list[str]:
+    """The lines that put consecutive children of one module into one unit."""
+    size = setup.config.sharding.blocks_per_unit
+    return [
+        "parts = {}",
+        "for name, module in model.named_modules():",
+        "    if module in units:",
+        '        parts.setdefault(name.rpartition(".")[0], []).append(module)',
+        f"units = [part[i : i + {size}] for part in parts.values() for i in range(0, len(part), {size})]",
+    ]
 
 
 def _replicate(setup: Setup, imports: Imports) -> list[str]:

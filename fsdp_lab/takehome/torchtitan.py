@@ -117,6 +117,8 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append(
             "units: torchtitan makes some of the embedding, and of the last norm with the head, beside the blocks."
         )
+    if sharding.blocks_per_unit > 1:
+        notes.append(f"sharding.blocks_per_unit={sharding.blocks_per_unit}; torchtitan makes a unit of each block.")
     if setup.reshard == "to_size":
         notes.append(
             f"reshard_after_forward={config.reshard_after_forward.size}, a number of ranks; the file says always."

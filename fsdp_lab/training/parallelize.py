@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -69,7 +69,8 @@ def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: Trial
 def apply_fully_shard(
     model: nn.Module, block_classes: BlockClasses, config: TrialConfig, mesh: DeviceMesh
 ) -> list[nn.Module]:
-    """Shard the model in place: the units bottom-up, then the root. Return the units; `ddp` shards nothing."""
+    """Shard the model in place: the units bottom-up, then the root. Return the modules that are units of their own, or
+    together with their neighbours; `ddp` shards nothing."""
     if config.sharding.granularity is Granularity.ddp:
         return []
     units = sharding_units(model, block_classes, config.sharding)
@@ -81,12 +82,24 @@ def apply_fully_shard(
         "offload_policy": offload_policy(config.offload),
         "reshard_after_forward": reshard_after_forward(config.reshard_after_forward),
     }
+    groups = in_groups(model, units, config.sharding.blocks_per_unit)
     with one_post_forward_mesh():
-        for unit in units:
-            fully_shard(unit, **options)
+        for group in groups:
+            fully_shard(group if len(group) > 1 else group[0], **options)
         fully_shard(model, **options)
-    set_prefetch(units, config.sharding)
+    set_prefetch([group[0] for group in groups], config.sharding)
     return units
+
+
+def in_groups(model: nn.Module, units: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
+    """Return the modules that share a unit, children before parents: so many consecutive children of one module."""
+    parents = {id(child): id(parent) for parent in model.modules() for child in parent.children()}
+    of_parent: dict[int, list[nn.Module]] = {}
+    for unit in units:
+        of_parent.setdefault(parents[id(unit)], []).append(unit)
+    groups = [children[i : i + size] for children in of_parent.values() for i in range(0, len(children), size)]
+    place = {id(unit): i for i, unit in enumerate(units)}
+    return sorted(groups, key=lambda group: place[id(group[-1])])
 
 
 def _register_dataclasses(module: nn.Module, args: Any, output: Any) -> None:
@@ -189,7 +202,8 @@ def reshard_after_forward(reshard: ReshardConfig) -> bool | int | None:
 
 
 def set_prefetch(units: list[nn.Module], sharding: ShardingConfig) -> None:
-    """Gather the next units while one computes: forwards in order, backwards in reverse."""
+    """Gather the next units while one computes: forwards in order, backwards in reverse. A unit of several modules is
+    named by any of them."""
     ahead, behind = sharding.forward_prefetch, sharding.backward_prefetch
     for i, unit in enumerate(units):
         assert isinstance(unit, FSDPModule)

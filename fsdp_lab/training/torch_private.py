@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,9 @@ from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import _fully_shard as fsdp_package
+from torch.distributed.fsdp._fully_shard._fsdp_state import _register_group_forward_hooks
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -43,6 +46,7 @@ _DEVICE_OF_MESH = "_get_device_from_mesh"
 _COMPARE_SHAPES = "_verify_param_shape_across_processes"
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
+_FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _TRACKER = "torch.distributed._tools.mem_tracker"
 _FSDP_TRACKER = "torch.distributed._tools.fsdp2_mem_tracker"
 
@@ -71,6 +75,12 @@ NAMES = (
         ("fsdp_mod", "orig_fsdp_param_group_post_backward"),
     ),
     Name(_FSDP_TRACKER, "_FSDPRefType.INP"),
+    Name(_FSDP_TRACKER, "FSDPMemTracker._instrument_fsdp_module", ()),
+    Name(_FSDP_TRACKER, "FSDPMemTracker._deregister_module_and_optimizer_hooks", ()),
+    Name(_FSDP_TRACKER, "FSDPMemTracker._fsdp_state_post_forward", ("fsdp_mod", "orig_fsdp_state_post_fw")),
+    Name(_FSDP_STATE, "_register_group_forward_hooks", ("modules", "pre_hook", "post_hook", "modules_to_run")),
+    Name(_FSDP_STATE, "FSDPState._pre_forward"),
+    Name(_FSDP_STATE, "FSDPState._post_forward"),
     Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
     Name("torch._guards", "active_fake_mode"),
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
@@ -275,7 +285,37 @@ class Tracker(MemTracker):
 
 
 class FsdpTracker(Tracker, FSDPMemTracker):
-    """The same for a model that `fully_shard` was applied to."""
+    """The same for a model that `fully_shard` was applied to.
+
+    The base class takes each module of a unit for a unit. It is shown the first one of several, whose hooks then go to
+    all of them as PyTorch's do.
+    """
+
+    def _instrument_fsdp_module(self) -> None:
+        whole, others = self._root_mod, {id(other) for state in self._shared_units() for other in state._modules[1:]}
+        seen = [module for module in whole.modules() if id(module) not in others]
+        self._root_mod = SimpleNamespace(modules=lambda: seen, buffers=whole.buffers)  # type: ignore[assignment]
+        try:
+            super()._instrument_fsdp_module()
+        finally:
+            self._root_mod = whole
+        for state in self._shared_units():
+            first = state._modules[0]
+            before = self._fsdp_state_pre_forward(first, state._pre_forward)
+            after = self._fsdp_state_post_forward(first, state._post_forward)
+            _hook_together(state, before, after)
+
+    def _deregister_module_and_optimizer_hooks(self) -> None:
+        super()._deregister_module_and_optimizer_hooks()
+        for state in self._shared_units():
+            _hook_together(state, state._pre_forward, state._post_forward)
+
+    def _shared_units(self) -> list[Any]:
+        """The states of the units of several modules."""
+        states = {
+            id(s): s for m in self._root_mod.modules() if isinstance(m, FSDPModule) and (s := m._get_fsdp_state())
+        }
+        return [state for state in states.values() if len(state._modules) > 1]
 
     def follow(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -300,6 +340,16 @@ class FsdpTracker(Tracker, FSDPMemTracker):
             return orig_fsdp_param_group_post_backward(*args, **kwargs)  # the tracker fails on a unit without a forward
 
         return where_called
+
+
+def _hook_together(state: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Let a unit's modules call `before` when the first of them begins and `after` when the last ends, in the place of
+    the hooks of its first module."""
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    more = {"cast_output_dtype": state._cast_output_dtype} if hasattr(state, "_cast_output_dtype") else {}
+    handle = _register_group_forward_hooks(state._modules, before, after, state._modules_to_run_forward, **more)
+    state._pre_forward_hook_handle = state._post_forward_hook_handle = handle
 
 
 @contextmanager

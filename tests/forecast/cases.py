@@ -15,6 +15,7 @@ AXES: dict[str, Sequence[str]] = {
     "training.grad_accum_steps": ("1", "2"),
     "activation_checkpointing": ("none", "full", "every_n", "selective"),
     "training.max_grad_norm": ("null", "1.0"),
+    "sharding.blocks_per_unit": ("1", "2"),
 }
 Case = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -26,13 +27,15 @@ MODELS = {
 }
 # What cannot stand beside some values of `sharding`.
 _ONLY_PLAIN_WITH_DDP = {"offload": "none", "reshard_after_forward": "default"}
+_PER_BLOCK_ALONE = {"sharding.blocks_per_unit": "1"}
 
 
 def can_stand_together(pair: Pair) -> bool:
     values = dict(pair)
-    return values.get("sharding") != "ddp" or all(
-        values.get(axis, plain) == plain for axis, plain in _ONLY_PLAIN_WITH_DDP.items()
-    )
+    sharding = values.get("sharding")
+    plain = _ONLY_PLAIN_WITH_DDP if sharding == "ddp" else {}
+    plain = plain | (_PER_BLOCK_ALONE if sharding not in ("per_block", None) else {})
+    return all(values.get(axis, only) == only for axis, only in plain.items())
 
 
 def has_a_meaning(case: Case) -> bool:

@@ -128,6 +128,13 @@ def test_activation_checkpointing_of_some_is_told(mode: str) -> None:
     assert "fsdp_activation_checkpointing: false" in text
 
 
+def test_units_of_several_blocks_are_told() -> None:
+    _, setup = model_and_setup("sharding=per_block", "sharding.blocks_per_unit=2")
+    for use in ("accelerate", "torchtitan"):
+        told = f"# Not in this file: sharding.blocks_per_unit=2; {use} makes a unit of each block."
+        assert told in write_out(use, setup)
+
+
 def test_units_that_no_classes_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads its projection itself: not every linear layer is a unit."""
     built, setup = model_and_setup("sharding=per_layer")

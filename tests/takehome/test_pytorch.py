@@ -51,7 +51,10 @@ CASES: dict[str, Case] = {
         *SHARDINGS["per_block"], *LM, FULL, "training.max_grad_norm=0.5", "training.grad_accum_steps=2",
         "lr_schedule=step", "reshard_after_forward=to_size", "reshard_after_forward.size=2", "optimizer.scale_lr=true",
     ),
-    "every second block": (*SHARDINGS["per_block"], "activation_checkpointing=every_n", *VIT),
+    "every second block, units of three": (
+        *SHARDINGS["per_block"], "activation_checkpointing=every_n", "sharding.blocks_per_unit=3",
+        *VIT,
+    ),
     "selective": (*SHARDINGS["per_block"], *LM, "activation_checkpointing=selective"),
     "loss in chunks": (*SHARDINGS["root"], *LM, "task.loss_chunks=2", "model.tied=true"),
     **{f"user's {name}": (*overrides, "data.num_train=96") for name, (overrides, _) in FITS.items()},

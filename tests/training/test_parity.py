@@ -56,6 +56,8 @@ FEATURES: list[Case] = [
     *((*SHARDINGS[s], "init=meta", *VIT) for s in SHARDINGS),
     *((*SHARDINGS[s], "memory_profile=peaks", *VIT) for s in SHARDINGS),
     (*SHARDINGS["per_block"], "sharding.forward_prefetch=2", "sharding.backward_prefetch=1", *VIT),
+    (*SHARDINGS["per_block"], "sharding.blocks_per_unit=2", "sharding.forward_prefetch=1", *VIT),
+    (*SHARDINGS["per_block"], "sharding.blocks_per_unit=3", "memory_profile=peaks", "training.epochs=2", *VIT),
     (*SHARDINGS["per_layer"], "sharding.forward_prefetch=1", "sharding.backward_prefetch=3", *VIT),
     (*SHARDINGS["per_block"], CLIP, "training.grad_accum_steps=2", "offload=cpu", *MLP),
     (*SHARDINGS["per_block"], "optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.3"),

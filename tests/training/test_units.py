@@ -1,0 +1,98 @@
+"""Which modules share a sharding unit, by what is gathered in a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_lab.training.parallelize import in_groups, sharding_units
+from tests.ranks import config, run_ranks
+
+NUM_BLOCKS = 4  # of vit_tiny
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.c10d._allgather_base_.default
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_of_steps(cases: list[list[str]]) -> list[list[int]]:
+    """On one rank: of each case how many gathers three steps take, the second of which the tracker follows."""
+    from fsdp_lab.training.build import build
+    from fsdp_lab.training.distributed import build_parallel_dims, setup_distributed
+    from fsdp_lab.training.loop import train_step
+    from fsdp_lab.training.memory import record_step
+    from fsdp_lab.training.weights import init_weights
+    from fsdp_lab.workloads.base import tensors_of
+    from fsdp_lab.workloads.build import build_workload
+
+    ranks, found = setup_distributed(), []
+    for words in cases:
+        trial = config(*words)
+        workload, dims = build_workload(trial.model, trial.data, trial.task), build_parallel_dims(trial.sharding, ranks)
+        init = partial(init_weights, config=trial, device=ranks.device)
+        state = build(workload.model, trial, dims, ranks.device, materialize=init)
+        batches, counts = [tuple(map(torch.zeros_like, workload.data.example_batch(2)))], []
+        for step in range(3):
+            followed = record_step(state.model, state.optimizer, tensors_of(batches), ranks.device)
+            with followed if step == 1 else nullcontext(), Gathers() as gathers:
+                train_step(state, workload.task, batches, trial, ranks.device)
+            counts.append(gathers.count)
+        found.append(counts)
+    return found
+
+
+def test_blocks_that_share_a_unit_are_gathered_at_once_also_after_a_step_was_followed() -> None:
+    """Each unit once, and with `always` again for the backward pass."""
+    units = {1: NUM_BLOCKS, 2: 2, 3: 2, NUM_BLOCKS: 1, 9: 1}
+    policies = {"never": 1, "always": 2}
+    cases = [
+        ["sharding=per_block", f"sharding.blocks_per_unit={size}", f"reshard_after_forward={policy}"]
+        for policy, size in product(policies, units)
+    ]
+    found = run_ranks(2, gathers_of_steps, cases)
+    expected = [
+        [times * (count + 1)] * 3 for times, count in product(policies.values(), units.values())
+    ]  # and the root
+    assert found[0] == found[1] == expected
+
+
+class Block(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+class Holder(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Block() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("size", "groups"),
+    [
+        (1, ["0.inner.0", "0.inner.1", "0.inner.2", "0", "1.inner.0", "1.inner.1", "1.inner.2", "1", "2"]),
+        (2, ["0.inner.0 0.inner.1", "0.inner.2", "1.inner.0 1.inner.1", "1.inner.2", "0 1", "2"]),
+        (3, ["0.inner.0 0.inner.1 0.inner.2", "1.inner.0 1.inner.1 1.inner.2", "0 1 2"]),
+    ],
+)
+def test_neighbours_are_children_of_one_module_and_inner_ones_come_first(size: int, groups: list[str]) -> None:
+    model = nn.Sequential(Holder(), Holder(), Block())
+    names = {id(module): name for name, module in model.named_modules()}
+    units = sharding_units(model, (Block,), config("sharding=per_block").sharding)
+    assert [" ".join(names[id(m)] for m in group) for group in in_groups(model, units, size)] == groups
+    assert Counter(map(id, units)) == Counter(id(m) for group in in_groups(model, units, size) for m in group)
