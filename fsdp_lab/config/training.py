@@ -23,6 +23,11 @@ class OptimizerImplementation(Enum):
     for_loop = "for_loop"
 
 
+class StateDtype(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 class LrScheduleName(Enum):
     constant = "constant"
     cosine = "cosine"
@@ -108,7 +113,7 @@ class TrainingConfig:
 
 @dataclass
 class OptimizerConfig:
-    """`scale_lr` multiplies `lr` by the number of workers."""
+    """`scale_lr` multiplies `lr` by the number of workers; `state_dtype` is of Adam's moments."""
 
     name: OptimizerName = key(OptimizerName.adam, named_by_option=True, memory=Memory.VALUE)
     lr: float = key(1e-3, positive, changes_speed=False)
@@ -118,6 +123,7 @@ class OptimizerConfig:
     momentum: float = key(0.0, not_negative, memory=Memory.WHETHER)
     implementation: OptimizerImplementation = key(OptimizerImplementation.auto, memory=Memory.VALUE)
     scale_lr: bool = key(False, changes_speed=False)
+    state_dtype: StateDtype = key(StateDtype.fp32, memory=Memory.VALUE)
 
     def chosen_implementation(self, loss_scaling: bool) -> OptimizerImplementation:
         """Return what `auto` comes to: fused, which also keeps offloaded Adam from a loop over the parameters
@@ -131,8 +137,14 @@ class OptimizerConfig:
     def check(self) -> None:
         """
         Raises:
-            CombinationError: momentum for an optimizer that has none.
+            CombinationError: momentum for an optimizer that has none, or a dtype of moments for one without.
         """
+        if self.name is OptimizerName.sgd and self.state_dtype is not StateDtype.fp32:
+            raise CombinationError(
+                f"optimizer.state_dtype={self.state_dtype.name} with optimizer=sgd: it is the type of Adam's moments; "
+                "use optimizer.state_dtype=fp32, or optimizer=adam or adamw.",
+                keys=("optimizer.state_dtype", "optimizer"),
+            )
         if self.name is not OptimizerName.sgd and self.momentum:
             raise CombinationError(
                 f"optimizer.momentum={self.momentum} with optimizer={self.name.name}: momentum belongs to "

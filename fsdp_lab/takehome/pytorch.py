@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
-from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.config.training import ActivationCheckpointing, StateDtype
 from fsdp_lab.takehome.checkpointing import WRAPPERS, checkpointing_lines
 from fsdp_lab.takehome.imports import WIDTH, Imports, fold
 from fsdp_lab.takehome.loop import epoch_lines, optimizer_lines
@@ -48,8 +48,16 @@ def _head(setup: Setup) -> list[str]:
         f"    {path}torchrun --nproc-per-node {setup.world_size} use_pytorch.py",
         "prints the train/loss of every epoch, as the trial has it. Left out: validation, checkpoints, figures, and",
         "the seeds of a data set that draws random numbers: those are others here.",
+        *_left_out(setup),
         '"""',
     ]
+
+
+def _left_out(setup: Setup) -> list[str]:
+    """What the trial did and the script does not, a line each."""
+    if setup.config.optimizer.state_dtype is StateDtype.bf16:
+        return ["Not here: optimizer.state_dtype=bf16; Adam's moments are float32, so that losses differ a little."]
+    return []
 
 
 def _start(setup: Setup, imports: Imports) -> list[str]:

@@ -11,7 +11,13 @@ import textwrap
 from typing import Any
 
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget
-from fsdp_lab.config.training import ActivationCheckpointing, LrScheduleName, OptimizerImplementation, OptimizerName
+from fsdp_lab.config.training import (
+    ActivationCheckpointing,
+    LrScheduleName,
+    OptimizerImplementation,
+    OptimizerName,
+    StateDtype,
+)
 from fsdp_lab.takehome.setup import Setup
 
 VERSION = "0.2.2"
@@ -129,6 +135,8 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append("the trial's explicit prefetching.")
     if config.optimizer.name is OptimizerName.sgd:
         notes.append("SGD; torchtitan has Adam and AdamW.")
+    if config.optimizer.state_dtype is StateDtype.bf16:
+        notes.append("Adam's moments in bfloat16; this version of torchtitan keeps them in float32.")
     if config.lr_schedule.name is LrScheduleName.step:
         notes.append("a learning rate that falls in steps.")
     if config.training.max_grad_norm is None:

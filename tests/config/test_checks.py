@@ -103,6 +103,8 @@ TO_SIZE = "reshard_after_forward.policy=to_size"
         ([DDP, "sharding.blocks_per_unit=2"], 2, ["sharding.blocks_per_unit=2", "sharding=ddp", "=per_block"]),
         (["sharding.granularity=root", "sharding.blocks_per_unit=3"], 2,
          ["sharding.blocks_per_unit=3", "sharding=root", "use sharding.blocks_per_unit=1"]),
+        (["optimizer.name=sgd", "optimizer.state_dtype=bf16"], 2,
+         ["optimizer.state_dtype=bf16", "optimizer=sgd", "use optimizer.state_dtype=fp32"]),
         (["sharding.dp_replicate=3"], 8, ["sharding.dp_replicate=3", "cluster.num_workers=8", "use one of 1, 2, 4, 8"]),
         (["training.global_batch_size=65"], 2, ["training.global_batch_size=65", "cluster.num_workers=2", "64 or 66"]),
         (["training.global_batch_size=30", "training.grad_accum_steps=2"], 4,

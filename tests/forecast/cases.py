@@ -16,6 +16,8 @@ AXES: dict[str, Sequence[str]] = {
     "activation_checkpointing": ("none", "full", "every_n", "selective"),
     "training.max_grad_norm": ("null", "1.0"),
     "sharding.blocks_per_unit": ("1", "2"),
+    "sharding.forward_prefetch": ("null", "2"),
+    "optimizer.state_dtype": ("fp32", "bf16"),
 }
 Case = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -25,8 +27,8 @@ MODELS = {
     "vit_tiny": ["model=vit_tiny"],
     "vit_b_16": ["model=vit_b_16"],
 }
-# What cannot stand beside some values of `sharding`.
-_ONLY_PLAIN_WITH_DDP = {"offload": "none", "reshard_after_forward": "default"}
+# What can stand beside some values of others.
+_ONLY_PLAIN_WITH_DDP = {"offload": "none", "reshard_after_forward": "default", "sharding.forward_prefetch": "null"}
 _PER_BLOCK_ALONE = {"sharding.blocks_per_unit": "1"}
 
 
@@ -35,6 +37,7 @@ def can_stand_together(pair: Pair) -> bool:
     sharding = values.get("sharding")
     plain = _ONLY_PLAIN_WITH_DDP if sharding == "ddp" else {}
     plain = plain | (_PER_BLOCK_ALONE if sharding not in ("per_block", None) else {})
+    plain = plain | ({"optimizer.state_dtype": "fp32"} if values.get("optimizer") == "sgd" else {})
     return all(values.get(axis, only) == only for axis, only in plain.items())
 
 

@@ -67,6 +67,7 @@ SAME_RANKS: dict[str, list[str]] = {
     "fp16_scaler_cosine": [SYNC, *SCALER, *COSINE, "activation_checkpointing=full"],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=meta", "sharding=root"],
     "ddp": [SYNC, "sharding=ddp", "optimizer.lr=0.01"],
+    "narrow_moments": [SYNC, "optimizer.state_dtype=bf16", "optimizer.lr=0.01"],
 }
 OTHER_RANKS: dict[str, list[str]] = {
     "per_layer_cosine": [SYNC, "sharding=per_layer", "optimizer.lr=0.01", *COSINE],
