@@ -26,6 +26,7 @@ from fsdp_lab.config import (
     UserError,
     all_keys,
     check_forecast,
+    check_pytorch,
     conf_dir,
     default_num_workers,
     flatten,
@@ -225,6 +226,7 @@ def check(config: SweepConfig) -> None:
     num_workers = workers_of(config)
     check_local_capacity(config.cluster, num_workers)
     config.check(num_workers)
+    check_pytorch(config)
     check_forecast(config)
     missing = config.data.missing()
     if missing and not config.data.download:  # else the first worker of a node downloads it

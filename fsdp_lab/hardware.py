@@ -243,6 +243,12 @@ def pytorch_cuda() -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+def pytorch_version() -> tuple[int, int] | None:
+    """The version of PyTorch to its minor, read without importing it; None where there is none."""
+    found = re.search(r"^__version__\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _pytorch_version_file(), re.MULTILINE)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def _pytorch_version_file() -> str:
     """`torch/version.py`, which the build of PyTorch writes; "" where it is not there."""
     spec = importlib.util.find_spec("torch")

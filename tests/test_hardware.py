@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab import hardware
 from fsdp_lab.config import UserError
-from fsdp_lab.config.machine import check_driver, default_num_workers
+from fsdp_lab.config.machine import check_driver, check_pytorch, default_num_workers
 from fsdp_lab.forecast.fits import gpu_memory
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
 from tests.nvml import variables
+from tests.ranks import config
 
 FakeNvml = Callable[..., None]
 
@@ -240,3 +242,16 @@ def test_the_cores_of_a_worker(monkeypatch: pytest.MonkeyPatch):
     assert worker_cpus() == 3
     monkeypatch.setenv(hardware.WORKER_CPUS, "2.5")
     assert worker_cpus() == 2.5
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("2.11.0+cu128", True), ("2.12.0", False), ("2.15.0a0+git1", False), ("", False)]
+)
+def test_a_pytorch_that_lacks_what_is_asked_for_is_refused_early(
+    monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
+) -> None:
+    monkeypatch.setattr(hardware, "_pytorch_version_file", lambda: f"__version__ = '{version}'\ncuda = '13.0'\n")
+    check_pytorch(config())
+    message = r"separate_reduce_scatter_group=true needs .* PyTorch 2\.11 does not have"
+    with pytest.raises(UserError, match=message) if refused else nullcontext():
+        check_pytorch(config("sharding.separate_reduce_scatter_group=true"))

@@ -6,7 +6,18 @@ import math
 
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig
-from fsdp_lab.hardware import cpus_per_gpu, default_loader_workers, driver, num_cpus, num_gpus, pytorch_cuda
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.hardware import (
+    cpus_per_gpu,
+    default_loader_workers,
+    driver,
+    num_cpus,
+    num_gpus,
+    pytorch_cuda,
+    pytorch_version,
+)
+
+_SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
 
 
 def default_num_workers() -> int:
@@ -57,6 +68,21 @@ def check_driver() -> None:
             f"{have}, but {whose} driver {found.version} supports CUDA {found.cuda[0]}.{found.cuda[1]} at most and "
             f"PyTorch is built for CUDA {built_for[0]}.{built_for[1]}; update the driver to one that supports CUDA "
             f"{built_for[0]}, or install a PyTorch built for CUDA {found.cuda[0]}."
+        )
+
+
+def check_pytorch(config: TrialConfig) -> None:
+    """Refuse what the installed PyTorch does not have.
+
+    Raises:
+        UserError: with its version.
+    """
+    version = pytorch_version()
+    if config.sharding.separate_reduce_scatter_group and version is not None and version < _SEPARATE_GROUP_SINCE:
+        raise UserError(
+            "sharding.separate_reduce_scatter_group=true needs FSDPModule.set_separate_reduce_scatter_group, which "
+            f"PyTorch {version[0]}.{version[1]} does not have; use a newer PyTorch, or "
+            "sharding.separate_reduce_scatter_group=false."
         )
 
 

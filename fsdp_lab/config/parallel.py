@@ -39,13 +39,15 @@ class ReshardPolicy(Enum):
 
 @dataclass
 class ShardingConfig:
-    """`blocks_per_unit`: how many consecutive blocks share one unit of `per_block`.
+    """`separate_reduce_scatter_group`: gradients are reduced by a communicator of their own, beside the gathering.
+    `blocks_per_unit`: how many consecutive blocks share one unit of `per_block`.
     `forward_prefetch`/`backward_prefetch`: how many units ahead to gather; null leaves it to FSDP2."""
 
     granularity: Granularity = key(Granularity.per_block, named_by_option=True)
     dp_replicate: int = key(1, at_least_one)
     min_num_params: Optional[int] = key(None, at_least_one)
     blocks_per_unit: int = key(1, at_least_one)
+    separate_reduce_scatter_group: bool = key(False)
     forward_prefetch: Optional[int] = key(None, not_negative)
     backward_prefetch: Optional[int] = key(None, not_negative)
 
@@ -82,6 +84,12 @@ class ShardingConfig:
                 f"sharding=ddp with sharding.dp_replicate={self.dp_replicate}: DDP replicates over all "
                 "workers already; use sharding.dp_replicate=1 or a sharded setting.",
                 keys=("sharding", "sharding.dp_replicate"),
+            )
+        if self.separate_reduce_scatter_group:
+            raise CombinationError(
+                "sharding=ddp with sharding.separate_reduce_scatter_group=true: DDP scatters nothing; use "
+                "sharding.separate_reduce_scatter_group=false or a sharded setting.",
+                keys=("sharding", "sharding.separate_reduce_scatter_group"),
             )
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) is not None:

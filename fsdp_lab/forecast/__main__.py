@@ -48,6 +48,7 @@ from fsdp_lab.config import (
     SweepConfig,
     UserError,
     check_forecast,
+    check_pytorch,
     conf_dir,
     cpu_notes,
     default_num_workers,
@@ -122,6 +123,7 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
 def check(config: SweepConfig) -> None:
     """As for a trial, but for machines that are not this one. The shape of a batch is read here."""
     config.check(workers(config))
+    check_pytorch(config)
     config.data.check_files()
     check_forecast(config)
 

@@ -81,8 +81,9 @@ def allowances(peak_bytes: int, reserved_bytes: int, num_communicators: int) -> 
 
 
 def communicators(config: TrialConfig, num_workers: int) -> int:
-    """The NCCL communicators of one worker: one for the world, two for the mesh of hybrid sharding, and one for the
-    smaller mesh of `reshard_after_forward=to_size`. None for a single worker."""
+    """The NCCL communicators of one worker: one for the world, two for the mesh of hybrid sharding, one for the smaller
+    mesh of `reshard_after_forward=to_size`, and one of `sharding.separate_reduce_scatter_group`. None for a single
+    worker."""
     if num_workers == 1:
         return 0
     sharding, reshard = config.sharding, config.reshard_after_forward
@@ -90,7 +91,7 @@ def communicators(config: TrialConfig, num_workers: int) -> int:
         return 1
     dp_shard = num_workers // sharding.dp_replicate
     smaller = reshard.policy is ReshardPolicy.to_size and reshard.size not in (1, dp_shard)
-    return 1 + (2 if sharding.dp_replicate > 1 else 0) + smaller
+    return 1 + (2 if sharding.dp_replicate > 1 else 0) + smaller + sharding.separate_reduce_scatter_group
 
 
 def for_cuda(config: SweepConfig) -> bool:

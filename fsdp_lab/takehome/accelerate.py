@@ -121,6 +121,8 @@ def _sharding_notes(setup: Setup) -> list[str]:
         notes.append(
             "the trial's explicit prefetching: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch."
         )
+    if sharding.separate_reduce_scatter_group:
+        notes.append("a process group for reduce-scatter: model.set_separate_reduce_scatter_group().")
     if sharding.blocks_per_unit > 1:
         notes.append(f"sharding.blocks_per_unit={sharding.blocks_per_unit}; accelerate makes a unit of each block.")
     if setup.layout.units and not setup.layout.unit_classes:

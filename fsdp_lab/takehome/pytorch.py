@@ -136,6 +136,8 @@ def _shard(setup: Setup, imports: Imports) -> list[str]:
         lines.append("    fully_shard(module, **options)")
     lines.append("fully_shard(model, **options)")
     sharding = config.sharding
+    if sharding.separate_reduce_scatter_group:
+        lines.append("model.set_separate_reduce_scatter_group()")
     if setup.layout.units and (sharding.forward_prefetch is not None or sharding.backward_prefetch is not None):
         lines += ["units = [part[0] for part in units]"] if sharding.blocks_per_unit > 1 else []
         lines.append("for i, module in enumerate(units):")

@@ -123,6 +123,8 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append(
             "units: torchtitan makes some of the embedding, and of the last norm with the head, beside the blocks."
         )
+    if sharding.separate_reduce_scatter_group:
+        notes.append("a process group for reduce-scatter: model.set_separate_reduce_scatter_group().")
     if sharding.blocks_per_unit > 1:
         notes.append(f"sharding.blocks_per_unit={sharding.blocks_per_unit}; torchtitan makes a unit of each block.")
     if setup.reshard == "to_size":

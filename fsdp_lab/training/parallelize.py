@@ -87,8 +87,26 @@ def apply_fully_shard(
         for group in groups:
             fully_shard(group if len(group) > 1 else group[0], **options)
         fully_shard(model, **options)
+    if config.sharding.separate_reduce_scatter_group:
+        separate_reduce_scatter_group(model)
     set_prefetch([group[0] for group in groups], config.sharding)
     return units
+
+
+def separate_reduce_scatter_group(model: nn.Module) -> None:
+    """Give the reduction of gradients a process group of its own, one for all units.
+
+    Raises:
+        UserError: this PyTorch has none.
+    """
+    separate = getattr(model, "set_separate_reduce_scatter_group", None)
+    if separate is None:
+        raise UserError(
+            f"sharding.separate_reduce_scatter_group=true: PyTorch {torch.__version__} has no "
+            "FSDPModule.set_separate_reduce_scatter_group; use a newer PyTorch, or "
+            "sharding.separate_reduce_scatter_group=false."
+        )
+    separate()
 
 
 def in_groups(model: nn.Module, units: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:

@@ -101,6 +101,8 @@ TO_SIZE = "reshard_after_forward.policy=to_size"
         ([DDP, "sharding.forward_prefetch=1"], 2, ["forward_prefetch=1", "use sharding.forward_prefetch=null"]),
         ([DDP, "sharding.backward_prefetch=1"], 2, ["sharding.backward_prefetch=1", "sharding.backward_prefetch=null"]),
         ([DDP, "sharding.blocks_per_unit=2"], 2, ["sharding.blocks_per_unit=2", "sharding=ddp", "=per_block"]),
+        ([DDP, "sharding.separate_reduce_scatter_group=true"], 2,
+         ["sharding=ddp", "use sharding.separate_reduce_scatter_group=false"]),
         (["sharding.granularity=root", "sharding.blocks_per_unit=3"], 2,
          ["sharding.blocks_per_unit=3", "sharding=root", "use sharding.blocks_per_unit=1"]),
         (["optimizer.name=sgd", "optimizer.state_dtype=bf16"], 2,

@@ -33,6 +33,7 @@ sharding.granularity                 cells starts checkpoint nights memory param
 sharding.dp_replicate                cells starts checkpoint nights memory param
 sharding.min_num_params              cells starts checkpoint nights memory param
 sharding.blocks_per_unit             cells starts checkpoint nights memory param
+sharding.separate_reduce_scatter_group cells starts checkpoint nights memory param
 sharding.forward_prefetch            cells starts checkpoint nights memory param
 sharding.backward_prefetch           cells starts checkpoint nights memory param
 precision.param_dtype                cells starts checkpoint nights memory param

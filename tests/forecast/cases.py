@@ -17,6 +17,7 @@ AXES: dict[str, Sequence[str]] = {
     "training.max_grad_norm": ("null", "1.0"),
     "sharding.blocks_per_unit": ("1", "2"),
     "sharding.forward_prefetch": ("null", "2"),
+    "sharding.separate_reduce_scatter_group": ("false", "true"),
     "optimizer.state_dtype": ("fp32", "bf16"),
 }
 Case = dict[str, str]
@@ -28,7 +29,12 @@ MODELS = {
     "vit_b_16": ["model=vit_b_16"],
 }
 # What can stand beside some values of others.
-_ONLY_PLAIN_WITH_DDP = {"offload": "none", "reshard_after_forward": "default", "sharding.forward_prefetch": "null"}
+_ONLY_PLAIN_WITH_DDP = {
+    "offload": "none",
+    "reshard_after_forward": "default",
+    "sharding.forward_prefetch": "null",
+    "sharding.separate_reduce_scatter_group": "false",
+}
 _PER_BLOCK_ALONE = {"sharding.blocks_per_unit": "1"}
 
 

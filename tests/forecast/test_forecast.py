@@ -148,6 +148,7 @@ def test_what_is_allowed_for_is_named():
         (8, [], 1),
         (8, ["sharding=ddp"], 1),
         (8, ["sharding.dp_replicate=2"], 3),
+        (8, ["sharding.separate_reduce_scatter_group=true"], 2),
         (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=2"], 2),
         (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=8"], 1),
         (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=2", "sharding.dp_replicate=2"], 4),
