@@ -84,12 +84,17 @@ class MemoryProfile(Enum):
 
 @dataclass
 class TrainingConfig:
-    """`timing_warmup_steps` optimizer steps at the start of a run stay out of the speed figures."""
+    """`timing_warmup_steps` optimizer steps at the start of a run stay out of the speed figures.
+
+    `sync_each_microbatch`: reduce the gradients of each microbatch, not only of the last, so that a rank holds those
+    of its shard alone between them, and never the whole model's.
+    """
 
     epochs: int = key(2, at_least_one, may_differ=Between.CHECKPOINT)
     max_steps: Optional[int] = key(None, at_least_one, may_differ=Between.CHECKPOINT)
     global_batch_size: int = key(64, at_least_one, memory=Memory.VALUE)
     grad_accum_steps: int = key(1, at_least_one, memory=Memory.VALUE)
+    sync_each_microbatch: bool = key(False, memory=Memory.VALUE)
     seed: int = key(0, not_negative, changes_speed=False)
     max_grad_norm: Optional[float] = key(None, positive, memory=Memory.WHETHER)
     timing_warmup_steps: int = key(3, not_negative, may_differ=Between.CHECKPOINT)

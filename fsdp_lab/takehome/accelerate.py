@@ -89,7 +89,9 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append(f"Not in this file: activation_checkpointing={mode.name}; accelerate has all blocks or none.")
     training = config.training
     if training.grad_accum_steps > 1:
-        notes.append(f"Not in this file: Accelerator(gradient_accumulation_steps={training.grad_accum_steps}).")
+        each = ", sync_each_batch=True" if training.sync_each_microbatch else ""
+        plugin = f"GradientAccumulationPlugin(num_steps={training.grad_accum_steps}{each})"
+        notes.append(f"Not in this file: Accelerator(gradient_accumulation_plugin={plugin}).")
     if training.max_grad_norm is not None:
         notes.append(f"Not in this file: accelerator.clip_grad_norm_(model.parameters(), {training.max_grad_norm}).")
     notes.append("Not in this file: optimizer, learning rate, batch size and seed; they are your script's.")

@@ -89,9 +89,10 @@ def _step(setup: Setup, imports: Imports) -> list[str]:
     lines = [*_microbatch(setup, imports), "losses.append(loss.detach())"]
     if (accum := training.grad_accum_steps) > 1:
         sync = "set_requires_gradient_sync(i == {})" if not setup.is_ddp else "require_backward_grad_sync = i == {}"
+        once = f"    model.{sync.format(accum)}  # gradients are reduced once a step"
         lines = [
             "for i, batch in enumerate(microbatches, 1):",
-            f"    model.{sync.format(accum)}  # gradients are reduced once a step",
+            *([] if training.sync_each_microbatch else [once]),
             *indented(lines, 1),
         ]
     lines = [*num_labels_lines(setup), *lines]

@@ -135,6 +135,8 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append("offloading to memory that is not pinned; torchtitan pins it.")
     if sharding.forward_prefetch is not None or sharding.backward_prefetch is not None:
         notes.append("the trial's explicit prefetching.")
+    if config.training.grad_accum_steps > 1 and not config.training.sync_each_microbatch:
+        notes.append("gradients reduced once a step; torchtitan reduces those of each microbatch.")
     if config.optimizer.name is OptimizerName.sgd:
         notes.append("SGD; torchtitan has Adam and AdamW.")
     if config.optimizer.state_dtype is StateDtype.bf16:

@@ -43,7 +43,7 @@ def train_step(
     weights = label_weights(task, microbatches, device)
     for i, batch in enumerate(microbatches):
         batch = to_device(batch, device)
-        set_gradient_sync(state.model, sync=i == len(microbatches) - 1)
+        set_gradient_sync(state.model, config.training.sync_each_microbatch or i == len(microbatches) - 1)
         with ddp_explained(), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)

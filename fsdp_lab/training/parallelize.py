@@ -281,7 +281,7 @@ def ddp_explained() -> Iterator[None]:
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward pass reduces gradients: only the last one of an accumulation does."""
+    """Whether the next backward pass reduces gradients. One that does not leaves each rank with the whole model's."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync  # what DDP's no_sync() sets, without the nesting
     elif isinstance(model, FSDPModule):

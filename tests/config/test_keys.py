@@ -82,6 +82,7 @@ training.epochs                      cells starts nights param
 training.max_steps                   cells starts nights param
 training.global_batch_size           cells starts checkpoint nights memory param
 training.grad_accum_steps            cells starts checkpoint nights memory param
+training.sync_each_microbatch        cells starts checkpoint nights memory param
 training.seed                        cells starts checkpoint nights param
 training.max_grad_norm               cells starts checkpoint nights memory param
 training.timing_warmup_steps         cells starts nights param

@@ -85,6 +85,16 @@ def test_hybrid_sharding_over_four_ranks_is_forecast_to_the_byte():
     assert differences(cases, world_size=4) == []
 
 
+def test_gradients_that_are_reduced_for_each_microbatch_are_forecast_to_the_byte():
+    """And they take less: without it a rank holds the whole model's gradients between two microbatches."""
+    accumulate = ["sharding=per_block", "training.grad_accum_steps=3", "training.global_batch_size=24"]
+    cases = [[*accumulate, f"training.sync_each_microbatch={each}", f"precision={p}"]
+             for each, p in (("true", "fp32"), ("true", "bf16_mixed"), ("false", "fp32"))]  # fmt: skip
+    assert differences(cases, ranks=1) == []
+    each, _, last = (forecast_profile(config(*words), 2, cuda=False).peaks["device"] for words in cases)
+    assert each["unsharded_grad"] < last["unsharded_grad"] and each["total"] < last["total"]
+
+
 @pytest.fixture(scope="module")
 def measured() -> Peaks:
     (peaks,) = run_ranks(2, measure, [["sharding=per_block", "reshard_after_forward=always"]])[0]

@@ -55,6 +55,9 @@ CASES: dict[str, Case] = {
         *SHARDINGS["per_block"], "activation_checkpointing=every_n", "sharding.blocks_per_unit=3",
         *VIT,
     ),
+    "gradients of each microbatch": (
+        *SHARDINGS["per_block"], "training.grad_accum_steps=2", "training.sync_each_microbatch=true", *VIT,
+    ),
     "selective": (*SHARDINGS["per_block"], *LM, "activation_checkpointing=selective"),
     "loss in chunks": (*SHARDINGS["root"], *LM, "task.loss_chunks=2", "model.tied=true"),
     **{f"user's {name}": (*overrides, "data.num_train=96") for name, (overrides, _) in FITS.items()},

@@ -89,6 +89,7 @@ def test_activation_checkpointing_of_some(overrides: list[str], section: dict[st
         (["sharding=per_layer"], "sharding=per_layer"),
         (["reshard_after_forward=to_size", "reshard_after_forward.size=2"], "reshard_after_forward=2"),
         (["offload=cpu_unpinned"], "offloading to memory that is not pinned"),
+        (["training.grad_accum_steps=2"], "gradients reduced once a step"),
         (["optimizer=sgd"], "SGD"),
         (["lr_schedule=step"], "a learning rate that falls in steps"),
         ([], "no clipping"),

@@ -48,9 +48,14 @@ HALF: list[Case] = [
     (f"precision={p}", *SHARDINGS[s], *MLP) for p, s in product(PRECISIONS, ("per_block", "ddp", "per_layer"))
 ]
 CLIP = "training.max_grad_norm=0.1"
+_NO_MATTER = (
+    "training.grad_accum", "training.sync_each", "optimizer.implementation", "optimizer.state_dtype", "data.loader",
+)  # fmt: skip
 NARROW: list[Case] = [(*SHARDINGS[s], "optimizer.state_dtype=bf16", "model=mlp") for s in SHARDINGS]
+EACH = "training.sync_each_microbatch=true"
 FEATURES: list[Case] = [
     *((*SHARDINGS[s], "training.grad_accum_steps=2", *VIT) for s in SHARDINGS),
+    *((*SHARDINGS[s], "training.grad_accum_steps=2", EACH, *VIT) for s in ("ddp", "per_block")),
     *((*SHARDINGS[s], CLIP, *MLP) for s in SHARDINGS),
     *((*SHARDINGS[s], "activation_checkpointing=full", *VIT) for s in SHARDINGS),
     *((*SHARDINGS[s], "activation_checkpointing=selective", *VIT) for s in SHARDINGS),
@@ -120,7 +125,7 @@ def unsharded(case: Case, wrong: str = "") -> Run:
     keys = [
         o
         for o in keys
-        if not o.startswith(("training.grad_accum", "optimizer.implementation", "optimizer.state_dtype", "data.loader"))
+        if not o.startswith(_NO_MATTER)
     ]
     return _unsharded(tuple(keys), wrong)
 
