@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -60,6 +61,28 @@ def whole(path: Path, durable: bool = False, parents: bool = True) -> Iterator[P
             making.unlink()
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Give an empty folder beside it to write in, which takes its place at the end, durably. Where the block raises,
+    nothing is left, and what was there before stays.
+
+    Raises:
+        OSError: its own folder is gone, or the disk is full.
+    """
+    making = path.with_name(f".{path.name}.{os.getpid()}.making")
+    try:
+        making.mkdir()
+        yield making
+        for file in making.iterdir():
+            sync(file)
+        shutil.rmtree(path, ignore_errors=True)
+        making.rename(path)
+        sync(path.parent)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
         raise
 
 

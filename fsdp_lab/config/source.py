@@ -27,6 +27,16 @@ class ModelSource:
             UserError: files that are needed are not on this machine, or do not fit the model.
         """
 
+    def load_weights(self, *args: Any, **arguments: Any) -> Any:
+        """Return a function that puts other first weights into parameters and buffers by their names; None where those
+        of the constructor are the first."""
+        return None
+
+    def save(self, *args: Any, **arguments: Any) -> Any:
+        """Return a function that writes whole weights into a folder, in a format of the model's own; None where it has
+        none."""
+        return None
+
     def vocab_size(self, *args: Any, **arguments: Any) -> int | None:
         """Return how many tokens the model knows; None where it takes none."""
         return None

@@ -258,6 +258,12 @@ def clear_attempt(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def exported(folder: Path) -> Path | None:
+    """Return the exported model of a trial: a file, or a folder where it has a format of its own; None before it is
+    there."""
+    return next((path for path in (folder / "model.pt", folder / "model") if path.exists()), None)
+
+
 def read_any_facts(folder: Path) -> dict[str, Any] | None:
     """Those of the last start that got so far."""
     return read_facts(folder) or read_facts(folder, "facts.before.json")
@@ -272,8 +278,8 @@ def clear_left_over(folder: Path) -> None:
     """Take away what a trial before left in its folder, so that nobody takes it for this one's."""
     for path in (*(folder / name for name in _LEFT_OVER), *folder.glob("memory_*_rank*.*")):
         path.unlink(missing_ok=True)
-    for failures in folder.glob("failures*"):
-        shutil.rmtree(failures, ignore_errors=True)
+    for inner in (folder / "model", *folder.glob("failures*")):
+        shutil.rmtree(inner, ignore_errors=True)
 
 
 def no_space(folder: Path, reason: str = "No space left on device") -> str:

@@ -16,6 +16,7 @@ from fsdp_lab.engine.files import (
     Outcome,
     clear_attempt,
     clear_left_over,
+    exported,
     read_facts,
     read_metrics,
     read_outcome,
@@ -327,7 +328,7 @@ class SweepRun:
         state, folder = self.states[number], self.folder_of(number)
         epochs = [metrics["epoch"] for metrics in read_metrics(folder)]
         whole = bool(epochs) and epochs[-1] >= state.trial.config.training.epochs
-        return whole and (not state.trial.config.export or (folder / "model.pt").exists())
+        return whole and (not state.trial.config.export or exported(folder) is not None)
 
     def look(self, number: int) -> None:
         """Publish what the trial's folder has and the listeners have not."""

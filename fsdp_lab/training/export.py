@@ -1,8 +1,9 @@
-"""The trained model as one file, for whoever wants to use it without any of this."""
+"""The trained model as a file, or as a folder in its own format, for whoever wants to use it without any of this."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup
-from fsdp_lab.files import whole
+from fsdp_lab.files import whole, whole_folder
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.workloads.build import build_model_spec
 
@@ -30,23 +31,39 @@ class ExportedModel:
     data: DataConfig
 
 
-def export_model(model: nn.Module, config: TrialConfig, ranks: Ranks, path: Path) -> None:
+def export_model(
+    model: nn.Module,
+    config: TrialConfig,
+    ranks: Ranks,
+    folder: Path,
+    save: Callable[[Mapping[str, Tensor], Path], None] | None = None,
+) -> None:
     """Gather the full weights to rank 0's CPU and write them; every rank calls it.
 
-    The file is a plain dictionary of tensors, texts and numbers: `torch.load(path, weights_only=True)`.
+    `model.pt` is a plain dictionary of tensors, texts and numbers: `torch.load(path, weights_only=True)`. A model with
+    a format of its own is a folder `model` instead.
+
+    Args:
+        folder: the trial's.
+        save: writes such a folder.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if not ranks.is_first:
+        return
+    tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    if save is not None:
+        with whole_folder(folder / "model") as making:
+            save(tensors, making)
         return
     content = {
         "format": FORMAT,
         "torch_version": str(torch.__version__),
         "model": to_dict(config.model),
         "data": to_dict(config.data),
-        "state_dict": {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)},
+        "state_dict": tensors,
     }
-    with whole(path, durable=True, parents=False) as making:
+    with whole(folder / "model.pt", durable=True, parents=False) as making:
         torch.save(content, making)
 
 

@@ -78,8 +78,9 @@ def train(
     steps_per_epoch = loaders.order.steps_per_epoch
 
     def materialize(model: nn.Module, blueprint: Blueprint) -> None:
-        reporter.phase(f"initialising the weights (init={config.init.name})")
-        init_weights(model, blueprint, config, ranks.device)
+        load = workload.model.load_weights
+        reporter.phase("loading the weights" if load else f"initialising the weights (init={config.init.name})")
+        init_weights(model, blueprint, config, ranks.device, load)
 
     reporter.phase("building the model")
     state = build(
@@ -132,7 +133,7 @@ def train(
         reporter.phase("exporting the model")
         if config.checkpoint.export_best:
             checkpoints.load_best_weights(state)
-        export_model(state.model, config, ranks, folder / "model.pt")
+        export_model(state.model, config, ranks, folder, workload.model.save)
 
 
 def _is_through(state: TrainState, config: TrialConfig) -> bool:

@@ -6,7 +6,7 @@ it and keeps its part. The weights are equal to the bit either way, for any numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -42,15 +42,28 @@ def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
         return Blueprint(spec.build, config.training.seed, whole=True)
 
 
-def init_weights(model: nn.Module, blueprint: Blueprint, config: TrialConfig, device: torch.device) -> None:
+def init_weights(
+    model: nn.Module,
+    blueprint: Blueprint,
+    config: TrialConfig,
+    device: torch.device,
+    load: Callable[[Mapping[str, Tensor]], None] | None = None,
+) -> None:
     """Give the parameters of a sharded model on `meta` their storage and values, and put its buffers on the device.
 
     With `init=rank0` only rank 0 ever holds the whole model, in host memory; with `init=meta` no rank holds more than
     a group of its parameters (`construct.GROUP_BYTES`).
+
+    Args:
+        load: puts in other values than the constructor's, on each rank what it holds.
     """
     home = gradient_device(config, device)
     materialize(model, lambda old: torch.empty_like(old, device=home) if old.is_meta else old.to(device))
     parameters = {name.replace(_WRAPPER, ""): parameter for name, parameter in model.named_parameters()}
+    if load is not None:
+        buffers = {name.replace(_WRAPPER, ""): buffer for name, buffer in model.named_buffers()}
+        load({**parameters, **buffers})
+        return
     source = 0 if config.init is Init.rank0 else None
     values: Iterable[tuple[str, Tensor | None]] = ((name, None) for name in blueprint.names)
     if source is None or dist.get_rank() == source:
@@ -77,7 +90,7 @@ def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
             setattr(module, leaf, getattr(first, name))
 
 
-def _fill(parameter: nn.Parameter, value: Tensor | None, source: int | None) -> None:
+def _fill(parameter: Tensor, value: Tensor | None, source: int | None) -> None:
     """Copy the part of a value that is this rank's.
 
     Args:

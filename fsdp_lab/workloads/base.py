@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +25,16 @@ class ModelSpec:
 
     `build`: the constructor; what it gives the parameters after `torch.manual_seed(training.seed)` are the first
     weights. `block_classes`: None where they are to be found in the model. `description`: the model in a few words,
-    for the reader of a memory timeline.
+    for the reader of a memory timeline. `load_weights`: puts other first weights into parameters and buffers, divided
+    or not, by their names; each rank calls it; None: those of the constructor. `save`: writes whole weights and what
+    else the model's own format has into a folder; None: it has none.
     """
 
     build: Callable[[], nn.Module]
     block_classes: tuple[type[nn.Module], ...] | None
     description: str
+    load_weights: Callable[[Mapping[str, Tensor]], None] | None = None
+    save: Callable[[Mapping[str, Tensor], Path], None] | None = None
 
 
 class Dataset(Protocol):

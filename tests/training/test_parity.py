@@ -122,11 +122,7 @@ _MATTERS = ("model", "optimizer", "training", "data")
 
 def unsharded(case: Case, wrong: str = "") -> Run:
     keys = [o for o in case if o.split("=")[0].split(".")[0] in _MATTERS]
-    keys = [
-        o
-        for o in keys
-        if not o.startswith(_NO_MATTER)
-    ]
+    keys = [o for o in keys if not o.startswith(_NO_MATTER)]
     return _unsharded(tuple(keys), wrong)
 
 

@@ -17,6 +17,7 @@ from fsdp_lab.tracking import Tracker
 # What a trial leaves in its folder -> where it stands among the artifacts of its run.
 _ARTIFACTS = (
     ("model.pt", "model"),
+    ("model/*", "model"),
     ("metrics.jsonl", ""),
     ("error.txt", ""),
     ("failures*/*.json", "failures"),

@@ -225,6 +225,7 @@ def drop_checkpoints(folder: Path) -> None:
         if (where / "checkpoints").exists():
             shutil.rmtree(where / "checkpoints")
         (where / "model.pt").unlink(missing_ok=True)
+        shutil.rmtree(where / "model", ignore_errors=True)
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.source import ModelSource
-from fsdp_lab.workloads.hf import attention
-from fsdp_lab.workloads.hf.configuration import Config, read_config
+from fsdp_lab.workloads.hf import attention, weights
+from fsdp_lab.workloads.hf.configuration import Config, folder_of, read_config
 from fsdp_lab.workloads.hf.library import transformers
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -39,11 +39,9 @@ class HuggingFace(ModelSource):
             pretrained: not looked at: who loads weights does so after the model was divided.
             overrides: values of the configuration.
         """
-        made = getattr(transformers(), self.auto_class).from_config(
-            read_config(config, overrides), dtype=torch.float32, trust_remote_code=False
-        )
+        made: nn.Module = self._plain(config, overrides)
         self.prepare(made)
-        return made  # type: ignore[no-any-return]
+        return made
 
     def check(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> None:
         """
@@ -58,6 +56,47 @@ class HuggingFace(ModelSource):
         others = [name for name, other in MODELS.items() if type(found) in getattr(transformers(), other.mapping)]
         remedy = f"use model={' or model='.join(others)}" if others else "transformers has it for other tasks only"
         raise ConfigError(f"model.config={config}: a {found.model_type} is no {self.kind}; {remedy}.")
+
+    def check_files(self, config: Config, pretrained: bool = False, **overrides: Any) -> None:
+        """
+        Raises:
+            UserError: the weights are not there, are damaged, or are not this model's.
+        """
+        if pretrained:
+            self._places(config, overrides)
+
+    def load_weights(self, config: Config, pretrained: bool = False, **overrides: Any) -> Any:
+        if not pretrained:
+            return None
+
+        def load(state: Mapping[str, Tensor]) -> None:
+            folder = folder_of(config)
+            assert folder is not None
+            weights.load(folder, self._places(config, overrides), state)
+
+        return load
+
+    def save(self, config: Config, pretrained: bool = False, **overrides: Any) -> Any:
+        return lambda state, folder: weights.save(self._on_meta(config, overrides), state, folder)
+
+    def _places(self, config: Config, overrides: dict[str, Any]) -> dict[str, str]:
+        if not isinstance(config, str):
+            raise ConfigError(
+                "model.pretrained=true reads weights from the folder that model.config names, and here model.config holds "
+                "the values of a configuration; use model.config=<folder>, or model.pretrained=false."
+            )
+        stored = weights.stored_in(folder_of(config), config)
+        return weights.places(self._on_meta(config, overrides), stored, config)
+
+    def _on_meta(self, config: Config, overrides: dict[str, Any]) -> Any:
+        """The model as transformers makes it, without values."""
+        with torch.device("meta"):
+            return self._plain(config, overrides)
+
+    def _plain(self, config: Config, overrides: dict[str, Any]) -> Any:
+        return getattr(transformers(), self.auto_class).from_config(
+            read_config(config, overrides), dtype=torch.float32, trust_remote_code=False
+        )
 
     def vocab_size(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
         size = getattr(read_config(config, overrides).get_text_config(), "vocab_size", None)

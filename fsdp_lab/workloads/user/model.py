@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.source import ModelSource
 from fsdp_lab.config.target import import_callable, import_object, in_words, instantiate
 from fsdp_lab.config.workload import UserModel, needed_target
 from fsdp_lab.workloads.base import ModelSpec
@@ -19,10 +20,13 @@ def build_model(config: UserModel) -> ModelSpec:
     function = import_callable(target, "model._target_")
     blocks = [import_object(path, "model.block_classes") for path in config.block_classes or ()]
     shown = ", ".join(f"{name}={value}" for name, value in config.arguments.items())
+    known = isinstance(function, ModelSource)
     return ModelSpec(
         partial(_call, function, target, config.arguments),
         tuple(blocks) if blocks else None,
         f"{target}({shown})",
+        function.load_weights(**config.arguments) if known else None,
+        function.save(**config.arguments) if known else None,
     )
 
 

@@ -1,0 +1,175 @@
+"""What a trial exports is what transformers reads, and what transformers writes is what a trial starts from."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from fsdp_lab.config import UserError
+from tests.ranks import Memo, config, run_ranks
+from tests.workloads.hf.cases import CONFIGS, LEARN, WORDS, plain_model, script
+
+SHARDINGS = ("ddp", "root", "per_block")
+AUTO = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification"}
+
+
+def read_back(name: str, folder: Path) -> Any:
+    import transformers
+
+    return getattr(transformers, AUTO.get(name, "AutoModelForCausalLM")).from_pretrained(folder, dtype=torch.float32)
+
+
+def from_folder(name: str, folder: Path) -> list[str]:
+    """What is typed to start from its weights."""
+    return [*WORDS[name], f"model.config={folder}", "model.pretrained=true"]
+
+
+def export_all(folder: str) -> dict[tuple[str, str], float]:
+    """On each rank: train every model in every sharding. Return the loss of its validation."""
+    from fsdp_lab.training import train
+
+    losses = {}
+    for name in WORDS:
+        for sharding in SHARDINGS:
+            memo, own = Memo(), Path(folder, f"{name}_{sharding}")
+            own.mkdir(exist_ok=True)
+            words = ("export=true", "training.max_steps=2", f"sharding={sharding}")
+            train(config(*WORDS[name], *LEARN, *words), own, memo)
+            losses[name, sharding] = memo.told[-1]["val/loss"]
+    return losses
+
+
+def first_weights(cases: list[list[str]]) -> list[dict[str, Tensor]]:
+    """On each rank: the whole first weights of each case."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from fsdp_lab.training.build import build
+    from fsdp_lab.training.distributed import build_parallel_dims, setup_distributed
+    from fsdp_lab.training.weights import init_weights
+    from fsdp_lab.workloads.build import build_model_spec
+
+    ranks, results = setup_distributed(), []
+    for words in cases:
+        trial = config(*words)
+        spec, dims = build_model_spec(trial.model), build_parallel_dims(trial.sharding, ranks)
+        init = partial(init_weights, config=trial, device=ranks.device, load=spec.load_weights)
+        state = build(spec, trial, dims, ranks.device, materialize=init)
+        full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        results.append(dict(full))
+    return results
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], float]]:
+    folder = tmp_path_factory.mktemp("exported")
+    return folder, run_ranks(2, export_all, str(folder))[0]
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_from_pretrained_reads_what_a_trial_exported(exported: Any, name: str) -> None:
+    """It tells the validation split with the loss that was measured at the trial's end."""
+    folder, losses = exported
+    trial, plain = config(*WORDS[name]), script(name)
+    split = plain.split("val")
+    batch = torch.utils.data.default_collate([split[i] for i in range(trial.data.num_val or len(split))])
+    for sharding in SHARDINGS:
+        own = folder / f"{name}_{sharding}"
+        assert not list(own.glob(".*")) and not (own / "model.pt").exists()
+        assert {"config.json", "model.safetensors"} <= {path.name for path in (own / "model").iterdir()}
+        with torch.no_grad():
+            loss = plain.loss(read_back(name, own / "model").eval(), batch).item()
+        assert loss == pytest.approx(losses[name, sharding], abs=1e-6), sharding
+
+
+def shards_of_gpt2(folder: Path) -> Any:
+    """As the published ones: those of the base model alone, whose names lack its name; in several files here."""
+    model = plain_model("gpt2")
+    model.transformer.save_pretrained(folder, max_shard_size="30KB")  # type: ignore[union-attr,operator]
+    assert (folder / "model.safetensors.index.json").is_file()
+    return model
+
+
+def whole(name: str, folder: Path) -> Any:
+    model = plain_model(name)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return model
+
+
+def test_ranks_read_what_transformers_wrote_to_the_bit(tmp_path: Path) -> None:
+    """GPT-2 in several files, T5 with its three tied tables, ViT by the names of its publication."""
+    torch.manual_seed(3)  # not the seed of a trial
+    models = {
+        "gpt2": shards_of_gpt2(tmp_path / "gpt2"), "t5": whole("t5", tmp_path / "t5"),
+        "vit": whole("vit", tmp_path / "vit"),
+    }  # fmt: skip
+    cases = [(name, sharding) for name in models for sharding in SHARDINGS]
+    words = [[*from_folder(name, tmp_path / name), f"sharding={sharding}"] for name, sharding in cases]
+    for (name, sharding), got in zip(cases, run_ranks(2, first_weights, words)[0], strict=True):
+        expected = models[name].state_dict()
+        assert got.keys() == expected.keys(), (name, sharding)
+        assert all(torch.equal(got[key], expected[key]) for key in expected), (name, sharding)
+
+
+def check(name: str, folder: Path, *words: str) -> None:
+    trial = config(*from_folder(name, folder), *words)
+    trial.check(2)
+    trial.check_files()
+
+
+def test_weights_in_bfloat16_are_read_into_float32(tmp_path: Path) -> None:
+    model = plain_model("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    check("llama", tmp_path)
+    (got,) = run_ranks(1, first_weights, [from_folder("llama", tmp_path)])[0]
+    assert all(torch.equal(got[key], value.float()) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.n_layer=3"], r"12 missing \(transformer.h.2.ln_1.weight, .*, \.\.\.\)\. Leave away"),
+        (["model.n_layer=1"], r"11 that the model has not \(transformer.h.1.attn.c_attn.weight, "),
+        (["model.n_embd=16"], r"28 of another shape \(.* is \[96\] there and \[48\] in the model"),
+    ],
+)
+def test_weights_of_another_size_are_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    whole("gpt2", tmp_path)
+    check("gpt2", tmp_path)
+    with pytest.raises(UserError, match=message):
+        check("gpt2", tmp_path, *words)
+
+
+def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    whole("llama", tmp_path)
+    (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
+    with pytest.raises(UserError, match=r"are not those of this GPT2LMHeadModel: .* missing .* that the model has not"):
+        check("gpt2", tmp_path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    whole("gpt2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors is no whole \.safetensors file .*; download it again"):
+        check("gpt2", tmp_path)
+    shards = tmp_path / "shards"
+    shards_of_gpt2(shards)
+    (shards / "model-00002-of-00006.safetensors").unlink()
+    with pytest.raises(UserError, match=r"names 1 files that are not there, model-00002"):
+        check("gpt2", shards)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
+    with pytest.raises(UserError, match=r"has none; put model\.safetensors"):
+        check("gpt2", tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"only pytorch_model\.bin, which are pickles .*save_pretrained"):
+        check("gpt2", tmp_path)
