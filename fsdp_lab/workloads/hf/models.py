@@ -82,8 +82,8 @@ class HuggingFace(ModelSource):
     def _places(self, config: Config, overrides: dict[str, Any]) -> dict[str, str]:
         if not isinstance(config, str):
             raise ConfigError(
-                "model.pretrained=true reads weights from the folder that model.config names, and here model.config holds "
-                "the values of a configuration; use model.config=<folder>, or model.pretrained=false."
+                "model.pretrained=true reads weights from the folder that model.config names, and here model.config "
+                "holds the values of a configuration; use model.config=<folder>, or model.pretrained=false."
             )
         stored = weights.stored_in(folder_of(config), config)
         return weights.places(self._on_meta(config, overrides), stored, config)
