@@ -14,6 +14,7 @@ from typing import Literal
 
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
 OTHERS_CPU = "perf/others_cpu"
+_SPEEDS = {SPEED, "perf/tokens_per_s", "perf/step_time_p50_s", "perf/step_time_p95_s", "perf/mfu"}
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
 MIB = 2**20
 
@@ -90,6 +91,11 @@ class Metric:
     gate: Gate | None = None
 
     @property
+    def is_speed(self) -> bool:
+        """Whether it says how fast a trial trains."""
+        return self.key in _SPEEDS
+
+    @property
     def is_family(self) -> bool:
         return "<" in self.key
 
@@ -104,8 +110,8 @@ class Metric:
         return "" if value is None else self.form.format(value / self.scale)
 
     def best_of(self, values: Collection[float]) -> float | None:
-        """The best value; None where neither direction is better, or all values are the same."""
-        if not self.better or len(set(values)) < 2:
+        """The best value; None where neither direction is better, or all values look the same."""
+        if not self.better or len({self.text(value) for value in values}) < 2:
             return None
         return min(values) if self.better == "min" else max(values)
 

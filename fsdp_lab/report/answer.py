@@ -9,26 +9,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, VAL_LOSS, declared
+from fsdp_lab.metrics import MEMORY, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.choice import (
     PLAIN,
     Choice,
-    candidates,
     choose,
     departures,
     value,
 )
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, Trial, words
-from fsdp_lab.report.speed import Basis, Interval, Speeds
+from fsdp_lab.report.notes import apart, contention, notes_on
+from fsdp_lab.report.speed import Interval, Speeds
 from fsdp_lab.report.texts import memory_text, ratio_text, speed_text, times_text
 from fsdp_lab.wording import count
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
 
+# What is typed for a sweep and says nothing of one trial.
+_OF_A_SWEEP = ("repeat=", "repeat_max=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
 _MOST_LINES = 6  # settings that are all told; of more, those that differ from the recommended one in one value
 _MOST_TIED = 3
 _MOST_PRINTED = 8  # lines on a terminal
+_SAME = 5e-4  # a difference that three digits do not show
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Answer:
         intervals: name of a setting -> its samples/s and where they lie with 95 % confidence.
         title: what was compared.
         told: names of the settings that `lines` speak of.
+        by_memory: no speed counts, because others used the cores too: the setting is the one that takes least memory.
     """
 
     setting: Setting | None
@@ -62,6 +66,12 @@ class Answer:
     intervals: dict[str, Interval] = field(default_factory=dict)
     title: str = ""
     told: list[str] = field(default_factory=list)
+    by_memory: bool = False
+
+    @property
+    def head(self) -> str:
+        """What stands before the sentence: whether it recommends something, or says why not."""
+        return "Recommended: " if self.setting and not self.by_memory else ""
 
 
 def answer(sweep: Sweep) -> Answer:
@@ -69,6 +79,7 @@ def answer(sweep: Sweep) -> Answer:
     choice = choose(sweep)
     chosen = choice.setting
     so_far = _so_far(sweep)
+    contended = contention(sweep, choice)
     others = _to_tell(sweep, chosen) if chosen else []
     if chosen is None:
         sentence = _nothing(sweep, choice.why_not)
@@ -77,20 +88,21 @@ def answer(sweep: Sweep) -> Answer:
     elif choice.timed:
         sentence = _sentence(sweep, choice, chosen)
     else:
-        sentence = _untimed_sentence(sweep, chosen, choice.able)
+        sentence = _untimed_sentence(sweep, choice, chosen)
     return Answer(
         chosen,
         so_far + sentence,
         _command(chosen, sweep.command) if chosen else "",
         _rules(sweep),
-        [f"`{_apart(chosen, other)}`: {_against(sweep, choice, chosen, other)}" for other in others] if chosen else [],
-        _notes(sweep, choice) if chosen else [],
+        [f"`{apart(chosen, other)}`: {_against(sweep, choice, chosen, other)}" for other in others] if chosen else [],
+        notes_on(sweep, choice) if chosen else [],
         choice.why_not,
         choice.front,
         choice.axes,
         _intervals(sweep, choice.speeds),
         title(sweep),
         [other.name for other in others],
+        bool(contended) and not sweep.objectives,
     )
 
 
@@ -141,28 +153,32 @@ def _rules(sweep: Sweep) -> list[str]:
         fits,
         f"It learned: its last {kind} loss is within {sweep.loss_tolerance:.3g} of the best, as a ratio "
         "(report.loss_tolerance).",
-        f"Then the fastest in samples/s as measured; of settings within {sweep.speed_tolerance:.3g} of it "
-        "(report.speed_tolerance) the smallest peak memory is taken, of equal peaks the plainest setting "
-        f"({words(PLAIN)}; the first counts most). Settings within the tolerance, or whose ratio may be 1 by its "
-        "interval, are called tied.",
-        "Intervals: Student's for a setting, Tukey's for ratios, which hold together for the whole sweep; from repeats "
-        "after what drifts between rounds is taken out. Where nothing was repeated, from the steps of each run, by "
-        "batch means.",
-        f"On a CPU a run decides nothing about speed in which others used more than {sweep.others_cpu * 100:.3g} % of "
-        "the machine's cores (report.others_cpu).",
+        "Then the fastest in samples/s as measured; among settings within "
+        f"{sweep.speed_tolerance * 100:.3g} % of it (report.speed_tolerance) the smallest peak memory wins, among "
+        f"equal peaks the plainest setting ({words(PLAIN)}; the first counts most). Settings within the tolerance, or "
+        "whose ratio may be 1 by its interval, are called tied.",
+        "95 % intervals: Student's for speeds, Tukey's for ratios, which are valid jointly. They come from repeats, "
+        "with drift between rounds removed; where nothing was repeated, from the steps of each run, by batch means.",
+        "On a CPU, runs during which other processes used more than "
+        f"{sweep.others_cpu * 100:.3g} % of the cores (report.others_cpu) are ignored for speed.",
         *pooled,
         *idle,
     ]
 
 
-def _figures(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
-    """`1,950 samples/s (1,900 to 2,000), 40.00 MiB at the peak, val/loss 1.012`."""
+def _figures(sweep: Sweep, choice: Choice, chosen: Setting, without: Sequence[str] = ()) -> str:
+    """`1,950 samples/s (1,900 to 2,000), 40.00 MiB at the peak, val/loss 1.012`.
+
+    Args:
+        without: metrics that were told; of the speed the interval is worth another mention.
+    """
     parts = []
     if choice.speeds.has(sweep.groups[chosen.name]):
         parts.append(speed_text(choice.speeds.speed(sweep.groups[chosen.name])))
     memory = chosen.median(MEMORY)
-    parts.append(f"{memory_text(memory)} at the peak" if math.isfinite(memory) else "memory not measured")
-    if math.isfinite(loss := chosen.median(sweep.loss_key)):
+    if MEMORY not in without:
+        parts.append(f"{memory_text(memory)} at the peak" if math.isfinite(memory) else "memory not measured")
+    if sweep.loss_key not in without and math.isfinite(loss := chosen.median(sweep.loss_key)):
         parts.append(f"{sweep.loss_key} {loss:#.4g}")
     return ", ".join(parts)
 
@@ -173,30 +189,35 @@ def _sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
     tie = _tie(choice)
     if plain is chosen:
         if len(sweep.settings) == 1:
+            if sweep.idle_axes:
+                return (
+                    f"{figures}. {' and '.join(sweep.idle_axes)} cannot change anything on a CPU: nothing to compare."
+                )
             return f"{figures}: the only setting, so there is nothing to choose."
         others = [s for s in choice.able if s is not chosen]
         if not others:
             alone = "no other setting fits and learned"
             if sweep.unfinished:
                 alone = "no other has a result yet"
-            elif any("measured while others used" in reason for reason in choice.why_not.values()):
+            elif any("measured while other processes used" in reason for reason in choice.why_not.values()):
                 alone = "no other has a speed that counts"
             return f"`{chosen.name}`: {figures}; {alone}."
         if tie:
             return f"`{chosen.name}`: {figures}. {tie}"
         next_best = max(others, key=lambda s: value(sweep, choice.speeds, s, SPEED))
-        ratio = _ratio(sweep, choice.speeds, chosen, next_best)
+        ratio = choice.ratio(sweep, chosen, next_best)
         return (
             f"`{chosen.name}`: the fastest of {len(choice.able)} settings that fit and learned, {times_text(ratio)} "
-            f"the samples/s of the next, `{_apart(chosen, next_best)}` ({figures})."
+            f"the speed of the next, `{apart(chosen, next_best)}` ({figures})."
         )
     memory, other = chosen.median(MEMORY), plain.median(MEMORY)
     at = f" at {memory / other * 100:.3g} % of its peak memory" if memory > 0 and other > 0 else ""
-    ratio = _ratio(sweep, choice.speeds, chosen, plain)
+    if at and abs(memory / other - 1) < _SAME:
+        at = " with the same peak memory"
+    ratio = choice.ratio(sweep, chosen, plain)
     loss = _loss_change(sweep, chosen, plain)
-    return (
-        f"`{chosen.name}`: {times_text(ratio)} the samples/s of `{_apart(chosen, plain)}`{at}, {loss} ({figures})."
-        + (f" {tie}" if tie else "")
+    return f"`{chosen.name}`: {times_text(ratio)} the speed of `{apart(chosen, plain)}`{at}, {loss} ({figures})." + (
+        f" {tie}" if tie else ""
     )
 
 
@@ -206,22 +227,26 @@ def _tie(choice: Choice) -> str:
     names = [f"`{s.name}`" for s in choice.tied[:_MOST_TIED]]
     more = len(choice.tied) - len(names)
     told = ", ".join(names) + (f" and {more} more" if more else "")
-    return f"Tied in speed with {told}; what decided is {choice.broke_tie}."
+    return f"Tied in speed with {told}; {choice.broke_tie}."
 
 
 def _objective_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
     def of(setting: Setting, metric: str) -> float:
         return value(sweep, choice.speeds, setting, metric)
 
-    told = [f"{metric} {declared(metric).text(of(chosen, metric))}" for metric, _ in sweep.objectives]
+    contended = contention(sweep, choice)
+    objectives = [o for o in sweep.objectives if not (contended and o[0] == SPEED)]
+    if not objectives:
+        return _untimed_sentence(sweep, choice, chosen)
+    told = [f"{metric} {declared(metric).text(of(chosen, metric))}" for metric, _ in objectives]
     others = len(choice.able) - 1
-    metric, direction = sweep.objectives[0]
+    metric, direction = objectives[0]
     best = "lowest" if direction == "min" else "highest"
     values = [of(s, metric) for s in choice.able]
     if not others:
         what = "the only setting that qualifies"
-    elif len(sweep.objectives) > 1:
-        metrics = " and ".join(metric for metric, _ in sweep.objectives)
+    elif len(objectives) > 1:
+        metrics = " and ".join(metric for metric, _ in objectives)
         what = f"among the {len(choice.front)} settings that no other beats in {metrics}"
         if chosen.name not in choice.front:
             what = f"within the tolerances of the best in {metrics}"
@@ -230,23 +255,22 @@ def _objective_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
     else:
         what = f"within the tolerance of the {best} {metric} of {others + 1} settings"
     tie = f" {_tie(choice)}" if choice.timed and choice.tied else ""
-    return f"`{chosen.name}`: {', '.join(told)}; {what} ({_figures(sweep, choice, chosen)}).{tie}"
+    speed = f" {SPEED} was not compared: {contended}." if contended else ""
+    figures = _figures(sweep, choice, chosen, without=[metric for metric, _ in objectives])
+    return f"`{chosen.name}`: {', '.join(told)}; {what}{f' ({figures})' if figures else ''}.{tie}{speed}"
 
 
-def _untimed_sentence(sweep: Sweep, chosen: Setting, able: Sequence[Setting]) -> str:
+def _untimed_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
     """Where no run was long enough to be timed, or none was alone: memory decides, and what it would take."""
+    able = choice.able
     memory, loss = chosen.median(MEMORY), chosen.median(sweep.loss_key)
     figures = f"{sweep.loss_key} {loss:#.4g}"
     if math.isfinite(memory):
         of = f" of {len(able)} settings that fit and learned" if len(able) > 1 else ""
         least = f", the least{of}" if of else ""
         figures = f"{memory_text(memory)} at the peak{least}, {figures}"
-    if shared := [trial for setting in able for trial in setting.trials if sweep.shared(trial)]:
-        most = max(trial.figures[OTHERS_CPU] for trial in shared)
-        return (
-            f"`{chosen.name}`: {figures}. Speeds are not compared: others used up to {most * 100:.0f} % of this "
-            f"machine's cores, more than report.others_cpu={sweep.others_cpu:g}; run it again when the machine is free."
-        )
+    if contended := contention(sweep, choice):
+        return f"No setting is recommended, because {contended}. By memory alone: `{chosen.name}`: {figures}."
     return (
         f"`{chosen.name}`: {figures}. No step was timed, so speeds are not compared. The first {STEPS_TO_TIME - 1} "
         f"steps are not timed (training.timing_warmup_steps={STEPS_TO_TIME - 3}, and 2 that memory_profile=peaks "
@@ -277,10 +301,10 @@ def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> s
             parts.append("the same speed")
         else:
             tied = " (tied)" if other in choice.tied else ""
-            parts.append(f"{times_text(_ratio(sweep, choice.speeds, other, chosen))} the speed{tied}")
+            parts.append(f"{times_text(choice.ratio(sweep, other, chosen))} the speed{tied}")
     memory, mine = other.median(MEMORY), chosen.median(MEMORY)
     if memory > 0 and mine > 0:
-        parts.append("the same memory" if abs(memory / mine - 1) < 5e-4 else f"{memory / mine:.3g}× the memory")
+        parts.append("the same memory" if abs(memory / mine - 1) < _SAME else f"{memory / mine:.3g}× the memory")
     if math.isfinite(other.median(sweep.loss_key)):
         parts.append(_loss_change(sweep, other, chosen))
     reason = choice.why_not.get(other.name, "")
@@ -291,66 +315,12 @@ def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> s
     return ", ".join(parts) or "no result"
 
 
-def _notes(sweep: Sweep, choice: Choice) -> list[str]:
-    notes = []
-    shared = [trial for trial in sweep.trials if sweep.shared(trial)]
-    if shared and choice.timed:
-        most = max(trial.figures[OTHERS_CPU] for trial in shared)
-        notes.append(
-            f"The speed of {len(shared)} of {len(sweep.trials)} runs does not count: others used up to "
-            f"{most * 100:.0f} % of this machine's cores meanwhile."
-        )
-    if choice.timed and len(choice.able) > 1 and choice.speeds.basis is not Basis.repeats:
-        notes.append(_what_one_run_cannot_show(sweep))
-    if sweep.repeat_max is not None and not sweep.unfinished:
-        notes += _why_auto_stopped(sweep, sweep.repeat_max)
-    return notes
-
-
-def _what_one_run_cannot_show(sweep: Sweep) -> str:
-    repeated = any(len(setting.trials) > 1 for setting in sweep.settings)
-    once = "No setting has two runs whose speeds count" if repeated else "Each setting ran once"
-    note = f"{once}. How much runs of one setting differ, one run cannot show"
-    if repeated or sweep.repeat_max is not None:
-        return f"{note}."
-    if sweep.objectives:
-        return f"{note}; a grid of the best settings with repeat=0,1,2 measures it."
-    return f"{note}; repeat=auto measures it."
-
-
-def _why_auto_stopped(sweep: Sweep, most: int) -> list[str]:
-    names = [tuple(trial.setting.get(axis, "") for axis in REPEATS) for trial in sweep.trials]
-    rounds, first = len(set(names)), names.count(names[0])
-    if first < 2:
-        return []
-    if sweep.objectives and not any(metric == SPEED for metric, _ in sweep.objectives):
-        return ["repeat=auto repeated nothing: it repeats to compare speeds, and no objective is one."]
-    left = candidates(sweep)
-    after = f"repeat=auto stopped after {count(rounds, 'round')} ({len(names)} runs instead of {rounds * first})"
-    if len(left) < 2:
-        return [f"{after}: the answer is settled."]
-    told = ", ".join(f"`{setting.name}`" for setting in left[:_MOST_TIED])
-    more = f" and {len(left) - _MOST_TIED} more" if len(left) > _MOST_TIED else ""
-    if rounds < most:
-        return [f"{after}, before it was settled; resume the sweep to tell {told}{more} apart."]
-    return [f"{after}, at repeat_max={most}: more runs could still tell {told}{more} apart."]
-
-
 def _loss_change(sweep: Sweep, setting: Setting, reference: Setting) -> str:
     mine, other = setting.median(sweep.loss_key), reference.median(sweep.loss_key)
     if not (math.isfinite(mine) and math.isfinite(other)):
         return f"{sweep.loss_key} not known"
     change = (mine - other) / max(abs(other), 1e-12)
     return f"the same {sweep.loss_key}" if abs(change) < 1e-5 else f"{sweep.loss_key} {ratio_text(change)}"
-
-
-def _ratio(sweep: Sweep, speeds: Speeds, a: Setting, b: Setting) -> Interval:
-    return speeds.ratio(sweep.groups[a.name], sweep.groups[b.name])
-
-
-def _apart(setting: Setting, other: Setting) -> str:
-    """The other setting by those values that are not this one's."""
-    return words({key: text for key, text in other.values.items() if setting.values.get(key) != text})
 
 
 def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
@@ -389,6 +359,6 @@ def _command(setting: Setting, typed: str) -> str:
         for override in plainest(setting).overrides
         if not override.startswith(("nightly.", "hydra."))
         and (override in common or override.partition("=")[0].lstrip("+") not in REPEATS)
-        and override.partition("=")[0] not in ("repeat", "repeat_max")
+        and not override.startswith(_OF_A_SWEEP)
     ]
     return shlex.join(["python", "-m", "fsdp_lab", *folders, *kept])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.data import Setting, Sweep
-from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Speeds
+from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Interval, Speeds
 from fsdp_lab.report.texts import ratio_text
 from fsdp_lab.status import TrialStatus
 
@@ -49,7 +49,7 @@ class Choice:
         able: the settings that qualify.
         tied: of these the ones that cannot be told from the recommended one in what is looked for, without itself: by
             the tolerance, or by the noise of speeds.
-        broke_tie: what decided among them; "" without a tie.
+        broke_tie: what decided among them, a clause; "" without a tie.
         why_not: name of a setting -> why it does not qualify.
         front: the settings that no other beats in one of `axes` without being worse in another, by name.
         axes: `(metric, "min" or "max")` of the main picture.
@@ -66,6 +66,10 @@ class Choice:
     axes: list[tuple[str, str]]
     speeds: Speeds = field(repr=False)
     timed: bool = False
+
+    def ratio(self, sweep: Sweep, one: Setting, other: Setting) -> Interval:
+        """Return how many times as fast one setting is as another."""
+        return self.speeds.ratio(sweep.groups[one.name], sweep.groups[other.name])
 
 
 def choose(sweep: Sweep) -> Choice:
@@ -89,9 +93,10 @@ def choose(sweep: Sweep) -> Choice:
     chosen, broke_tie = _break_tie(sweep, speeds, best)
     others = [s for s in (raced or best) if s is not chosen]
     tied = [s for s in others if _tied(sweep, speeds, s, chosen)] if raced else others
-    if raced:
-        within = f" of those within {sweep.speed_tolerance * 100:.3g} % of the fastest"
-        broke_tie = broke_tie + within if len(best) > 1 else "the speed as measured"
+    if raced and len(best) == 1:
+        broke_tie = "this one was faster as measured"
+    elif raced and not broke_tie.startswith("nothing"):
+        broke_tie += f", of those within {sweep.speed_tolerance * 100:.3g} % of the fastest"
     return Choice(chosen, able, tied, broke_tie if tied else "", why_not, front, axes, speeds, bool(raced))
 
 
@@ -247,9 +252,9 @@ def _break_tie(sweep: Sweep, speeds: Speeds, tied: Sequence[Setting]) -> tuple[S
     ):
         best = min(key(s) for s in left)  # type: ignore[no-untyped-call]
         kept = [s for s in left if key(s) == best]  # type: ignore[no-untyped-call]
-        decided = name if len(kept) < len(left) else decided
+        decided = f"{name} decided" if len(kept) < len(left) else decided
         left = kept
-    return left[0], decided or "the order of the sweep"
+    return left[0], decided or "nothing separates them, and the one listed first is taken"
 
 
 def _rank(sweep: Sweep, setting: Setting) -> tuple[float, list[bool]]:
@@ -285,9 +290,7 @@ def _has_not_learned(sweep: Sweep, loss: float, best: float) -> str | None:
 def _untimed(sweep: Sweep, setting: Setting) -> str:
     shared = [trial.figures[OTHERS_CPU] for trial in setting.trials if sweep.shared(trial)]
     if shared:
-        return (
-            f"its speed was measured while others used {max(shared) * 100:.0f} % of the machine's cores; run it again"
-        )
+        return f"its speed was measured while other processes used {max(shared) * 100:.0f} % of the cores; run it again"
     return "has no samples/s: it ended before a step was timed"
 
 

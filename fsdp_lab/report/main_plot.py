@@ -53,7 +53,8 @@ class MainPlot:
             said.append(f"Those wider than {WIDEST:g}× run out of the picture.")
         if any(self._kind(point) == "run" for point in self.runs):
             said.append("Small dots are single runs.")
-        said.append("A hover shows the figures" + ("; a click opens the run." if self._has_urls else "."))
+        click = "; click on it to open its run" if self._has_urls else ""
+        said.append(f"Hover over a point for its figures{click}.")
         return " ".join(said)
 
     def figure(self) -> Any:
@@ -230,7 +231,7 @@ class MainPlot:
                 y=[chosen[0].y],
                 mode="markers",
                 marker={"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}},
-                name="recommended",
+                name="least memory" if self.found.by_memory else "recommended",
                 hoverinfo="skip",
             )
 

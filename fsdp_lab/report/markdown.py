@@ -12,7 +12,7 @@ from fsdp_lab.report.data import Sweep
 
 def to_markdown(sweep: Sweep, found: Answer) -> str:
     """The report, a paragraph or table after the other."""
-    parts = [f"# {_text(tables.heading(sweep, found))}", f"**{_text(found.sentence)}**"]
+    parts = [f"# {_text(tables.heading(sweep, found))}", f"**{_text(found.head + found.sentence)}**"]
     parts += ["\n".join(f"- {_text(line)}" for line in found.lines)] if found.lines else []
     parts += [_text(note) for note in found.notes]
     if found.command:

@@ -17,7 +17,7 @@ from fsdp_lab.report.plots import figures
 _NOTES = {
     "effects": "Points: means over the other axes, of the combinations in which every value has a result. Bars: one "
     "standard deviation of these.",
-    "breakdown": "By category at the moment when the largest worker held most.",
+    "breakdown": "Memory by category at the peak of the largest worker.",
 }
 
 
@@ -49,7 +49,7 @@ _FORECAST_IS_OFF = 0.01  # a ratio, from which on the forecasts are not folded
 
 def _answer(found: Answer) -> str:
     """The sentence, what other values cost, the notes and the command."""
-    parts = [f'<div id="answer"{"" if found.setting else " class=none"}>{_inline(found.sentence)}</div>']
+    parts = [f'<div id="answer"{"" if found.setting else " class=none"}>{_inline(found.head + found.sentence)}</div>']
     lines = [f"<li>{_inline(line)}</li>" for line in found.lines]
     if lines:
         parts.append(f'<ul id="against">{"".join(lines[:_MOST_LINES])}</ul>')

@@ -17,6 +17,9 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import FIRST_ROUND
 from fsdp_lab.sweep.state import SweepState
 
+# Rounds after which it gives up where no run counts, because others use the cores too.
+_TRIED_IN_VAIN = 2
+
 
 class AutoRepeat:
     """A `Search` whose trials are repeats of those that the grid began with.
@@ -95,7 +98,10 @@ class AutoRepeat:
     def _undecided_before(self, number: int) -> list[list[str]]:
         sweep = self._told()
         before = [trial for trial in sweep.trials if self._state.trials[trial.number].trial.config.repeat < number]
-        open_ones = candidates(replace(sweep, trials=before))
+        seen = replace(sweep, trials=before)
+        if number >= _TRIED_IN_VAIN and not seen.runs:
+            return []
+        open_ones = candidates(seen)
         numbers = sorted(setting.trials[0].number for setting in open_ones)
         return [list(self._state.trials[n].trial.overrides) for n in numbers] if len(numbers) > 1 else []
 

@@ -23,10 +23,10 @@ def test_the_fastest_that_fits_and_learned_is_taken_and_ties_go_to_the_smaller()
     found = answer(sweep())
     assert found.setting is not None and found.setting.values == {"sharding": "per_block", "precision": "bf16"}
     # 1950 / 1000, 40 / 100, and 1.012 against the baseline's 1.000
-    assert "1.95× the samples/s of `sharding=ddp precision=fp32` at 40 % of its peak memory" in found.sentence
+    assert "1.95× the speed of `sharding=ddp precision=fp32` at 40 % of its peak memory" in found.sentence
     assert "val/loss +1.2 %" in found.sentence
-    tie = "Tied in speed with `sharding=root precision=bf16`; what decided is the smallest peak memory"
-    assert found.sentence.endswith(f"{tie} of those within 3 % of the fastest.")
+    tie = "Tied in speed with `sharding=root precision=bf16`; the smallest peak memory decided"
+    assert found.sentence.endswith(f"{tie}, of those within 3 % of the fastest.")
     assert shlex.split(found.command) == [
         "python", "-m", "fsdp_lab", "sharding=per_block", "precision=bf16", "training.epochs=2",
     ]  # fmt: skip
@@ -174,14 +174,14 @@ def test_repeats_that_overlap_tie_and_the_sentence_says_their_spread():
         "`sharding=per_block`: 0.70× (0.45 to 1.07) the speed (tied), 0.8× the memory, val/loss +0.20 %"
     ]
     assert found.sentence.endswith(
-        "Tied in speed with `sharding=per_block precision=bf16`; what decided is the speed as measured."
+        "Tied in speed with `sharding=per_block precision=bf16`; this one was faster as measured."
     )
     apart = answer(sweep([*repeated(3, large), *repeated(5, (1200.0, 1000.0, 1400.0))], axes=axes))
     assert apart.setting is not None and apart.setting.values["sharding"] == "root"
     assert "(tied)" not in apart.lines[0] and "Tied" not in apart.sentence
     close = answer(sweep([*repeated(3, large), *repeated(5, (1990.0, 1480.0, 1880.0))], axes=axes))
     assert close.setting is not None and close.setting.values["sharding"] == "per_block", "1 % is within the tolerance"
-    assert close.sentence.endswith("what decided is the smallest peak memory of those within 3 % of the fastest.")
+    assert close.sentence.endswith("the smallest peak memory decided, of those within 3 % of the fastest.")
 
 
 def test_runs_too_short_to_be_timed_are_compared_by_memory_and_say_what_is_missing():
@@ -240,7 +240,7 @@ def test_every_other_value_is_told_against_the_recommended_one():
         "`precision=fp32`: ran out of memory",
     ]
     assert found.notes == [
-        "Each setting ran once. How much runs of one setting differ, one run cannot show; repeat=auto measures it."
+        "Each setting ran once, and one run cannot show how much runs of a setting differ; repeat=auto measures it."
     ]
 
 
@@ -268,10 +268,14 @@ def test_a_speed_measured_while_others_computed_decides_nothing():
     rows = [on_cpu(0, 0, 0.05, 1000.0), on_cpu(1, 2, 0.05, 900.0), on_cpu(2, 3, 0.44, 3000.0)]
     found = answer(sweep(rows))
     assert found.setting is not None and found.setting.name == "sharding=ddp precision=fp32"
-    why_not = "its speed was measured while others used 44 % of the machine's cores; run it again"
+    why_not = "its speed was measured while other processes used 44 % of the cores; run it again"
     assert found.why_not == {"sharding=root precision=bf16": why_not}
-    assert found.notes[0].startswith("The speed of 1 of 3 runs does not count: others used up to 44 % of this")
+    assert found.notes[0] == "The speed of trial 2 does not count: other processes used up to 44 % of the cores."
+    assert found.head == "Recommended: "
     allowed = answer(sweep(rows, others_cpu=0.5))
+    assert allowed.notes[0] == (
+        "report.others_cpu=0.5 counts the speed of trial 2, though other processes used up to 44 % of the cores."
+    )
     assert allowed.setting is not None and allowed.setting.name == "sharding=root precision=bf16"
     on_gpu = answer(sweep([dataclasses.replace(row, device="NVIDIA H200") for row in rows]))
     assert on_gpu.setting is not None and on_gpu.setting.name == "sharding=root precision=bf16"
@@ -280,7 +284,29 @@ def test_a_speed_measured_while_others_computed_decides_nothing():
 def test_where_every_run_shared_its_machine_memory_decides_and_it_says_so():
     found = answer(sweep([on_cpu(0, 0, 0.4, 1000.0), on_cpu(1, 2, 0.3, 900.0)]))
     assert found.setting is not None and found.setting.name == "sharding=root precision=fp32", "60 MiB against 100"
-    assert "Speeds are not compared: others used up to 40 % of this machine's cores" in found.sentence
+    assert found.sentence == (
+        "No setting is recommended, because other processes used up to 40 % of the cores (report.others_cpu=0.25 is "
+        "the limit). By memory alone: `sharding=root precision=fp32`: 60.00 MiB at the peak, the least of 2 settings "
+        "that fit and learned, val/loss 1.000."
+    )
+    assert found.by_memory and found.head == ""
+    assert found.notes == [
+        "As measured beside those processes, `sharding=ddp` had 1.11× its speed. To compare speeds, run it again when "
+        "the machine is free, or see: python -m fsdp_lab.report sweep=last report.others_cpu=1"
+    ]
+
+
+def test_of_two_objectives_a_speed_that_does_not_count_is_left_out_and_told():
+    rows = [on_cpu(0, 0, 0.4, 1000.0), on_cpu(1, 2, 0.55, 900.0)]
+    objectives = [("val/loss", "min"), (SPEED, "max")]
+    found = answer(dataclasses.replace(sweep(rows), objectives=objectives))
+    assert "nan" not in found.sentence and "the lowest val/loss of 2 settings" in found.sentence
+    assert found.sentence.endswith(
+        "perf/samples_per_s was not compared: other processes used up to 55 % of the cores (report.others_cpu=0.25 is "
+        "the limit)."
+    )
+    only = answer(dataclasses.replace(sweep(rows), objectives=objectives[1:]))
+    assert only.sentence.startswith("No setting is recommended, because other processes")
 
 
 def test_axes_that_cannot_change_speed_pool_their_speeds_and_keep_their_losses():
@@ -381,9 +407,7 @@ def test_an_objective_of_speed_says_what_noise_hides():
     found = answer(sweep(trials, axes=["sharding", "precision", "repeat"], objectives=[(SPEED, "max")]))
     assert found.setting is not None and found.setting.values["sharding"] == "root"
     assert "(tied)" in found.lines[0]
-    assert found.sentence.endswith(
-        "Tied in speed with `sharding=ddp precision=fp32`; what decided is the speed as measured."
-    )
+    assert found.sentence.endswith("Tied in speed with `sharding=ddp precision=fp32`; this one was faster as measured.")
 
 
 def test_an_objective_sentence_claims_no_more_than_is_so():
@@ -403,21 +427,21 @@ def test_what_broke_a_tie_is_what_did():
     # the learning rate changes no memory: a byte more or less of its peak is no reason to take a worse loss
     found = answer(sweep([one(0, "0.1", 99e6, 1.019), one(1, "0.001", 100e6, 1.0)], axes=["optimizer.lr"]))
     assert found.setting is not None and found.setting.values == {"optimizer.lr": "0.001"}
-    assert "what decided is the lowest val/loss of those within 3 % of the fastest" in found.sentence
+    assert "the lowest val/loss decided, of those within 3 % of the fastest" in found.sentence
 
 
 def test_noise_ties_that_are_smaller_are_not_told_as_larger():
     rows = [*rounds(0, 1000.0, 900.0, 1100.0), *rounds(2, 990.0, 905.0, 1080.0), *rounds(5, 800.0, 1000.0, 850.0)]
     found = answer(sweep(rows, axes=["sharding", "precision", "repeat"]))
     assert found.setting is not None and found.setting.values["sharding"] == "root"
-    assert "what decided is the smallest peak memory of those within 3 % of the fastest." in found.sentence
+    assert "the smallest peak memory decided, of those within 3 % of the fastest." in found.sentence
 
 
 def test_beside_a_run_that_was_shared_it_does_not_say_that_nothing_else_learned():
     found = answer(sweep([on_cpu(0, 0, 0.1, 1000.0), on_cpu(1, 2, 0.5, 900.0)]))
     assert "no other has a speed that counts" in found.sentence
     again = [on_cpu(0, 0, 0.1, 1000.0), on_cpu(1, 2, 0.1, 900.0), on_cpu(2, 0, 0.5, 1.0), on_cpu(3, 2, 0.5, 1.0)]
-    assert answer(sweep(again)).notes[-1].startswith("No setting has two runs whose speeds count.")
+    assert answer(sweep(again)).notes[-1].startswith("No setting has two runs whose speeds count, and one run")
 
 
 def test_each_value_of_many_gets_a_line():

@@ -21,7 +21,7 @@ from tests.sweep.conftest import TINY, artifacts, runs, store
 SWEEP = (
     *(o for o in TINY if "num_workers" not in o), "engine=inline", "model=mlp", "forecast.enabled=false",
     "offload=none", "sharding=per_block", "precision=fp32,bf16", "reshard_after_forward=always",
-    "optimizer.lr=1e-3,1e-9", "report.loss_tolerance=0.03", "-m",
+    "optimizer.lr=1e-3,1e-9", "report.loss_tolerance=0.03", "report.others_cpu=1", "-m",
 )  # fmt: skip
 
 

@@ -155,11 +155,11 @@ def test_a_speed_that_does_not_count_is_drawn_as_that_and_is_no_setting():
     memory = plot_of(sweep(busy))  # where no speed counts, memory alone is drawn, by what explains most of it
     assert memory.heading == "Peak memory against sharding" and memory.note.startswith("Down is better.")
     drawn = {trace.name: trace for trace in memory.figure().data}
-    assert set(drawn) == {"precision=fp32", "precision=bf16", "recommended"}
+    assert set(drawn) == {"precision=fp32", "precision=bf16", "least memory"}
     assert list(memory.figure().layout.xaxis.ticktext) == ["ddp", "root", "per_block"]
     assert list(drawn["precision=fp32"].x) == [-0.125, 0.875]  # side by side at their word
     assert list(drawn["precision=bf16"].x) == [0.125, 1.125, 2.125]
-    ring = drawn["recommended"]
+    ring = drawn["least memory"]
     assert (ring.x[0], ring.y[0]) in zip(drawn["precision=bf16"].x, drawn["precision=bf16"].y, strict=True)
 
 

@@ -82,7 +82,7 @@ def test_the_answer_comes_first_and_what_explains_it_is_folded():
     ]  # fmt: skip
     assert "It fits: every trial" in page and "It fits: every trial" not in standing
     text = to_markdown(sweep(), answer(sweep()))
-    parts = ["**`sharding=per_block", "- `sharding=ddp", "Each setting ran once", "```", "- command:", "## Trials\n",
+    parts = ["**Recommended: `sharding=per_block", "- `sharding=ddp", "Each setting ran once", "```", "- command:", "## Trials\n",
              "## Trials that did not finish", "The forecast of the peak", "## What each axis",
              "## How the setting"]  # fmt: skip
     places = [text.index(part) for part in parts]
@@ -131,8 +131,8 @@ def test_forecasts_are_drawn_where_they_were_off(factor: float, sentence: str, s
 
 
 def test_a_click_is_promised_where_there_is_a_run_to_open():
-    assert "a click opens the run" not in own_html(sweep())
-    assert "a click opens the run" in own_html(sweep(runs_url="http://127.0.0.1:5000/#/runs"))
+    assert "click on it to open its run" not in own_html(sweep())
+    assert "click on it to open its run" in own_html(sweep(runs_url="http://127.0.0.1:5000/#/runs"))
 
 
 def test_a_sweep_without_results_has_no_charts_and_a_page_all_the_same():

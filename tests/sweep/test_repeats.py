@@ -45,6 +45,7 @@ class Planted:
         first = [compose([f"sharding={i}", "repeat=0"], i) for i in range(len(speeds))]
         self.state = SweepState([TrialState(trial) for trial in first], [("val/loss", "min")])
         self.begun: list[str] = []
+        self.others_cpu = 0.0  # the share of the cores that others have, all the time
 
     def end(self, number: int) -> None:
         trial = self.state.trials[number].trial
@@ -60,7 +61,9 @@ class Planted:
                 {} if number not in self.measured else {
                     "perf/samples_per_s": self.measured[number], "val/loss": 1.0, "perf/speed_error": self.noise / 2,
                     "memory/peak_bytes": self.memory[int(state.trial.overrides[0].partition("=")[2])],
+                    "perf/others_cpu": self.others_cpu,
                 },
+                device="cpu",
             )
             for number, state in enumerate(self.state.trials)
         ]  # fmt: skip
@@ -90,7 +93,7 @@ def test_what_cannot_be_the_answer_is_not_repeated():
     assert search.notes() == ["repeat=auto: round 2 of at most 4 repeats all settings"]
     found = answer(sweep.told())
     assert found.setting is not None and found.setting.name == "sharding=2"
-    assert found.notes == ["repeat=auto stopped after 2 rounds (6 runs instead of 6): the answer is settled."]
+    assert found.notes == ["repeat=auto stopped after 2 rounds: the answer is settled."]
 
 
 def test_one_round_rules_out_what_is_three_times_as_slow_and_nothing_else():
@@ -106,7 +109,7 @@ def test_settings_that_noise_hides_are_repeated_to_the_last_round():
     assert rounds == [["0", "1", "2"], ["2", "1", "0"], ["0", "2"], ["2", "0"]], "500 is out after two rounds"
     found = answer(sweep.told())
     assert found.notes == [
-        "repeat=auto stopped after 4 rounds (10 runs instead of 12), at repeat_max=4: more runs could still tell "
+        "repeat=auto stopped after 4 rounds (10 runs instead of 12), the limit: more runs could still tell "
         "`sharding=0`, `sharding=2` apart."
     ]
 
@@ -118,6 +121,18 @@ def test_a_resume_repeats_what_an_uninterrupted_sweep_does(after: int):
     cut.run(cut.search(), most=after)
     cut.run(cut.search())  # it knows the trials that there are, and nothing else
     assert cut.begun == whole.begun
+
+
+def test_where_others_use_the_cores_all_the_time_it_gives_up_after_two_rounds():
+    sweep = Planted([1000.0, 500.0], [1.0, 1.0], noise=0.001)
+    sweep.others_cpu = 0.6
+    sweep.run(sweep.search())
+    assert sorted(sweep.begun) == ["0 0", "0 1", "1 0", "1 1"]
+    found = answer(sweep.told())
+    assert found.head == "" and found.sentence.startswith("No setting is recommended, because other processes used up")
+    assert found.notes[-1] == (
+        "repeat=auto stopped after 2 rounds: in none of the 4 runs was the machine free enough to compare speeds."
+    )
 
 
 def test_nothing_is_decided_while_a_round_runs():
@@ -202,7 +217,7 @@ def test_a_sweep_repeats_by_itself_and_a_resume_goes_on(tmp_path: Path):
     trials = [json.loads(line) for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines()]
     rounds = [next(word for word in trial["overrides"] if word.startswith("repeat=")) for trial in trials]
     assert rounds in (["repeat=0"] * 2 + ["repeat=1"] * 2, ["repeat=0"] * 2 + ["repeat=1"] * 2 + ["repeat=2"] * 2)
-    stopped = f"repeat=auto stopped after {len(trials) // 2} rounds ({len(trials)} runs instead of {len(trials)})"
+    stopped = f"repeat=auto stopped after {len(trials) // 2} rounds"
     assert stopped in done.stdout
     assert "repeat=auto stopped" in (tmp_path / "out" / "report.md").read_text()
 

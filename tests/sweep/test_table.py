@@ -65,3 +65,18 @@ def test_objectives_stay_at_any_width_and_have_a_column(sweep: SweepState):
 def test_one_trial_is_counted_as_one(sweep: SweepState):
     assert how_far(SweepState(sweep.trials[:1], []), 7.4) == "1 of 1 trial has a result, after 7 s"
     assert show(sweep, 80).startswith("3 of 5 trials have a result, after 2 min 5 s\n")
+
+
+def test_a_speed_beside_others_is_marked_and_never_the_best(sweep: SweepState):
+    sweep.trials[1].metrics["perf/others_cpu"] = 0.7
+    shown = show(sweep, 200)
+    assert "18836†" in shown and "*18836" not in shown
+    assert "*2335" not in shown, "it is the only one that counts"
+
+
+def test_values_that_look_the_same_are_none_the_best(sweep: SweepState):
+    """They differ in a digit that is not shown."""
+    sweep.trials[0].metrics["val/loss"], sweep.trials[1].metrics["val/loss"] = 1.251411, 1.251413
+    assert "*1.2514" not in show(sweep, 200)
+    sweep.trials[3].status = TrialStatus.finished
+    assert show(sweep, 200).count("*1.2514") == 2, "both are better than the third"

@@ -94,9 +94,8 @@ class Console(Listener):
         title = how_far(self._state, time.time() - self._begun)
         self.rich.print(trial_table(self._state, self._swept, begun, chosen, title))
         if answer is not None:
-            head = "recommended: " if answer.setting else ""
             sentence, *rest = plain_text(answer)
-            self.rich.print(Text(head + sentence, style="bold"))
+            self.rich.print(Text(answer.head + sentence, style="bold"))
             for line in rest:
                 self.rich.print(Text(line), soft_wrap=True)
 

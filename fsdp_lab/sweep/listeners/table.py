@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rich.text import Text
 
-from fsdp_lab.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, table_columns
+from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, table_columns
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -40,7 +40,8 @@ def trial_table(
 ) -> FittingTable:
     """Returns a table with a row for each of the given trials.
 
-    `*` marks the best of a column, `>` the recommended trials. A trial without another word has finished.
+    `*` marks the best of a column, `>` the recommended trials, `†` a speed that does not count because others used the
+    cores. A trial without another word has finished.
 
     Args:
         swept: the keys that differ between trials.
@@ -101,13 +102,26 @@ def _trial_cell(number: int, state: TrialState, is_chosen: bool, digits: int) ->
 
 def _best(sweep: SweepState, columns: Sequence[Metric]) -> dict[str, float | None]:
     """For each column the best value of a finished trial; None where all have the same, or none is better."""
-    finished = [state.figures() for state in sweep.trials if state.status is TrialStatus.finished]
-    return {c.key: c.best_of([figures[c.key] for figures in finished if c.key in figures]) for c in columns}
+    finished = [state for state in sweep.trials if state.status is TrialStatus.finished]
+    return {
+        c.key: c.best_of([s.figures()[c.key] for s in finished if c.key in s.figures() and _counts(c, s)])
+        for c in columns
+    }
+
+
+def _counts(metric: Metric, state: TrialState) -> bool:
+    """Whether a figure is one of speed that says nothing, because others used the cores of the trial."""
+    limit = state.trial.config.report.others_cpu
+    return not metric.is_speed or state.figures().get(OTHERS_CPU, 0.0) <= limit
 
 
 def _cell(metric: Metric, state: TrialState, best: Mapping[str, float | None]) -> Text:
-    value = state.figures().get(metric.key)
-    if value is not None and state.status is TrialStatus.finished and value == best.get(metric.key):
+    value, highest = state.figures().get(metric.key), best.get(metric.key)
+    if value is None:
+        return Text(metric.text(value))
+    if not _counts(metric, state):
+        return Text(f"{metric.text(value)}†")
+    if state.status is TrialStatus.finished and highest is not None and metric.text(value) == metric.text(highest):
         return Text(f"*{metric.text(value)}", style="bold green")
     return Text(metric.text(value))
 
