@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+
 from fsdp_lab.config.errors import CombinationError
+from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.workload import (
     DataConfig,
     DataGroup,
@@ -11,6 +14,7 @@ from fsdp_lab.config.workload import (
     TaskConfig,
     UserData,
     UserModel,
+    source_of,
 )
 
 # What the targets of our models and data sets begin with -> what they are for; those of the user's take anything.
@@ -35,6 +39,12 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
         (f"data.name={data.name}", "images") if isinstance(data, DataConfig) else _of_target("data", data),
         (f"task={task.name}", _TASKS.get(task.name)),
     ]
+    if task.loss_chunks > 1 and source_of(model) is not None:
+        raise CombinationError(
+            f"task.loss_chunks={task.loss_chunks}: models of transformers compute their logits whole; use "
+            "task.loss_chunks=1.",
+            keys=("model", "task.loss_chunks"),
+        )
     known = [(typed, of) for typed, of in parts if of is not None]
     if len({of for _, of in known}) > 1:
         raise CombinationError(
@@ -71,3 +81,43 @@ def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> 
         f"model.vocab_size={needed}, or data with fewer.",
         keys=("model", "model.vocab_size", "data", f"data.{name}"),
     )
+
+
+def check_rows(model: ModelGroup, data: DataGroup) -> None:
+    """Compare the length of the data's rows with the positions that a model has.
+
+    Raises:
+        CombinationError: the rows are longer.
+    """
+    source = source_of(model)
+    if source is None or not isinstance(model, UserModel) or not isinstance(data, UserData) or data.target is None:
+        return
+    has = source.num_positions(**model.arguments)
+    length = data.arguments.get("seq_len")
+    if has is not None and isinstance(length, int) and length > has:
+        raise CombinationError(
+            f"data.seq_len={length} is more than the {has} positions of the model; use data.seq_len={has} at most, or "
+            f"model.max_position_embeddings={length}.",
+            keys=("model", "model.max_position_embeddings", "data", "data.seq_len"),
+        )
+
+
+def check_images(model: ModelGroup, data: DataGroup) -> None:
+    """Compare the images that a model takes with our data's, which are not resized for it.
+
+    Raises:
+        CombinationError: they have another size, or other channels.
+    """
+    source = source_of(model)
+    if source is None or not isinstance(model, UserModel) or not isinstance(data, DataConfig):
+        return
+    takes = source.image_shape(**model.arguments)
+    images = importlib.import_module(module_of("data.name", data.name)).build_source(data, ModelConfig())
+    channels, size, _ = images.image_shape
+    if takes is not None and takes != (channels, size):
+        raise CombinationError(
+            f"the model takes images of {takes[1]}x{takes[1]} with {takes[0]} channels, and data={data.name} has "
+            f"{size}x{size} with {channels}; use model.image_size={size} model.num_channels={channels}, with a "
+            "model.patch_size that divides it, or data of your own by data._target_.",
+            keys=("model", "model.image_size", "model.num_channels", "data"),
+        )

@@ -40,3 +40,11 @@ class ModelSource:
     def vocab_size(self, *args: Any, **arguments: Any) -> int | None:
         """Return how many tokens the model knows; None where it takes none."""
         return None
+
+    def num_positions(self, *args: Any, **arguments: Any) -> int | None:
+        """Return how many tokens a row may have; None where that is not limited."""
+        return None
+
+    def image_shape(self, *args: Any, **arguments: Any) -> tuple[int, int] | None:
+        """Return the channels and the height of the images that the model takes; None where it takes none, or any."""
+        return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fsdp_lab.config.errors import CombinationError
 from fsdp_lab.config.key import Between, Memory, at_least_one, check_ranges, group, key, not_negative
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
-from fsdp_lab.config.parts import check_parts, check_vocab_size
+from fsdp_lab.config.parts import check_images, check_parts, check_rows, check_vocab_size
 from fsdp_lab.config.training import (
     ActivationCheckpointing,
     CheckpointConfig,
@@ -74,11 +74,13 @@ class TrialConfig:
         check_parts(self.model, self.data, self.task)
 
     def check_files(self) -> None:
-        """Refuse data or weights that are not on this machine, and data with more tokens than the model knows.
+        """Refuse data or weights that are not on this machine, and data that do not fit the model.
 
         Raises:
             UserError: as said.
         """
+        check_rows(self.model, self.data)
+        check_images(self.model, self.data)
         self.model.check_files()
         self.data.check_files()
         check_vocab_size(self.model, self.data, self.data.least_vocab_size())

@@ -198,8 +198,8 @@ class UserModel(ModelGroup, OpenGroup):
         return import_callable(needed_target(self.target, "model"), "model._target_")
 
     def check_files(self) -> None:
-        if isinstance(function := self.function(), ModelSource):
-            function.check_files(**self.arguments)
+        if (source := source_of(self)) is not None:
+            source.check_files(**self.arguments)
 
     def vocab_size(self) -> int | None:
         function = self.function()
@@ -301,6 +301,12 @@ class UserData(DataGroup, OpenGroup):
     def paths(self) -> list[str]:
         inner = (str(value["_target_"]) for _, value in nested(self.arguments, "data"))
         return [path for path in (self.target, *inner, self.collate_fn) if path and path != EXAMPLE_BATCH]
+
+
+def source_of(model: ModelGroup) -> ModelSource | None:
+    """Return what a model's target names where that is a `ModelSource`."""
+    function = model.function() if isinstance(model, UserModel) and model.target else None
+    return function if isinstance(function, ModelSource) else None
 
 
 def needed_target(target: str | None, group: str) -> str:

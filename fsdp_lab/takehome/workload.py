@@ -12,6 +12,12 @@ from fsdp_lab.takehome.imports import Imports, call
 from fsdp_lab.takehome.setup import Setup
 
 _WHOLE_CONSTRUCTOR = 2**32  # bytes of parameters that a trial draws by one call of the constructor
+_TRANSFORMERS = "fsdp_lab.workloads.hf.models."
+_AUTO_CLASSES = {
+    "causal_lm": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "image_classification": "AutoModelForImageClassification",
+}
 
 
 def model_lines(setup: Setup, imports: Imports) -> list[str]:
@@ -26,11 +32,20 @@ def model_lines(setup: Setup, imports: Imports) -> list[str]:
             imports.module("random", "numpy")
             lines.append(f"random.seed({seed}), numpy.random.seed({seed})")
         lines.append(f"model = {call(imports.path(str(model.target)), model.arguments, imports)}.train()")
+        if (auto := _auto_class(setup)) and model.arguments.get("pretrained"):
+            load = f'{imports.name("transformers", auto)}.from_pretrained("{model.arguments["config"]}"'
+            lines.append(f"model.load_state_dict({load}, dtype=torch.float32).state_dict())")
     else:
         assert isinstance(model, ModelConfig)
         build = imports.name(module_of("model.family", model.family), "build_model")
         lines.append(f"model = {build}({_config(model, imports)}).build().train()")
     return lines
+
+
+def _auto_class(setup: Setup) -> str | None:
+    """Return the class by which transformers makes the model; None for another model."""
+    target = getattr(setup.config.model, "target", None) or ""
+    return _AUTO_CLASSES.get(target.removeprefix(_TRANSFORMERS)) if target.startswith(_TRANSFORMERS) else None
 
 
 def data_lines(setup: Setup, imports: Imports) -> list[str]:
@@ -103,7 +118,8 @@ def loss_lines(setup: Setup, imports: Imports) -> tuple[list[str], list[str], st
             if task.loss_chunks > 1:
                 chunked = f"labels=batch[:, 1:], loss_chunks={task.loss_chunks}"
                 return move, [f"total_loss, count = model({inputs}, {chunked})"], "total_loss / count"
-            forward = [f"outputs = model({inputs}).flatten(0, 1)"]
+            logits = f"model({inputs})" + (".logits" if _auto_class(setup) else "")
+            forward = [f"outputs = {logits}.flatten(0, 1)"]
             labels = "batch[:, 1:].flatten()"
             return move, forward, f"torch.nn.functional.cross_entropy(outputs.float(), {labels}, ignore_index=-1)"
         case "seq2seq":

@@ -88,7 +88,7 @@ def _is_path(config: str) -> bool:
 
 def _read(file: Path, config: str) -> dict[str, Any]:
     if not file.is_file():
-        what = f"its folder has no {CONFIG_FILE}" if file.parent.is_dir() else "there is no such file or folder"
+        what = f"its folder has no {CONFIG_FILE}" if Path(config).is_dir() else "there is no such file or folder"
         raise ConfigError(f"model.config={config}: {what}; give a folder with a config.json, or such a file.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.workloads.hf import attention, weights
 from fsdp_lab.workloads.hf.configuration import Config, folder_of, read_config
@@ -60,10 +60,18 @@ class HuggingFace(ModelSource):
     def check_files(self, config: Config, pretrained: bool = False, **overrides: Any) -> None:
         """
         Raises:
-            UserError: the weights are not there, are damaged, or are not this model's.
+            UserError: the sizes do not fit each other, or the weights are not there, are damaged, or are not this
+                model's.
         """
+        try:
+            model = self._on_meta(config, overrides)
+        except UserError:
+            raise
+        except Exception as error:  # each model raises what it likes
+            shown = "".join(f" model.{name}={value}" for name, value in overrides.items())
+            raise ConfigError(f"model.config={config}{shown}: {' '.join(str(error).split())}") from error
         if pretrained:
-            self._places(config, overrides)
+            weights.places(model, self._stored(config), str(config))
 
     def load_weights(self, config: Config, pretrained: bool = False, **overrides: Any) -> Any:
         if not pretrained:
@@ -72,21 +80,25 @@ class HuggingFace(ModelSource):
         def load(state: Mapping[str, Tensor]) -> None:
             folder = folder_of(config)
             assert folder is not None
-            weights.load(folder, self._places(config, overrides), state)
+            model = self._on_meta(config, overrides)
+            weights.load(folder, weights.places(model, self._stored(config), str(config)), state)
 
         return load
 
     def save(self, config: Config, pretrained: bool = False, **overrides: Any) -> Any:
         return lambda state, folder: weights.save(self._on_meta(config, overrides), state, folder)
 
-    def _places(self, config: Config, overrides: dict[str, Any]) -> dict[str, str]:
+    def _stored(self, config: Config) -> dict[str, weights.Stored]:
+        """
+        Raises:
+            UserError: no folder has weights, or they are damaged.
+        """
         if not isinstance(config, str):
             raise ConfigError(
                 "model.pretrained=true reads weights from the folder that model.config names, and here model.config "
                 "holds the values of a configuration; use model.config=<folder>, or model.pretrained=false."
             )
-        stored = weights.stored_in(folder_of(config), config)
-        return weights.places(self._on_meta(config, overrides), stored, config)
+        return weights.stored_in(folder_of(config), config)
 
     def _on_meta(self, config: Config, overrides: dict[str, Any]) -> Any:
         """The model as transformers makes it, without values."""
@@ -101,6 +113,17 @@ class HuggingFace(ModelSource):
     def vocab_size(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
         size = getattr(read_config(config, overrides).get_text_config(), "vocab_size", None)
         return size if isinstance(size, int) else None
+
+    def num_positions(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
+        count = getattr(read_config(config, overrides).get_text_config(), "max_position_embeddings", None)
+        return count if isinstance(count, int) else None
+
+    def image_shape(
+        self, config: Config | None = None, pretrained: bool = False, **overrides: Any
+    ) -> tuple[int, int] | None:
+        found = read_config(config, overrides)
+        channels, size = getattr(found, "num_channels", None), getattr(found, "image_size", None)
+        return (channels, size) if isinstance(channels, int) and isinstance(size, int) else None
 
 
 def _causal(model: Any) -> None:

@@ -1,0 +1,124 @@
+"""What is typed below `model` for a model of transformers is a value of its configuration, or is refused before Ray
+starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from fsdp_lab.config import UserError, with_custom
+from fsdp_lab.workloads.build import build_model_spec
+from fsdp_lab.workloads.hf import library
+from fsdp_lab.workloads.hf.configuration import read_config
+from tests.ranks import config
+from tests.workloads.hf.cases import CONFIGS, WORDS
+
+GPT2, LLAMA, QWEN = (str(CONFIGS / f"{name}.json") for name in ("gpt2", "llama", "qwen3"))
+
+
+def test_other_keys_are_values_of_the_configuration(tmp_path: Path) -> None:
+    """By the name that the file has, or by the common one."""
+    assert read_config(GPT2, {"n_layer": 3}).n_layer == read_config(GPT2, {"num_hidden_layers": 3}).n_layer == 3
+    (tmp_path / "config.json").write_text(Path(LLAMA).read_text())
+    assert read_config(str(tmp_path), {"rope_parameters": {"rope_theta": 5e5}}).rope_parameters["rope_theta"] == 5e5
+    model = build_model_spec(config(*WORDS["gpt2"], "model.num_hidden_layers=3").model).build()
+    assert len(model.transformer.h) == 3  # type: ignore[union-attr,arg-type]
+
+
+def test_the_types_of_layers_follow_their_number(tmp_path: Path) -> None:
+    assert read_config(QWEN, {}).layer_types == ["full_attention", "sliding_attention"]
+    written = tmp_path / "config.json"
+    written.write_text(json.dumps(read_config(QWEN, {}).to_dict()))
+    assert read_config(str(tmp_path), {"num_hidden_layers": 1}).layer_types == ["full_attention"]
+    assert len(read_config(str(tmp_path), {"num_hidden_layers": 3}).layer_types) == 3
+
+
+def test_a_model_of_transformers_is_float32_and_trains_on_text_by_itself() -> None:
+    model = build_model_spec(config(*WORDS["llama"]).model).build()
+    assert json.loads(Path(LLAMA).read_text())["dtype"] == "bfloat16"
+    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.float32"}
+    assert with_custom(["model=hf_causal_lm"]) == ["task=language", "data=pydoc", "model=hf_causal_lm"]
+
+
+def check(name: str, *words: str) -> None:
+    trial = config(*WORDS[name], *words)
+    trial.check(2)
+    trial.check_files()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("gpt2", ["model.config=null"], "model.config names nothing; give a folder"),
+        ("gpt2", ["model.config=./none"], r"model.config=./none: there is no such file or folder; give a folder"),
+        ("gpt2", [f"model.config={CONFIGS}"], "its folder has no config.json; give a folder"),
+        ("gpt2", [f"model.config={__file__}"], "is no JSON"),
+        ("gpt2", ["model.num_layer=3"], r"has no key num_layer. Did you mean model.num_hidden_layers\? Its keys"),
+        ("gpt2", ["model.model_type=llama"], "has no key model_type"),
+        ("gpt2", ["model.n_layer=two"], "model.n_layer=two: .*expected int, got str"),
+        ("gpt2", ["model.n_embd=33"], "model.n_embd=33: .*must be divisible by"),
+        ("gpt2", ["model.pretrained=maybe"], "model.pretrained=maybe is not a truth value"),
+        ("gpt2", [f"model.config={CONFIGS}/t5.json"], "a t5 is no causal language model; use model=hf_seq2seq"),
+        ("gpt2", ["model.vocab_size=100"], "model.vocab_size=100 is less than the 256 tokens of data"),
+        ("gpt2", ["data.seq_len=33"], "data.seq_len=33 is more than the 32 positions of the model; use"),
+        ("gpt2", ["task.loss_chunks=2"], "task.loss_chunks=2: models of transformers compute their logits whole"),
+        ("gpt2", ["task=classification", "data=digits"], "causal_lm is for tokens, data.name=digits is for images"),
+        ("vit", ["model.image_size=16"], "16x16 with 1 channels, and data=digits has 8x8 with 1; use model.image"),
+        ("t5", ["task=language", "task.loss=null"], "seq2seq is for pairs of texts, task=language is for tokens"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_is_refused_in_one_message(name: str, words: list[str], message: str) -> None:
+    check(name)
+    with pytest.raises(UserError, match=message):
+        check(name, *words)
+
+
+def written(folder: Path, **values: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(json.loads(Path(GPT2).read_text()) | values))
+    return f"model.config={folder}"
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "configuration.Mine", "AutoModelForCausalLM": "modeling.Mine"}
+    (tmp_path / "configuration.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(UserError, match=r"model_type=gpt22 is not one of transformers .* did you mean gpt2\? .*is off"):
+        check("gpt2", written(tmp_path, model_type="gpt22", auto_map=auto_map))
+    check("gpt2", written(tmp_path, auto_map=auto_map))
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is of quantized weights"):
+        check("gpt2", written(tmp_path, quantization_config={"quant_method": "fp8"}))
+
+
+def test_a_name_on_a_hub_that_nobody_reaches_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"no-one/nothing is neither .* hf download no-one/nothing --local-dir"):
+        check("gpt2", "model.config=no-one/nothing")
+
+
+def test_without_transformers_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    library.transformers.cache_clear()
+    with pytest.raises(UserError, match=r"need the package transformers, .*pip install 'fsdp_lab\[hf\]'"):
+        check("gpt2")
+    library.transformers.cache_clear()
+
+
+def test_nothing_else_imports_transformers() -> None:
+    words = ["task=language", "data=pydoc", "model=lm_tiny"]
+    code = (
+        "import sys; from fsdp_lab.training.__main__ import read_config; from fsdp_lab.training import train\n"
+        f"from fsdp_lab.workloads.build import build_workload; c = read_config(None, {words}); c.check(2)\n"
+        "build_workload(c.model, c.data, c.task); sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
