@@ -13,11 +13,11 @@ class Pairs:
     """The first tokens of a row of random ones are to be told. Rows have different lengths, what is to be told has one:
     a mean over the labels of a rank is then one over all."""
 
-    def __init__(self, split: str) -> None:
+    def __init__(self, split: str, least: int = TARGET) -> None:
         generator = torch.Generator().manual_seed(0 if split == "train" else 1)
         count = 128 if split == "train" else 30
         self.tokens = torch.randint(2, VOCABULARY, (count, LONGEST), generator=generator)
-        self.lengths = torch.randint(TARGET, LONGEST + 1, (count,), generator=generator)
+        self.lengths = torch.randint(least, LONGEST + 1, (count,), generator=generator)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from fsdp_lab.forecast.forecast import forecast_profile
 from tests.forecast.test_equality import differences
-from tests.ranks import run_ranks, train_all
+from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import apart
 from tests.workloads.hf.cases import LEARN, WORDS, script
 
@@ -53,8 +54,17 @@ def test_with_other_settings_too() -> None:
 
 
 def test_they_hold_what_was_forecast_to_the_byte() -> None:
-    """Rows are cut by a window in one of Qwen's layers, and padded for T5: their masks are tensors."""
-    assert differences([[*WORDS[name], *cell.split()] for name in WORDS for cell in SHARDINGS], ranks=1) == []
+    """Rows are cut by a window in one of Qwen's layers, and padded for T5: their masks are tensors, and so is that of
+    rows without padding."""
+    cases = [[*WORDS[name], *cell.split()] for name in WORDS for cell in SHARDINGS]
+    assert differences([*cases, [*WORDS["t5"], "data.least=12", "sharding=root"]], ranks=1) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+def test_a_forecast_for_gpus_needs_no_value(precision: str) -> None:
+    for words in WORDS.values():
+        trial = config(*words, "sharding=per_block", f"precision={precision}")
+        assert forecast_profile(trial, 8, cuda=True).peaks["device"]["total"] > 0
 
 
 @pytest.mark.long
