@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.engine.files import Outcome, append_line, write_outcome
-from fsdp_lab.files import read_json, write_json
+from fsdp_lab.files import read_json, whole_folder, write_json
 from fsdp_lab.status import TrialStatus
 
 
@@ -64,3 +64,21 @@ def test_a_file_that_is_damaged_is_named_once_and_counts_as_absent(
     assert read_json(path) is None and read_json(path) is None
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and f"{path} is damaged" in told
+
+
+def test_a_folder_takes_the_place_of_one_only_when_it_is_whole(tmp_path: Path):
+    folder = tmp_path / "model"
+
+    def write(name: str, content: str, error: OSError | None = None) -> None:
+        with whole_folder(folder) as making:
+            (making / name).write_text(content)
+            if error:
+                raise error
+
+    write("one", "old")
+    with pytest.raises(OSError, match="disk"):
+        write("one", "half", OSError("the disk is full"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (folder / "one").read_text() == "old"
+    write("two", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in folder.iterdir()] == ["two"]

@@ -131,6 +131,8 @@ def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
 def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
     for name in ("memory_peaks_rank0.json", "memory_timeline_rank1.html", "model.pt"):
         (tmp_path / name).write_text(json.dumps({}))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
     clear_left_over(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.files import Outcome, hold_alive, wait_until_alone, write_outcome
+from fsdp_lab.engine.files import Outcome, exported, hold_alive, wait_until_alone, write_outcome
 from fsdp_lab.locks import locked
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.store.paths import storage
@@ -342,3 +342,14 @@ def test_a_storage_folder_whose_name_is_damaged_is_refused(tmp_path: Path, compo
         (tmp_path / ".storage").write_text(damaged)
         with pytest.raises(UserError, match=r"\.storage is damaged or gone"):
             storage(trial, tmp_path)
+
+
+def test_an_exported_folder_goes_with_the_checkpoints(tmp_path: Path, compose_trial):
+    begin_folder(tmp_path / "sweep", [compose_trial(["sharding=root"], 0)])
+    (tmp_path / "sweep/0/model").mkdir(parents=True)
+    (tmp_path / "sweep/0/model/model.safetensors").write_text("")
+    (tmp_path / "sweep/0/metrics.jsonl").write_text("")
+    assert exported(tmp_path / "sweep/0") == tmp_path / "sweep/0/model"
+    (tmp_path / "sweep/trials.jsonl").write_text(json.dumps({"overrides": [], "folder": "0"}))
+    drop_checkpoints(tmp_path / "sweep")
+    assert exported(tmp_path / "sweep/0") is None and (tmp_path / "sweep/0/metrics.jsonl").exists()
