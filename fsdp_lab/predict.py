@@ -112,13 +112,13 @@ def summarise(folder: Path, options: dict[str, str]) -> None:
     """Print three articles of the validation split, their headlines and what the model writes, then its loss."""
     import torch
 
-    from fsdp_lab.workloads.hf.load import load_seq2seq
+    from fsdp_lab.workloads.hf.weights import load_whole
     from fsdp_lab.workloads.seq2seq import summaries
 
     device = torch.device(device_type(options.get("device", "auto"), torch.cuda.is_available()))
     files = {name: options[key] for name in ("root", "tokenizer") if (key := f"data.{name}") in options}
     data = summaries.read_val(recorded_data(folder), files)
-    model = load_seq2seq(folder).to(device)
+    model = load_whole(folder).to(device)
     for summary in summaries.summarise(model, data, _SUMMARIES):
         print(f"article:  {summary.article}\nheadline: {summary.headline}\nsummary:  {summary.written}\n", flush=True)
     loss = summaries.score(model, data)

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup
-from fsdp_lab.files import whole, whole_folder
+from fsdp_lab.config.workload import DATA_FILE, DataConfig, DataGroup, ModelConfig, ModelGroup
+from fsdp_lab.files import whole, whole_folder, write_json
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.workloads.build import build_model_spec
 
@@ -41,7 +41,7 @@ def export_model(
     """Gather the full weights to rank 0's CPU and write them; every rank calls it.
 
     `model.pt` is a plain dictionary of tensors, texts and numbers: `torch.load(path, weights_only=True)`. A model with
-    a format of its own is a folder `model` instead.
+    a format of its own is a folder `model` instead, with the data that it was trained on beside.
 
     Args:
         folder: the trial's.
@@ -55,6 +55,7 @@ def export_model(
     if save is not None:
         with whole_folder(folder / "model") as making:
             save(tensors, making)
+            write_json(making / DATA_FILE, {"format": FORMAT, "data": to_dict(config.data)}, parents=False)
         return
     content = {
         "format": FORMAT,

@@ -211,9 +211,27 @@ def save(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
         model.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name in kept})
 
 
+def load_whole(folder: Path) -> Any:
+    """Return a sequence-to-sequence model that was saved, in eval mode and float32, on the host. No code of the folder
+    is run, and no pickle is read.
+
+    Raises:
+        UserError: the folder has no such model.
+    """
+    kind = transformers().AutoModelForSeq2SeqLM
+    try:
+        with _silent():
+            return kind.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            ).eval()
+    except Exception as error:  # each file that is read raises what it likes
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder} is no exported sequence-to-sequence model: {reason}") from error
+
+
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Show no bar of the files that are written."""
+    """Show no bar of what is written or read."""
     logging = transformers().logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -15,6 +15,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries
 from tests.forecast.test_equality import differences
 from tests.ranks import config, run_ranks, train_all
+from tests.takehome.scripts import train_and_run
 from tests.training.reference import apart
 from tests.workloads.hf.cases import LEARN, told
 from tests.workloads.test_every_workload import Script
@@ -50,6 +51,13 @@ def test_it_holds_what_was_forecast_to_the_byte() -> None:
     assert differences([[*WORDS, cell] for cell in CELLS[:3]], ranks=1) == []
 
 
-def test_a_key_that_the_configuration_lacks_is_told() -> None:
+def test_what_the_configuration_lacks_is_told() -> None:
+    with pytest.raises(UserError, match=r"and here model\.config holds the values of a configuration; use"):
+        config("task=seq2seq", "model.pretrained=true").check_files()
     with pytest.raises(UserError, match=r"the configuration below model\.config \(t5\) has no key d_modl\. Did you"):
         config("task=seq2seq", "model.d_modl=32").check(2)
+
+
+def test_the_script_that_is_taken_home_has_the_trials_losses() -> None:
+    (result,) = run_ranks(2, train_and_run, [[*WORDS, "sharding=per_block", "training.grad_accum_steps=2"]])[0]
+    assert apart(result["last"], result["trial"]) <= 1e-6, result["script"]
