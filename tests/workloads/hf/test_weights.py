@@ -82,7 +82,8 @@ def test_from_pretrained_reads_what_a_trial_exported(exported: Any, name: str) -
     for sharding in SHARDINGS:
         own = folder / f"{name}_{sharding}"
         assert not list(own.glob(".*")) and not (own / "model.pt").exists()
-        assert {"config.json", "model.safetensors"} <= {path.name for path in (own / "model").iterdir()}
+        written = {path.name for path in (own / "model").iterdir()}
+        assert {"config.json", "model.safetensors", "fsdp_lab.json"} <= written
         with torch.no_grad():
             loss = plain.loss(read_back(name, own / "model").eval(), batch).item()
         assert loss == pytest.approx(losses[name, sharding], abs=1e-6), sharding

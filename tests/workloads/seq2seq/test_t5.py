@@ -59,5 +59,9 @@ def test_what_the_configuration_lacks_is_told() -> None:
 
 
 def test_the_script_that_is_taken_home_has_the_trials_losses() -> None:
+    """Its units are the blocks; the embedding that encoder, decoder and head share is in the root."""
     (result,) = run_ranks(2, train_and_run, [[*WORDS, "sharding=per_block", "training.grad_accum_steps=2"]])[0]
     assert apart(result["last"], result["trial"]) <= 1e-6, result["script"]
+    layout = result["setup"].layout
+    assert [path.rpartition(":")[2] for path in layout.unit_classes] == ["T5Block"], layout
+    assert layout.units and all(".block." in name for name in layout.units), layout
