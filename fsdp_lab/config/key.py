@@ -183,6 +183,10 @@ def below_one(value: float) -> str | None:
     return None if 0 <= value < 1 else "is outside [0, 1); use for example 0.9"
 
 
+def share(value: float) -> str | None:
+    return None if 0 <= value <= 1 else "is outside [0, 1]; use for example 0.5"
+
+
 def divisors(number: int) -> str:
     """Return the divisors of a number as text, for the remedy of a message."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Optional  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.errors import CombinationError
-from fsdp_lab.config.key import Between, Memory, at_least_one, check_ranges, group, key, not_negative
+from fsdp_lab.config.key import Between, Memory, at_least_one, check_ranges, group, key, not_negative, share
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
 from fsdp_lab.config.parts import check_images, check_parts, check_rows, check_vocab_size
 from fsdp_lab.config.training import (
@@ -27,7 +28,8 @@ class TrialConfig:
     """Everything that it takes to train one setting once.
 
     `repeat`: which attempt at a setting it is; changes nothing else, and `-m repeat=0,1,2` trains each setting thrice.
-    `activation_checkpointing_every`: the n of `activation_checkpointing=every_n`.
+    `activation_checkpointing_every`: the n of `activation_checkpointing=every_n`. `compile_memory_budget`: the share of
+    activations that `compile` keeps, from 0 (as `activation_checkpointing=full`) to 1 (as it chooses itself, and null).
     """
 
     sharding: ShardingConfig = group(ShardingConfig, memory=Memory.VALUE)
@@ -45,6 +47,7 @@ class TrialConfig:
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none, memory=Memory.VALUE)
     activation_checkpointing_every: int = key(2, at_least_one, memory=Memory.VALUE)
     compile: bool = key(False)
+    compile_memory_budget: Optional[float] = key(None, share)
     checkpoint: CheckpointConfig = group(CheckpointConfig, may_differ=Between.CHECKPOINT)
     export: bool = key(True, may_differ=Between.CHECKPOINT)
     memory_profile: MemoryProfile = key(MemoryProfile.peaks, may_differ=Between.CHECKPOINT)
@@ -71,6 +74,7 @@ class TrialConfig:
         self.precision.check()
         self.checkpoint.check()
         self._check_fused()
+        self._check_memory_budget()
         check_parts(self.model, self.data, self.task)
 
     def check_files(self) -> None:
@@ -88,6 +92,21 @@ class TrialConfig:
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""
         return [*self.model.paths(), *self.data.paths(), *self.task.paths()]
+
+    def _check_memory_budget(self) -> None:
+        budget, checkpointing = self.compile_memory_budget, self.activation_checkpointing
+        if budget is not None and not self.compile:
+            raise CombinationError(
+                f"compile_memory_budget={budget} with compile=false: the budget is the compiler's; use compile=true, "
+                "or activation_checkpointing=selective.",
+                keys=("compile_memory_budget", "compile"),
+            )
+        if budget is not None and checkpointing is not ActivationCheckpointing.none:
+            raise CombinationError(
+                f"compile_memory_budget={budget} with activation_checkpointing={checkpointing.name}: both say what is "
+                "computed again; use activation_checkpointing=none, or compile_memory_budget=null.",
+                keys=("compile_memory_budget", "activation_checkpointing"),
+            )
 
     def _check_fused(self) -> None:
         optimizer = self.optimizer

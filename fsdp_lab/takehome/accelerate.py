@@ -87,6 +87,9 @@ def _left_out(setup: Setup) -> list[str]:
     mode = config.activation_checkpointing
     if mode not in (ActivationCheckpointing.none, ActivationCheckpointing.full):
         notes.append(f"Not in this file: activation_checkpointing={mode.name}; accelerate has all blocks or none.")
+    if config.compile_memory_budget is not None:
+        setting = f"torch._functorch.config.activation_memory_budget = {config.compile_memory_budget}"
+        notes.append(f"Not in this file: {setting}")
     training = config.training
     if training.grad_accum_steps > 1:
         each = ", sync_each_batch=True" if training.sync_each_microbatch else ""

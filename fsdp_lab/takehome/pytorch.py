@@ -82,6 +82,9 @@ def _start(setup: Setup, imports: Imports) -> list[str]:
 def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
     """Activation checkpointing, then compile: before anything is sharded."""
     lines = checkpointing_lines(setup, imports, _is_one_of(setup.layout.block_classes, imports, "m"))
+    if setup.config.compile_memory_budget is not None:
+        imports.module("torch._functorch.config")
+        lines.append(f"torch._functorch.config.activation_memory_budget = {setup.config.compile_memory_budget}")
     if setup.config.compile:
         is_block = _is_block(setup, setup.layout.block_classes, imports)
         lines += [f"for module in [m for m in model.modules() if {is_block}]:", "    module.compile()"]

@@ -73,6 +73,8 @@ def _sections(setup: Setup) -> dict[str, dict[str, Any]]:
 
 
 def _checkpointing(setup: Setup) -> dict[str, Any]:
+    if setup.config.compile_memory_budget is not None:
+        return {"mode": "memory_budget", "memory_budget": setup.config.compile_memory_budget}
     match setup.config.activation_checkpointing:
         case ActivationCheckpointing.selective:
             return {"mode": "selective", "selective_ac_option": "op"}

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
+from torch._functorch import config as functorch_config
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
@@ -42,6 +43,7 @@ __all__ = [
 _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
 _CLEAR_WORKSPACES = "_cuda_clearCublasWorkspaces"
 _HAS_CONTEXT = "_cuda_hasPrimaryContext"
+_MEMORY_BUDGET = "activation_memory_budget"
 _DEVICE_OF_MESH = "_get_device_from_mesh"
 _COMPARE_SHAPES = "_verify_param_shape_across_processes"
 
@@ -54,6 +56,7 @@ OPTIONAL = (
     Name(_FSDP, _POST_FORWARD_MESH, ("reshard_after_forward", "mesh_info")),
     Name("torch._C", _CLEAR_WORKSPACES),
     Name("torch._C", _HAS_CONTEXT),
+    Name("torch._functorch.config", _MEMORY_BUDGET),
 )
 NAMES = (
     *OPTIONAL,
@@ -168,6 +171,30 @@ def gpus_with_context() -> list[int] | None:
     """The GPUs on which this process has opened a context; None where this PyTorch does not tell."""
     has_context: Callable[[int], bool] | None = getattr(torch._C, _HAS_CONTEXT, None)
     return None if has_context is None else [i for i in range(torch.cuda.device_count()) if has_context(i)]
+
+
+_budget_before: dict[str, float] = {}  # what was in force when this process was first asked for one
+
+
+def set_memory_budget(budget: float | None) -> bool:
+    """Let the compiler keep this share of activations in what it compiles from now on, and forget what it compiled with
+    another one.
+
+    Args:
+        budget: None for what was in force before.
+
+    Returns:
+        whether it can be done: where the private name is missing, no budget can be set.
+    """
+    now: float | None = getattr(functorch_config, _MEMORY_BUDGET, None)
+    if now is None:
+        return budget is None
+    before = _budget_before.setdefault(_MEMORY_BUDGET, now)
+    wanted = before if budget is None else budget
+    if wanted != now:
+        setattr(functorch_config, _MEMORY_BUDGET, wanted)
+        torch.compiler.reset()
+    return True
 
 
 def start_allocator_history(max_entries: int) -> None:

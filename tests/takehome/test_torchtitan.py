@@ -75,9 +75,10 @@ def test_the_values_are_the_trials() -> None:
         (["activation_checkpointing=every_n"], {"mode": "selective", "selective_ac_option": "2"}),
         (["activation_checkpointing=every_n", "activation_checkpointing_every=3"],
          {"mode": "selective", "selective_ac_option": "3"}),
+        (["compile=true", "compile_memory_budget=0.4"], {"mode": "memory_budget", "memory_budget": 0.4}),
     ],
 )  # fmt: skip
-def test_activation_checkpointing_of_some(overrides: list[str], section: dict[str, str]) -> None:
+def test_activation_checkpointing_of_some(overrides: list[str], section: dict[str, object]) -> None:
     assert written("sharding=per_block", *overrides)[1]["activation_checkpoint"] == section
 
 

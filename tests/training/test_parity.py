@@ -270,3 +270,11 @@ def test_the_seed_changes_the_weights() -> None:
 def test_compiled_blocks() -> None:
     case = (*SHARDINGS["per_block"], "compile=true", "activation_checkpointing=full", *VIT)
     assert_same(run(2, [case]), case, FP32_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["compile_memory_budget=0.3", "activation_checkpointing=selective"])
+def test_compiled_blocks_that_keep_some_activations(more: str) -> None:
+    case = (*SHARDINGS["per_block"], "compile=true", more, *VIT)
+    assert_same(run(2, [case]), case, FP32_TOLERANCE)
