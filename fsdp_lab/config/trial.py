@@ -74,6 +74,7 @@ class TrialConfig:
         self.precision.check()
         self.checkpoint.check()
         self._check_fused()
+        self._check_selective()
         self._check_memory_budget()
         check_parts(self.model, self.data, self.task)
 
@@ -92,6 +93,19 @@ class TrialConfig:
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""
         return [*self.model.paths(), *self.data.paths(), *self.task.paths()]
+
+    def _check_selective(self) -> None:
+        """PyTorch counts the operators of a block in the forward pass and in its recomputation, and a unit inside
+        of the block gathers in the first alone."""
+        granularity = self.sharding.granularity
+        inside = granularity in (Granularity.per_layer, Granularity.size_based)
+        if inside and self.activation_checkpointing is ActivationCheckpointing.selective:
+            raise CombinationError(
+                f"sharding={granularity.name} with activation_checkpointing=selective: it cannot compute a block "
+                "again that has sharding units inside; use sharding=per_block, root or ddp, or "
+                "activation_checkpointing=full.",
+                keys=("sharding", "activation_checkpointing"),
+            )
 
     def _check_memory_budget(self) -> None:
         budget, checkpointing = self.compile_memory_budget, self.activation_checkpointing

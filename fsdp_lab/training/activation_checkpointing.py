@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.training import MATRIX_PRODUCTS, SAVED_OPERATORS, ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import checkpoint_wrapper
@@ -30,6 +31,20 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> list[
             return [checkpoint_wrapper(block, context_fn=selective_contexts) for block in blocks]
         case _:
             raise ValueError(f"activation_checkpointing={config.activation_checkpointing} is not known")
+
+
+def check_no_unit_inside(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """
+    Raises:
+        UserError: a wrapped block has a sharding unit inside: its gathering would be counted among its operators.
+    """
+    wrapped = [module for module in model.modules() if hasattr(module, "checkpoint_fn")]
+    inside = {id(module) for wrapper in wrapped for module in wrapper.modules() if module is not wrapper}
+    if any(id(unit) in inside for unit in units):
+        raise UserError(
+            "activation_checkpointing=selective: a block has sharding units inside, and cannot be computed again then; "
+            "name the outer blocks alone with model.block_classes=[...], or use activation_checkpointing=full."
+        )
 
 
 def selective_contexts() -> Any:

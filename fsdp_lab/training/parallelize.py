@@ -38,7 +38,7 @@ from fsdp_lab.config.parallel import (
 )
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.activation_checkpointing import checkpoint_blocks
+from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.blocks import BlockClasses
 from fsdp_lab.training.torch_private import one_post_forward_mesh, set_memory_budget
 
@@ -79,10 +79,16 @@ def apply_fully_shard(
     model: nn.Module, block_classes: BlockClasses, config: TrialConfig, mesh: DeviceMesh
 ) -> list[nn.Module]:
     """Shard the model in place: the units bottom-up, then the root. Return the modules that are units of their own, or
-    together with their neighbours; `ddp` shards nothing."""
+    together with their neighbours; `ddp` shards nothing.
+
+    Raises:
+        UserError: selective checkpointing of blocks with units inside.
+    """
     if config.sharding.granularity is Granularity.ddp:
         return []
     units = sharding_units(model, block_classes, config.sharding)
+    if config.activation_checkpointing is ActivationCheckpointing.selective:
+        check_no_unit_inside(model, units)
     for module in (*units, model):
         module.register_forward_hook(_register_dataclasses)  # before FSDP2's own hooks, which run after it
     options: dict[str, Any] = {

@@ -34,7 +34,8 @@ def trial(*overrides: str) -> SweepConfig:
     for override in overrides:
         key, _, text = override.partition("=")
         section, _, leaf = key.partition(".")
-        values.setdefault(section, {})[leaf] = yaml.safe_load(text)
+        place, name = (values.setdefault(section, {}), leaf) if leaf else (values, section)
+        place[name] = yaml.safe_load(text)
     return from_dict(SweepConfig, values)
 
 
@@ -103,6 +104,8 @@ TO_SIZE = "reshard_after_forward.policy=to_size"
         ([DDP, "sharding.blocks_per_unit=2"], 2, ["sharding.blocks_per_unit=2", "sharding=ddp", "=per_block"]),
         ([DDP, "sharding.separate_reduce_scatter_group=true"], 2,
          ["sharding=ddp", "use sharding.separate_reduce_scatter_group=false"]),
+        (["sharding.granularity=per_layer", "activation_checkpointing=selective"], 2,
+         ["sharding=per_layer", "activation_checkpointing=selective", "use sharding=per_block, root or ddp"]),
         (["compile_memory_budget=0.5"], 2, ["compile_memory_budget=0.5", "compile=false", "use compile=true"]),
         (["compile=true", "compile_memory_budget=0", "activation_checkpointing=full"], 2,
          ["compile_memory_budget=0", "activation_checkpointing=full", "use activation_checkpointing=none"]),

@@ -43,6 +43,8 @@ def can_stand_together(pair: Pair) -> bool:
     sharding = values.get("sharding")
     plain = _ONLY_PLAIN_WITH_DDP if sharding == "ddp" else {}
     plain = plain | (_PER_BLOCK_ALONE if sharding not in ("per_block", None) else {})
+    if sharding in ("per_layer", "size_based") and values.get("activation_checkpointing") == "selective":
+        return False
     plain = plain | ({"optimizer.state_dtype": "fp32"} if values.get("optimizer") == "sgd" else {})
     return all(values.get(axis, only) == only for axis, only in plain.items())
 

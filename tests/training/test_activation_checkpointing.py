@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.compare import effective_settings
-from fsdp_lab.training.activation_checkpointing import checkpoint_blocks
+from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.blocks import check_blocks
+from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
 from tests.ranks import config
 
 NUM_BLOCKS = 6
@@ -78,6 +79,16 @@ def test_every_nth_block_is_wrapped(every: int, wrapped: list[int]) -> None:
     trial = config("activation_checkpointing=every_n", f"activation_checkpointing_every={every}")
     placed = checkpoint_blocks(blocks, trial)
     assert [i for i, (old, new) in enumerate(zip(blocks, placed, strict=True)) if old is not new] == wrapped
+
+
+def test_a_unit_inside_of_a_block_is_refused() -> None:
+    model = nn.Sequential(Block(False))
+    model[0].layers[0] = Block(False)
+    trial = config("sharding=per_block", "activation_checkpointing=selective")
+    apply_to_blocks(model, (Block,), trial)
+    with pytest.raises(UserError, match=r"selective: a block has sharding units inside.*model\.block_classes"):
+        check_no_unit_inside(model, sharding_units(model, (Block,), trial.sharding))
+    check_no_unit_inside(model, [model[0]])
 
 
 def test_an_n_beyond_the_last_block_is_refused() -> None:
