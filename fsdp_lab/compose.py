@@ -25,6 +25,7 @@ from fsdp_lab.config import (
     SweepConfig,
     UserError,
     all_keys,
+    check_float8,
     check_forecast,
     check_pytorch,
     conf_dir,
@@ -227,6 +228,7 @@ def check(config: SweepConfig) -> None:
     check_local_capacity(config.cluster, num_workers)
     config.check(num_workers)
     check_pytorch(config)
+    check_float8(config)
     check_forecast(config)
     missing = config.data.missing()
     if missing and not config.data.download:  # else the first worker of a node downloads it

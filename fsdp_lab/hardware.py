@@ -51,11 +51,15 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Physical:
-    """A GPU and, where MIG is on, its instances; without any, CUDA does not see the GPU either."""
+    """A GPU and, where MIG is on, its instances; without any, CUDA does not see the GPU either.
+
+    `capability`: None where the driver does not say.
+    """
 
     gpu: Gpu
     mig: bool
     instances: tuple[Gpu, ...] = ()
+    capability: tuple[int, int] | None = None
 
 
 class _MemoryInfo(ctypes.Structure):
@@ -147,8 +151,17 @@ class _Nvml:
         try:
             self.call("nvmlDeviceGetMigMode", handle, ctypes.byref(current), ctypes.byref(pending))
         except _NvmlError:  # neither this GPU nor this driver has MIG
-            return _Physical(gpu, mig=False)
-        return _Physical(gpu, bool(current.value), tuple(self._instances(index, handle)) if current.value else ())
+            return _Physical(gpu, mig=False, capability=self.capability(handle))
+        instances = tuple(self._instances(index, handle)) if current.value else ()
+        return _Physical(gpu, bool(current.value), instances, self.capability(handle))
+
+    def capability(self, handle: ctypes.c_void_p) -> tuple[int, int] | None:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        try:
+            self.call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
+        except _NvmlError:
+            return None
+        return major.value, minor.value
 
     def _instances(self, index: int, handle: ctypes.c_void_p) -> list[Gpu]:
         found = []
@@ -193,6 +206,16 @@ def gpus() -> list[Gpu]:
     """The GPUs that this process may use, as CUDA counts them under `CUDA_VISIBLE_DEVICES`; [] without a driver."""
     machine = _machine()
     return _visible(machine[1], os.environ.get("CUDA_VISIBLE_DEVICES")) if machine else []
+
+
+def least_capability() -> tuple[int, int] | None:
+    """The lowest compute capability of the GPUs that this process may use, such as (9, 0); None: there is none, or the
+    driver does not say."""
+    machine = _machine()
+    if machine is None:
+        return None
+    found = {physical.gpu.index: physical.capability for physical in machine[1]}
+    return min((told for gpu in gpus() if (told := found.get(gpu.index))), default=None)
 
 
 def num_gpus() -> int:

@@ -94,6 +94,16 @@ int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **mig
     Device *m = &devices[d->gpu][index]; m->gpu = d->gpu; m->instance = index; *mig = m;
     return 0;
 }
+/* FAKE_NVML_CAPABILITY="90,89": of each GPU, major and minor; the last counts for all after it. */
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+    Device *d = handle;
+    if (getenv("FAKE_NVML_SILENT")) return 4;
+    const char *at = getenv("FAKE_NVML_CAPABILITY");
+    for (int gpu = d->gpu; at && gpu > 0 && strchr(at, ','); gpu--) at = strchr(at, ',') + 1;
+    int both = at && *at ? atoi(at) : 90;
+    *major = both / 10; *minor = both % 10;
+    return 0;
+}
 int nvmlSystemGetDriverVersion(char *text, unsigned length) {
     const char *version = getenv("FAKE_NVML_DRIVER");
     snprintf(text, length, "%s", version ? version : "580.65.06");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from fsdp_lab import hardware
 from fsdp_lab.config import UserError
-from fsdp_lab.config.machine import check_driver, check_pytorch, default_num_workers
+from fsdp_lab.config.machine import check_driver, check_float8, check_pytorch, default_num_workers
 from fsdp_lab.forecast.fits import gpu_memory
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
 from tests.nvml import variables
@@ -255,3 +256,29 @@ def test_a_pytorch_that_lacks_what_is_asked_for_is_refused_early(
     message = r"separate_reduce_scatter_group=true needs .* PyTorch 2\.11 does not have"
     with pytest.raises(UserError, match=message) if refused else nullcontext():
         check_pytorch(config("sharding.separate_reduce_scatter_group=true"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "capability", "told"),
+    [
+        (0, "90", "this machine has no GPU; use precision=bf16_mixed"),
+        (2, "90,80", "this machine has one of 8.0; use precision=bf16_mixed"),
+        (2, "90,89", ""),
+        (1, "120", ""),
+    ],
+)
+def test_float8_is_refused_early_where_no_gpu_has_it(
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, gpus: int, capability: str, told: str
+) -> None:
+    fake_nvml(gpus=gpus, capability=capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    check_float8(config("precision=bf16_mixed"))
+    with pytest.raises(UserError, match=rf"precision=float8 needs .*{told}") if told else nullcontext():
+        check_float8(config("precision=float8"))
+    check_float8(config("precision=float8", "cluster.address=auto"))
+
+
+def test_float8_without_torchao_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"precision=float8 needs torchao.*pip install 'fsdp_lab\[float8\]'"):
+        check_float8(config("precision=float8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 from fsdp_lab.config.errors import ConfigError, UserError
@@ -11,12 +12,14 @@ from fsdp_lab.hardware import (
     cpus_per_gpu,
     default_loader_workers,
     driver,
+    least_capability,
     num_cpus,
     num_gpus,
     pytorch_cuda,
     pytorch_version,
 )
 
+_FLOAT8_SINCE = (8, 9)
 _SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
 
 
@@ -83,6 +86,28 @@ def check_pytorch(config: TrialConfig) -> None:
             "sharding.separate_reduce_scatter_group=true needs FSDPModule.set_separate_reduce_scatter_group, which "
             f"PyTorch {version[0]}.{version[1]} does not have; use a newer PyTorch, or "
             "sharding.separate_reduce_scatter_group=false."
+        )
+
+
+def check_float8(config: SweepConfig) -> None:
+    """Refuse float8 where torchao or a GPU for it is missing. GPUs of a running cluster are for its workers to ask.
+
+    Raises:
+        UserError: with what is missing.
+    """
+    if not config.precision.float8:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("precision=float8 needs torchao, which is not installed: pip install 'fsdp_lab[float8]'.")
+    if config.cluster.address is not None:
+        return
+    capability, needs = least_capability(), "a GPU of compute capability 8.9 (Ada, Hopper or newer)"
+    if not num_gpus():
+        raise UserError(f"precision=float8 needs {needs}, and this machine has no GPU; use precision=bf16_mixed.")
+    if capability is not None and capability < _FLOAT8_SINCE:
+        raise UserError(
+            f"precision=float8 needs {needs}, and this machine has one of {capability[0]}.{capability[1]}; use "
+            "precision=bf16_mixed."
         )
 
 

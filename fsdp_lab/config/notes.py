@@ -25,6 +25,11 @@ def memory_notes(config: TrialConfig) -> Iterator[str]:
             "compile=true: the step that is followed for the memory profile runs eagerly, so its breakdown and the "
             "forecast are those of the model without compile; what the compiler fuses is never held."
         )
+    if config.precision.float8:
+        yield (
+            "precision=float8 is forecast as bf16_mixed: what is kept for the backward pass is bfloat16 in both, and "
+            "the float8 copies of a product are not counted."
+        )
     if config.compile_memory_budget is not None and config.memory_profile is not MemoryProfile.off:
         yield (
             f"compile_memory_budget={config.compile_memory_budget} is the compiler's: the forecast and the breakdown "

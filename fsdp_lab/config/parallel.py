@@ -102,19 +102,27 @@ class ShardingConfig:
 
 @dataclass
 class PrecisionConfig:
-    """`param_dtype` computes, `reduce_dtype` adds gradients up; the sharded originals stay float32."""
+    """`param_dtype` computes, `reduce_dtype` adds gradients up; the sharded originals stay float32. `float8`: the
+    linear layers of the blocks multiply in float8, scaled by rows."""
 
     param_dtype: Dtype = key(Dtype.float32, named_by_option=True, memory=Memory.VALUE)
     reduce_dtype: Dtype = key(Dtype.float32, named_by_option=True, memory=Memory.VALUE)
     loss_scaling: bool = key(False, named_by_option=True, memory=Memory.VALUE)
+    float8: bool = key(False, named_by_option=True)
     init_scale: float = key(65536.0, positive)
     growth_interval: int = key(2000, at_least_one)
 
     def check(self) -> None:
         """
         Raises:
-            CombinationError: loss scaling for a type that needs none.
+            CombinationError: loss scaling for a type that needs none, or float8 within another type than bfloat16.
         """
+        if self.float8 and self.param_dtype is not Dtype.bfloat16:
+            raise CombinationError(
+                f"precision.float8=true with precision.param_dtype={self.param_dtype.name}: float8 products have "
+                "bfloat16 results; use precision=float8, or precision.param_dtype=bfloat16.",
+                keys=("precision.float8", "precision.param_dtype"),
+            )
         if self.loss_scaling and self.param_dtype is Dtype.bfloat16:
             raise CombinationError(
                 "precision.loss_scaling=true with precision.param_dtype=bfloat16: bfloat16 has float32's range and "

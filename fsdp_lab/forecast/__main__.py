@@ -218,6 +218,8 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
         notes.append(
             "compile=true is forecast as eager: what the compiler fuses is not held, so this is an upper bound."
         )
+    if any(request.config.precision.float8 for request in requests):
+        notes.append("precision=float8 is forecast as bf16_mixed: the float8 copies of a product are not counted.")
     if any(request.config.compile_memory_budget is not None for request in requests):
         notes.append("compile_memory_budget is not forecast: every budget has the figures of the eager step.")
     if not cuda and any(request.capacity_bytes for request in requests):

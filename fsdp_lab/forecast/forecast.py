@@ -194,7 +194,7 @@ def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device
             _mark_forward(model, values)
 
         unused = leaves_some_unused(workload, config)
-        state = build(workload.model, unpinned(config), dims, device, materialize=without_values, find_unused=unused)
+        state = build(workload.model, as_forecast(config), dims, device, materialize=without_values, find_unused=unused)
         if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
             # what DDP does in C++, where the fake group has no result
             state.model.register_comm_hook(None, allreduce_hook)
@@ -207,8 +207,10 @@ def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device
         return recorder.finish()
 
 
-def unpinned(config: TrialConfig) -> TrialConfig:
-    """The same, but for pinned memory, which a fake tensor cannot have. `pinned_rounding` counts what it costs."""
+def as_forecast(config: TrialConfig) -> TrialConfig:
+    """The same, but for float8, whose products need a GPU, and for pinned memory, which a fake tensor cannot have.
+    `pinned_rounding` counts what it costs."""
+    config = replace(config, precision=replace(config.precision, float8=False))
     if config.offload.target is not OffloadTarget.cpu:
         return config
     return replace(config, offload=OffloadConfig(OffloadTarget.cpu_unpinned))

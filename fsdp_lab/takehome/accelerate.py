@@ -84,6 +84,10 @@ def _left_out(setup: Setup) -> list[str]:
     if config.precision.loss_scaling:
         sizes = f"init_scale={config.precision.init_scale}, growth_interval={config.precision.growth_interval}"
         notes.append(f"Loss scaling: accelerate's GradScaler by mixed_precision=fp16; GradScalerKwargs({sizes}).")
+    if config.precision.float8:
+        notes.append(
+            "Not in this file: float8 products; call torchao's convert_to_float8_training with its recipe rowwise."
+        )
     mode = config.activation_checkpointing
     if mode not in (ActivationCheckpointing.none, ActivationCheckpointing.full):
         notes.append(f"Not in this file: activation_checkpointing={mode.name}; accelerate has all blocks or none.")

@@ -14,11 +14,11 @@ from fsdp_lab.config.errors import UserError
 WIDTH = 118
 # What a script calls its own things: what is imported under such a name gets another one.
 _OWN = (
-    "batch", "chosen", "contexts", "count", "cuda", "device", "dist", "epoch", "example", "generator", "i",
-    "inputs", "items", "labels", "last", "loader", "loss", "losses", "m", "math", "mesh", "microbatches", "mine",
-    "model", "module", "numpy", "optimizer", "options", "order", "os", "outputs", "part", "parts", "products", "random",
-    "rank", "re", "saved", "scale", "scaler", "schedule", "step", "to_device", "torch", "total", "total_loss",
-    "units", "world_size", "zlib",
+    "batch", "chosen", "contexts", "converted", "count", "cuda", "device", "dist", "epoch", "example", "generator",
+    "i", "inputs", "inside", "items", "labels", "last", "loader", "loss", "losses", "m", "math", "mesh",
+    "microbatches", "mine", "model", "module", "numpy", "optimizer", "options", "order", "os", "outputs", "part",
+    "parts", "products", "random", "rank", "re", "saved", "scale", "scaler", "schedule", "step", "to_device",
+    "torch", "total", "total_loss", "units", "world_size", "zlib",
 )  # fmt: skip
 
 

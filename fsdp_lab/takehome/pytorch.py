@@ -81,7 +81,8 @@ def _start(setup: Setup, imports: Imports) -> list[str]:
 
 def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
     """Activation checkpointing, then compile: before anything is sharded."""
-    lines = checkpointing_lines(setup, imports, _is_one_of(setup.layout.block_classes, imports, "m"))
+    lines = _float8(setup, imports) if setup.config.precision.float8 else []
+    lines += checkpointing_lines(setup, imports, _is_one_of(setup.layout.block_classes, imports, "m"))
     if setup.config.compile_memory_budget is not None:
         imports.module("torch._functorch.config")
         lines.append(f"torch._functorch.config.activation_memory_budget = {setup.config.compile_memory_budget}")
@@ -89,6 +90,20 @@ def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
         is_block = _is_block(setup, setup.layout.block_classes, imports)
         lines += [f"for module in [m for m in model.modules() if {is_block}]:", "    module.compile()"]
     return lines
+
+
+def _float8(setup: Setup, imports: Imports) -> list[str]:
+    """The lines that let linear layers of blocks multiply in float8."""
+    imports.name("torchao.float8", "Float8LinearConfig"), imports.name("torchao.float8", "convert_to_float8_training")
+    is_block = _is_one_of(setup.layout.block_classes, imports, "m")
+    return [
+        f"inside = {{layer for m in model.modules() if {is_block} for layer in m.modules()}}",
+        "def converted(layer, name):  # of sizes that a GPU multiplies in float8",
+        "    sizes = (layer.in_features, layer.out_features)",
+        "    return layer in inside and type(layer) is torch.nn.Linear and not any(size % 16 for size in sizes)",
+        'convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"),'
+        " module_filter_fn=converted)",
+    ]
 
 
 def _is_block(setup: Setup, classes: Sequence[str], imports: Imports) -> str:

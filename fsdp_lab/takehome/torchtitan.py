@@ -113,6 +113,8 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append(
             "float16 and loss scaling; torchtitan computes in bfloat16 or float32, and the file says bfloat16."
         )
+    if precision.float8:
+        notes.append("float8 products; torchtitan makes them by its own section for float8 of linear layers.")
     if precision.reduce_dtype is not Dtype.float32:
         notes.append(f"gradients reduced in {precision.reduce_dtype.value}; torchtitan reduces in float32.")
     if setup.layout.units and sharding.granularity is not Granularity.per_block:

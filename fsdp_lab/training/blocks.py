@@ -50,6 +50,7 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
         "sharding=per_block": config.sharding.granularity is Granularity.per_block,
         f"activation_checkpointing={checkpointing.name}": checkpointing is not ActivationCheckpointing.none,
         "compile=true": config.compile,
+        "precision=float8": config.precision.float8,
     }
     for setting, needs in needed_by.items():
         if needs:

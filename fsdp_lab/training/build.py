@@ -15,6 +15,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.blocks import check_blocks, find_block_classes
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.distributed import ParallelDims
+from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks
@@ -49,6 +50,8 @@ def build(
     model = blueprint.model
     blocks = spec.block_classes or find_block_classes(model)
     check_blocks(model, blocks, config)
+    if config.precision.float8:
+        apply_float8(model, blocks, device)
     apply_to_blocks(model, blocks, config)
     units = apply_fully_shard(model, blocks, config, dims.mesh)
     layout = describe_layout(model, units, blocks, find_unused)

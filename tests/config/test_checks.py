@@ -106,6 +106,7 @@ TO_SIZE = "reshard_after_forward.policy=to_size"
          ["sharding=ddp", "use sharding.separate_reduce_scatter_group=false"]),
         (["sharding.granularity=per_layer", "activation_checkpointing=selective"], 2,
          ["sharding=per_layer", "activation_checkpointing=selective", "use sharding=per_block, root or ddp"]),
+        (["precision.float8=true"], 2, ["precision.float8=true", "param_dtype=float32", "use precision=float8"]),
         (["compile_memory_budget=0.5"], 2, ["compile_memory_budget=0.5", "compile=false", "use compile=true"]),
         (["compile=true", "compile_memory_budget=0", "activation_checkpointing=full"], 2,
          ["compile_memory_budget=0", "activation_checkpointing=full", "use activation_checkpointing=none"]),

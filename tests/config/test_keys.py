@@ -39,6 +39,7 @@ sharding.backward_prefetch           cells starts checkpoint nights memory param
 precision.param_dtype                cells starts checkpoint nights memory param
 precision.reduce_dtype               cells starts checkpoint nights memory param
 precision.loss_scaling               cells starts checkpoint nights memory param
+precision.float8                     cells starts checkpoint nights param
 precision.init_scale                 cells starts checkpoint nights param
 precision.growth_interval            cells starts checkpoint nights param
 offload.target                       cells starts checkpoint nights memory param
@@ -155,7 +156,7 @@ EXPECTED = {line.split()[0]: set(line.split()[1:]) for line in COUNTS.strip().sp
 KEYS = keys_of(NightlyConfig)
 NAMED_BY_OPTION = {
     "sharding=per_block": {"sharding.granularity"},
-    "precision=fp16": {"precision.param_dtype", "precision.reduce_dtype", "precision.loss_scaling"},
+    "precision=fp16": {"precision.param_dtype", "precision.reduce_dtype", "precision.loss_scaling", "precision.float8"},
     "offload=cpu": {"offload.target"},
     "reshard_after_forward=never": {"reshard_after_forward.policy"},
     "model=mlp": {"model.family"},

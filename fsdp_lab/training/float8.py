@@ -1,0 +1,50 @@
+"""Linear layers that multiply in float8, by torchao: the only module that imports it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.training.blocks import BlockClasses
+
+_LEAST_CAPABILITY = (8, 9)
+_MULTIPLE = 16  # of both sizes of a weight: of others a GPU has no product in float8
+
+
+def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.device, emulate: bool = False) -> None:
+    """Put torchao's linear layers, scaled by rows, in the place of the plain ones inside blocks. The embedding and the
+    head stay as they are, as do sizes that are no multiple of 16.
+
+    Args:
+        device: what the model computes on.
+        emulate: compute on any device what a GPU would in float8.
+
+    Raises:
+        UserError: the device has no float8, or torchao is missing.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if not emulate and (capability is None or capability < _LEAST_CAPABILITY):
+        have = "a CPU" if capability is None else f"one of {capability[0]}.{capability[1]}"
+        raise UserError(
+            "precision=float8 needs a GPU of compute capability 8.9 (Ada, Hopper or newer), and this worker has "
+            f"{have}; use precision=bf16_mixed."
+        )
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UserError(
+            f"precision=float8 needs torchao, which cannot be imported ({error}): pip install 'fsdp_lab[float8]'."
+        ) from error
+
+    blocks = [module for module in model.modules() if isinstance(module, block_classes)]
+    chosen = {id(layer) for block in blocks for layer in block.modules() if _is_converted(layer)}
+    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda layer, _: id(layer) in chosen)
+
+
+def _is_converted(layer: nn.Module) -> bool:
+    """Subclasses have a forward pass of their own."""
+    return type(layer) is nn.Linear and not layer.in_features % _MULTIPLE and not layer.out_features % _MULTIPLE
