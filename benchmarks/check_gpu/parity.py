@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -37,8 +38,14 @@ FEATURES: dict[str, Setting] = {
     "accumulation": {"training.grad_accum_steps": 2},
     "clipping": {"training.max_grad_norm": 0.1},
     "activation checkpointing": {"activation_checkpointing": "full"},
+    "selective checkpointing": {"activation_checkpointing": "selective"},
+    "every second block": {"activation_checkpointing": "every_n"},
     "init=rank0": {"init": "rank0"},
     "followed step": {"memory_profile": "peaks"},
+}
+OF_BLOCKS: dict[str, Setting] = {
+    "two blocks a unit": {"sharding.blocks_per_unit": 2},
+    "a group for reduce-scatter": {"sharding.separate_reduce_scatter_group": True},
 }
 PRECISIONS = ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
 CONTROLS: dict[str, Setting] = {
@@ -63,6 +70,10 @@ def settings(workers: int, cuda: bool) -> Iterator[Setting]:
         yield {**SHARDINGS[sharding], "precision": precision}
     for sharding, feature in product(("ddp", "per_block"), FEATURES.values()):
         yield {**SHARDINGS[sharding], **feature}
+    for feature in OF_BLOCKS.values():
+        yield {**SHARDINGS["per_block"], **feature}
+    if cuda and importlib.util.find_spec("torchao"):
+        yield from ({**SHARDINGS[sharding], "precision": "float8"} for sharding in ("ddp", "per_block"))
     yield {**SHARDINGS["per_block"], "data.loader_workers": 1}
     if workers >= 4 and workers % 2 == 0:
         for sharding in sharded:

@@ -97,10 +97,17 @@ def check_float8(config: SweepConfig) -> None:
     """
     if not config.precision.float8:
         return
+    if config.cluster.address is None:
+        _check_float8_gpus()
     if importlib.util.find_spec("torchao") is None:
         raise UserError("precision=float8 needs torchao, which is not installed: pip install 'fsdp_lab[float8]'.")
-    if config.cluster.address is not None:
-        return
+
+
+def _check_float8_gpus() -> None:
+    """
+    Raises:
+        UserError: there is no GPU, or one without float8.
+    """
     capability, needs = least_capability(), "a GPU of compute capability 8.9 (Ada, Hopper or newer)"
     if not num_gpus():
         raise UserError(f"precision=float8 needs {needs}, and this machine has no GPU; use precision=bf16_mixed.")
