@@ -81,8 +81,7 @@ def _start(setup: Setup, imports: Imports) -> list[str]:
 
 def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
     """Activation checkpointing, then compile: before anything is sharded."""
-    lines = _float8(setup, imports) if setup.config.precision.float8 else []
-    lines += checkpointing_lines(setup, imports, _is_one_of(setup.layout.block_classes, imports, "m"))
+    lines = checkpointing_lines(setup, imports, _is_one_of(setup.layout.block_classes, imports, "m"))
     if setup.config.compile_memory_budget is not None:
         imports.module("torch._functorch.config")
         lines.append(f"torch._functorch.config.activation_memory_budget = {setup.config.compile_memory_budget}")
@@ -93,7 +92,9 @@ def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
 
 
 def _float8(setup: Setup, imports: Imports) -> list[str]:
-    """The lines that let linear layers of blocks multiply in float8."""
+    """The lines that let linear layers of blocks multiply in float8: before units are listed, for they are replaced."""
+    if not setup.config.precision.float8:
+        return []
     imports.name("torchao.float8", "Float8LinearConfig"), imports.name("torchao.float8", "convert_to_float8_training")
     is_block = _is_one_of(setup.layout.block_classes, imports, "m")
     return [
@@ -141,7 +142,7 @@ def _shard(setup: Setup, imports: Imports) -> list[str]:
     listed = _units(setup, imports) if setup.layout.units else []
     # `per_block` shards what checkpointing wrapped, the others what lies inside
     prepared = _prepare_blocks(setup, imports)
-    lines = [*prepared, *listed] if per_block else [*listed, *prepared]
+    lines = [*_float8(setup, imports), *([*prepared, *listed] if per_block else [*listed, *prepared])]
     policy = f"MixedPrecisionPolicy({dtypes})"
     lines.append(f"options = dict(mesh=mesh, mp_policy={policy}, reshard_after_forward={reshard})")
     if config.offload.target is not OffloadTarget.none:
@@ -198,6 +199,7 @@ def _replicate(setup: Setup, imports: Imports) -> list[str]:
     sync = "forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers"  # its name since 2.15
     unused = ", find_unused_parameters=True" if setup.layout.find_unused else ""
     lines = [
+        *_float8(setup, imports),
         *_prepare_blocks(setup, imports),
         "model = torch.nn.parallel.DistributedDataParallel(model.to(device), device_ids=[device] if cuda else None, "
         f"gradient_as_bucket_view=True, {sync}=False{unused})",

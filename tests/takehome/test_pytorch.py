@@ -53,7 +53,7 @@ CASES: dict[str, Case] = {
     ),
     "every second block, units of three": (
         *SHARDINGS["per_block"], "activation_checkpointing=every_n", "sharding.blocks_per_unit=3",
-        *VIT,
+        "sharding.separate_reduce_scatter_group=true", *VIT,
     ),
     "gradients of each microbatch": (
         *SHARDINGS["per_block"], "training.grad_accum_steps=2", "training.sync_each_microbatch=true", *VIT,
@@ -149,6 +149,28 @@ def test_everything_at_once_fits_on_the_page() -> None:
     code = [line for line in script.partition('"""\n')[2].splitlines() if line]
     assert len(code) <= MOST_LINES + 10, "a script of all features at once is longer, but not much"
     assert max(map(len, script.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("compile=true", "compile_memory_budget=0.5"), "torch._functorch.config.activation_memory_budget = 0.5"),
+        (("precision=float8", "sharding=per_layer"), 'convert_to_float8_training(model, config=Float8LinearConfig'
+         '.from_recipe_name("rowwise"), module_filter_fn=converted)'),
+        (("optimizer.state_dtype=bf16",), "Not here: optimizer.state_dtype=bf16; Adam's moments are float32, so that "
+         "losses differ a little."),
+    ],
+)  # fmt: skip
+def test_what_no_cpu_can_compare_is_in_the_script(words: Case, line: str) -> None:
+    blocks = ["my.net:Block"]
+    script = write_out(
+        "pytorch", setup_of((*VIT, *words), units=["blocks.*"], unit_classes=blocks, block_classes=blocks)
+    )
+    lines = script.splitlines()
+    assert line in lines
+    assert "convert" not in line or lines.index(line) < [text.startswith("units = ") for text in lines].index(True)
+    names = {node.id for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Name)}
+    assert "Block" in names
 
 
 def test_blocks_that_no_script_can_import_are_found_by_their_names() -> None:
