@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "fp16": _precision("float16", "float16"),
         "fp16_mixed": _precision("float16", "float32"),
         "grad_bf16": _precision("float32", "bfloat16"),
+        "float8": {**_precision("bfloat16", "float32"), "float8": True},
     },
     "model": {
         "vit_tiny": {
