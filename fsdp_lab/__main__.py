@@ -16,7 +16,7 @@ from fsdp_lab.compose import check, check_overrides, explain, register_schema, s
 from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
-from fsdp_lab.config.words import for_hydra
+from fsdp_lab.config.words import check_repeat, for_hydra
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.status import ExitCode
 
@@ -36,6 +36,8 @@ def main() -> None:
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
         if sys.argv[1:2] == ["-m"] or sys.argv[1:2] == ["--multirun"]:
+            if not any(word.startswith("resume=") for word in words):
+                check_repeat(words)
             sys.argv[1:] = for_hydra(sys.argv[1:])
         if config_dir is not None or names_code(words):
             import_from(code_folder)

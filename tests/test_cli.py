@@ -78,6 +78,10 @@ ONLY_SWEPT = {
     "interval": (["optimizer.lr=interval(0,1)"], ["optimizer.lr=interval(0,1)", "use a list or range"]),
     "axis that + adds": (["+training.epoch=1,5"], ["training.epoch is not a key", "mean training.epochs?"]),
     "numbers for a group": (["precision=16,32"], ["precision=16,32", "is a group", "bf16, bf16_mixed, fp16"]),
+    "number of a run as a count": (
+        ["repeat=3"],
+        ["repeat=3 is the number of one run", "three runs of each setting are repeat=0,1,2, and repeat=auto"],
+    ),
     "one bad value of several": (["training.epochs=1,0"], ["training.epochs=0 is below 1"]),
     "unwritable folder": (["hydra.sweep.dir=/proc/nope/x"], ["hydra.sweep.dir=/proc/nope/x", "cannot be written"]),
 }

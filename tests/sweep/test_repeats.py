@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.training import TrainingConfig
+from fsdp_lab.config.words import check_repeat
 from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.report import data
 from fsdp_lab.report.answer import answer
@@ -254,6 +255,37 @@ def test_under_ray_a_search_that_has_tried_everything_ends(tmp_path: Path):
     done = run_cli(tmp_path, *words)
     assert done.returncode == 0, told(done)
     assert done.stdout.count("the search ends after 2 of search.num_trials=6") == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("repeat=3", "three runs of each setting are repeat=0,1,2,"),
+        ("++repeat=1", "two runs of each setting are repeat=0,1,"),
+        ("repeat=20", "20 runs of each setting are repeat='range(20)',"),
+    ],
+)
+def test_the_number_of_a_run_is_not_taken_for_how_many_there_are(word: str, told: str):
+    with pytest.raises(ConfigError, match=r"is the number of one run, not how many there are; ") as refused:
+        check_repeat(["sharding=ddp", word])
+    assert told in str(refused.value)
+
+
+def test_the_first_run_and_several_are_no_mistake():
+    check_repeat(["repeat=0", "repeat=0,1,2", "repeat='range(20)'", "repeat=auto", "repeat_max=3"])
+
+
+def test_a_trial_alone_may_be_any_repeat_and_an_old_sweep_of_one_is_resumed(tmp_path: Path):
+    alone = run_cli(tmp_path, "repeat=3", "--cfg", "job")
+    assert alone.returncode == 0 and "\nrepeat: 3\n" in alone.stdout, told(alone)
+    done = run_cli(tmp_path, "-m", *INLINE, "repeat=0", "optimizer.lr=1e-3,1e-2")
+    assert done.returncode == 0, told(done)
+    for name in ("sweep.json", "trials.jsonl"):  # as earlier versions wrote it
+        path = tmp_path / "out" / name
+        path.write_text(path.read_text().replace("repeat=0", "repeat=3"))
+    again = run_cli(tmp_path, "resume=out", "resume_anyway=true")
+    assert again.returncode == 0, told(again)
+    assert "nothing is left to do: all 2 trials have a result" in again.stdout
 
 
 def test_one_trial_has_nothing_to_repeat(tmp_path: Path):
