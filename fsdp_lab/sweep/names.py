@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config.words import as_typed
+from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
@@ -74,6 +75,16 @@ def resume_command(folder: Path) -> str:
     """Return it with the folder of the user's options, which no resume takes from a file."""
     folders = config_dir_words(sys.argv[1:])
     return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *folders])
+
+
+def ui_command(uri: str) -> str:
+    """Return the address of a tracking server, or the command that starts MLflow's UI on a store without one."""
+    scheme, is_path, rest = uri.partition(":///")
+    if is_path and scheme.startswith("sqlite"):
+        path, mark, query = rest.partition("?")
+        uri = f"{scheme}:///{relative(Path(path))}{mark}{query}"
+    is_server = uri.startswith(("http://", "https://"))
+    return redact(uri if is_server else shlex.join(["python", "-m", "mlflow", "ui", "--backend-store-uri", uri]))
 
 
 def config_dir_words(words: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.listeners.report import Report
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
-from fsdp_lab.sweep.names import go_on_command, relative
+from fsdp_lab.sweep.names import go_on_command, relative, ui_command
 from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
 
 
@@ -33,9 +33,11 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     code = run_sweep(plan, build_executor(plan.config.engine), listeners)
     console.final(report.answer)
     shown = f"report: {relative(plan.folder)}/{FILES[0]}   " if report.answer else ""
-    shown += f"results: {relative(plan.folder)}/results.csv   compare: {runs.ui_url or 'make ui'}"
+    shown += (
+        f"results: {relative(plan.folder)}/results.csv   compare: {runs.ui_url or ui_command(plan.config.tracking.uri)}"
+    )
     shown += f"   MLflow run: {runs.parent_id}" if runs.parent_id else ""
-    shown += f"   to go on: {go_on_command(plan.folder)}" if code is ExitCode.interrupted else ""
+    shown += f"   to resume: {go_on_command(plan.folder)}" if code is ExitCode.interrupted else ""
     console.rich.print(shown, highlight=False, soft_wrap=True)
     return code
 

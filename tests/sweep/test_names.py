@@ -9,7 +9,8 @@ from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, from_dict
-from fsdp_lab.sweep.names import short_name, sweep_name
+from fsdp_lab.sweep.names import short_name, sweep_name, ui_command
+from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
 
 def trial(choices: dict[str, str] | None = None, **values: dict[str, object]) -> Trial:
@@ -34,3 +35,15 @@ def test_a_sweep_is_called_by_what_it_compares():
     assert sweep_name(some, ["sharding", "optimizer.lr"]) == "sharding × lr (6 trials)"
     assert sweep_name([trial({"experiment": "zero2_zero3"})], []) == "zero2_zero3: one setting (1 trial)"
     assert sweep_name([trial(search={"name": "optuna"})] * 2, ["+model.width"]) == "width (optuna, 2 trials)"
+
+
+def test_the_store_is_named_as_short_as_it_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    command = "python -m mlflow ui --backend-store-uri"
+    assert ui_command("sqlite:///outputs/mlflow.db") == f"{command} sqlite:///outputs/mlflow.db"
+    assert ui_command(f"sqlite:///{tmp_path}/a.db") == f"{command} sqlite:///a.db"
+    assert ui_command("sqlite:////srv/a.db?timeout=9") == f"{command} 'sqlite:////srv/a.db?timeout=9'"
+    assert ui_command("postgresql://me:secret@host/runs") == f"{command} postgresql://***@host/runs"
+    assert ui_command("http://me:secret@host:5000") == "http://***@host:5000"
+    monkeypatch.setenv(TYPED_ELSEWHERE, "/home/me")  # a resume has gone to the folder of its sweep
+    assert ui_command("sqlite:///outputs/mlflow.db") == f"{command} sqlite:///{tmp_path}/outputs/mlflow.db"

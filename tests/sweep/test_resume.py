@@ -154,7 +154,8 @@ def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
         stdout, stderr = process.communicate(timeout=15)
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
-    assert "to go on: python -m fsdp_lab resume=out" in stdout
+    assert "to resume: python -m fsdp_lab resume=out" in stdout
+    assert "compare: python -m mlflow ui --backend-store-uri sqlite:///mlflow.db " in stdout
     assert [row["status"] for row in results(tmp_path)] == ["interrupted", "waiting", "waiting"]
     assert [run.info.status for run in runs(tmp_path)[1]] == ["KILLED"]
     soon = "training.max_steps=30"  # for the test's sake

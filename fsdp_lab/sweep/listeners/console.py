@@ -154,7 +154,7 @@ class Console(Listener):
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
-            self.say(f"to go on: {go_on_command(sweep.folder)}")
+            self.say(f"to resume: {go_on_command(sweep.folder)}")
         self._lines = []  # what runs is ended now
         self.update()
 

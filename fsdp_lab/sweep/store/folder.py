@@ -52,7 +52,7 @@ def _check_free(folder: Path, key: str) -> None:
         folder.glob("*/facts.json")
     ):
         return
-    go_on = f" To go on with it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
+    go_on = f" To resume it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
     raise Occupied(
         f"{key}={relative(folder)} holds the results of another start, which would be lost.{go_on} To start a new "
         f"one, name another folder: {key}=..."

@@ -145,7 +145,7 @@ def check_unchanged(
         if told := _in_words(changes):
             raise UserError(
                 f"resume={folder}: not what the sweep was started with: {told}. Put that back, start a new sweep, or "
-                "go on all the same with resume_anyway=true."
+                "resume all the same with resume_anyway=true."
             )
     for state in states:
         if not state.ended:
