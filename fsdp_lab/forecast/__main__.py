@@ -175,7 +175,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     written = f"{drawn}{count(pages_written, 'timeline page')}"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
     items = "images" if all(isinstance(t.config.model, ModelConfig) for t in plan.trials) else "samples"
-    console.print(Text(verdict(rows, swept, items), style="bold"), soft_wrap=True)
+    console.print(Text(verdict(rows, swept, items), style="bold"))
     failed = [f for f in found if f.error]
     for reason in sorted({f.error for f in failed if f.error}):
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)

@@ -16,7 +16,7 @@ Values = dict[str, str]
 
 
 def verdict(rows: Sequence[Row], swept: Sequence[str], items: str = "samples") -> str:
-    """Returns a sentence as `8 × 24 GiB at 64 images a GPU: everything fits but ddp fp32 (58 at most)`.
+    """Returns a sentence as `8 × 24 GiB, 64 images per GPU: everything except ddp fp32 (58 at most) fits`.
 
     Args:
         rows: the forecasts; those with an error are named as such.
@@ -26,11 +26,12 @@ def verdict(rows: Sequence[Row], swept: Sequence[str], items: str = "samples") -
     if not having:
         return "Nothing could be forecast."
     judged = [row for row in having if row.forecast.fits is not None]
-    clauses = [_fits(judged, swept), _takes(judged, swept)] if judged else [_needs(having, swept)]
+    clauses = [_fits(judged, swept), _takes(judged, swept)] if judged else [_needs(having, swept), _ask(having)]
     if len(having) < len(rows):
         failed = _named([row for row in rows if row.forecast.error], rows, swept)
         clauses.append(f"no forecast of {_listed(map(_name, failed))}")
-    return f"{_where(having, items)}: {'; '.join(clause for clause in clauses if clause)}."
+    told = "; ".join(clause for clause in clauses if clause)
+    return f"{_where(having, items)}{';' if ':' in clauses[0] else ':'} {told}."
 
 
 def _where(rows: Sequence[Row], items: str) -> str:
@@ -39,7 +40,7 @@ def _where(rows: Sequence[Row], items: str) -> str:
     workers = _span(row.forecast.num_workers for row in rows)
     size = f" × {_span(capacity / GIB for capacity in capacities if capacity)} GiB" if capacities else f" {kind}s"
     size = size.removesuffix("s") if size == f" {kind}s" and workers == "1" else size
-    return f"{workers}{size} at {_span(row.microbatch for row in rows)} {items} a {kind}"
+    return f"{workers}{size}, {_span(row.microbatch for row in rows)} {items} per {kind}"
 
 
 def _fits(rows: Sequence[Row], swept: Sequence[str]) -> str:
@@ -56,7 +57,7 @@ def _fits(rows: Sequence[Row], swept: Sequence[str]) -> str:
     if len(those) < len(these):
         return f"only {_listed(map(_name, those))} {'fits' if len(those) == 1 else 'fit'}"
     told = [_name(values) + _at_most([row for row in others if _has(row, values, swept)]) for values in these]
-    return f"everything fits but {_listed(told)}"
+    return f"everything except {_listed(told)} fits"
 
 
 def _at_most(rows: Sequence[Row]) -> str:
@@ -71,7 +72,7 @@ def _takes(rows: Sequence[Row], swept: Sequence[str]) -> str:
     """The setting that takes the most at once, and how much it would take with activation checkpointing."""
     asked = [row for row in rows if row.forecast.largest_microbatch is not None]
     if not asked:
-        return "forecast.largest_microbatch=true says how much each takes at once"
+        return "forecast.largest_microbatch=true finds the largest microbatch of each"
     plain = [row for row in asked if _values(row, swept).get(_CHECKPOINTING, "none") == "none"] or asked
     best = max(plain, key=_largest)
     if not _largest(best):
@@ -86,19 +87,24 @@ def _takes(rows: Sequence[Row], swept: Sequence[str]) -> str:
 
 
 def _needs(rows: Sequence[Row], swept: Sequence[str]) -> str:
-    """What each setting needs, the smallest first, and how to ask whether that fits."""
-    ask = "forecast.capacity_gib=80 says whether 80 GiB are enough"
+    """What each setting needs, the smallest first."""
     rows = sorted(rows, key=lambda row: row.forecast.needed_bytes)
     sizes = list(dict.fromkeys(_size(row.forecast.needed_bytes) for row in rows))
     if not swept or len(sizes) == 1:
-        return f"{'every setting' if swept else 'it'} needs {sizes[0]}; {ask}"
-    told = []
-    for size in sizes:
-        same = [row for row in rows if _size(row.forecast.needed_bytes) == size]
-        told.append(f"{_listed(map(_name, _named(same, rows, swept)))} {size}")
-    if len(told) > _MOST:
-        return f"the least is needed by {told[0]}, the most by {told[-1]}; {ask}"
-    return f"needed are, the least first: {', '.join(told)}; {ask}"
+        return f"{'every setting' if swept else 'it'} needs {sizes[0]}"
+    alike = ([row for row in rows if _size(row.forecast.needed_bytes) == size] for size in sizes)
+    named = [_listed(map(_name, _named(same, rows, swept))) for same in alike]
+    if len(sizes) > _MOST:
+        return f"{named[0]} needs the least, {sizes[0]}, {named[-1]} the most, {sizes[-1]}"
+    kind = "GPU memory" if rows[0].forecast.cuda else "memory"
+    told = [f"{name} {size}" for name, size in zip(named, sizes, strict=True)]
+    return f"{kind} needed: {', '.join(told)}"
+
+
+def _ask(rows: Sequence[Row]) -> str:
+    """How to ask whether that fits."""
+    device = "" if rows[0].forecast.cuda else "forecast.device=cuda "
+    return f"with {device}forecast.capacity_gib=<GiB of your GPU> it says what fits"
 
 
 def _named(some: Sequence[Row], rows: Sequence[Row], swept: Sequence[str]) -> list[Values]:

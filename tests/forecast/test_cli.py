@@ -32,7 +32,8 @@ def written(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def test_one_configuration(forecast: Command, tmp_path: Path):
+def test_one_configuration(forecast: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
     done = forecast("sharding=root", "precision=bf16", "cluster.num_workers=4")
     assert done.returncode == 0, done.stderr
     assert "for CPUs" in done.stdout and "sharding=root makes one unit" in done.stdout
@@ -45,6 +46,9 @@ def test_one_configuration(forecast: Command, tmp_path: Path):
     assert f"{peaks['total'] / 2**20:.2f}" in done.stdout
     page = Path(row["timeline"])
     assert (tmp_path / page).is_file()
+    lines = done.stdout[done.stdout.index("4 workers, 16 images per worker") :].splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 80, "broken between words"
+    assert " ".join(lines).endswith("forecast.capacity_gib=<GiB of your GPU> it says what fits.")
 
 
 def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path: Path):

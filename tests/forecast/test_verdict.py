@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ ROWS = [
 
 def test_what_does_not_fit_is_named_by_the_fewest_values_and_what_takes_most_follows():
     assert verdict(ROWS, AXES, "images") == (
-        "8 × 24 GiB at 64 images a GPU: everything fits but ddp fp32 without checkpointing (58 at most); "
+        "8 × 24 GiB, 64 images per GPU: everything except ddp fp32 without checkpointing (58 at most) fits; "
         "per_block bf16_mixed takes up to 144, with checkpointing 1,223."
     )
     offloaded = [
@@ -54,7 +55,7 @@ def test_what_does_not_fit_is_named_by_the_fewest_values_and_what_takes_most_fol
     told = verdict(offloaded, ["sharding", "offload"])
     assert told.endswith(": everything fits; per_block offload=cpu takes up to 152.")
     both = [row(r.settings, 27, 58) if r.settings[:2] == ["ddp", "fp32"] else r for r in ROWS]
-    assert "everything fits but ddp fp32 (58 at most); per_block" in verdict(both, AXES)
+    assert "everything except ddp fp32 (58 at most) fits; per_block" in verdict(both, AXES)
 
 
 def test_the_shorter_of_what_fits_and_what_does_not_is_told():
@@ -64,20 +65,28 @@ def test_the_shorter_of_what_fits_and_what_does_not_is_told():
     none = verdict([row(r.settings, 30.0 + i, 0) for i, r in enumerate(ROWS)], AXES)
     assert none.endswith(": nothing fits, per_block bf16_mixed with checkpointing needs least, 31.0 GiB.")
     told = verdict([row([str(i)], 30 if i % 2 else 9) for i in range(20)], ["model.width"])
-    assert "everything fits but model.width=1, model.width=3, model.width=5 and 7 more; forecast.largest_" in told
+    assert "everything except model.width=1, model.width=3, model.width=5 and 7 more fits; forecast.largest_" in told
 
 
 def test_without_a_capacity_each_setting_is_told_with_what_it_needs_and_the_key_to_ask_by():
     rows = [row([name], gib, capacity=None) for name, gib in (("ddp", 15.721), ("per_block", 9.04), ("root", 9.0401))]
     assert verdict(rows, ["sharding"]) == (
-        "8 GPUs at 64 samples a GPU: needed are, the least first: per_block and root 10.0 GiB, ddp 16.7 GiB; "
-        "forecast.capacity_gib=80 says whether 80 GiB are enough."
+        "8 GPUs, 64 samples per GPU; GPU memory needed: per_block and root 10.0 GiB, ddp 16.7 GiB; "
+        "with forecast.capacity_gib=<GiB of your GPU> it says what fits."
     )
     many = [row([str(i)], i / 2 + 1, capacity=None) for i in range(9)]
-    assert "the least is needed by model.width=0 2.00 GiB, the most by model.width=8 6.00 GiB; fore" in verdict(
+    assert "model.width=0 needs the least, 2.00 GiB, model.width=8 the most, 6.00 GiB; with fore" in verdict(
         many, ["model.width"]
     )
-    assert "a GPU: it needs 2.00 GiB; forecast.capacity_gib" in verdict([row([], 1, capacity=None)], [])
+    assert "per GPU: it needs 2.00 GiB; with forecast.capacity_gib" in verdict([row([], 1, capacity=None)], [])
+
+
+def test_on_a_cpu_the_capacity_that_is_suggested_is_a_gpus():
+    on_cpu = [replace(each, forecast=replace(each.forecast, cuda=False, capacity_bytes=None)) for each in ROWS[:2]]
+    assert verdict(on_cpu, AXES).endswith(
+        "64 samples per worker; memory needed: with checkpointing 2.50 GiB, without checkpointing 10.9 GiB; "
+        "with forecast.device=cuda forecast.capacity_gib=<GiB of your GPU> it says what fits."
+    )
 
 
 def test_one_setting_and_failed_forecasts():
