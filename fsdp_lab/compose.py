@@ -35,6 +35,7 @@ from fsdp_lab.config import (
     part,
     workers_of,
 )
+from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup
@@ -48,7 +49,7 @@ _OPEN: dict[str, tuple[type, Any]] = {
     "data": (DataConfig, DataGroup.of_plain),
 }
 _REMEDIES = {
-    "to Float": "; use a number such as 0.001",
+    "to Float": "; use a number such as {example}",
     "to Integer": "; use a whole number",
     "bool": "; use true or false",
 }
@@ -333,12 +334,19 @@ def _wrong_value(key: str, value: str, cause: str) -> str:
     Args:
         cause: OmegaConf's message.
     """
-    remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "")
+    remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
     if (key, value) == ("repeat", "auto"):
         remedy = "; repeat=auto is for sweeps: add -m"
     if not value:
         remedy += "; it is empty: put what holds a $ into single quotes, for the shell takes it"
     return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."
+
+
+def _example(key: str) -> str:
+    """A number that may stand for a key of ours: its default, or what its field says."""
+    known, default = keys_of(NightlyConfig).get(key), flatten(NightlyConfig()).get(key)
+    value = default if default is not None or known is None else known.example
+    return f"{value:g}" if isinstance(value, int | float) else "0.001"
 
 
 def _valid(key: str) -> str:

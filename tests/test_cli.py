@@ -36,6 +36,7 @@ BAD = {
     "dictionary for a group": (["sharding={a:1}"], ["sharding={a:1}", "is a group", *SHARDINGS]),
     "too large": (["model.hidden_dim=9223372036854775808"], ["model.hidden_dim=9223372036854775808", "too large"]),
     "text for a number": (["optimizer.lr=abc"], ["optimizer.lr=abc", "Float", "use a number such as 0.001"]),
+    "text for a size": (["forecast.capacity_gib=lots"], ["capacity_gib=lots", "Float", "use a number such as 24."]),
     "text for a whole number": (["training.epochs=two"], ["training.epochs=two", "Integer", "use a whole number"]),
     "text for a truth value": (["compile=maybe"], ["compile=maybe", "bool", "use true or false"]),
     "unknown value of a key": (["init=foo"], ["init=foo", "expected one of [rank0, meta]"]),

@@ -61,6 +61,7 @@ class Key:
         is_param: it is logged as an MLflow parameter of the trial.
         before_null: what versions wrote that had a number instead of null as its default.
         named: what is typed for it, where that is not the field's name.
+        example: a value that a message may suggest, where the default is null.
     """
 
     rule: Rule | None = None
@@ -72,6 +73,7 @@ class Key:
     is_param: bool = True
     before_null: Any = None
     named: str | None = None
+    example: Any = None
 
 
 def key(default: Any, rule: Rule | None = None, **metadata: Any) -> Any:

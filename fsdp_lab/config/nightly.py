@@ -61,7 +61,7 @@ class NightConfig:
     cron: str = key("0 2 * * *")
     timezone: Optional[str] = key(None)
     jitter_s: float = key(0.0, not_negative)
-    late_s: Optional[float] = key(None, not_negative)
+    late_s: Optional[float] = key(None, not_negative, example=600)
     repeats: int = key(3, at_least_one)
     significance: float = key(0.005, _is_significance)
     tolerance: ToleranceConfig = group(ToleranceConfig)

@@ -45,7 +45,7 @@ class ForecastConfig:
 
     enabled: bool = key(True)
     device: ForecastDevice = key(ForecastDevice.auto)
-    capacity_gib: Optional[float] = key(None, positive)
+    capacity_gib: Optional[float] = key(None, positive, example=24)
     prune: bool = key(False)
     largest_microbatch: bool = key(False)
     folder: Optional[str] = key(None)
@@ -62,7 +62,7 @@ class ForecastConfig:
             if getattr(self, name) and self.capacity_gib is None and not has_gpu:
                 raise ConfigError(
                     f"forecast.{name}=true needs to know how much fits, and there is no GPU here to ask; set "
-                    "forecast.capacity_gib, for example forecast.capacity_gib=80."
+                    "forecast.capacity_gib, for example forecast.capacity_gib=24."
                 )
         if self.prune and not self.enabled:
             raise ConfigError(
@@ -128,7 +128,7 @@ class ClusterConfig:
     """
 
     num_workers: Optional[int] = key(None, at_least_one)
-    cpus_per_worker: Optional[float] = key(None, positive, before_null=1.0)
+    cpus_per_worker: Optional[float] = key(None, positive, before_null=1.0, example=1)
     address: Optional[str] = key(None, may_differ=Between.STARTS)
     storage_path: Optional[str] = key(None)
     max_failures: int = key(1, not_negative, may_differ=Between.STARTS)

@@ -96,7 +96,7 @@ class TrainingConfig:
     grad_accum_steps: int = key(1, at_least_one, memory=Memory.VALUE)
     sync_each_microbatch: bool = key(False, memory=Memory.VALUE)
     seed: int = key(0, not_negative, changes_speed=False)
-    max_grad_norm: Optional[float] = key(None, positive, memory=Memory.WHETHER)
+    max_grad_norm: Optional[float] = key(None, positive, memory=Memory.WHETHER, example=1)
     timing_warmup_steps: int = key(3, not_negative, may_differ=Between.CHECKPOINT)
 
     def check(self, num_workers: int) -> None:

@@ -222,7 +222,7 @@ def test_bad_input_is_refused_with_its_key(words: list[str], workers: int, named
 def test_pruning_without_a_capacity_is_refused_where_there_is_no_gpu(fake_nvml: Callable[..., None]):
     fake_nvml(gpus=0)
     for key in ("prune", "largest_microbatch"):
-        with pytest.raises(ConfigError, match=r"forecast\.capacity_gib=80"):
+        with pytest.raises(ConfigError, match=r"forecast\.capacity_gib=24"):
             check_forecast(config(f"forecast.{key}=true"))
     with pytest.raises(ConfigError, match=r"forecast\.enabled=true"):
         check_forecast(config("forecast.prune=true", "forecast.enabled=false", "forecast.capacity_gib=1"))
