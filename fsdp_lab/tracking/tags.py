@@ -21,6 +21,7 @@ from fsdp_lab.config.options import said_by_option
 from fsdp_lab.config.sweep import SweepConfig
 from fsdp_lab.redact import redact
 
+_FOR_SAMPLERS = ("search.num_trials", "search.seed")  # a grid has all its cells
 _HOW_TO_READ = """\
 **How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
 children is a trial that was started alone.
@@ -80,7 +81,8 @@ def trial_params(config: SweepConfig, choices: Mapping[str, str]) -> dict[str, s
     a choice says already, so that a comparison shows an axis once."""
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
     keys = keys_of(config)
-    own = {k: v for k, v in flatten(config).items() if keys[k].is_param}
+    idle = () if config.search.samples else _FOR_SAMPLERS
+    own = {k: v for k, v in flatten(config).items() if keys[k].is_param and k not in idle}
     said = {k: v for group, option in chosen.items() if group != "experiment" for k, v in _said(group, option).items()}
     values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in said or said[k] != v)}}
     return {shortened(key): shortened(redact(_typed(value)), _PARAM_LENGTH) for key, value in values.items()}

@@ -22,7 +22,7 @@ import pytest
 from mlflow.entities import Run
 
 from fsdp_lab.config.parallel import Granularity, ShardingConfig
-from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
+from fsdp_lab.config.sweep import SearchConfig, SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.files import write_text
 from fsdp_lab.redact import redact
@@ -140,6 +140,9 @@ def test_parameters_are_the_choices_and_then_every_key_as_typed(opened: Tracker,
     }  # fmt: skip
     assert {key: params[key] for key in expected} == expected
     assert "experiment" not in params
+    assert not {"search.num_trials", "search.seed"} & params.keys(), "a grid has all its cells"
+    searched = trial_params(dataclasses.replace(CONFIG, search=SearchConfig("random", num_trials=7)), CHOICES)
+    assert (searched["search.num_trials"], searched["search.seed"]) == ("7", "0")
     # what sharding=root says by its name; precision=fp16 says another dtype than this config has
     assert "sharding.granularity" not in params and "offload.target" not in params
 
