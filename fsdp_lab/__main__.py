@@ -11,6 +11,7 @@ import sys
 from typing import Any, NoReturn
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.compose import check, check_overrides, explain, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
@@ -32,13 +33,15 @@ def main() -> None:
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or type it there.")
         arguments, code_folder = resume_first(sys.argv[1:])
         config_dir, words = split_config_dir(arguments)
-        search_path(config_dir)  # looks whether the folder is there
+        found_in = search_path(config_dir)  # looks whether the folder is there
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
         if sys.argv[1:2] == ["-m"] or sys.argv[1:2] == ["--multirun"]:
             if not any(word.startswith("resume=") for word in words):
                 check_repeat(words)
             sys.argv[1:] = for_hydra(sys.argv[1:])
+        elif {"-m", "--multirun"} & set(words):
+            tell_axes(with_custom(words), found_in)
         if config_dir is not None or names_code(words):
             import_from(code_folder)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
@@ -70,10 +73,13 @@ def end_interrupted() -> NoReturn:
 def run_single(cfg: Any) -> None:
     """One trial: what Hydra calls without -m."""
     from fsdp_lab.sweep.alone import run_alone
+    from fsdp_lab.sweep.axes import preset_note
 
     try:
         trial = single_trial(cfg)
         check(trial.config)
+        if trial.config.resume is None and (note := preset_note(trial.hydra_config.hydra)):
+            print(note, flush=True)
         code = run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
@@ -118,11 +124,27 @@ def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
     shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
     flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]
     folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
+    options, words = _split(arguments)
+    return [*flags[:1], *folder, *options, *words]
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Hydra's options without `-m`, and the overrides."""
     rest = [a for a in arguments if a not in ("-m", "--multirun")]
     follows = [before in _WITH_VALUE and "=" not in a for before, a in zip(["", *rest], rest, strict=False)]
     options = [a for a, is_value in zip(rest, follows, strict=True) if is_value or a.startswith("-")]
-    words = [a for a, is_value in zip(rest, follows, strict=True) if not (is_value or a.startswith("-"))]
-    return [*flags[:1], *folder, *options, *words]
+    return options, [a for a, is_value in zip(rest, follows, strict=True) if not (is_value or a.startswith("-"))]
+
+
+def tell_axes(arguments: list[str], found_in: list[str]) -> None:
+    """With `-m ... --cfg job` say, as a comment of YAML, what would be swept: what is shown is one trial's. Several
+    values that were typed are for Hydra to refuse."""
+    options, words = _split(arguments)
+    typed = OverridesParser.create().parse_overrides(words)
+    if any(o.partition("=")[0] in ("--cfg", "-c") for o in options) and not any(o.is_sweep_override() for o in typed):
+        from fsdp_lab.sweep.axes import axes_shown
+
+        print(f"# -m sweeps: {' '.join(axes_shown(words, found_in)) or 'nothing'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,8 @@ def test_a_sweeps_config_is_shown_as_a_trials(cli, show: list[str]):
     trial = cli("experiment=zero2_zero3", "objective=val/loss:min", *show)
     sweep = cli(*show, "-m", "experiment=zero2_zero3", "objective=val/loss:min")
     assert (sweep.returncode, sweep.stderr) == (0, "")
-    assert sweep.stdout == trial.stdout
+    axes = "# -m sweeps: sharding=ddp,per_block reshard_after_forward=always,never\n"
+    assert sweep.stdout == axes + trial.stdout
     assert yaml.safe_load(sweep.stdout)["objective"] == "val/loss:min"
 
 
