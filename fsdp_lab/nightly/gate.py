@@ -12,6 +12,7 @@ from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import SPEED, Gate, Metric, gated
 from fsdp_lab.status import TrialStatus
 
+NOT_JUDGED = "not judged: "
 LOSS = "loss"  # the validation loss, or the training loss where there is none
 _FEWEST_NIGHTS = 4  # from so many on, how much nights differ from one another is known
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
@@ -50,6 +51,13 @@ class Judged:
     @property
     def label(self) -> str:
         return self.gate.label or self.metric.label
+
+    @property
+    def word(self) -> str:
+        """What it is about, in a sentence: `memory`."""
+        return {"peak_memory": "memory", "samples_per_s": "speed", "forecast_error": "forecast"}.get(
+            self.gate.tolerance, self.gate.tolerance
+        )
 
     @property
     def as_ratio(self) -> bool:
@@ -126,7 +134,7 @@ def compare(
             continue
         for judged in judged_metrics():
             if judged.key == SPEED and (not before.values.get(SPEED) or SPEED not in now.values):
-                findings.append(Finding(setting, judged.label, "", "", "", False, f"not judged: {no_speed}"))
+                findings.append(Finding(setting, judged.label, "", "", "", False, f"{NOT_JUDGED}{no_speed}"))
                 continue
             if not before.values.get(judged.key) or judged.key not in now.values:
                 continue

@@ -61,7 +61,7 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
         busy = study.shares_cores and night.others > study.nightly.others_cpu
         if busy:
             say(
-                f"others had {night.others:.0%} of this machine's cores, more than nightly.others_cpu="
+                f"others used {night.others:.0%} of this machine's cores, more than nightly.others_cpu="
                 f"{study.nightly.others_cpu:g}: speed is not judged tonight"
             )
         night = judge(study, dataclasses.replace(night, busy=busy), nights, baseline, sweep, now)
@@ -70,7 +70,7 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
     tell(study, night, say)
     write_night(study.folder, night)
     try:
-        write_page(study.folder / "nights.html", study.name, read_nights(study.folder))
+        write_page(study.folder / "nights.html", study.name, read_nights(study.folder), study.nightly.tolerance)
     except (OSError, UserError) as error:
         say(f"the page of the nights is not up to date: {error}")
     prune(study, say)
@@ -177,7 +177,7 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
     tag(study, night, [], say)
     write_text(study.folder / night.id / "gate.md", gate_text(night))
     write_night(study.folder, night)
-    write_page(study.folder / "nights.html", study.name, read_nights(study.folder))
+    write_page(study.folder / "nights.html", study.name, read_nights(study.folder), study.nightly.tolerance)
     say(f"night {night.id} is the baseline from now on: {accepted['reason']}")
 
 

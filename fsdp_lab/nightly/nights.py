@@ -43,6 +43,7 @@ class Night:
         attempts: how often its sweep came to an end by itself.
         pruned: its checkpoints were taken away.
         others, busy: the share of all cores that others had, and whether that was too much to judge speed.
+        speed_baseline: the night whose speeds it was compared with; None where speed was not judged.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Night:
     attempts: int = 0
     others: float = 0.0
     busy: bool = False
+    speed_baseline: str | None = None
     pruned: bool = False
 
     @property

@@ -10,30 +10,40 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.files import write_text
-from fsdp_lab.nightly.gate import judged_metrics
+from fsdp_lab.metrics import SPEED
+from fsdp_lab.nightly.gate import Judged, judged_metrics
 from fsdp_lab.nightly.nights import ACCEPTED, Night
 from fsdp_lab.report.page import chart, page
 from fsdp_lab.report.style import COLORS
 
 _MOST_NIGHTS = 30
 _MARKS = {ACCEPTED: "diamond"}
+_DEFAULT_TOLERANCE = ToleranceConfig()
 
 
-def write_page(path: Path, study: str, nights: Sequence[Night]) -> None:
-    """Write the page of the nights that are over."""
+def write_page(
+    path: Path, study: str, nights: Sequence[Night], tolerance: ToleranceConfig = _DEFAULT_TOLERANCE
+) -> None:
+    """Write the page of the nights that are over.
+
+    Args:
+        tolerance: no axis shows less than twice the change that counts as a regression.
+    """
     shown = [night for night in nights if night.over][-_MOST_NIGHTS:]
     charts = [
         (f"metric-{place}", f"{judged.label} by night", figure)
         for place, judged in enumerate(judged_metrics())
-        if (figure := _chart(judged.key, judged.label, shown, judged.metric.scale)) is not None
+        if (figure := _chart(judged, shown, getattr(tolerance, judged.gate.tolerance))) is not None
     ]
     body = [f"<h2>{html.escape(heading)}</h2>{chart(name)}" for name, heading, _ in charts]
     about = (
-        f"{len(shown)} nights. A line is the median of a setting's repeats, its band their least and most. Crosses: "
-        "regressions; diamonds: accepted by hand; dotted lines: another commit, other libraries or machine than before."
+        f"{len(shown)} nights. A line is the median of a setting's repeats; the band spans their minimum and maximum. "
+        "Crosses: regressions; diamonds: accepted by hand; hollow: speed was not judged; dotted lines: another commit, "
+        "other libraries or machine than before."
     )
-    write_text(path, page(f"{study}, night by night", about, "\n".join([*body, _table(shown)]), charts))
+    write_text(path, page(f"{study}, night by night", about, "\n".join([_table(shown), *body]), charts))
 
 
 def changes(before: Night, night: Night) -> list[str]:
@@ -47,9 +57,10 @@ def changes(before: Night, night: Night) -> list[str]:
     return found
 
 
-def _chart(key: str, label: str, nights: Sequence[Night], scale: float = 1) -> Any | None:
+def _chart(judged: Judged, nights: Sequence[Night], limit: float) -> Any | None:
     import plotly.graph_objects as go
 
+    key, label, scale = judged.key, judged.label, judged.metric.scale
     settings = list(dict.fromkeys(setting for night in nights for setting in night.results))
     figure = go.Figure()
     for place, setting in enumerate(settings):
@@ -78,7 +89,10 @@ def _chart(key: str, label: str, nights: Sequence[Night], scale: float = 1) -> A
             line={"color": color},
             marker={
                 "size": [13 if b else 12 if n.accepted else 7 for n, b in zip(having, bad, strict=True)],
-                "symbol": ["x" if b else _MARKS.get(n.verdict, "circle") for n, b in zip(having, bad, strict=True)],
+                "symbol": [
+                    ("x" if b else _MARKS.get(n.verdict, "circle")) + ("-open" if n.busy and key == SPEED else "")
+                    for n, b in zip(having, bad, strict=True)
+                ],
             },
             customdata=[[n.id, n.verdict, len(v)] for n, v in zip(having, values, strict=True)],
             hovertemplate=html.escape(setting)
@@ -100,7 +114,16 @@ def _chart(key: str, label: str, nights: Sequence[Night], scale: float = 1) -> A
         template="plotly_white", height=440, margin={"l": 70, "r": 20, "t": 70, "b": 90}, yaxis_title=label,
         legend={"orientation": "h", "y": -0.15}, hoverlabel={"align": "left"},
     )  # fmt: skip
+    figure.update_yaxes(range=_range([y for trace in figure.data for y in trace.y], limit, judged.as_ratio))
     return figure
+
+
+def _range(shown: Sequence[float], limit: float, as_ratio: bool) -> list[float] | None:
+    """The range of an axis whose values differ by less than what is tolerated: noise is not to fill it; else None."""
+    low, high = min(shown), max(shown)
+    middle = (low + high) / 2
+    band = limit * (abs(middle) if as_ratio else 1)
+    return [middle - band, middle + band] if high - low < 2 * band else None
 
 
 def _time(night: Night) -> str:
@@ -111,7 +134,7 @@ def _table(nights: Sequence[Night]) -> str:
     rows = []
     for place, night in reversed(list(enumerate(nights))):
         moved = [f"{f['setting']}: {f['metric']} {f['change']}" for f in night.findings if f["regression"]]
-        moved += [f"others had {night.others:.0%} of the machine: speed not judged"] if night.busy else []
+        moved += [f"others used {night.others:.0%} of the cores: speed not judged"] if night.busy else []
         reason = [f"accepted: {night.accepted['reason']}"] if night.accepted else []
         what = "; ".join([*reason, *moved])
         changed = ", ".join(changes(nights[place - 1], night)) if place else ""

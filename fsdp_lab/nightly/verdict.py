@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_lab.config import UserError
 from fsdp_lab.metrics import SPEED
-from fsdp_lab.nightly.gate import LOSS, Finding, Result, compare, judged_metrics, table
+from fsdp_lab.nightly.gate import LOSS, NOT_JUDGED, Finding, Result, compare, judged_metrics, table
 from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, last_good
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.report.data import Sweep
@@ -56,29 +56,38 @@ def _typed(value: Any) -> str:
 def judge(
     study: Study, night: Night, nights: Sequence[Night], baseline: Night | None, sweep: Sweep, now: Callable[[], float]
 ) -> Night:
-    results = results_of(sweep)
+    results, named = results_of(sweep), study.nightly.baseline is not None
     findings: list[Finding] = []
+    speeds_of = None
     if baseline is not None:
+        speeds_of = None if night.busy else _with_speeds(nights, baseline, night, named)
         findings = compare(
             results if not night.busy else without_speed(results),
-            reference(nights, baseline, night, named=study.nightly.baseline is not None),
+            reference(nights, baseline, night, named),
             [n.results if _same_speed(n, night) else without_speed(n.results) for n in nights if n.is_good][
                 -_MOST_EARLIER:
             ],
             study.nightly.tolerance,
             study.nightly.significance,
-            f"others had {night.others:.0%} of the cores"
-            if night.busy
-            else "no good night yet on this machine in which others left it alone",
+            _why_no_speed(night, named),
         )
     return dataclasses.replace(
         night,
         ended=now(),
         results=results,
         baseline=baseline.id if baseline else None,
+        speed_baseline=speeds_of.id if speeds_of else None,
         findings=[dataclasses.asdict(finding) for finding in findings],
         verdict=REGRESSION if any(finding.regression for finding in findings) else GOOD,
     )
+
+
+def _why_no_speed(night: Night, named: bool) -> str:
+    if night.busy:
+        return f"others used {night.others:.0%} of the cores"
+    if named:
+        return "the night of nightly.baseline ran on another machine, or while others used this one"
+    return "no good night yet on this machine in which others left it alone"
 
 
 def results_of(sweep: Sweep) -> dict[str, Result]:
@@ -107,17 +116,23 @@ def reference(nights: Sequence[Night], baseline: Night, night: Night, named: boo
     Args:
         named: the baseline was chosen by hand, so that no other night stands in for it.
     """
-    if _same_speed(baseline, night):
+    speeds_of = _with_speeds(nights, baseline, night, named)
+    if speeds_of is baseline:
         return dict(baseline.results)
     found = without_speed(baseline.results)
-    usable = [] if named else [n for n in nights if n.is_good and _same_speed(n, night)]
-    if not usable:
+    if speeds_of is None:
         return found
-    speeds = {setting: result.values.get(SPEED, []) for setting, result in usable[-1].results.items()}
+    speeds = {setting: result.values.get(SPEED, []) for setting, result in speeds_of.results.items()}
     return {
         setting: Result(result.statuses, {**result.values, SPEED: speeds.get(setting, [])})
         for setting, result in found.items()
     }
+
+
+def _with_speeds(nights: Sequence[Night], baseline: Night, night: Night, named: bool) -> Night | None:
+    """The night whose speeds a night is compared with; None where there is none. See `reference`."""
+    usable = [n for n in nights if n.is_good and not named and _same_speed(n, night)]
+    return baseline if _same_speed(baseline, night) else usable[-1] if usable else None
 
 
 def _same_speed(one: Night, other: Night) -> bool:
@@ -137,10 +152,27 @@ def gate_words(night: Night) -> str:
         short = [f"`{name}`: {r.finished}" for name, r in night.results.items() if r.share < 1]
         also = f"\nNot all of it finished: {'; '.join(short)}.\n" if short else ""
         first = "The first good night: from now on it is the baseline."
+        first += f" Not of speed: others used {night.others:.0%} of the cores." if night.busy else ""
         return f"Night {night.id}: {night.verdict}\n\n{taken}{first}\n{also}"
-    bad = [finding for finding in _findings(night) if finding.regression]
-    said = f"{len(bad)} regressions" if len(bad) > 1 else "a regression" if bad else "nothing got worse"
-    return f"Night {night.id} against {night.baseline}: {said}\n\n{taken}"
+    speeds_of = night.speed_baseline
+    speed = f" (speed against {speeds_of})" if speeds_of not in (None, night.baseline) else ""
+    return f"Night {night.id} against {night.baseline}{speed}: {_outcome(_findings(night))}\n\n{taken}"
+
+
+def _outcome(findings: Sequence[Finding]) -> str:
+    """Whether something got worse, and what was not looked at."""
+    bad = sum(finding.regression for finding in findings)
+    said = f"{bad} regressions" if bad > 1 else "a regression" if bad else "nothing got worse"
+    metrics = {judged.key: judged for judged in judged_metrics()}
+    speed = metrics.pop(SPEED).label
+    notes = [finding.note for finding in findings if finding.metric == speed]
+    if not notes or not all(note.startswith(NOT_JUDGED) for note in notes):
+        return said
+    *seen, last = [
+        judged.word for judged in metrics.values() if any(finding.metric == judged.label for finding in findings)
+    ] or ["what finished"]
+    which = " or ".join([", ".join(seen), last] if seen else [last])
+    return f"{said if bad else f'no regression in {which}'}; speed was {notes[0]}"
 
 
 def _findings(night: Night) -> list[Finding]:
@@ -153,12 +185,14 @@ def gate_text(night: Night) -> str:
 
 
 def gate_table(night: Night) -> FittingTable:
-    """Returns the table for a terminal; the regressions first."""
+    """Returns the table for a terminal; the regressions first. A setting is named in its first row."""
     shown = sorted(_findings(night), key=lambda finding: not finding.regression)
+    names = [finding.setting for finding in shown]
+    settings = [name if name != before else "" for before, name in zip(["", *names], names, strict=False)]
     verdicts = [": ".join(filter(None, ["regression" if f.regression else "", f.note])) or "ok" for f in shown]
     return FittingTable(
         [
-            Column("setting", [f.setting for f in shown], breaks=True, justify="left"),
+            Column("setting", settings, breaks=True, justify="left"),
             Column("metric", [f.metric for f in shown], justify="left"),
             Column("baseline", [f.baseline for f in shown]),
             Column("tonight", [f.tonight for f in shown]),

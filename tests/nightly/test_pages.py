@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED
-from fsdp_lab.nightly.gate import LOSS, Result
+import pytest
+
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED, Gate
+from fsdp_lab.nightly.gate import LOSS, Result, judged_metrics
 from fsdp_lab.nightly.nights import ACCEPTED, GOOD, REGRESSION, Night, night_id, read_nights, write_night
 from fsdp_lab.nightly.page import _chart, changes, write_page
 
+JUDGED = {judged.key: judged for judged in judged_metrics()}
 SETTINGS = ("sharding=ddp", "sharding=per_block")
 
 
@@ -58,11 +64,41 @@ def test_the_last_thirty_are_shown_with_what_changed(tmp_path: Path):
 
 def test_a_line_has_its_band_and_marks_what_was_bad(tmp_path: Path):
     made_up_nights(tmp_path, 14)
-    figure = _chart(SPEED, "samples/s", read_nights(tmp_path))
+    figure = _chart(JUDGED[SPEED], read_nights(tmp_path), 0.15)
     assert figure is not None
     low, high, line = figure.data[:3]
     assert (low.y[0], high.y[0], line.y[0]) == (500.0, 520.0, 510.0)
     assert [i for i, symbol in enumerate(line.marker.symbol) if symbol == "x"] == [10]
     assert line.marker.symbol[11] == "diamond"
     assert len(figure.layout.shapes) == 1  # the commit of the second week
-    assert _chart("nothing", "nothing", read_nights(tmp_path)) is None
+    nothing = replace(JUDGED[SPEED], gate=Gate("samples_per_s", key="nothing", label="nothing"))
+    assert _chart(nothing, read_nights(tmp_path), 0.15) is None
+
+
+def test_the_nights_come_first_and_their_charts_below(tmp_path: Path):
+    made_up_nights(tmp_path, 4)
+    write_page(tmp_path / "nights.html", "nightly", read_nights(tmp_path))
+    text = (tmp_path / "nights.html").read_text()
+    assert text.index("<h2>Nights</h2>") < text.index("peak MiB by night") < text.index("samples/s by night")
+
+
+def test_a_speed_that_was_not_judged_is_hollow_and_what_was_judged_of_that_night_is_not(tmp_path: Path):
+    made_up_nights(tmp_path, 14)
+    nights = [replace(night, busy=place in (3, 11)) for place, night in enumerate(read_nights(tmp_path))]
+    symbols = {key: chart(key, nights).data[2].marker.symbol for key in (SPEED, MEMORY)}
+    assert [place for place, symbol in enumerate(symbols[SPEED]) if symbol.endswith("-open")] == [3, 11]
+    assert symbols[SPEED][11] == "diamond-open" and symbols[SPEED][10] == "x"
+    assert not any(symbol.endswith("-open") for symbol in symbols[MEMORY])
+
+
+def test_an_axis_shows_at_least_what_is_tolerated(tmp_path: Path):
+    made_up_nights(tmp_path, 4)
+    limits = {LOSS: 0.02, FORECAST_ERROR: 0.01, MEMORY: 0.01, SPEED: 0.001}
+    ranges = {key: chart(key, read_nights(tmp_path), limit).layout.yaxis.range for key, limit in limits.items()}
+    assert ranges[LOSS] == pytest.approx((1.2 * 0.98, 1.2 * 1.02))
+    assert ranges[FORECAST_ERROR] == pytest.approx((-0.01, 0.01))
+    assert ranges[MEMORY] is None and ranges[SPEED] is None, "settings and repeats differ by more"
+
+
+def chart(key: str, nights: Sequence[Night], limit: float = 0.1) -> Any:
+    return _chart(JUDGED[key], nights, limit)

@@ -36,6 +36,37 @@ def test_the_terminal_shows_all_digits_and_no_markdown(width: int):
     assert ("-20.0 %" in text) or "Too narrow for change: see gate.md." in text
 
 
+def test_a_setting_is_named_once():
+    out = io.StringIO()
+    alike = [dataclasses.replace(FINDINGS[0], metric=metric) for metric in ("peak MiB", "final loss", "samples/s")]
+    night = dataclasses.replace(NIGHT, findings=[dataclasses.asdict(f) for f in (*alike, FINDINGS[1])])
+    Console(file=out, width=160).print(gate_table(night))
+    assert out.getvalue().count("sharding=per_block precision=bf16_mixed") == 1
+    assert out.getvalue().count("sharding=ddp precision=fp32") == 1
+    assert [line.split()[0] for line in out.getvalue().splitlines()[2:]][-2:] == ["final", "samples/s"]
+
+
+UNJUDGED = Finding("a", "samples/s", "", "", "", False, "not judged: others used 43% of the cores")
+
+
+@pytest.mark.parametrize(
+    ("findings", "title"),
+    [
+        (["peak MiB", "final loss", "forecast error"], "no regression in memory, loss or forecast; speed was not "),
+        (["peak MiB", "final loss"], "no regression in memory or loss; speed was not judged: "),
+        (["peak MiB!", "final loss"], "a regression; speed was not judged: "),
+    ],
+)  # fmt: skip
+def test_the_title_does_not_call_good_what_was_not_looked_at(findings: list[str], title: str):
+    found = [Finding("a", name.strip("!"), "1", "1", "none", name.endswith("!")) for name in findings]
+    night = dataclasses.replace(NIGHT, findings=[dataclasses.asdict(f) for f in (*found, UNJUDGED)])
+    head = "Night 2026-11-22T02-00-00Z against 2026-11-21T02-00-00Z: "
+    told = gate_words(night).splitlines()[0]
+    assert told.startswith(head + title) and told.endswith("; speed was not judged: others used 43% of the cores")
+    judged = dataclasses.replace(NIGHT, findings=[dataclasses.asdict(f) for f in found if not f.regression])
+    assert gate_words(judged).splitlines()[0] == f"{head}nothing got worse"
+
+
 def test_the_file_has_markdown_and_what_was_not_compared_has_no_table():
     assert gate_text(NIGHT).startswith(
         "# Night 2026-11-22T02-00-00Z against 2026-11-21T02-00-00Z: a regression\n\n| set"
