@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hydra import compose, initialize_config_dir
 
 from fsdp_lab.compose import register_schema, typed_config
 from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict, with_custom
+from fsdp_lab.sweep.axes import axes_shown
 from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
 from tests.workloads.hf.cases import WORDS as HF
@@ -57,6 +59,7 @@ NEEDS = {
     "model=vit_l_16": [*LARGE, "model.num_layers=2"],
     "model=vit_h_14": [*LARGE, "model.num_layers=2"],
 }
+PRESETS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in conf_dir().glob("*/*.yaml"))
 
 
@@ -124,3 +127,10 @@ def test_an_option_trains_for_two_steps(configs: dict[str, SweepConfig], trained
     assert all(math.isfinite(loss) for loss in losses)
     assert told[-1]["step"] == 2
     assert math.isfinite(told[-1]["val/loss"])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_listed_with_its_axes(preset: str) -> None:
+    (row,) = re.findall(rf"^\| `{preset}` \|.*\| (.*) \|$", (ROOT / "docs" / "sweeps.md").read_text(), re.MULTILINE)
+    axes = " ".join(axes_shown([f"experiment={preset}"], []))
+    assert row == (f"`{axes}`" if axes else "nothing: one trial")
