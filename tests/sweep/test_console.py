@@ -24,6 +24,15 @@ def test_a_line_said_above_the_table_leaves_its_styles_alone(compose_trial: Call
     assert "a [bold]line[/] of somebody's" in shown.getvalue()
 
 
+def test_a_number_that_a_search_has_drawn_has_six_digits(compose_trial: Callable[..., object]):
+    words = (["optimizer.lr=0.00123456789"], ["optimizer.lr=1e-05"], ["optimizer.lr=0.1"])
+    states = [TrialState(compose_trial(typed, number)) for number, typed in enumerate(words)]  # type: ignore[arg-type]
+    table = trial_table(SweepState(states, []), ["optimizer.lr"], list(enumerate(states)))
+    assert [*table.columns[1].cells] == ["0.00123457", "1e-05", "0.1"]
+    seeds = trial_table(SweepState(states, []), ["model.hidden_dim"], list(enumerate(states)))
+    assert {*seeds.columns[1].cells} == {str(states[0].trial.values["model.hidden_dim"])}
+
+
 def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[..., object]):
     state = TrialState(compose_trial([], 0))  # type: ignore[arg-type]
     state.metrics = {"epoch": 1, "train/loss": 0.5, "perf/samples_per_s": 9.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from rich.text import Text
 
@@ -56,7 +57,7 @@ def trial_table(
             justify="left",
         ),
         *(
-            Column(key, [str(setting(state.trial, key)) for _, state in rows], breaks=True, justify="left")
+            Column(key, [_value(setting(state.trial, key)) for _, state in rows], breaks=True, justify="left")
             for key in swept
         ),
         *(
@@ -71,6 +72,11 @@ def trial_table(
     if len(sweep.objectives) > 1:
         columns.append(Column("pareto", ["yes" if n in front else "" for n, _ in rows]))
     return FittingTable(columns, title, elsewhere="results.csv")
+
+
+def _value(value: Any) -> str:
+    """A setting's value; of what a search has drawn six significant digits, `results.csv` has all."""
+    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
 
 
 def how_far(sweep: SweepState, seconds: float) -> str:
