@@ -75,18 +75,26 @@ def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
     Args:
         notes: what the user should know of the plan.
     """
-    number = count(len(plan.state.trials), "trial")
-    if plan.config.search.samples:
-        number = f"up to {count(plan.config.search.num_trials, 'trial')}"
-    elif plan.search is not None and not plan.resumed:
-        number += f", then repeats of what is undecided, up to {plan.config.repeat_max} rounds"
-    print(f"{number}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
+    print(f"{_how_many(plan)}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
     for line in notes:
         print(line, flush=True)
 
     from fsdp_lab.sweep.start import start_sweep
 
     return start_sweep(plan)
+
+
+def _how_many(plan: SweepPlan) -> str:
+    """How many trials a sweep has, as far as that is known."""
+    trials = plan.state.trials
+    number, rounds = count(len(trials), "trial"), f"up to {count(plan.config.repeat_max, 'round')}"
+    if plan.config.search.samples:
+        return f"up to {count(plan.config.search.num_trials, 'trial')}"
+    if plan.search is None:
+        return number
+    if not plan.resumed:
+        return f"{number}, then repeats of what is undecided, {rounds}"
+    return f"resumes: {sum(state.ended for state in trials)} of {number} done; {rounds}"
 
 
 class Command:

@@ -17,11 +17,12 @@ from fsdp_lab.config import (
     workers_of,
 )
 from fsdp_lab.sweep.grid import swept_keys
+from fsdp_lab.wording import count
 
 
 @dataclass
 class Plan:
-    """`left_out`: reason -> the cells without a meaning. `folded`: cells that would repeat a trial."""
+    """`left_out`: reason -> the cells without a meaning. `folded`: cells that would repeat a trial, and its number."""
 
     trials: list[Trial] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
@@ -32,7 +33,7 @@ class Plan:
         lines = [f"left out {len(cells)}: {reason}" for reason, cells in self.left_out.items()]
         if self.folded:
             lines.append(
-                f"held once {len(self.folded)}: the same settings as another trial ("
+                f"{count(len(self.folded), 'duplicate')} left out ("
                 + "; ".join(f"{cell} = trial {index}" for cell, index in self.folded[:6])
                 + (f"; and {len(self.folded) - 6} more)" if len(self.folded) > 6 else ")")
             )

@@ -52,7 +52,7 @@ def test_ddp_is_held_once_under_each_reshard_after_forward(plan):
     ]
     assert [number for _, number in made.folded] == [0, 0]
     (note,) = made.notes()
-    assert note.startswith("held once 2: the same settings as another trial (sharding=ddp reshard_after_forward=never")
+    assert note.startswith("2 duplicates left out (sharding=ddp reshard_after_forward=never")
     assert note.endswith("= trial 0)")
 
 

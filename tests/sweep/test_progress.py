@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from fsdp_lab.files import write_json
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines, sweep_left_s
+from fsdp_lab.sweep.repeats import AutoRepeat
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.record import Record
@@ -115,6 +117,23 @@ def test_the_sweep_takes_as_long_as_the_trials_before(compose_trial: Compose):
     assert sweep_left_s(trials[3:], {0: Doing("building the model", 1)}, 0, now=1000.0) is None
     alone = sweep_left_s(trials[2:5], {0: Doing("step 9 of 10", 1, 10.0)}, 0, now=1000.0)
     assert alone == pytest.approx(10 + 2 * (30 + 10)), "the first trial tells what the others will take"
+
+
+def test_with_repeat_auto_the_time_left_is_that_of_the_round(sweep: SweepRun, clock: Callable[[float], None]):
+    """How many rounds follow is not known."""
+    repeats = AutoRepeat(sweep.state, lambda: None, lambda overrides, number: None, 4)  # type: ignore[arg-type, return-value]
+    for plan, told in ((sweep.plan, "the sweep: about"), (replace(sweep.plan, search=repeats), "this round: about")):
+        shown = io.StringIO()
+        console = Console(sweep.state, ["training.seed"], RichConsole(file=shown, force_terminal=True, width=80))
+        progress = Progress(sweep.folder_of(0))
+        write_json(sweep.folder_of(0) / "facts.json", {"num_steps": 9})
+        for step in (1, 2, 3):
+            clock(2)
+            progress.step(step)
+        with console:
+            console.tick(SweepRun(plan, []))
+            console.update()
+        assert told in shown.getvalue()
 
 
 def test_the_display_shows_what_the_worker_says(sweep: SweepRun, clock: Callable[[float], None]):

@@ -225,6 +225,7 @@ def test_a_sweep_repeats_by_itself_and_a_resume_goes_on(tmp_path: Path):
     forget(tmp_path, len(trials) - 1)
     again = run_cli(tmp_path, "resume=last")
     assert again.returncode == 0, told(again)
+    assert f"resumes: {len(trials) - 1} of {len(trials)} trials done; up to 3 rounds: " in again.stdout
     assert again.stdout.count(" starts") == 1 or len(trials) == 4, "the last, and what its new speed asks for"
     assert "repeat=auto stopped" in again.stdout
     nothing = run_cli(tmp_path, "resume=last")

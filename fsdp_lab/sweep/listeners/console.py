@@ -150,7 +150,9 @@ class Console(Listener):
                 if told := self._watch.unusual(number, doings[number], folder, timeout_s):
                     self.say(f"{label(number, self._state.trials)}: {told}")
         to_come = sweep.config.search.num_trials - len(self._state.trials) if sweep.config.search.samples else 0
-        self._lines = progress_lines(self._state, doings, max(0, to_come), time.time())
+        repeats = sweep.plan.search is not None and not sweep.config.search.samples  # repeat=auto: more may come
+        what = "this round" if repeats else "the sweep"
+        self._lines = progress_lines(self._state, doings, max(0, to_come), time.time(), what)
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows

@@ -110,10 +110,16 @@ def sweep_left_s(states: Sequence[TrialState], doings: dict[int, Doing], to_come
     return (sum(lefts) + waiting * each) / max(1, len(running))
 
 
-def progress_lines(state: SweepState, doings: dict[int, Doing], to_come: int, now: float) -> list[str]:
-    """Returns a line for each running trial; the last says how long the sweep will take, where that is known."""
+def progress_lines(
+    state: SweepState, doings: dict[int, Doing], to_come: int, now: float, what: str = "the sweep"
+) -> list[str]:
+    """Returns a line for each running trial; the last says how long the sweep will take, where that is known.
+
+    Args:
+        what: ends when all known trials have: the sweep, or a round of `repeat=auto`.
+    """
     lines = [f"{label(number, state.trials)}: {doing}" for number, doing in list(doings.items())[:_MOST]]
     if len(doings) > _MOST:
         lines.append(f"{len(doings) - _MOST} more run")
     left = sweep_left_s(state.trials, doings, to_come, now) if len(state.trials) + to_come > 1 else None
-    return [*lines, f"the sweep: about {duration(left)} left"] if left is not None else lines
+    return [*lines, f"{what}: about {duration(left)} left"] if left is not None else lines
