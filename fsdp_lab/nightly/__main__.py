@@ -110,7 +110,7 @@ def main() -> int:
     except KeyboardInterrupt:
         unfinished = running and due_unfinished(schedule, nights_of(study), time.time()) is not None
         until = f"{schedule.after(datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}" if unfinished else ""
-        how = f", in a night; any start until {until} goes on with it, or: {study.go_on}" if unfinished else ""
+        how = f", in a night; to resume it, start again until {until}, or: {study.go_on}" if unfinished else ""
         print(f"fsdp_lab.nightly: ended{how}")
         return 130 if unfinished else 0
     except Exception as error:
@@ -268,7 +268,7 @@ def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
         print(f"now:      a night runs here ({at_work})")
     elif due_unfinished(schedule, nights_of(study), now.timestamp()) is not None:
         until = f"{schedule.after(now).astimezone():%Y-%m-%d %H:%M %Z}"
-        print(f"waits:    a night was interrupted, and until {until} goes on with: {study.go_on}")
+        print(f"waits:    a night was interrupted; to resume it until {until}: {study.go_on}")
     night = now
     for _ in range(_NIGHTS_TOLD):
         night = schedule.after(night)

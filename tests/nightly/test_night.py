@@ -309,7 +309,8 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     assert status == 130
     (night,) = read_nights(folder)
     assert night.verdict == "running" and night.commit != commit
-    assert "goes on with: python -m fsdp_lab.nightly --continue" in nightly(nights, "--check", *more).stdout
+    check = nightly(nights, "--check", *more).stdout
+    assert re.search(r"to resume it until [^:]+:\d\d \S+: python -m fsdp_lab\.nightly --continue", check), check
 
     status, children = interrupt(signal.SIGKILL)  # with the code as it was: what the other has is put aside
     assert status == -signal.SIGKILL
