@@ -82,8 +82,8 @@ def test_the_answer_comes_first_and_what_explains_it_is_folded():
     ]  # fmt: skip
     assert "It fits: every trial" in page and "It fits: every trial" not in standing
     text = to_markdown(sweep(), answer(sweep()))
-    parts = ["**Recommended: `sharding=per_block", "- `sharding=ddp", "Each setting ran once", "```", "- command:", "## Trials\n",
-             "## Trials that did not finish", "The forecast of the peak", "## What each axis",
+    parts = ["**Recommended: `sharding=per_block", "- `sharding=ddp", "Each setting ran once", "```", "- command:",
+             "## Trials\n", "## Trials that did not finish", "The forecast of the peak", "## What each axis",
              "## How the setting"]  # fmt: skip
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
