@@ -143,7 +143,7 @@ def used(sweep: Sweep, use: str, number: str | None = None) -> str:
     else:
         by_number = {str(trial.number): trial for trial in sweep.trials}
         if number not in by_number:
-            raise ConfigError(f"trial={number} is none of this sweep's; use one of: {', '.join(by_number)}.")
+            raise ConfigError(f"trial={number} is not in this sweep; use one of: {', '.join(by_number)}.")
         trial = by_number[number]
     if trial.setup is None:
         raise UserError(

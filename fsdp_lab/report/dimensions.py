@@ -13,6 +13,7 @@ from fsdp_lab.report.speed import Speeds
 from fsdp_lab.report.style import coloring, is_numeric
 from fsdp_lab.status import TrialStatus
 
+_LISTED = 4  # values of an axis of numbers that may be a list
 _SAME = 1e-3  # figures that differ by less than this ratio are one
 
 
@@ -64,7 +65,14 @@ def dimensions(sweep: Sweep, axes: Sequence[tuple[str, str]]) -> tuple[Dimension
     if not differing or not sweep.setting_axes:
         return None
     by = {s.name: value(sweep, speeds, s, differing[0].key) for s in sweep.settings}
-    return _axis(sweep, coloring(sweep, [by]).axis or sweep.setting_axes[0]), differing[0]
+    return _axis(sweep, _sampled(sweep) or coloring(sweep, [by]).axis or sweep.setting_axes[0]), differing[0]
+
+
+def _sampled(sweep: Sweep) -> str | None:
+    """The axis of numbers with the most values, where they are too many to be listed: a search has drawn them."""
+    counts = {axis: len({s.values[axis] for s in sweep.settings}) for axis in sweep.setting_axes}
+    numbers = {axis: n for axis, n in counts.items() if n > _LISTED and is_numeric(sweep, axis)}
+    return max(numbers, key=numbers.__getitem__, default=None)
 
 
 def setting_points(sweep: Sweep, x: Dimension, y: Dimension) -> list[Point]:

@@ -162,7 +162,7 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple
         (("swep=out",), "swep is not a key. The keys are: sweep,"),
         (("sweep=out", "use=torch"), "use=torch is not an option. Choose one of: pytorch, accelerate, torchtitan."),
         (("sweep=out", "trial=1"), "trial=1 belongs to use=...; add one of: pytorch, accelerate, torchtitan."),
-        (("sweep=out", "use=pytorch", "trial=9"), "trial=9 is none of this sweep's; use one of: 0, 1, 2, 3."),
+        (("sweep=out", "use=pytorch", "trial=9"), "trial=9 is not in this sweep; use one of: 0, 1, 2, 3."),
         (("sweep=out", "out=/proc/nowhere"), "name another folder with out="),
     ],
 )

@@ -104,6 +104,14 @@ def test_an_axis_of_numbers_is_drawn_as_numbers_and_as_it_was_searched():
     assert plot_of(search(log_axes=[])).figure().layout.xaxis.type == "linear"
 
 
+def test_a_searched_number_is_drawn_though_a_word_explains_more():
+    made = search(5, ("sharding", "optimizer.lr"))
+    for one in made.trials:
+        one.figures["val/loss"] = 1.0 if one.setting["sharding"] == "root" else 2.0
+    assert plot_of(made).heading == "Val loss against optimizer.lr"
+    assert plot_of(made).figure().layout.xaxis.type == "log"
+
+
 def test_what_was_stopped_is_hollow_and_grey():
     found = traces(search())
     stopped = found["stopped early"]
