@@ -37,7 +37,7 @@ def main() -> None:
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
         if sys.argv[1:2] == ["-m"] or sys.argv[1:2] == ["--multirun"]:
-            if not any(word.startswith("resume=") for word in words):
+            if not any(word.lstrip("+").startswith("resume=") for word in words):
                 check_repeat(words)
             sys.argv[1:] = for_hydra(sys.argv[1:])
         elif {"-m", "--multirun"} & set(words):

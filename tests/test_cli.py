@@ -30,9 +30,12 @@ BAD = {
     "key that + adds": (["+nonsense=1"], ["nonsense is not a key", "nothing would read it", "keys begin with"]),
     "key of a group that + adds": (["+training.epoch=5"], ["training.epoch is not", "mean training.epochs?"]),
     "class of a group that + adds": (["+offload._target_=my.Net"], ["offload._target_ is not a key", "offload.target"]),
-    "number for a group": (["precision=16"], ["precision=16", "is a group", "bf16, bf16_mixed, fp16"]),
+    "number for a group": (["precision=16"], ["precision=16", "is a group", "bf16, bf16_mixed, float8, fp16"]),
     "nothing for a group": (["offload=null"], ["offload=null", "is a group", "cpu, cpu_unpinned, none"]),
-    "list for a group": (["data=[1,2]"], ["data=[1,2]", "is a group", "digits", "fashion_mnist, pydoc, synthetic"]),
+    "list for a group": (
+        ["data=[1,2]"],
+        ["data=[1,2]", "is a group", "digits", "fashion_mnist, pydoc, pydoc_summaries, synthetic"],
+    ),
     "dictionary for a group": (["sharding={a:1}"], ["sharding={a:1}", "is a group", *SHARDINGS]),
     "too large": (["model.hidden_dim=9223372036854775808"], ["model.hidden_dim=9223372036854775808", "too large"]),
     "text for a number": (["optimizer.lr=abc"], ["optimizer.lr=abc", "Float", "use a number such as 0.001"]),
@@ -78,7 +81,7 @@ ONLY_ALONE = {
 ONLY_SWEPT = {
     "interval": (["optimizer.lr=interval(0,1)"], ["optimizer.lr=interval(0,1)", "use a list or range"]),
     "axis that + adds": (["+training.epoch=1,5"], ["training.epoch is not a key", "mean training.epochs?"]),
-    "numbers for a group": (["precision=16,32"], ["precision=16,32", "is a group", "bf16, bf16_mixed, fp16"]),
+    "numbers for a group": (["precision=16,32"], ["precision=16,32", "is a group", "bf16, bf16_mixed, float8, fp16"]),
     "number of a run as a count": (
         ["repeat=3"],
         ["repeat=3 is the number of one run", "three runs of each setting are repeat=0,1,2, and repeat=auto"],

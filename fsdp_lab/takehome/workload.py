@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 from fsdp_lab.config.errors import UserError
@@ -33,7 +34,8 @@ def model_lines(setup: Setup, imports: Imports) -> list[str]:
             lines.append(f"random.seed({seed}), numpy.random.seed({seed})")
         lines.append(f"model = {call(imports.path(str(model.target)), model.arguments, imports)}.train()")
         if (auto := _auto_class(setup)) and model.arguments.get("pretrained"):
-            load = f'{imports.name("transformers", auto)}.from_pretrained("{model.arguments["config"]}"'
+            folder = json.dumps(str(model.arguments["config"]))
+            load = f"{imports.name('transformers', auto)}.from_pretrained({folder}, use_safetensors=True"
             lines.append(f"model.load_state_dict({load}, dtype=torch.float32).state_dict())")
     else:
         assert isinstance(model, ModelConfig)
@@ -144,7 +146,7 @@ def num_labels_lines(setup: Setup) -> list[str]:
         return []
     batches = "microbatches" if setup.config.training.grad_accum_steps > 1 else "[batch]"
     counted = f'sum((batch["labels"] != -100).sum() for batch in {batches})'
-    return [f"num_labels = {counted}.clamp(min=1).to(device)", "dist.all_reduce(num_labels)"]
+    return [f"num_labels = {counted}.to(device)", "dist.all_reduce(num_labels)", "num_labels.clamp_(min=1)"]
 
 
 def _config(config: Any, imports: Imports) -> str:

@@ -275,7 +275,7 @@ class Tracker:
             return
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
-            if path.suffix != ".pt" or not _linked(client, id_, path, folder):
+            if path.suffix not in (".pt", ".safetensors") or not _linked(client, id_, path, folder):
                 client.log_artifact(id_, str(path), folder or None)
 
         self._write("files", run_id, write)

@@ -23,7 +23,7 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
         emulate: compute on any device what a GPU would in float8.
 
     Raises:
-        UserError: the device has no float8, or torchao is missing.
+        UserError: the device has no float8, torchao is missing, or there is no such layer.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if not emulate and (capability is None or capability < _LEAST_CAPABILITY):
@@ -41,6 +41,11 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
 
     blocks = [module for module in model.modules() if isinstance(module, block_classes)]
     chosen = {id(layer) for block in blocks for layer in block.modules() if _is_converted(layer)}
+    if not chosen:
+        raise UserError(
+            "precision=float8 has nothing to convert: no block has an nn.Linear whose two sizes are multiples of 16; "
+            "use precision=bf16_mixed."
+        )
     recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
     convert_to_float8_training(model, config=recipe, module_filter_fn=lambda layer, _: id(layer) in chosen)
 

@@ -74,7 +74,7 @@ def label_weights(task: Task, microbatches: list[Batch], device: torch.device) -
     num_labels = getattr(task, "num_labels", None)
     if num_labels is None:
         return None
-    mine = torch.stack([num_labels(batch) for batch in microbatches]).float().to(device)
+    mine = torch.stack([num_labels(batch) for batch in microbatches]).float().to(device, non_blocking=True)
     everyone = mine.sum()
     dist.all_reduce(everyone)
     return mine * dist.get_world_size() / everyone.clamp(min=1)

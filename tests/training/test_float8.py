@@ -53,6 +53,12 @@ def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_replaced() -> None:
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
 
 
+def test_blocks_without_such_a_layer_are_refused() -> None:
+    pytest.importorskip("torchao", reason="pip install 'fsdp_lab[float8]'")
+    with pytest.raises(UserError, match="precision=float8 has nothing to convert"):
+        apply_float8(Net(), (nn.LayerNorm,), CPU, emulate=True)
+
+
 def test_it_is_forecast_as_bf16_mixed() -> None:
     float8, bf16 = (forecast_profile(config(f"precision={p}"), 2, cuda=True) for p in ("float8", "bf16_mixed"))
     assert float8.peaks == bf16.peaks
