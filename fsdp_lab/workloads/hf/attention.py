@@ -6,6 +6,9 @@ would hold more than training does. Both names below are of PyTorch's attention;
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from functools import cache
 from typing import Any
 
@@ -13,13 +16,27 @@ from fsdp_lab.workloads.hf.library import transformers
 
 UNPADDED = "fsdp_lab_unpadded"  # rows are full: a causal model needs no mask but its own
 PADDED = "fsdp_lab_padded"  # a mask that is given masks something
+_ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
 
 
 def use(model: Any, name: str) -> None:
-    """Let a model that can use PyTorch's attention use it by a name of ours; others stay as they are."""
-    if model.config._attn_implementation == "sdpa":
+    """Let a model that can use PyTorch's attention use it by a name of ours; others stay as they are: those of another
+    attention, and those whose code asks for the name `sdpa`, which would leave out their own masks."""
+    if model.config._attn_implementation == "sdpa" and not _asks_for_name(model):
         _register()
         model.set_attn_implementation(name)
+
+
+def change(model: Any, name: str) -> None:
+    """Let a model that uses one of our names use this one."""
+    if model.config._attn_implementation in {UNPADDED, PADDED} - {name}:
+        model.set_attn_implementation(name)
+
+
+def _asks_for_name(model: Any) -> bool:
+    modules = {type(module).__module__ for module in model.modules()}
+    ours = (sys.modules[name] for name in sorted(modules) if name.startswith("transformers.models."))
+    return any(_ASKS.search(inspect.getsource(module)) for module in ours)
 
 
 @cache

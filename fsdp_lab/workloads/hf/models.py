@@ -132,10 +132,12 @@ def _causal(model: Any) -> None:
 
 
 def _with_full_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Say that no token is padding: without a mask many models look at the values of positions, to find texts that
-    were packed into one row."""
+    """Say that no token is padding, where the caller says nothing of that: without a mask many models look at the
+    values of positions, to find texts that were packed into one row. A mask or positions that are given are kept."""
     tokens = args[0] if args else kwargs.get("input_ids")
-    if tokens is not None and kwargs.get("attention_mask") is None:
+    masked = len(args) > 1 or kwargs.get("attention_mask") is not None
+    attention.change(module, attention.PADDED if masked else attention.UNPADDED)
+    if tokens is not None and not masked and kwargs.get("position_ids") is None:
         kwargs["attention_mask"] = torch.ones_like(tokens)
     kwargs.setdefault("use_cache", False)
     return args, kwargs
