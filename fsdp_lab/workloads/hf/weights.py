@@ -32,7 +32,8 @@ def stored_in(folder: Path | None, config: str) -> dict[str, Stored]:
     """Return the tensors in a folder's weights by their names, from the heads of the files.
 
     Raises:
-        UserError: there are none, only pickles, one is damaged, or one that the index names is missing.
+        UserError: there are none, only pickles, one is damaged, one that the index names is missing, or two files of
+            the folder have a tensor of one name: ranks look for a name in all of them.
     """
     if folder is None:
         raise UserError(
@@ -40,16 +41,25 @@ def stored_in(folder: Path | None, config: str) -> dict[str, Stored]:
             f"hf download {config} --local-dir <folder>; then model.config=<folder>."
         )
     found: dict[str, Stored] = {}
-    for file in _files(folder):
-        found |= _read_head(file)
+    places: dict[str, Path] = {}
+    files = _files(folder)
+    for file in [*files, *sorted({*folder.glob("*.safetensors")} - {*files})]:
+        head = _read_head(file)
+        if again := sorted(places.keys() & head.keys()):
+            raise UserError(
+                f"model.pretrained=true: {places[again[0]]} and {file.name} both have {again[0]}; take the one that is "
+                "not to be read out of the folder."
+            )
+        places |= dict.fromkeys(head, file)
+        found |= head if file in files else {}
     return found
 
 
 def _files(folder: Path) -> list[Path]:
     index, single = folder / _INDEX, folder / _SINGLE
+    if single.is_file():  # before an index, as from_pretrained
+        return [single]
     if not index.is_file():
-        if single.is_file():
-            return [single]
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         remedy = (
             f"only {', '.join(pickles[:_NAMED])}, which are pickles and are not read, for they can run code; where you "

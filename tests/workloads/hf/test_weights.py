@@ -12,6 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from safetensors.torch import save_file
+
 from fsdp_lab.config import UserError
 from tests.ranks import Memo, config, run_ranks
 from tests.workloads.hf.cases import CONFIGS, LEARN, WORDS, plain_model, script
@@ -165,6 +167,29 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (shards / "model-00002-of-00006.safetensors").unlink()
     with pytest.raises(UserError, match=r"names 1 files that are not there, model-00002"):
         check("gpt2", shards)
+
+
+@pytest.mark.parametrize("other", ["aa_old", "model", "zz_old"])
+def test_a_tensor_in_two_files_of_the_folder_is_refused(tmp_path: Path, other: str) -> None:
+    model = shards_of_gpt2(tmp_path)
+    check("gpt2", tmp_path)
+    file = tmp_path / f"{other}.safetensors"
+    save_file({"another.name": torch.zeros(1)}, tmp_path / "extra.safetensors")
+    check("gpt2", tmp_path)
+    save_file({"wte.weight": torch.zeros_like(model.transformer.wte.weight)}, file)
+    with pytest.raises(UserError, match=r"model.*\.safetensors and .*\.safetensors both have wte\.weight") as told:
+        check("gpt2", tmp_path)
+    assert file.name in str(told.value)
+
+
+def test_a_single_file_is_read_before_an_index(tmp_path: Path) -> None:
+    """As `from_pretrained` does: here it lacks most tensors."""
+    model = shards_of_gpt2(tmp_path)
+    for shard in tmp_path.glob("model-*"):
+        shard.unlink()
+    save_file({"wte.weight": model.transformer.wte.weight.detach().clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"are not those of this GPT2LMHeadModel: 27 missing"):
+        check("gpt2", tmp_path)
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
