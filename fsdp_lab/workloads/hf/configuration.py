@@ -6,7 +6,7 @@ import copy
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ _NOT_KEYS = {
     "model_type", "architectures", "auto_map", "transformers_version", "_name_or_path", "dtype", "torch_dtype",
     "quantization_config", "id2label", "label2id",
 }  # fmt: skip
+_ATTENTION = {"attn_implementation", "_attn_implementation", "_attn_implementation_internal"}
 _ALSO_KEYS = {"num_labels"}  # of every configuration, though no file has it
 _REACH_S = 5
 Config = str | Mapping[str, Any]  # where a configuration is, or its values
@@ -37,19 +38,20 @@ def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
         plain = kind.from_dict(copy.deepcopy(values))
         _check_keys(plain, overrides, config)
         merged = merge(values, {plain.attribute_map.get(name, name): value for name, value in overrides.items()})
+        check_values(merged, named(config))
         return kind.from_dict(with_layers(merged, overrides))
     except UserError:
         raise
     except Exception as error:  # each configuration raises what it likes
         shown = "".join(f" model.{name}={value}" for name, value in overrides.items())
-        raise ConfigError(f"{_named(config)}{shown}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{named(config)}{shown}: {' '.join(str(error).split())}") from error
 
 
 def read_values(config: Config | None) -> dict[str, Any]:
     """Return the content of a configuration's file, or a configuration that is written down itself.
 
     Raises:
-        UserError: there is none, it is no JSON, or its weights are quantized.
+        UserError: there is none, it is no JSON, or as `check_values`.
     """
     if not config:
         raise ConfigError(
@@ -57,26 +59,62 @@ def read_values(config: Config | None) -> dict[str, Any]:
             "hub, as in model.config=openai-community/gpt2."
         )
     if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
-    path = Path(config)
-    values = _read(path / CONFIG_FILE if path.is_dir() else path, config) if _is_path(config) else _from_hub(config)
-    if "quantization_config" in values:
-        raise ConfigError(
-            f"{_named(config)} is of quantized weights, which cannot be trained here; use the model that was "
-            "quantized, or take quantization_config out of the file."
-        )
+        values = copy.deepcopy(dict(config))
+    elif _is_path(config):
+        path = Path(config).expanduser()
+        values = _read(path / CONFIG_FILE if path.is_dir() else path, config)
+    else:
+        values = _from_hub(config)
+    check_values(values, named(config))
     return values
+
+
+def check_values(values: Mapping[str, Any], typed: str) -> None:
+    """
+    Args:
+        values: of a configuration.
+        typed: where they are from, for messages.
+
+    Raises:
+        ConfigError: it is of quantized weights, or names an attention that is not PyTorch's: transformers runs code of
+            the hub by such a name.
+    """
+    if values.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{typed} is of quantized weights, which cannot be trained here; use the model that was quantized, or take "
+            "quantization_config out of it."
+        )
+    for key, name in _attention_names(values):
+        if name not in (None, "sdpa", "eager"):
+            raise ConfigError(
+                f"{typed}: {key}={name} is no attention of PyTorch, and code of the hub is not run; use sdpa or eager, "
+                f"or take {key} out of it."
+            )
+
+
+def _attention_names(values: Any) -> Iterator[tuple[str, Any]]:
+    """The keys that name an attention, at any depth, and the names; for parts of a model they are in a mapping."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            if key in _ATTENTION:
+                parts = value.values() if isinstance(value, Mapping) else [value]
+                yield from ((key, part) for part in parts)
+            else:
+                yield from _attention_names(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _attention_names(value)
 
 
 def folder_of(config: Config) -> Path | None:
     """Return the folder in which a configuration lies; None for a name on the hub, and for what is in no file."""
     if isinstance(config, Mapping) or not _is_path(config):
         return None
-    path = Path(config)
+    path = Path(config).expanduser()
     return path if path.is_dir() else path.parent
 
 
-def _named(config: Config | None) -> str:
+def named(config: Config | None) -> str:
     """Return how a configuration was typed, for messages."""
     return "below model.config" if isinstance(config, Mapping) else f"model.config={config}"
 
@@ -88,7 +126,11 @@ def _is_path(config: str) -> bool:
 
 def _read(file: Path, config: str) -> dict[str, Any]:
     if not file.is_file():
-        what = f"its folder has no {CONFIG_FILE}" if Path(config).is_dir() else "there is no such file or folder"
+        what = (
+            f"its folder has no {CONFIG_FILE}"
+            if file.parent == Path(config).expanduser()
+            else "there is no such file or folder"
+        )
         raise ConfigError(f"model.config={config}: {what}; give a folder with a config.json, or such a file.")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -155,7 +197,7 @@ def _class_of(values: dict[str, Any], config: Config | None) -> Any:
     meant = closest(name, list(mapping.keys())) if "model_type" in values else None
     remedy = f"did you mean {meant}? " if meant else ""
     raise ConfigError(
-        f"{_named(config)}: model_type={name} is not one of transformers {transformers().__version__}; {remedy}"
+        f"{named(config)}: model_type={name} is not one of transformers {transformers().__version__}; {remedy}"
         "a model with code of its own is not run (trust_remote_code is off): give it by model._target_."
     )
 
@@ -171,7 +213,7 @@ def _check_keys(config: Any, overrides: Mapping[str, Any], typed: Config | None)
             continue
         meant = closest(name, sorted(known))
         raise ConfigError(
-            f"model.{name}={value}: the configuration {_named(typed)} ({config.model_type}) has no key {name}. "
+            f"model.{name}={value}: the configuration {named(typed)} ({config.model_type}) has no key {name}. "
             + (f"Did you mean model.{meant}? " if meant else "")
             + f"Its keys are: {', '.join(sorted(known))}."
         )

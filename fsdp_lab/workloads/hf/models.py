@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.workloads.hf import attention, weights
-from fsdp_lab.workloads.hf.configuration import Config, folder_of, read_config
+from fsdp_lab.workloads.hf.configuration import Config, folder_of, named, read_config
 from fsdp_lab.workloads.hf.library import transformers
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -55,7 +55,7 @@ class HuggingFace(ModelSource):
             return
         others = [name for name, other in MODELS.items() if type(found) in getattr(transformers(), other.mapping)]
         remedy = f"use model={' or model='.join(others)}" if others else "transformers has it for other tasks only"
-        raise ConfigError(f"model.config={config}: a {found.model_type} is no {self.kind}; {remedy}.")
+        raise ConfigError(f"{named(config)}: a {found.model_type} is no {self.kind}; {remedy}.")
 
     def check_files(self, config: Config, pretrained: bool = False, **overrides: Any) -> None:
         """
@@ -69,7 +69,7 @@ class HuggingFace(ModelSource):
             raise
         except Exception as error:  # each model raises what it likes
             shown = "".join(f" model.{name}={value}" for name, value in overrides.items())
-            raise ConfigError(f"model.config={config}{shown}: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"{named(config)}{shown}: {' '.join(str(error).split())}") from error
         if pretrained:
             weights.places(model, self._stored(config), str(config))
 

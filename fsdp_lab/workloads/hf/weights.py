@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.workloads.hf.configuration import CONFIG_FILE, check_values
 from fsdp_lab.workloads.hf.library import transformers
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -230,6 +231,7 @@ def load_whole(folder: Path) -> Any:
     """
     kind = transformers().AutoModelForSeq2SeqLM
     try:
+        check_values(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")), str(folder))
         with _silent():
             return kind.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False

@@ -16,11 +16,13 @@ pytest.importorskip("transformers")
 from fsdp_lab.config import UserError, with_custom
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.hf import library
-from fsdp_lab.workloads.hf.configuration import read_config
+from fsdp_lab.workloads.hf.configuration import folder_of, read_config
+from fsdp_lab.workloads.hf.models import causal_lm
+from fsdp_lab.workloads.hf.weights import load_whole
 from tests.ranks import config
 from tests.workloads.hf.cases import CONFIGS, WORDS
 
-GPT2, LLAMA, QWEN = (str(CONFIGS / f"{name}.json") for name in ("gpt2", "llama", "qwen3"))
+GPT2, LLAMA, QWEN, T5 = (str(CONFIGS / f"{name}.json") for name in ("gpt2", "llama", "qwen3", "t5"))
 
 
 def test_other_keys_are_values_of_the_configuration(tmp_path: Path) -> None:
@@ -93,9 +95,46 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     check("gpt2", written(tmp_path, auto_map=auto_map))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": "kernels-community/flash-attn2"},
+        {"_attn_implementation": "evil/kernel"},
+        {"attn_implementation": {"text_config": "evil/kernel"}},
+        {"parts": [{"text_config": {"_attn_implementation_internal": "evil/kernel"}}]},
+    ],
+)
+def test_an_attention_that_may_be_code_of_the_hub_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
+    check("gpt2", written(tmp_path, attn_implementation="eager"))
+    message = (
+        r"\w*attn_implementation\w*=\S* is no attention of PyTorch, and code of the hub is not run; use sdpa or eager"
+    )
+    with pytest.raises(UserError, match=message):
+        check("gpt2", written(tmp_path, **values))
+    with pytest.raises(UserError, match=rf"below model\.config: {message}"):
+        read_config(json.loads(Path(GPT2).read_text()) | values, {})
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(Path(T5).read_text()) | values))
+    with pytest.raises(UserError, match=message):
+        load_whole(tmp_path)
+
+
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    values = {"quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(UserError, match="is of quantized weights"):
-        check("gpt2", written(tmp_path, quantization_config={"quant_method": "fp8"}))
+        check("gpt2", written(tmp_path, **values))
+    with pytest.raises(UserError, match=r"below model\.config is of quantized weights"):
+        read_config(json.loads(Path(GPT2).read_text()) | values, {})
+
+
+def test_a_folder_may_be_typed_from_home_and_values_are_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path)
+    check("gpt2", "model.config=~/config.json")
+    assert folder_of("~") == folder_of("~/config.json") == tmp_path
+    with pytest.raises(UserError, match=r"^below model\.config: a t5 is no causal language model"):
+        causal_lm.check(json.loads(Path(T5).read_text()))
 
 
 def test_a_name_on_a_hub_that_nobody_reaches_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
