@@ -17,12 +17,13 @@ from fsdp_lab.config.workload import (
     source_of,
 )
 
+_SEQ2SEQ = "fsdp_lab.workloads.hf.models.seq2seq"
 # What the targets of our models and data sets begin with -> what they are for; those of the user's take anything.
 _TARGETS = {
     "fsdp_lab.workloads.language.": "tokens",
     "fsdp_lab.workloads.seq2seq.": "pairs of texts",
     "fsdp_lab.workloads.hf.models.causal_lm": "tokens",
-    "fsdp_lab.workloads.hf.models.seq2seq": "pairs of texts",
+    _SEQ2SEQ: "pairs of texts",
     "fsdp_lab.workloads.hf.models.image_classification": "images",
 }
 _TASKS = {"classification": "images", "language": "tokens", "seq2seq": "pairs of texts"}  # the others take anything
@@ -44,6 +45,11 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
             f"task.loss_chunks={task.loss_chunks}: models of transformers compute their logits whole; use "
             "task.loss_chunks=1.",
             keys=("model", "task.loss_chunks"),
+        )
+    if task.name == "model_loss" and isinstance(model, UserModel) and model.target == _SEQ2SEQ:
+        raise CombinationError(
+            f"task=model_loss: model._target_={_SEQ2SEQ} computes no loss of its own; use task=seq2seq.",
+            keys=("model", "task"),
         )
     known = [(typed, of) for typed, of in parts if of is not None]
     if len({of for _, of in known}) > 1:
@@ -93,20 +99,22 @@ def check_rows(model: ModelGroup, data: DataGroup) -> None:
     if source is None or not isinstance(model, UserModel) or not isinstance(data, UserData) or data.target is None:
         return
     has = source.num_positions(**model.arguments)
-    length = data.arguments.get("seq_len")
-    if has is not None and isinstance(length, int) and length > has:
-        raise CombinationError(
-            f"data.seq_len={length} is more than the {has} positions of the model; use data.seq_len={has} at most, or "
-            f"model.max_position_embeddings={length}.",
-            keys=("model", "model.max_position_embeddings", "data", "data.seq_len"),
-        )
+    for name in ("seq_len", "source_len", "target_len"):
+        length = data.arguments.get(name)
+        if has is not None and isinstance(length, int) and length > has:
+            raise CombinationError(
+                f"data.{name}={length} is more than the {has} positions of the model; use data.{name}={has} at most, "
+                f"or model.max_position_embeddings={length}.",
+                keys=("model", "model.max_position_embeddings", "data", f"data.{name}"),
+            )
 
 
 def check_images(model: ModelGroup, data: DataGroup) -> None:
-    """Compare the images that a model takes with our data's, which are not resized for it.
+    """Compare the images that a model takes, and the classes that it tells apart, with our data's, which are not
+    resized for it.
 
     Raises:
-        CombinationError: they have another size, or other channels.
+        CombinationError: images have another size, or other channels, or there are more classes.
     """
     source = source_of(model)
     if source is None or not isinstance(model, UserModel) or not isinstance(data, DataConfig):
@@ -120,4 +128,11 @@ def check_images(model: ModelGroup, data: DataGroup) -> None:
             f"{size}x{size} with {channels}; use model.image_size={size} model.num_channels={channels}, with a "
             "model.patch_size that divides it, or data of your own by data._target_.",
             keys=("model", "model.image_size", "model.num_channels", "data"),
+        )
+    labels = source.num_labels(**model.arguments)
+    if labels is not None and labels < images.num_classes:
+        raise CombinationError(
+            f"model.num_labels={labels} is less than the {images.num_classes} classes of data={data.name}; use "
+            f"model.num_labels={images.num_classes}.",
+            keys=("model", "model.num_labels", "data"),
         )

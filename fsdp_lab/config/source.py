@@ -48,3 +48,7 @@ class ModelSource:
     def image_shape(self, *args: Any, **arguments: Any) -> tuple[int, int] | None:
         """Return the channels and the height of the images that the model takes; None where it takes none, or any."""
         return None
+
+    def num_labels(self, *args: Any, **arguments: Any) -> int | None:
+        """Return how many classes of images the model tells apart; None where it takes none."""
+        return None

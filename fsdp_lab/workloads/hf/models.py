@@ -23,13 +23,14 @@ class HuggingFace(ModelSource):
     """Models of one of transformers' auto classes.
 
     `mapping`: the name of its table, configuration class -> model class. `kind`: for messages. `prepare`: what is done
-    to a model that was built.
+    to a model that was built. `method`: what its class must have; None: nothing.
     """
 
     auto_class: str
     mapping: str
     kind: str
     prepare: Callable[[Any], None]
+    method: str | None = None
 
     def __call__(self, config: Config, pretrained: bool = False, **overrides: Any) -> nn.Module:
         """Return the model in float32, with random weights.
@@ -51,7 +52,13 @@ class HuggingFace(ModelSource):
         if not isinstance(pretrained, bool):
             raise ConfigError(f"model.pretrained={pretrained} is not a truth value; use true or false.")
         found = read_config(config, overrides)
-        if type(found) in getattr(transformers(), self.mapping):
+        if type(found) in (classes := getattr(transformers(), self.mapping)):
+            if self.method is not None and not hasattr(classes[type(found)], self.method):
+                raise ConfigError(
+                    f"{named(config)}: {classes[type(found)].__name__} has no {self.method}, which makes the decoder's "
+                    "tokens of the labels; use a model that has it, such as T5 or BART, or model._target_ with a "
+                    "function of yours."
+                )
             return
         others = [name for name, other in MODELS.items() if type(found) in getattr(transformers(), other.mapping)]
         remedy = f"use model={' or model='.join(others)}" if others else "transformers has it for other tasks only"
@@ -125,6 +132,9 @@ class HuggingFace(ModelSource):
         channels, size = getattr(found, "num_channels", None), getattr(found, "image_size", None)
         return (channels, size) if isinstance(channels, int) and isinstance(size, int) else None
 
+    def num_labels(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
+        return read_config(config, overrides).num_labels if self == image_classification else None
+
 
 def _causal(model: Any) -> None:
     attention.use(model, attention.UNPADDED)
@@ -164,7 +174,11 @@ def _as_it_is(model: Any) -> None:
 
 causal_lm = HuggingFace("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model", _causal)
 seq2seq = HuggingFace(
-    "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "sequence-to-sequence model", _seq2seq
+    "AutoModelForSeq2SeqLM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "sequence-to-sequence model",
+    _seq2seq,
+    method="prepare_decoder_input_ids_from_labels",
 )
 image_classification = HuggingFace(
     "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "image classifier", _as_it_is

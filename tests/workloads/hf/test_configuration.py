@@ -73,6 +73,8 @@ def check(name: str, *words: str) -> None:
         ("gpt2", ["task.loss_chunks=2"], "task.loss_chunks=2: models of transformers compute their logits whole"),
         ("gpt2", ["task=classification", "data=digits"], "causal_lm is for tokens, data.name=digits is for images"),
         ("vit", ["model.image_size=16"], "16x16 with 1 channels, and data=digits has 8x8 with 1; use model.image"),
+        ("vit", ["model.num_labels=2"], "model.num_labels=2 is less than the 10 classes of data=digits; use model.n"),
+        ("t5", ["task=model_loss", "task.loss=null"], "seq2seq computes no loss of its own; use task=seq2seq"),
         ("t5", ["task=language", "task.loss=null"], "seq2seq is for pairs of texts, task=language is for tokens"),
     ],
 )  # fmt: skip
@@ -80,6 +82,34 @@ def test_what_has_no_meaning_is_refused_in_one_message(name: str, words: list[st
     check(name)
     with pytest.raises(UserError, match=message):
         check(name, *words)
+
+
+BART = {
+    "model_type": "bart", "vocab_size": 384, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def check_pairs(folder: Path, values: dict[str, Any], *words: str) -> None:
+    (folder / "config.json").write_text(json.dumps(values))
+    trial = config("task=seq2seq", "data=pydoc_summaries", "model=hf_seq2seq", f"model.config={folder}", *words)
+    trial.check(2)
+    trial.check_files()
+
+
+def test_pairs_are_no_longer_than_the_positions_of_a_model(tmp_path: Path) -> None:
+    check_pairs(tmp_path, BART, "data.source_len=32", "data.target_len=32")
+    for words in (["data.source_len=33", "data.target_len=8"], ["data.source_len=8", "data.target_len=33"]):
+        name = next(word for word in words if "33" in word)
+        with pytest.raises(UserError, match=f"{name} is more than the 32 positions of the model; use"):
+            check_pairs(tmp_path, BART, *words)
+
+
+def test_a_model_that_makes_no_tokens_of_labels_is_refused(tmp_path: Path) -> None:
+    message = "M2M100ForConditionalGeneration has no prepare_decoder_input_ids_from_labels, which .* such as T5 or BART"
+    with pytest.raises(UserError, match=message):
+        check_pairs(tmp_path, BART | {"model_type": "m2m_100"}, "data.source_len=8", "data.target_len=8")
 
 
 def written(folder: Path, **values: Any) -> str:
