@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "layout": set(),
     "takehome": {"config", "layout"},
     "tracking": {"locks", "files", "config"},
-    "workloads": {"locks", "config"},
+    "workloads": {"locks", "private", "config"},
     "training": {"cpu_contention", "hardware", "files", "private", "config", "layout", "profile", "workloads"},
     "forecast": {"hardware", "files", "config", "profile", "terminal", "training", "workloads"},
     "forecast.__main__": {"config", "compose", "forecast", "sweep", "terminal", "training"},

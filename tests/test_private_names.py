@@ -1,4 +1,4 @@
-"""Private names of PyTorch, Ray, Hydra and of Python's own library stay in the one file that each of them has."""
+"""Private names of PyTorch, Ray, Hydra, transformers and Python stay in the one file that each of them has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 from tests.conftest import ROOT
 
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
-OWNERS = {"fsdp_lab/training/torch_private.py", "fsdp_lab/engine/ray_private.py"}
+OWNERS = {
+    "fsdp_lab/training/torch_private.py", "fsdp_lab/engine/ray_private.py", "fsdp_lab/workloads/hf/hf_private.py",
+}  # fmt: skip
 # Without a leading underscore, and as private.
 PRIVATE_MODULES = {"ray.train.v2", "torch.testing"}
 # Public in spite of their names: the libraries' manuals have them.

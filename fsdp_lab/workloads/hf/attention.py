@@ -12,6 +12,7 @@ import sys
 from functools import cache
 from typing import Any
 
+from fsdp_lab.workloads.hf.hf_private import attention_of, attention_parts
 from fsdp_lab.workloads.hf.library import transformers
 
 UNPADDED = "fsdp_lab_unpadded"  # rows are full: a causal model needs no mask but its own
@@ -22,14 +23,14 @@ _ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa
 def use(model: Any, name: str) -> None:
     """Let a model that can use PyTorch's attention use it by a name of ours; others stay as they are: those of another
     attention, and those whose code asks for the name `sdpa`, which would leave out their own masks."""
-    if model.config._attn_implementation == "sdpa" and not _asks_for_name(model):
+    if attention_of(model) == "sdpa" and not _asks_for_name(model):
         _register()
         model.set_attn_implementation(name)
 
 
 def change(model: Any, name: str) -> None:
     """Let a model that uses one of our names use this one."""
-    if model.config._attn_implementation in {UNPADDED, PADDED} - {name}:
+    if attention_of(model) in {UNPADDED, PADDED} - {name}:
         model.set_attn_implementation(name)
 
 
@@ -42,8 +43,7 @@ def _asks_for_name(model: Any) -> bool:
 @cache
 def _register() -> None:
     library = transformers()
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
+    attend, sdpa_mask = attention_parts()
 
     def without_padding(**options: Any) -> Any:
         return sdpa_mask(**{**options, "attention_mask": None})
@@ -54,5 +54,5 @@ def _register() -> None:
         return sdpa_mask(**options)
 
     for name, mask in ((UNPADDED, without_padding), (PADDED, with_padding)):
-        library.AttentionInterface.register(name, sdpa_attention_forward)
+        library.AttentionInterface.register(name, attend)
         library.AttentionMaskInterface.register(name, mask)

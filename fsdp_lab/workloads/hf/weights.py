@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.hf.configuration import CONFIG_FILE, check_values
+from fsdp_lab.workloads.hf.hf_private import renamer, superfluous
 from fsdp_lab.workloads.hf.library import transformers
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -138,16 +139,9 @@ def _renamed(model: Any, stored: Mapping[str, Stored], state: Mapping[str, Tenso
     Raises:
         UserError: a tensor is divided otherwise in the model.
     """
-    transformers()
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    others = [change for change in changes if isinstance(change, WeightConverter)]
-    given = {}
+    rename, given = renamer(model, state), {}
     for name in stored:
-        given[name], converted = rename_source_key(name, renamings, others, model.base_model_prefix, dict(state))
+        given[name], converted = rename(name)
         if converted is not None:
             raise UserError(
                 f"model.pretrained=true: {name} is divided otherwise in transformers' {type(model).__name__}, and "
@@ -159,9 +153,8 @@ def _renamed(model: Any, stored: Mapping[str, Stored], state: Mapping[str, Tenso
 
 def _is_left_out(model: Any, name: str) -> bool:
     """Whether a tensor that the model has not is known to be superfluous: a table that it computes, above all."""
-    patterns = model._keys_to_ignore_on_load_unexpected or ()
     buffers = {buffer for buffer, _ in model.named_buffers()}
-    return any(re.search(pattern, name) for pattern in patterns) or bool(
+    return any(re.search(pattern, name) for pattern in superfluous(model)) or bool(
         {name, f"{model.base_model_prefix}.{name}"} & buffers
     )
 
