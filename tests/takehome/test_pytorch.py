@@ -133,9 +133,15 @@ def test_torchrun_runs_the_file(results: dict[str, dict[str, Any]], tmp_path: Pa
     (tmp_path / "use_pytorch.py").write_text(result["script"])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "use_pytorch.py"]
     environment = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
+
+    def launch() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=140, check=False
+        )
+
+    done = launch()
+    if done.returncode and "terminate called without an active exception" in done.stderr:
+        done = launch()  # once on a busy machine a thread of PyTorch's was still there when its process ended
     assert done.returncode == 0, done.stderr
     assert done.stdout == result["printed"]
 
