@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+from fsdp_lab.workloads.language.llama import loss_in_chunks
 
 
 class Block(nn.Module):
@@ -46,9 +46,4 @@ class Gpt(nn.Module):
         x = self.norm(x)
         if labels is None:
             return self.head(x)
-        parts = zip(x.tensor_split(loss_chunks, dim=1), labels.tensor_split(loss_chunks, dim=1), strict=True)
-        losses = [checkpoint(self._loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-        return torch.stack(losses).sum(), (labels != -1).sum()
-
-    def _loss_sum(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x.flatten(0, 1)).float(), labels.flatten(), ignore_index=-1, reduction="sum")
+        return loss_in_chunks(self.head, x, labels, loss_chunks)

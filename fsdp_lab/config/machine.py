@@ -19,7 +19,7 @@ from fsdp_lab.hardware import (
     pytorch_version,
 )
 
-_FLOAT8_SINCE = (8, 9)
+FLOAT8_SINCE = (8, 9)
 _SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
 
 
@@ -111,7 +111,7 @@ def _check_float8_gpus() -> None:
     capability, needs = least_capability(), "a GPU of compute capability 8.9 (Ada, Hopper or newer)"
     if not num_gpus():
         raise UserError(f"precision=float8 needs {needs}, and this machine has no GPU; use precision=bf16_mixed.")
-    if capability is not None and capability < _FLOAT8_SINCE:
+    if capability is not None and capability < FLOAT8_SINCE:
         raise UserError(
             f"precision=float8 needs {needs}, and this machine has one of {capability[0]}.{capability[1]}; use "
             "precision=bf16_mixed."

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.machine import FLOAT8_SINCE
 from fsdp_lab.training.blocks import BlockClasses
 
-_LEAST_CAPABILITY = (8, 9)
 _MULTIPLE = 16  # of both sizes of a weight: of others a GPU has no product in float8
 
 
@@ -26,7 +26,7 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
         UserError: the device has no float8, torchao is missing, or there is no such layer.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if not emulate and (capability is None or capability < _LEAST_CAPABILITY):
+    if not emulate and (capability is None or capability < FLOAT8_SINCE):
         have = "a CPU" if capability is None else f"one of {capability[0]}.{capability[1]}"
         raise UserError(
             "precision=float8 needs a GPU of compute capability 8.9 (Ada, Hopper or newer), and this worker has "

@@ -92,6 +92,23 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
+def loss_in_chunks(head: nn.Module, x: Tensor, labels: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of the cross entropy, in so many parts of the sequence whose logits the backward pass computes
+    again, and the number of labels that count.
+
+    Args:
+        head: makes the logits of `x`, `(batch, seq, dim)`.
+    """
+
+    def loss_sum(x: Tensor, labels: Tensor) -> Tensor:
+        logits = head(x.flatten(0, 1)).float()
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    parts = zip(x.tensor_split(chunks, dim=1), labels.tensor_split(chunks, dim=1), strict=True)
+    losses = [checkpoint(loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(losses).sum(), (labels != IGNORED).sum()
+
+
 class Llama(nn.Module):
     """A decoder of `num_layers` blocks.
 
@@ -155,13 +172,7 @@ class Llama(nn.Module):
         x = self.norm(x)
         if labels is None:
             return self.head(x)
-        parts = zip(x.tensor_split(loss_chunks, dim=1), labels.tensor_split(loss_chunks, dim=1), strict=True)
-        losses = [checkpoint(self._loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-        return torch.stack(losses).sum(), (labels != IGNORED).sum()
-
-    def _loss_sum(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.head(x.flatten(0, 1)).float()
-        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return loss_in_chunks(self.head, x, labels, loss_chunks)
 
     def flops_per_token(self, batch: Tensor) -> float:
         """Return the FLOPs of a training step per token: 6 for each parameter that multiplies a token, and attention's
