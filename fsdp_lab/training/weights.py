@@ -84,7 +84,17 @@ def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
     for module in model.modules():
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(id(parameter), []).append((module, leaf))
-    replace_tensors(model, fresh)
+    made: set[int] = set()
+
+    def once(tensor: Tensor) -> Tensor:
+        """A tied parameter is met again in its second module, by now with storage of its own, maybe on the host."""
+        if id(tensor) in made and not tensor.is_meta:
+            return tensor
+        if tensor.is_meta:
+            made.add(id(tensor))
+        return fresh(tensor)
+
+    replace_tensors(model, once)
     for (first, name), *others in holders.values():
         for module, leaf in others:
             setattr(module, leaf, getattr(first, name))

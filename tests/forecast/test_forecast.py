@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from fsdp_lab.forecast.fits import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, com
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
 from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all
 from fsdp_lab.profile import Event, Profile
+from fsdp_lab.workloads.build import build_workload
 from tests.processes import called, still_running
 from tests.ranks import config
 
@@ -89,6 +91,14 @@ def test_offloaded_state_is_counted_on_the_host():
         assert 0 <= kept["device"][category] - sent["host"][category] < 512 * 12
     assert sent["host"]["grad"] == sent["host"]["param"]
     assert sent["device"]["total"] < kept["device"]["total"]
+
+
+def test_a_tied_parameter_is_offloaded_once():
+    words = ["task=language", "model=lm_tiny", "model.tied=true", "offload=cpu"]
+    host = forecast_profile(config(*words), 2, cuda=True).peaks["host"]
+    workload = build_workload(*(getattr(config(*words), part) for part in ("model", "data", "task")))
+    shapes = [parameter.shape for parameter in workload.model.build().parameters()]
+    assert host["param"] == 4 * sum(-(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
 
 
 def test_tensors_are_counted_as_requested_and_what_is_reserved_in_whole_segments():
