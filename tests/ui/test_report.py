@@ -27,6 +27,9 @@ else:
 
 pytestmark = pytest.mark.ui
 
+# A setting's or a run's own point; Plotly draws those above the Pareto front in a layer of another name.
+POINT = "#main .trace.scatter .point"
+
 
 def written(lab: Lab) -> str:
     """The address of the report's file, written again with a server known."""
@@ -58,7 +61,7 @@ def test_the_page_answers_first_and_its_controls_work(
         shutil.copy(lab.folder / "out/report.md", ROOT / shots)
 
     # a hover shows the trial
-    box = page.locator("#main .scatterlayer .trace.scatter .point").first.bounding_box()
+    box = page.locator(POINT).first.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     hover = page.locator("#main .hoverlayer")
@@ -161,7 +164,7 @@ def test_paper_is_white_and_holds_what_stands_open(page: Page, tmp_path: Path) -
 
 def test_a_click_opens_the_trials_run(page: Page, lab: Lab) -> None:
     page.goto(written(lab))
-    point = page.locator("#main .scatterlayer .trace.scatter .point").first
+    point = page.locator(POINT).first
     box = point.bounding_box()
     assert box is not None
     with page.context.expect_page() as opened:
