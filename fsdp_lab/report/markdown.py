@@ -10,26 +10,28 @@ from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import Sweep
 
 
-def to_markdown(sweep: Sweep, found: Answer) -> str:
-    """The report, a paragraph or table after the other."""
+def to_markdown(sweep: Sweep, found: Answer, uses: Sequence[str] = ()) -> str:
+    """The report, a paragraph or table after the other; `uses`: as for the page."""
     parts = [f"# {_text(tables.heading(sweep, found))}", f"**{_text(found.head + found.sentence)}**"]
     parts += ["\n".join(f"- {_text(line)}" for line in found.lines)] if found.lines else []
     parts += [_text(note) for note in found.notes]
     if found.command:
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", found.command)), default=0))
         parts.append(f"{fence}\n{found.command}\n{fence}")
+    if uses:
+        parts.append(f"{tables.TAKE_HOME}: {', '.join(f'[{name}]({name})' for name in uses)}")
     told = [("command", sweep.command), *tables.about(sweep)]
     parts.append("\n".join(f"- {_text(name)}: {_cell(text)}" for name, text in told))
-    parts += ["## Trials", _trials(sweep)]
-    if note := tables.shared_note(sweep, tables.columns_of(sweep)):
+    parts += ["## Trials", _trials(sweep, found)]
+    if note := tables.shared_note(sweep, tables.columns_of(sweep, found)):
         parts.append(note)
     parts.append(_front(found))
     parts += _what_else(sweep, found)
     return "\n\n".join(parts) + "\n"
 
 
-def _trials(sweep: Sweep) -> str:
-    columns = tables.columns_of(sweep)
+def _trials(sweep: Sweep, found: Answer) -> str:
+    columns = tables.columns_of(sweep, found)
     best = tables.best_of(sweep, columns)
     rows = []
     for trial in sweep.trials:

@@ -21,10 +21,11 @@ _NOTES = {
 }
 
 
-def to_html(sweep: Sweep, found: Answer) -> str:
+def to_html(sweep: Sweep, found: Answer, uses: Sequence[str] = ()) -> str:
+    """The page; `uses`: names of the files beside it that hold the setting for other programs."""
     charts = figures(sweep, found)
     headings = {name: heading for name, heading, _ in charts}
-    parts = [_answer(found)]
+    parts = [_answer(found), *_take_home(uses)]
     if "main" in headings and (plot := main_plot(sweep, found)):
         parts.append(f"<h2>{plot.heading}</h2>{chart('main')}<p class='small'>{plot.note}</p>")
     parts.append(_trials(sweep, found))
@@ -59,6 +60,12 @@ def _answer(found: Answer) -> str:
     if found.command:
         parts.append(f'<pre id="command">{html.escape(found.command)}</pre>')
     return "\n".join(parts)
+
+
+def _take_home(uses: Sequence[str]) -> list[str]:
+    """Links to the setting for other programs."""
+    links = ", ".join(f'<a href="{name}">{name}</a>' for name in map(html.escape, uses))
+    return [f'<p id="uses" class="small">{tables.TAKE_HOME}: {links}</p>'] if uses else []
 
 
 def _what_else(sweep: Sweep, found: Answer) -> list[str]:
@@ -112,11 +119,13 @@ def _in_script(text: str | None) -> str:
 
 
 def _trials(sweep: Sweep, found: Answer) -> str:
-    columns = tables.columns_of(sweep)
+    columns = tables.columns_of(sweep, found)
     best = tables.best_of(sweep, columns)
     chosen = found.setting.trials if found.setting else []
     heads = ("trial", *sweep.axes, "status", *(c.label for c in columns))
-    head = "".join(f'<th><button type="button">{html.escape(name)}</button></th>' for name in heads)
+    # long names may break
+    names = [html.escape(name).replace("_", "_<wbr>") for name in heads]
+    head = "".join(f'<th><button type="button">{name}</button></th>' for name in names)
     rows = []
     for trial in sweep.trials:
         cells = _first_cells(sweep, trial)

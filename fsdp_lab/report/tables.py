@@ -13,11 +13,14 @@ from fsdp_lab.report.plots import FORECAST, with_forecast
 from fsdp_lab.status import TrialStatus
 
 SHARED_MARK = "†"
+TAKE_HOME = "This setting for your own training, in files beside this one"
 
 
-def columns_of(sweep: Sweep) -> list[Metric]:
-    """The metrics that a trial of the sweep has."""
-    return [c for c in table_columns("report") if any(c.key in trial.figures for trial in sweep.trials)]
+def columns_of(sweep: Sweep, found: Answer) -> list[Metric]:
+    """The metrics that a trial of the sweep has; those that decided come first, for a phone shows only a few."""
+    columns = [c for c in table_columns("report") if any(c.key in trial.figures for trial in sweep.trials)]
+    decided = [metric for metric, _ in found.axes]
+    return sorted(columns, key=lambda c: c.key not in decided)
 
 
 def best_of(sweep: Sweep, columns: Sequence[Metric]) -> dict[str, float | None]:

@@ -12,13 +12,16 @@ from fsdp_lab.takehome import FILES, write_out
 USE_FILES = tuple(FILES.values())
 
 
-def write_uses(found: Answer, folder: Path) -> None:
+def write_uses(found: Answer, folder: Path) -> list[str]:
     """Write `USE_FILES` of the recommended trial into the folder, and remove those that cannot be written.
+
+    Returns the names of those that were.
 
     Raises:
         OSError: the folder cannot be written.
     """
     setup = plainest(found.setting).setup if found.setting else None
+    written = []
     for use, name in FILES.items():
         (folder / name).unlink(missing_ok=True)
         if setup is not None:
@@ -26,3 +29,5 @@ def write_uses(found: Answer, folder: Path) -> None:
                 write_text(folder / name, write_out(use, setup), parents=False)
             except UserError:  # `use=` says why
                 continue
+            written.append(name)
+    return written

@@ -24,10 +24,10 @@ def write_report(sweep: Sweep, folder: Path) -> Answer:
         OSError: the folder cannot be written.
     """
     found = answer(sweep)
-    contents = (to_html(sweep, found), to_markdown(sweep, found), to_csv(sweep, found))
+    uses = write_uses(found, folder)
+    contents = (to_html(sweep, found, uses), to_markdown(sweep, found, uses), to_csv(sweep, found))
     for name, content in zip(FILES, contents, strict=True):
         write_text(folder / name, content, parents=False)
-    write_uses(found, folder)
     return found
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.config.registry import REGISTRY
+from fsdp_lab.layout import Layout
 from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.data import Sweep
@@ -19,6 +21,8 @@ from fsdp_lab.report.page import to_html
 from fsdp_lab.report.plots import figures
 from fsdp_lab.report.style import COLORS
 from fsdp_lab.report.write import write_report
+from fsdp_lab.takehome import Setup
+from tests.ranks import config
 from tests.report.sweeps import ROWS, sweep, trial
 
 
@@ -209,6 +213,38 @@ def test_markdown_and_csv_say_the_same(tmp_path: Path):
     assert [row["pareto"] for row in rows] == ["", "", "", "yes", "", "yes"]
     assert float(rows[2]["memory/peak_bytes"]) == 60 * 2**20
     assert rows[4]["why_not"] == "ran out of memory"
+
+
+@pytest.mark.parametrize("task", ["classification", "theirs"])
+def test_what_can_be_taken_home_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str):
+    monkeypatch.setitem(REGISTRY["task.name"], "theirs", "their.task")  # another package's: no script can hold it
+    trials = [trial(i, row) for i, row in enumerate(ROWS)]
+    own = config("model=mlp", "sharding=per_block")
+    own.task.name = task
+    trials[5] = dataclasses.replace(trials[5], setup=Setup("Trial 5", own, Layout(), 2, 1000, 128, "2.15.0"))
+    write_report(sweep(trials), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    links = re.findall(r'href="([^"]*)"', page.partition('id="uses"')[2].partition("</p>")[0])
+    there = {path.name for path in tmp_path.iterdir() if path.name.startswith("use_")}
+    script = {"use_pytorch.py"} if task == "classification" else set()
+    assert set(links) == there == {"use_accelerate.yaml", "use_torchtitan.toml"} | script
+    text = (tmp_path / "report.md").read_text()
+    assert all(f"[{name}]({name})" in text for name in links) and text.count("](use_") == len(links)
+    write_report(sweep(), tmp_path)  # of these trials nothing is known
+    assert 'id="uses"' not in (tmp_path / "report.html").read_text()
+    assert "](use_" not in (tmp_path / "report.md").read_text()
+
+
+def test_the_figures_that_decided_come_first_in_the_table():
+    """A phone shows the first columns."""
+    heads = re.findall("<button[^>]*>([^<]*)", own_html(sweep()))
+    assert heads[:5] == ["trial", "sharding", "precision", "status", "samples/s"] and heads[5] == "peak MiB"
+    searched = sweep(objectives=[("val/loss", "min")])
+    heads = re.findall("<button[^>]*>([^<]*)", own_html(searched))
+    assert heads[4] == "val loss" and "samples/s" in heads
+    for made in (sweep(), searched):
+        heads = re.findall("<button[^>]*>([^<]*)", own_html(made))
+        assert f"| {' | '.join(heads)} |" in to_markdown(made, answer(made))
 
 
 def test_two_hundred_trials_make_a_page_of_no_more_than_six_megabytes():

@@ -110,6 +110,10 @@ def test_the_page_fits_a_phone(page: Page, lab: Lab, errors: list[str], shoot: C
     shoot("report-phone")
     check_fits(page, 420)
     assert page.evaluate("(t => t.scrollWidth > t.clientWidth)(document.querySelector('.wide'))"), "the table scrolls"
+    heads = {head.inner_text(): head.bounding_box() for head in page.locator("table.sortable th").all()}
+    for name in ("sharding", "reshard_after_forward", "status", "samples/s", "peak MiB"):  # what decides is in view
+        box = heads[name]
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 420, name
     assert errors == []
 
 
