@@ -188,5 +188,9 @@ def test_two_hundred_trials(page: Page, crowd: Lab) -> None:
     expect(page.get_by_text("201 matching runs")).to_be_visible()
     compare(page, 20)
     page.get_by_role("switch", name="Parameters - Show diff only").click()
-    newest = [run.data.params for run in crowd.trials[::-1][:20]]
-    assert parameters(page) == {key: [p[key] for p in newest] for key in ("optimizer.lr", "training.seed")}
+    # the newest first; seeds are repeats, of which every second round runs backwards
+    rates = [str(float(f"{i}e-4")) for i in range(1, 11)]
+    assert parameters(page) == {
+        "optimizer.lr": [*rates, *rates[::-1]],
+        "training.seed": ["19"] * 10 + ["18"] * 10,
+    }
