@@ -118,7 +118,8 @@ def run(options: dict[str, str]) -> None:
             tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
         run_id = which if is_run else find_sweep_run(tracking, record.id)
         if run_id:
-            annotate(tracking, run_id, {}, [out / name for name in (*FILES, *USE_FILES) if (out / name).exists()])
+            files = [out / name for name in (*FILES, *USE_FILES) if (out / name).exists()]
+            annotate(tracking, run_id, {}, files, found.head + found.sentence)
         else:
             print("fsdp_lab.report: the store has no run of this sweep, so the report is in its folder alone")
     except UserError as error:

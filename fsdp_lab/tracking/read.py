@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.metrics import is_mib_key
 from fsdp_lab.redact import redact, redacted_file
-from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, sqlite_file
+from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, set_answer, sqlite_file
 from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line
 
 if TYPE_CHECKING:
@@ -88,8 +88,13 @@ def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun
     )
 
 
-def annotate(tracking: TrackingConfig, run_id: str, tags: Mapping[str, str], files: Sequence[Path] = ()) -> None:
+def annotate(
+    tracking: TrackingConfig, run_id: str, tags: Mapping[str, str], files: Sequence[Path] = (), answer: str = ""
+) -> None:
     """Add tags and artifacts to a run that has ended.
+
+    Args:
+        answer: what its description is to begin with; "": as it is.
 
     Raises:
         TrackingError: there is no such store or run, or it does not take them.
@@ -98,6 +103,8 @@ def annotate(tracking: TrackingConfig, run_id: str, tags: Mapping[str, str], fil
     with _refusals(tracking):
         for key, value in tags.items():
             client.set_tag(run_id, key, redact(value))
+        if answer:
+            set_answer(client, run_id, answer)
         for file in files:
             if file.suffix == ".html":  # a page was made by us, and may be large
                 client.log_artifact(run_id, str(file))

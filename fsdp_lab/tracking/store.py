@@ -20,7 +20,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.locks import InUse, exclusive
 from fsdp_lab.redact import redact
-from fsdp_lab.tracking.tags import NAME_LENGTH, how_to_read, one_line
+from fsdp_lab.tracking.tags import NAME_LENGTH, answer_tags, how_to_read, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -215,6 +215,14 @@ def search_runs(client: MlflowClient, experiment_id: str, filter_string: str) ->
         found += page
         token = page.token or ""
     return found
+
+
+def set_answer(client: MlflowClient, run_id: str, answer: str) -> None:
+    """Begin a run's description with what its sweep says."""
+    from mlflow.entities import RunTag
+
+    tags = answer_tags(client.get_run(run_id).data.tags, answer)
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
 
 def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:

@@ -56,10 +56,11 @@ def how_to_read() -> str:
 
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
-COMMAND_TAG = "fsdp_lab.command"
+COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
+_ANSWER_LENGTH = 1000  # so that the command after it is not cut
 _GIT_TIMEOUT_S = 5
 
 
@@ -106,9 +107,18 @@ def _typed(value: Any) -> str:
 def sweep_tags(folder: Path, command: str, num_trials: int, sweep_id: str = "") -> dict[str, str]:
     """The tags of a parent run. The time is in its description: its name says what it compares."""
     note = f"Started {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z} in `{folder.absolute()}` by\n\n    {command}\n"
-    return _cut(
-        {**_origin(folder, command), "num_trials": num_trials, "mlflow.note.content": note, **_found_by(sweep_id)}
-    )
+    return _cut({**_origin(folder, command), "num_trials": num_trials, _NOTE_TAG: note, **_found_by(sweep_id)})
+
+
+def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
+    """The tags of a run whose description begins with what its sweep says, in the place of what it said before.
+
+    Args:
+        tags: as they are; what people added to the description stays.
+    """
+    answer = redact(answer)[:_ANSWER_LENGTH]
+    note = tags.get(_NOTE_TAG, "").removeprefix(tags.get(ANSWER_TAG, "")).lstrip("\n")
+    return _cut({ANSWER_TAG: answer, _NOTE_TAG: f"{answer}\n\n{note}"})
 
 
 def trial_tags(

@@ -19,7 +19,7 @@ from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
 from fsdp_lab.redact import redact, redacted_file
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking.outbox import Outbox
-from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs, ui_url
+from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs, set_answer, ui_url
 from fsdp_lab.tracking.tags import (
     RECORDED_TAG,
     SWEEP_TAG,
@@ -174,6 +174,14 @@ class Tracker:
         def write(client: MlflowClient, id_: str, again: bool) -> None:
             client.update_run(id_, name=shortened(redact(name)))
             client.set_tag(id_, "num_trials", num_trials)
+
+        self._write("tags", handle, write)
+
+    def describe_sweep(self, handle: str, answer: str) -> None:
+        """Begin the description of a sweep's run with what it says; a resume replaces it."""
+
+        def write(client: MlflowClient, id_: str, again: bool) -> None:
+            set_answer(client, id_, answer)
 
         self._write("tags", handle, write)
 

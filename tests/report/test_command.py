@@ -30,6 +30,11 @@ def report(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
 
 
+def described(folder: Path) -> str:
+    """What the description of the sweep's run begins with."""
+    return runs(folder)[0][0].data.tags["mlflow.note.content"].splitlines()[0]
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with a sweep in which a learning rate of 1e-9 learns nothing, and what the sweep printed."""
@@ -53,6 +58,9 @@ def test_a_sweep_ends_with_its_report(swept: tuple[Path, str]):
     assert "report: out/report.html" in printed
     assert f"> {recommended['trial']} " in printed
     parent = runs(folder)[0][0]
+    assert described(folder) == (folder / "out/report.md").read_text().splitlines()[2].strip("*")
+    note = parent.data.tags["mlflow.note.content"]
+    assert "Started 20" in note and f"    {parent.data.tags['fsdp_lab.command']}\n" in note
     assert {"report.html", "report.md", "report.csv", *FILES.values()} <= set(artifacts(folder, parent))
     got = store(folder).download_artifacts(parent.info.run_id, "report.html")
     assert Path(got).read_bytes() == (folder / "out/report.html").read_bytes()
@@ -126,6 +134,7 @@ def test_it_is_written_again_from_the_folder_by_any_name_it_has(swept: tuple[Pat
     assert strict.returncode == 0, strict.stderr
     assert "why_not" in (folder / "strict/report.csv").read_text()
     assert not any(row["why_not"] for row in csv.DictReader((folder / "strict/report.csv").open()))
+    assert described(folder) == (folder / "strict/report.md").read_text().splitlines()[2].strip("*")
 
 
 def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple[Path, str], tmp_path: Path):

@@ -160,6 +160,19 @@ def test_a_trial_of_a_sweep_is_its_child_and_a_trial_alone_is_not(opened: Tracke
     assert "mlflow.parentRunId" not in read(alone).data.tags
 
 
+def test_the_description_of_a_sweep_begins_with_its_answer(opened: Tracker, tmp_path: Path) -> None:
+    def note() -> str:
+        return str(read(sweep).data.tags["mlflow.note.content"])
+
+    sweep = opened.start_sweep("night", tmp_path, "python -m fsdp_lab -m", 12)
+    started = note()
+    opened.describe_sweep(sweep, "So far, with 3 of 12 results: Recommended: `a=1`.")
+    reader().set_tag(sweep, "mlflow.note.content", note() + "\nOf the new disk.")  # by hand
+    for _ in range(2):
+        opened.describe_sweep(sweep, "Recommended: `a=2` on mysql://me:hunter2@host.")
+        assert note() == f"Recommended: `a=2` on mysql://***@host.\n\n{started}\nOf the new disk."
+
+
 def test_a_command_with_slashes_is_whole_and_its_source_is_not_what_follows_the_last(
     opened: Tracker, tmp_path: Path
 ) -> None:

@@ -141,6 +141,11 @@ class MlflowRuns(Listener):
                 f"sent by: {resume_command(sweep.folder)}"
             )
 
+    def describe(self, answer: str) -> None:
+        """Begin the description of the sweep's run with what it says."""
+        if self._parent:
+            self._tracker.describe_sweep(self._parent, answer)
+
     def _run_of(self, sweep: SweepRun, number: int) -> str:
         """The handle of a trial's run, which is started where there is none."""
         if number not in self._handles:

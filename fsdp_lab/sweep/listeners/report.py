@@ -14,7 +14,10 @@ from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 
 
 class Report(Listener):
-    """Writes `report.html`, `.md` and `.csv` of a sweep that ran to its end. `answer`: what it recommends."""
+    """Writes `report.html`, `.md` and `.csv` of a sweep that ran to its end, and its answer into MLflow.
+
+    `answer`: what it recommends.
+    """
 
     def __init__(self, runs: MlflowRuns) -> None:
         self._runs = runs
@@ -31,6 +34,7 @@ class Report(Listener):
                 sweep.states, plan.swept, plan.folder, plan.record, self._runs.run_id, self._runs.parent_id
             )
             self.answer = write_report(found, plan.folder)
+            self._runs.describe(self.answer.head + self.answer.sentence)
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             again = f"python -m fsdp_lab.report sweep={shlex.quote(str(relative(plan.folder)))}"
             sweep.say(f"the report could not be written ({error}); to try again: {again}")
