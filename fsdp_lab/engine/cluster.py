@@ -23,6 +23,7 @@ from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
+from fsdp_lab.engine.session import claim_session, keep_session
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).
@@ -102,6 +103,7 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
         if folder := getattr(context, "address_info", {}).get("session_dir"):
             _own_folders.append(Path(folder))
+            claim_session(Path(folder))
         _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})
         return
     with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
@@ -203,6 +205,8 @@ def stop_ray() -> None:
         folder = _own_folders.pop()
         if lost is None:
             shutil.rmtree(folder, ignore_errors=True)
+        else:
+            keep_session(folder)
 
 
 _adopting = False
