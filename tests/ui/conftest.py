@@ -25,6 +25,7 @@ INSTANT = (
     "training.global_batch_size=8", "checkpoint.mode=off", "export=false", "memory_profile=off",
     "forecast.enabled=false", "hydra.sweep.dir=out", "training.timing_warmup_steps=0", *PLAIN,
 )  # fmt: skip
+_LIMIT_S = 900  # of a sweep, on a machine that others use
 README_SWEEP = (
     "sharding=root,per_block", "precision=fp32", "offload=none", "reshard_after_forward=always,never", "-m",
 )  # fmt: skip
@@ -59,7 +60,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """The sweep that the README begins with, and the page of each rank's memory on top."""
     folder = tmp_path_factory.mktemp("readme", numbered=False)
     made = run_cli(
-        folder, *README_SWEEP, "memory_profile=timeline", "hydra.sweep.dir=out", STORE
+        folder, *README_SWEEP, "memory_profile=timeline", "hydra.sweep.dir=out", STORE, timeout=_LIMIT_S
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     with mlflow_server(folder) as (address, _):
@@ -71,7 +72,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A sweep of 200 trials."""
     folder = tmp_path_factory.mktemp("crowd", numbered=False)
     rates = "optimizer.lr=" + ",".join(f"{i}e-4" for i in range(1, 11))
-    made = run_cli(folder, *INSTANT, STORE, "training.seed=range(20)", rates, "-m")
+    made = run_cli(folder, *INSTANT, STORE, "training.seed=range(20)", rates, "-m", timeout=_LIMIT_S)
     assert made.returncode == 0, made.stderr
     with mlflow_server(folder) as (address, _):
         yield _lab(folder, address)

@@ -21,7 +21,7 @@ else:
     Error, expect = _api.Error, _api.expect
     expect.set_options(timeout=30_000)
 
-pytestmark = pytest.mark.ui
+pytestmark = [pytest.mark.ui, pytest.mark.timeout(1200)]  # the first waits for a sweep
 
 
 def names(runs: list[Run]) -> list[str]:

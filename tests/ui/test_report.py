@@ -25,7 +25,7 @@ else:
     _api = pytest.importorskip("playwright.sync_api", reason="no browser: playwright is not installed: make test-ui")
     expect = _api.expect
 
-pytestmark = pytest.mark.ui
+pytestmark = [pytest.mark.ui, pytest.mark.timeout(1200)]  # the first waits for a sweep
 
 # A setting's or a run's own point; Plotly draws those above the Pareto front in a layer of another name.
 POINT = "#main .trace.scatter .point"
