@@ -146,6 +146,11 @@ class Sweep:
             found.setdefault(self.groups[setting.name], []).extend(setting.of(MEMORY))
         return {group: median(peaks) if peaks else math.nan for group, peaks in found.items()}
 
+    @property
+    def timed(self) -> bool:
+        """Whether any trial's steps were timed, whether its speed counts or not."""
+        return any(_has_speed(trial) for trial in self.trials)
+
     @cached_property
     def runs(self) -> list[Run]:
         """The runs whose speed counts: timed, finished or stopped early, on cores that others left alone."""
@@ -163,8 +168,7 @@ class Sweep:
             for setting in self.settings
             for trial in setting.trials
             if trial.status in (TrialStatus.finished, TrialStatus.stopped)
-            and trial.figures.get(SPEED, 0.0) > 0
-            and math.isfinite(trial.figures[SPEED])
+            and _has_speed(trial)
             and not self.shared(trial)
         ]
 
@@ -204,3 +208,7 @@ def as_number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
+
+
+def _has_speed(trial: Trial) -> bool:
+    return 0 < trial.figures.get(SPEED, 0.0) < math.inf

@@ -100,6 +100,8 @@ def _why_auto_stopped(sweep: Sweep, most: int) -> list[str]:
         return []
     if sweep.objectives and not any(metric == SPEED for metric, _ in sweep.objectives):
         return ["repeat=auto repeated nothing: it repeats to compare speeds, and no objective is one."]
+    if not sweep.timed:
+        return ["repeat=auto repeated nothing: no step was timed, so there are no speeds to compare."]
     left = candidates(sweep)
     saved = f" ({len(names)} runs instead of {rounds * first})" if len(names) < rounds * first else ""
     after = f"repeat=auto stopped after {count(rounds, 'round')}{saved}"

@@ -99,7 +99,7 @@ class AutoRepeat:
         sweep = self._told()
         before = [trial for trial in sweep.trials if self._state.trials[trial.number].trial.config.repeat < number]
         seen = replace(sweep, trials=before)
-        if number >= _TRIED_IN_VAIN and not seen.runs:
+        if not seen.runs and (number >= _TRIED_IN_VAIN or not seen.timed):
             return []
         open_ones = candidates(seen)
         numbers = sorted(setting.trials[0].number for setting in open_ones)

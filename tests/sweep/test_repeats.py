@@ -15,6 +15,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.config.words import check_repeat
+from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.report import data
 from fsdp_lab.report.answer import answer
@@ -22,8 +23,9 @@ from fsdp_lab.report.choice import level_of
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
-from tests.sweep.conftest import PLAIN, TINY
+from tests.sweep.conftest import PLAIN, TINY, results
 from tests.sweep.test_resume import INLINE, forget, told
 
 
@@ -47,6 +49,7 @@ class Planted:
         self.state = SweepState([TrialState(trial) for trial in first], [("val/loss", "min")])
         self.begun: list[str] = []
         self.others_cpu = 0.0  # the share of the cores that others have, all the time
+        self.timed = True
 
     def end(self, number: int) -> None:
         trial = self.state.trials[number].trial
@@ -60,7 +63,8 @@ class Planted:
             data.Trial(
                 number, dict(word.split("=") for word in state.trial.overrides), state.status,  # type: ignore[arg-type]
                 {} if number not in self.measured else {
-                    "perf/samples_per_s": self.measured[number], "val/loss": 1.0, "perf/speed_error": self.noise / 2,
+                    **({"perf/samples_per_s": self.measured[number]} if self.timed else {}),
+                    "val/loss": 1.0, "perf/speed_error": self.noise / 2,
                     "memory/peak_bytes": self.memory[int(state.trial.overrides[0].partition("=")[2])],
                     "perf/others_cpu": self.others_cpu,
                 },
@@ -134,6 +138,17 @@ def test_where_others_use_the_cores_all_the_time_it_gives_up_after_two_rounds():
     assert found.notes[-1] == (
         "repeat=auto stopped after 2 rounds: in none of the 4 runs was the machine free enough to compare speeds."
     )
+
+
+def test_where_no_step_is_timed_it_repeats_nothing_and_says_so():
+    sweep = Planted([1000.0, 500.0], [1.0, 1.0])
+    sweep.timed = False
+    search = sweep.search()
+    sweep.run(search)
+    assert sweep.begun == ["0 0", "1 0"] and search.notes() == []
+    found = answer(sweep.told())
+    assert "No step was timed" in found.sentence
+    assert found.notes == ["repeat=auto repeated nothing: no step was timed, so there are no speeds to compare."]
 
 
 def test_nothing_is_decided_while_a_round_runs():
@@ -248,6 +263,32 @@ def test_under_ray_a_round_waits_for_the_one_before_and_the_sweep_ends(tmp_path:
     for number, trial in enumerate(trials[2:], start=2):
         facts = json.loads((tmp_path / "out" / str(number) / "metrics.jsonl").read_text().splitlines()[-1])
         assert 0 <= facts["perf/others_cpu"] <= 1, trial
+
+
+@pytest.mark.long
+@pytest.mark.timeout(800)
+def test_what_the_forecast_prunes_is_not_repeated(tmp_path: Path):
+    """A device with room for two of three shardings."""
+    plain = [word for word in PLAIN if not word.startswith("sharding")]
+    words = [word for word in (*TINY, *plain) if not word.startswith(("hydra.", "tracking."))] + ["model=mlp"]
+    peaks = {
+        name: forecast_profile(read_config(None, [*words, f"sharding={name}"]), 2, cuda=False).peaks["device"]["total"]
+        for name in ("ddp", "root", "per_block")
+    }
+    assert peaks["ddp"] > max(peaks["root"], peaks["per_block"])
+    room = (peaks["ddp"] + max(peaks["root"], peaks["per_block"])) / 2 / 2**30
+    prune = ("forecast.prune=true", f"forecast.capacity_gib={room}", "sharding=ddp,root,per_block", "training.epochs=1")
+    auto = ("repeat=auto", "repeat_max=2", "report.others_cpu=1", "checkpoint.mode=off", "export=false")
+    done = run_cli(tmp_path, "-m", *TINY, *plain, "model=mlp", *prune, *auto, timeout=700)
+    assert done.returncode == 0, told(done)
+    assert "repeat=auto: round 2 of at most 2 repeats 2 settings" in done.stdout
+    trials = [(row["sharding"], row["repeat"], row["status"]) for row in results(tmp_path)]
+    assert sorted(trials) == [
+        ("ddp", "0", "skipped"),
+        ("per_block", "0", "finished"), ("per_block", "1", "finished"),
+        ("root", "0", "finished"), ("root", "1", "finished"),
+    ]  # fmt: skip
+    assert "repeat=auto stopped after 2 rounds (5 runs instead of 6)" in " ".join(done.stdout.split())
 
 
 @pytest.mark.long
