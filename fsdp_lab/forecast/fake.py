@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdp_lab.training.distributed import Ranks
 from fsdp_lab.training.torch_private import (
+    DEVICE,
     ITEM,
     STEP_IF_FINITE,
     FakeTensorMode,
@@ -101,6 +102,8 @@ class ValuesOnRequest(TorchDispatchMode):
         self.in_model = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is DEVICE:
+            return args[0].device
         if func is ITEM and not self.in_model and type(args[0]) is not torch.Tensor:
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
             return 0.0 if _asking() == STEP_IF_FINITE else 1.0

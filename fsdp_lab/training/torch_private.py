@@ -105,6 +105,7 @@ NAMES = (
     Name("torch.distributed.tensor._sharding_prop", "detect_fake_mode"),
     Name("torch.amp", "GradScaler._maybe_opt_step", ("optimizer",)),
     Name("torch", "ops.aten._local_scalar_dense.default"),
+    Name("torch", "ops.prim.device.default"),
     Name("torch", "ops.aten._scaled_dot_product_flash_attention"),
     Name("torch", "ops.aten._scaled_dot_product_efficient_attention"),
     Name("torch", "ops.aten._scaled_dot_product_attention_math"),
@@ -122,6 +123,7 @@ FUNCTIONAL_COLLECTIVES = (
 )
 wait_for_functional = torch.ops._c10d_functional.wait_tensor
 ITEM = torch.ops.aten._local_scalar_dense.default
+DEVICE = torch.ops.prim.device.default  # where a fake tensor lies, asked by C++: two of three operators of its step
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 plain_attention = torch.ops.aten._scaled_dot_product_attention_math
@@ -269,6 +271,8 @@ class Tracker(MemTracker):
         return not self.modules_at_work() - {self._mod_tracker.get_known_fqn(module)} and not self.in_backward()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is DEVICE:  # no change of memory, and the modes below need not hear of it
+            return args[0].device
         # DTensor tries an operation out on fake tensors of the whole shape first: they hold nothing.
         # PyTorch 2.11 counts them. A DTensor itself the base class sends back, to come again as its parts.
         if active_fake_mode() is not self._fake_mode and DTensor not in types:

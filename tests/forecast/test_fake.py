@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_lab.forecast.fake import fake_tensors
+from fsdp_lab.forecast.fake import HOST, ValuesOnRequest, fake_tensors
+from fsdp_lab.training.memory import _Recorder
+from fsdp_lab.training.torch_private import DEVICE, FakeTensorMode, TorchDispatchMode
 
 LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "l1_loss", "huber_loss", "kl_div", "poisson_nll_loss",
           "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy")  # fmt: skip
@@ -48,3 +53,33 @@ def test_a_fake_lstm_keeps_what_a_real_one_keeps(batch: int) -> None:
     real = kept()
     with fake_tensors():
         assert kept() == real
+
+
+class Hears(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[Any] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.operators.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [ValuesOnRequest, lambda: _Recorder(device=HOST)], ids=["values", "recorder"])
+def test_where_a_fake_tensor_lies_is_answered_by_the_first_mode_that_is_asked(
+    mode: Callable[[], TorchDispatchMode],
+) -> None:
+    """Autograd and modules in C++ ask it twice for each operator that computes, through every mode."""
+
+    def heard(*modes: TorchDispatchMode) -> set[Any]:
+        with FakeTensorMode(), Hears() as below:
+            layer, inputs = nn.Linear(3, 4), torch.rand(2, 3)
+            for each in modes:
+                each.__enter__()
+            layer(inputs).sum().backward()
+            for each in modes:
+                each.__exit__(None, None, None)
+        return below.operators
+
+    assert DEVICE in heard()
+    assert heard() - heard(mode()) == {DEVICE}
