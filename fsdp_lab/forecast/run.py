@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_lab.config import SweepConfig, UserError, memory_settings
+from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
@@ -39,9 +40,10 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Equal for requests with the same answer."""
+        """Equal for requests with the same answer: on a CPU, what is offloaded stays where it is."""
         asks = self.config.forecast.largest_microbatch
-        settings = [memory_settings(self.config, self.num_workers), self.cuda, self.capacity_bytes if asks else None]
+        config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
+        settings = [memory_settings(config, self.num_workers), self.cuda, self.capacity_bytes if asks else None]
         return json.dumps(settings, sort_keys=True)
 
 

@@ -259,6 +259,16 @@ def test_trials_that_share_the_figures_share_a_forecast():
     assert all(Request.of(config(word), 2).key == key for word in same)
 
 
+def test_on_a_cpu_what_is_offloaded_and_what_is_not_share_a_forecast():
+    """Their peaks are equal to the byte there, on a GPU they are not."""
+    for cuda in (False, True):
+        words = ["sharding=per_block", "precision=fp16", *(["forecast.device=cuda"] if cuda else [])]
+        trials = [config(*words, word) for word in ("offload=none", "offload=cpu", "offload=cpu_unpinned")]
+        keys = [Request.of(trial, 2).key for trial in trials]
+        peaks = [forecast_profile(trial, 2, cuda).peaks for trial in trials]
+        assert [key == keys[0] for key in keys] == [found == peaks[0] for found in peaks] == [True, not cuda, not cuda]
+
+
 @pytest.mark.parametrize(
     "word",
     [
