@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-IGNORED = -1  # a label that does not count
+from fsdp_lab.workloads.language.chunks import loss_in_chunks
 
 
 class RotaryEmbedding(nn.Module):
@@ -92,23 +91,6 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
-def loss_in_chunks(head: nn.Module, x: Tensor, labels: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of the cross entropy, in so many parts of the sequence whose logits the backward pass computes
-    again, and the number of labels that count.
-
-    Args:
-        head: makes the logits of `x`, `(batch, seq, dim)`.
-    """
-
-    def loss_sum(x: Tensor, labels: Tensor) -> Tensor:
-        logits = head(x.flatten(0, 1)).float()
-        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-    parts = zip(x.tensor_split(chunks, dim=1), labels.tensor_split(chunks, dim=1), strict=True)
-    losses = [checkpoint(loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    return torch.stack(losses).sum(), (labels != IGNORED).sum()
-
-
 class Llama(nn.Module):
     """A decoder of `num_layers` blocks.
 
@@ -159,28 +141,16 @@ class Llama(nn.Module):
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, loss_chunks: int = 1
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Tokens `(batch, seq)` -> logits `(batch, seq, vocab_size)`; with labels -> the sum of the cross entropy and
-        the number of labels that count, those that are not -1.
-
-        Args:
-            loss_chunks: in how many parts of the sequence the loss is computed. Logits are never held for more than
-                one part: the backward pass computes them again.
-        """
+        """Tokens `(batch, seq)` -> logits `(batch, seq, vocab_size)`; with labels -> `loss_in_chunks` of them."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        if labels is None:
-            return self.head(x)
-        return loss_in_chunks(self.head, x, labels, loss_chunks)
+        return self.head(x) if labels is None else loss_in_chunks(self.head, x, labels, loss_chunks)
 
     def flops_per_token(self, batch: Tensor) -> float:
-        """Return the FLOPs of a training step per token: 6 for each parameter that multiplies a token, and attention's
-        products of all positions with all others. What is computed twice counts once.
-
-        Args:
-            batch: `(batch, seq + 1)`, of which the last token is a label only.
-        """
+        """Return the FLOPs of a training step per token of `(batch, seq + 1)`: 6 for each parameter that multiplies a
+        token, and attention's products of all positions with all others. What is computed twice counts once."""
         tied = self.head.weight is self.embedding.weight
         num_params = sum(p.numel() for p in self.parameters()) - (0 if tied else self.embedding.weight.numel())
         attention = 6 * self.num_layers * self.num_heads * 2 * self.head_dim * (batch.shape[1] - 1)

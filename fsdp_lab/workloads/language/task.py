@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config.workload import ModelGroup, TaskConfig
-
-IGNORED = -1  # the label of what does not count
+from fsdp_lab.workloads.language.chunks import IGNORED
 
 
 def build_task(config: TaskConfig, model: ModelGroup) -> Language:

@@ -1,0 +1,28 @@
+"""A loss whose logits are never held whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -1  # the label of what does not count
+
+
+def loss_in_chunks(head: nn.Module, x: Tensor, labels: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of the cross entropy, and the number of labels that count, those that are not -1.
+
+    Args:
+        head: makes the logits of `x`, `(batch, seq, dim)`.
+        chunks: in how many parts of the sequence. Logits are never held for more than one part: the backward pass
+            computes them again.
+    """
+
+    def loss_sum(x: Tensor, labels: Tensor) -> Tensor:
+        logits = head(x.flatten(0, 1)).float()
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    parts = zip(x.tensor_split(chunks, dim=1), labels.tensor_split(chunks, dim=1), strict=True)
+    losses = [checkpoint(loss_sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(losses).sum(), (labels != IGNORED).sum()
