@@ -202,6 +202,7 @@ class MemoryProfile:
     def track(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]) -> Iterator[None]:
         """Follow one step on this rank, and leave its profile on disk, however the step ends."""
         self._tracked += 1
+        self._figures = None  # those of an epoch that ended before this step lack the optimizer's state
         history = self._cuda and self.detail is Detail.timeline
         if history:
             start_allocator_history(SNAPSHOT_ENTRIES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.profile import CATEGORIES, Event, Holder, Profile
 from tests.ranks import Memo, config, run_ranks, train_all
 
@@ -118,6 +119,16 @@ def test_off_leaves_nothing():
 def test_a_run_of_one_step_has_figures_too():
     ((told, _),) = run_ranks(1, leftover, ["memory_profile=peaks", "training.max_steps=1"])
     assert told[-1]["memory/peak_bytes"] > told[-1]["memory/param_bytes"] > 0
+
+
+def test_the_peak_is_that_of_the_second_step_where_an_epoch_has_one():
+    words = ["model=mlp", "sharding=ddp", "training.global_batch_size=128", "training.epochs=3"]
+    ((told, files),) = run_ranks(1, leftover, ["memory_profile=peaks", *words])
+    peaks = json.loads(files["memory_peaks_rank0.json"])["peaks"]["device"]
+    assert peaks == forecast_profile(config(*words), 1, cuda=False).peaks["device"]
+    first, *later = [figures["memory/peak_bytes"] for figures in told]
+    assert later == [peaks["total"]] * 2 and first < peaks["total"], "the first step has no optimizer state yet"
+    assert told[-1]["memory/optimizer_bytes"] == peaks["optimizer"] > 0
 
 
 def run_out(words: list[str]) -> dict[str, Any]:
