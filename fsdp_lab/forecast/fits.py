@@ -26,7 +26,7 @@ class Forecast:
     takes from a GPU; None for a CPU. `allowances`: what no tensor shows, by name, on the device; `host_allowances`
     likewise. `capacity_bytes` None: not known.
     `largest_microbatch`: images a worker takes at once, 0 where not even one fits; None: not asked.
-    `error`: why there is no forecast; then there are no peaks.
+    `error`: why there is no forecast; then there are no peaks. `fails`: training would end with the same error.
     """
 
     cuda: bool
@@ -38,6 +38,7 @@ class Forecast:
     largest_microbatch: int | None = None
     reserved_bytes: int | None = None
     error: str | None = None
+    fails: bool = False
 
     @property
     def peak_bytes(self) -> int:

@@ -205,7 +205,10 @@ def _answer(request: Request) -> Forecast:
     try:
         return forecast_one(request)
     except UserError as error:
-        return Forecast(request.cuda, request.num_workers, error=str(error))
+        from fsdp_lab.forecast.forecast import NeedsValuesError
+
+        fails = not isinstance(error, NeedsValuesError)  # which training has
+        return Forecast(request.cuda, request.num_workers, error=str(error), fails=fails)
     except Exception as error:  # noqa: BLE001 - told in the table; the others go on
         traceback.print_exception(error)
         lines = str(error).strip().splitlines()

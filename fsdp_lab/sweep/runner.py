@@ -371,7 +371,16 @@ class SweepRun:
         folder = self.folder_of(number)
         folder.mkdir(parents=True, exist_ok=True)
         clear_left_over(folder)  # what another command left there is not this one's result
-        self.states[number].end(TrialStatus.skipped, error, time.time())
+        self._end_unstarted(number, TrialStatus.skipped, error)
+
+    def fail(self, number: int, error: str) -> None:
+        """Record a trial of which it is known that it fails, without starting it."""
+        self.states[number].move(TrialStatus.starting)
+        self.prepare(number)
+        self._end_unstarted(number, TrialStatus.failed, error)
+
+    def _end_unstarted(self, number: int, status: TrialStatus, error: str) -> None:
+        self.states[number].end(status, error, time.time())
         self._write_forecast(number)
         self._write_outcome(number)
         self._publish_end(number)

@@ -139,29 +139,53 @@ class Writes(Listener):
         self.said.append(text)
 
 
-def test_what_a_failed_trial_says_is_not_said_of_its_forecast_too(
-    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Its loss is no scalar. The others, which this executor lets train, are without a forecast for that reason.
-    The executor needs no Ray, so the number of GPUs is given."""
+def plan_of_theirs(compose_trial: Compose, folder: Path, model: str, losses: Sequence[str]) -> SweepPlan:
+    """A trial for each loss."""
+    project = "tests.workloads.user.my_project.net"
+    words = ["task=custom", "model=custom", "data=example", f"+model._target_={project}.{model}", "+model.width=8"]
+    trials = [compose_trial([*words, f"task.loss={project}.{loss}"], i) for i, loss in enumerate(losses)]
+    states = SweepState([TrialState(trial) for trial in trials], LOSS)
+    return SweepPlan(states, trials[0].config, folder, ["task.loss"], Record.of([], True, trials[0].config))
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch):
+    """The executor needs no Ray, which would count them."""
     monkeypatch.setattr("fsdp_lab.engine.cluster.num_gpus", lambda: 0)
-    words = [
-        "task.loss=tests.workloads.user.my_project.net.of_each_item",
-        "task=custom",
-        "model=custom",
-        "data=example",
-    ]
-    words += ["+model._target_=tests.workloads.user.my_project.net.Net", "+model.width=8"]
-    trials = [compose_trial([*words, f"training.seed={seed}"], seed) for seed in range(3)]
-    plan = SweepPlan(
-        SweepState([TrialState(t) for t in trials], LOSS), trials[0].config, tmp_path, ["training.seed"],
-        Record.of([], True, trials[0].config),
-    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_what_a_failed_trial_says_is_not_said_of_its_forecast_too(compose_trial: Compose, tmp_path: Path):
+    """Its model reads a value. The others, which this executor lets train, are without a forecast for that reason."""
+    plan = plan_of_theirs(compose_trial, tmp_path, "Asks", ["loss"] * 3)
     writes = Writes()
     run_sweep(plan, Acts(), [Forecasts(plan), writes])
     told = [text.partition(": ") for text in writes.said if "no forecast" in text]
     assert [name for name, _, _ in told] == ["trial 0 has no forecast", "trial 1 has no forecast"]
-    assert all("of_each_item is a tensor of" in reason for _, _, reason in told)
+    assert all("asks for one in the forward pass" in reason for _, _, reason in told)
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_where_all_forecasts_fail_as_training_would_no_trial_begins(compose_trial: Compose, tmp_path: Path):
+    plan = plan_of_theirs(compose_trial, tmp_path, "Net", ["of_each_item"] * 3)
+    hears = Hears()
+    assert run_sweep(plan, Acts(), [Forecasts(plan), hears]) is ExitCode.failed
+    assert [event for event in hears.heard if event[0] in ("began", "ended")] == [
+        ("ended", n, "failed") for n in range(3)
+    ]
+    first, *others = [state.error or "" for state in plan.state.trials]
+    assert "of_each_item is a tensor of" in first and "forecast.enabled=false trains nonetheless" in first
+    assert others == ["for the same reason as trial 0"] * 2
+    outcomes = [read_outcome(state.trial.folder) for state in plan.state.trials]
+    assert [outcome and outcome.status for outcome in outcomes] == [TrialStatus.failed] * 3, "a resume tries none again"
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_where_one_setting_can_be_forecast_all_begin(compose_trial: Compose, tmp_path: Path):
+    plan = plan_of_theirs(compose_trial, tmp_path, "Net", ["of_each_item", "loss", "of_each_item"])
+    hears = Hears()
+    run_sweep(plan, Acts(), [Forecasts(plan), hears])
+    assert [event[1] for event in hears.heard if event[0] == "began"] == [0, 1, 2]
 
 
 def test_a_trial_that_is_skipped_never_begins(plan: SweepPlan):

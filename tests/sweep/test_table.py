@@ -67,6 +67,12 @@ def test_one_trial_is_counted_as_one(sweep: SweepState):
     assert show(sweep, 80).startswith("3 of 5 trials have a result, after 2 min 5 s\n")
 
 
+def test_what_failed_is_no_result(sweep: SweepState):
+    sweep.trials[2].status = TrialStatus.failed
+    assert how_far(sweep, 7.4) == "2 of 5 trials have a result, 1 failed, after 7 s"
+    assert how_far(SweepState(sweep.trials[2:3], []), 7.4) == "0 of 1 trial has a result, 1 failed, after 7 s"
+
+
 def test_a_speed_beside_others_is_marked_and_never_the_best(sweep: SweepState):
     sweep.trials[1].metrics["perf/others_cpu"] = 0.7
     shown = show(sweep, 200)

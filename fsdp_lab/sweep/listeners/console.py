@@ -163,7 +163,8 @@ class Console(Listener):
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         self.update()
         if ending.code is ExitCode.failed and not ending.early:
-            self.say(f"to try what failed again: {resume_command(sweep.folder)} resume_failed=true")
+            theirs = " (after a change of your code also resume_anyway=true)" if sweep.plan.record.user_code else ""
+            self.say(f"to try what failed again: {resume_command(sweep.folder)} resume_failed=true{theirs}")
 
     def _change(self) -> None:
         self._stale = True

@@ -23,9 +23,10 @@ from fsdp_lab.wording import significant, time_left
 class Forecasts(Listener):
     """Forecasts the trials that are known while Ray starts, the ones that a search suggests one by one.
 
-    On a cluster that is not started here, what to forecast is known only when it has been reached. Why a trial has no
-    forecast is told when it has trained an epoch, or ended without failing: most often it fails for the same reason,
-    and says so itself.
+    On a cluster that is not started here, what to forecast is known only when it has been reached. Where all forecasts
+    fail by one error that training would meet too, no trial is started; not so on such a cluster, whose nodes may have
+    files that this machine lacks. Else why a trial has no forecast is told when it has trained an epoch, or ended
+    without failing: most often it fails for the same reason, and says so itself.
     """
 
     def __init__(self, plan: SweepPlan) -> None:
@@ -72,6 +73,9 @@ class Forecasts(Listener):
             sweep.say(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
         requests = _requests(list(wanted.values()), engine.num_gpus() > 0, workers)
         self._known = {request.key: forecast for request, forecast in zip(requests, found, strict=True)}
+        if self._early is not None and found and all(f.fails and f.error == found[0].error for f in found):
+            _fail(sweep, list(wanted), found[0].error)
+            return
         for number, forecast in zip(wanted, found, strict=True):
             self._take(sweep, number, forecast)
 
@@ -133,6 +137,14 @@ class Forecasts(Listener):
                 f"forecast (peak {mib(forecast.peak_bytes)}, the rest allowed for); forecast.prune=true does not "
                 "start it",
             )
+
+
+def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:
+    """End trials that would all train in vain. The reason is told once."""
+    first, *others = numbers
+    sweep.fail(first, f"{error} Its forecast found this; forecast.enabled=false trains nonetheless.")
+    for number in others:
+        sweep.fail(number, f"for the same reason as {label(first, sweep.states)}")
 
 
 def _wanted(states: Sequence[TrialState]) -> dict[int, TrialState]:

@@ -80,10 +80,12 @@ def _value(value: Any) -> str:
 
 
 def how_far(sweep: SweepState, seconds: float) -> str:
-    """Returns `3 of 36 trials have a result, after 2 min 5 s`."""
-    results = sum(state.status.is_result for state in sweep.trials)
+    """Returns `3 of 36 trials have a result, 1 failed, after 2 min 5 s`."""
+    failed = sum(state.status is TrialStatus.failed for state in sweep.trials)
+    results = sum(state.status.is_result for state in sweep.trials) - failed
     have = "have" if len(sweep.trials) > 1 else "has"
-    return f"{results} of {count(len(sweep.trials), 'trial')} {have} a result, after {duration(seconds)}"
+    without = f", {failed} failed" if failed else ""
+    return f"{results} of {count(len(sweep.trials), 'trial')} {have} a result{without}, after {duration(seconds)}"
 
 
 def _drop(key: str) -> int:

@@ -194,6 +194,18 @@ def test_an_error_of_their_code_is_one_line_that_names_its_place(project: Path) 
     assert "boom" in (project / "out/error.txt").read_text()
 
 
+def test_the_command_that_is_told_tries_mended_code_again(project: Path) -> None:
+    failed = run_cli(project, *FOUND_LATER["loss"][0], *HERE, "training.max_steps=1")
+    assert "0 of 1 trial has a result, 1 failed" in failed.stdout
+    told = "python -m fsdp_lab resume=out resume_failed=true (after a change of your code also resume_anyway=true)"
+    assert told in failed.stdout, failed.stdout
+    file = project / "my_project" / "net.py"
+    file.write_text(file.read_text().replace('- batch["y"]) ** 2', '- batch["y"]).pow(2).mean()'))
+    assert run_cli(project, "resume=out", "resume_failed=true").returncode == 2
+    mended = run_cli(project, "resume=out", "resume_failed=true", "resume_anyway=true")
+    assert mended.returncode == 0 and "1 of 1 trial has a result, after" in mended.stdout, mended.stdout + mended.stderr
+
+
 def test_a_model_that_cannot_be_forecast_trains(project: Path) -> None:
     done = run_cli(project, *ASKS, *HERE, "training.max_steps=1", "export=false")
     assert done.returncode == 0, done.stdout + done.stderr
