@@ -59,7 +59,7 @@ from fsdp_lab.config import (
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.workload import ModelConfig, UserData, UserModel
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.forecast.run import Request, forecast_all, forecast_one
+from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan, plan_sweep
@@ -188,10 +188,16 @@ def with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
     columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len({request.key for request in requests}), left="")
-        began = time.monotonic()
+        began = spoke = time.monotonic()
 
         def on_done(done: int, total: int) -> None:
-            progress.update(task, completed=done, left=time_left(done, total, time.monotonic() - began))
+            nonlocal spoke
+            now = time.monotonic()
+            left = time_left(done, total, now - began)
+            progress.update(task, completed=done, left=left)
+            if not console.is_terminal and now - spoke >= SPEAK_S:  # a pipe or a file shows no bar
+                spoke = now
+                console.print(f"forecasting: {done} of {total} done{', ' if left else ''}{left}", highlight=False)
 
         return forecast_all(requests, on_done)
 
@@ -222,6 +228,9 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
         notes.append("precision=float8 is forecast as bf16_mixed: the float8 copies of a product are not counted.")
     if any(request.config.compile_memory_budget is not None for request in requests):
         notes.append("compile_memory_budget is not forecast: every budget has the figures of the eager step.")
+    if (needed := len({request.key for request in requests})) < len(requests):
+        shared = f"{count(len(requests), 'setting')} need {count(needed, 'forecast')}"
+        notes.append(f"{shared}: those that cannot differ in memory share one.")
     if not cuda and any(request.capacity_bytes for request in requests):
         notes.append("the capacity is compared with a CPU worker's tensors; for GPUs add forecast.device=cuda.")
     for note in dict.fromkeys(notes):

@@ -19,7 +19,7 @@ from fsdp_lab.hardware import num_cpus
 
 LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model here takes some ten seconds
 _A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones
-_SPEAK_S = 15.0  # how often one who waits hears how far it is
+SPEAK_S = 15.0  # how often one who waits hears how far it is
 _LOOK_S = 0.5  # how often a wish to stop is looked at
 
 
@@ -169,7 +169,7 @@ class Background:
             on_wait: told from time to time how many of the distinct forecasts are done, of how many.
         """
         while self._thread.is_alive():
-            self._thread.join(timeout=_SPEAK_S)
+            self._thread.join(timeout=SPEAK_S)
             if self._thread.is_alive():
                 on_wait(*self._progress)
         return self._found
@@ -202,6 +202,7 @@ class Forecaster:
 def _answer(request: Request) -> Forecast:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context here would take memory from those who train
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are of a step that does not run
     try:
         return forecast_one(request)
     except UserError as error:

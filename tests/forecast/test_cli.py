@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import csv
+import io
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from fsdp_lab.forecast.__main__ import plan_forecasts
+from fsdp_lab.forecast.__main__ import plan_forecasts, with_progress
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.forecast.run import Request
 from fsdp_lab.training.__main__ import read_config
+from tests.ranks import config
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -49,6 +53,15 @@ def test_one_configuration(forecast: Command, tmp_path: Path, monkeypatch: pytes
     lines = done.stdout[done.stdout.index("4 workers, 16 images per worker") :].splitlines()
     assert len(lines) > 1 and max(map(len, lines)) <= 80, "broken between words"
     assert " ".join(lines).endswith("forecast.capacity_gib=<GiB of your GPU> it says what fits.")
+
+
+def test_where_no_bar_is_seen_lines_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.forecast.__main__.SPEAK_S", 0.0)
+    shown = io.StringIO()
+    requests = [Request.of(config("model=mlp", word), 2) for word in ("sharding=root", "sharding=ddp")]
+    assert len(with_progress(Console(file=shown, width=100), requests)) == 2
+    first, second = shown.getvalue().split("\n")[:2]
+    assert first.startswith("forecasting: 1 of 2 done") and second.startswith("forecasting: 2 of 2 done")
 
 
 def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path: Path):

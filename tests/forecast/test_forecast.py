@@ -284,6 +284,15 @@ def test_trials_that_do_not_share_the_figures_have_their_own(word: str):
     assert memory_settings(config(), 2) != memory_settings(config(), 4)
 
 
+def test_pytorchs_warnings_of_a_step_that_does_not_run_are_not_shown(capfd: pytest.CaptureFixture[str]):
+    """Of what looks for parameters without a gradient and finds none."""
+    net = "tests.workloads.user.my_project.net"
+    words = ["task=custom", f"task.loss={net}.loss", "model=custom", f"model._target_={net}.SkipsOnce", "model.width=8"]
+    (found,) = forecast_all([Request.of(config(*words, "data=example", "sharding=ddp"), 2)])
+    assert found.error is None
+    assert "find_unused_parameters" not in capfd.readouterr().err
+
+
 def test_many_are_forecast_once_each_and_come_back_in_their_order():
     trials = [config("model=mlp"), config("model=mlp", "optimizer.lr=0.5"), config("model=mlp", "sharding=root")]
     steps: list[tuple[int, int]] = []

@@ -104,6 +104,19 @@ class Asks(Net):
         return super().forward(x if x.sum().item() < 1e9 else 2 * x)
 
 
+class SkipsOnce(Net):
+    """In its first pass alone it leaves a block out."""
+
+    passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        x = self.first(x)
+        for block in self.blocks[1:] if self.passes == 1 else self.blocks:
+            x = block(x)
+        return {"sum": self.head(x).squeeze(-1)}
+
+
 class Wraps(nn.Module):
     """It is given its modules."""
 
