@@ -82,9 +82,10 @@ def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> 
     if has is None or has >= needed:
         return
     name = next((name for name in ("tokenizer", "vocab_size") if data.arguments.get(name) is not None), "_target_")
+    fewer = f"a tokenizer of {has} tokens at most" if name == "tokenizer" else "data with fewer"
     raise CombinationError(
         f"model.vocab_size={has} is less than the {needed} tokens of data.{name}={data.to_keys()[name]}; use "
-        f"model.vocab_size={needed}, or data with fewer.",
+        f"model.vocab_size={needed}, or {fewer}.",
         keys=("model", "model.vocab_size", "data", f"data.{name}"),
     )
 

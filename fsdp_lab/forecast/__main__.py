@@ -213,7 +213,8 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
     models = [t.config.model for t in trials]
     images = sorted({(m.image_size, m.num_channels) for m in models if isinstance(m, ModelConfig)})
     shapes = " or ".join(f"{size}x{size}x{channels}" for size, channels in images)
-    items = f"images of {shapes}" if images else "items"
+    plural = "" if sizes == [1] else "s"
+    items = f"image{plural} of {shapes}" if images else f"item{plural}"
     fixed.append(f"{' or '.join(map(str, sizes))} {items} per worker and step")
     console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)

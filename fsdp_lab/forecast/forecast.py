@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
+from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.allocator import reserved_peak
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
@@ -172,10 +173,11 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
         try:
             return _profile(workload, config, dims, device, cuda)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            line = user_line(error)
             raise NeedsValuesError(
-                f"the forecast runs on tensors without values, and {error.func} asks for one in the forward "
-                "pass of the model; measure this model with memory_profile=peaks, or take the decision that "
-                "hangs on a value (.item(), if tensor:, nonzero) out of the forward pass."
+                f"the forecast runs on tensors without values, and {error.func} asks for one in the forward pass of "
+                f"the model{f', at {line}' if line else ''}; measure this model with memory_profile=peaks, or take the "
+                "decision that hangs on a value (.item(), if tensor:, nonzero) out of the forward pass."
             ) from error
 
 

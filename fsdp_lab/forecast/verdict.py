@@ -40,7 +40,8 @@ def _where(rows: Sequence[Row], items: str) -> str:
     workers = _span(row.forecast.num_workers for row in rows)
     size = f" × {_span(capacity / GIB for capacity in capacities if capacity)} GiB" if capacities else f" {kind}s"
     size = size.removesuffix("s") if size == f" {kind}s" and workers == "1" else size
-    return f"{workers}{size}, {_span(row.microbatch for row in rows)} {items} per {kind}"
+    each = _span(row.microbatch for row in rows)
+    return f"{workers}{size}, {each} {items.removesuffix('s') if each == '1' else items} per {kind}"
 
 
 def _fits(rows: Sequence[Row], swept: Sequence[str]) -> str:
@@ -51,6 +52,8 @@ def _fits(rows: Sequence[Row], swept: Sequence[str]) -> str:
     if not others:
         return "everything fits"
     if not fitting:
+        if len({_size(row.forecast.needed_bytes) for row in rows}) == 1:
+            return f"nothing fits, {_needs(rows, swept)}"
         least = min(rows, key=lambda row: row.forecast.needed_bytes)
         return f"nothing fits, {_name(_values(least, swept))} needs least, {_size(least.forecast.needed_bytes)}"
     those, these = _named(fitting, rows, swept), _named(others, rows, swept)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.layout import Layout, shortened
 from fsdp_lab.training.blocks import BlockClasses
 from fsdp_lab.training.torch_private import WRAPPED
+from fsdp_lab.workloads.base import plain_class
 
 
 def describe_layout(
@@ -40,11 +40,6 @@ def describe_layout(
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module that activation checkpointing wrapped, or the module itself."""
     return getattr(module, WRAPPED, module)
-
-
-def plain_class(module: nn.Module) -> type:
-    """Return the class that a module had before `fully_shard` put its own in front."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def path_of(kind: type) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.workloads.construct import Blueprint, seeded
@@ -174,6 +175,11 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
         values = [map_tensors(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def plain_class(module: nn.Module) -> type:
+    """Return the class that a module had before `fully_shard` put its own in front."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def describe(batch: Batch) -> str:

@@ -15,6 +15,7 @@ from types import TracebackType
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
 
@@ -195,6 +196,11 @@ def _registering(real: Collection[int] | None) -> Iterator[_Registration]:
         register(module, name, parameter)
         if parameter is not None:
             _check_size(module, parameter)
+            if isinstance(parameter, DTensor):
+                raise UserError(
+                    f"the parameter {name} of {type(module).__name__} is a DTensor already; fsdp_lab divides "
+                    "parameters itself: make it a plain tensor."
+                )
             registration.add(parameter)
 
     nn.Module.register_parameter = register_and_note  # type: ignore[assignment,method-assign]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import psutil
 import pytest
@@ -208,8 +209,10 @@ def test_a_model_that_needs_real_values_is_told_the_operation(monkeypatch: pytes
     workload = module.build_workload(config().model, config().data)
     curious = replace(workload, model=replace(workload.model, build=Curious, block_classes=(nn.Linear,)))
     monkeypatch.setattr(module, "build_workload", lambda *_: curious)
-    with pytest.raises(NeedsValuesError, match=r"_local_scalar_dense.* asks for one in the forward pass"):
+    with pytest.raises(NeedsValuesError, match=r"_local_scalar_dense.* asks for one in the forward pass") as told:
         forecast_profile(config(), 2, cuda=False)
+    asks = Path(__file__).read_text().splitlines().index("        return logits if logits.sum() > 0 else -logits") + 1
+    assert f"of the model, at tests/forecast/test_forecast.py:{asks};" in str(told.value)
     # and nothing is left over that would stop the next one
     monkeypatch.undo()
     assert forecast_profile(config(), 2, cuda=False).peaks

@@ -64,6 +64,8 @@ def test_the_shorter_of_what_fits_and_what_does_not_is_told():
     assert ": everything fits;" in verdict([row(r.settings, 9, 65) for r in ROWS], AXES)
     none = verdict([row(r.settings, 30.0 + i, 0) for i, r in enumerate(ROWS)], AXES)
     assert none.endswith(": nothing fits, per_block bf16_mixed with checkpointing needs least, 31.0 GiB.")
+    same = verdict([row(r.settings, 30, 0) for r in ROWS], AXES)
+    assert same.endswith(": nothing fits, every setting needs 31.0 GiB.")
     told = verdict([row([str(i)], 30 if i % 2 else 9) for i in range(20)], ["model.width"])
     assert "everything except model.width=1, model.width=3, model.width=5 and 7 more fits; forecast.largest_" in told
 
@@ -87,6 +89,10 @@ def test_on_a_cpu_the_capacity_that_is_suggested_is_a_gpus():
         "64 samples per worker; memory needed: with checkpointing 2.50 GiB, without checkpointing 10.9 GiB; "
         "with forecast.device=cuda forecast.capacity_gib=<GiB of your GPU> it says what fits."
     )
+
+
+def test_one_sample_is_one():
+    assert verdict([replace(ROWS[0], microbatch=1)], AXES, "images").startswith("8 × 24 GiB, 1 image per GPU: ")
 
 
 def test_one_setting_and_failed_forecasts():

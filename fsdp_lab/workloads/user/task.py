@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import import_callable, user_line
 from fsdp_lab.config.workload import ModelGroup, TaskConfig
-from fsdp_lab.workloads.base import Batch, Task, describe, shape_of, tensors_of
+from fsdp_lab.workloads.base import Batch, Task, describe, plain_class, shape_of, tensors_of
 from fsdp_lab.workloads.user.data import Marked
 
 # What PyTorch's RuntimeErrors say of tensors that do not fit each other.
@@ -134,10 +134,11 @@ class UserLoss:
         """
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return loss
-        what = f"a tensor of {shape_of(loss)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise UserError(
-            f"{self.name} is {what}; it is to be the mean loss of the batch, a scalar tensor: loss.mean() is one."
-        )
+        what, remedy = f"a {type(loss).__name__}", "return the tensor itself, without .item(), for it has the gradients"
+        if isinstance(loss, Tensor):
+            what, remedy = f"a tensor of {shape_of(loss)}", "loss.mean() is one"
+            what = f"{what} {str(loss.dtype).removeprefix('torch.')}" if loss.ndim == 0 else what
+        raise UserError(f"{self.name} is {what}; it is to be the mean loss of the batch, a scalar tensor: {remedy}.")
 
 
 def _sums_and_counts(named: Any) -> dict[str, tuple[Tensor, Tensor]]:
@@ -224,4 +225,5 @@ def _where(error: BaseException, model: nn.Module) -> str:
     if found is None:
         return ""
     name = _OF_WRAPPERS.sub("", names[id(found)]).removeprefix("module.").strip(".")
-    return f"{name} ({type(found).__name__})" if name and name != "module" else type(found).__name__
+    kind = plain_class(found).__name__
+    return f"{name} ({kind})" if name and name != "module" else kind

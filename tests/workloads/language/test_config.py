@@ -122,6 +122,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
         config = composed(*typed)
         with pytest.raises(CombinationError) as early:
             check(config)
+        assert ("or a tokenizer of 256 tokens at most." in str(early.value)) == (typed is text)
         told = f"model.vocab_size={has} is less than the {needed} tokens of {of}"
         assert str(early.value).startswith(told) and f"; use model.vocab_size={needed}" in str(early.value)
         with pytest.raises(CombinationError) as late:  # on a cluster, whose files are not here

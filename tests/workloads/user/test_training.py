@@ -99,6 +99,15 @@ DOES_NOT_FIT = {
         (f"model._target_={HERE}.net.Reads", "model.width=8", *DATA, *LOSS, "init=meta"),
         ["init=meta: the constructor of Reads reads the values of parameters", "use init=rank0"],
     ),
+    "a number": ((*NET, *DATA, f"task.loss={HERE}.net.loss_as_a_number"), ["is a float;", "itself, without .item()"]),
+    "of the whole": (
+        (f"model._target_={HERE}.net.Refuses", "model.width=8", *DATA, *LOSS, "sharding=root"),
+        ["the forward pass fails in Refuses on a batch of", "these are too many"],
+    ),
+    "divided": (
+        (f"model._target_={HERE}.net.Divides", "model.width=8", *DATA, *LOSS),
+        ["the parameter extra of Divides is a DTensor already", "make it a plain tensor"],
+    ),
     "no example": (
         (f"model._target_={HERE}.net.digits", "model.width=4", "data=example", "sharding=root"),
         ["example_batch(size)"],

@@ -53,6 +53,10 @@ def loss_of_the_model_alone(model):
     return model.head.weight.mean()
 
 
+def loss_as_a_number(model, batch):
+    return loss(model, batch).item()
+
+
 def off_by(model, batch):
     wrong = (model(batch["x"])["sum"] - batch["y"]).abs()
     return {"off_by": (wrong.sum(), torch.tensor(len(wrong)))}
@@ -102,6 +106,23 @@ class Asks(Net):
 
     def forward(self, x):
         return super().forward(x if x.sum().item() < 1e9 else 2 * x)
+
+
+class Refuses(Net):
+    def forward(self, x):
+        raise ValueError("these are too many")
+
+
+class Divides(Net):
+    """Divides a parameter by itself."""
+
+    def __init__(self, width):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import distribute_tensor
+
+        super().__init__(width)
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        self.extra = nn.Parameter(distribute_tensor(torch.zeros(8, 8), mesh))
 
 
 class SkipsOnce(Net):
