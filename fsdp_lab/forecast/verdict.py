@@ -98,7 +98,8 @@ def _needs(rows: Sequence[Row], swept: Sequence[str]) -> str:
     alike = ([row for row in rows if _size(row.forecast.needed_bytes) == size] for size in sizes)
     named = [_listed(map(_name, _named(same, rows, swept))) for same in alike]
     if len(sizes) > _MOST:
-        return f"{named[0]} needs the least, {sizes[0]}, {named[-1]} the most, {sizes[-1]}"
+        need = "need" if " and " in named[0] else "needs"
+        return f"{named[0]} {need} the least, {sizes[0]}, {named[-1]} the most, {sizes[-1]}"
     kind = "GPU memory" if rows[0].forecast.cuda else "memory"
     told = [f"{name} {size}" for name, size in zip(named, sizes, strict=True)]
     return f"{kind} needed: {', '.join(told)}"

@@ -76,6 +76,8 @@ def test_without_a_capacity_each_setting_is_told_with_what_it_needs_and_the_key_
         "8 GPUs, 64 samples per GPU; GPU memory needed: per_block and root 10.0 GiB, ddp 16.7 GiB; "
         "with forecast.capacity_gib=<GiB of your GPU> it says what fits."
     )
+    many = [row([str(i)], max(i, 1) / 2 + 1, capacity=None) for i in range(9)]
+    assert "model.width=0 and model.width=1 need the least, 2.50 GiB, " in verdict(many, ["model.width"])
     many = [row([str(i)], i / 2 + 1, capacity=None) for i in range(9)]
     assert "model.width=0 needs the least, 2.00 GiB, model.width=8 the most, 6.00 GiB; with fore" in verdict(
         many, ["model.width"]
