@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fsdp_lab import hardware
-from tests import nvml
+from tests import forked, nvml
 from tests.servers import lay_store
 
 if TYPE_CHECKING:
@@ -47,9 +47,15 @@ def command_line(*arguments: str, tell_imports: bool = False) -> list[str]:
 def run_cli(
     cwd: Path, *arguments: str, tell_imports: bool = False, timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m fsdp_lab <arguments>` in `cwd`, to its end."""
+    """`python -m fsdp_lab <arguments>` in `cwd`, to its end; in a fork of a process that has imported what it needs.
+
+    Args:
+        tell_imports: in a process of its own, which ends with a line of the slow libraries that it imported.
+    """
     if STORE in arguments:
         lay_store(cwd)
+    if not tell_imports:
+        return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
     command = command_line(*arguments, tell_imports=tell_imports)
     env = dict(os.environ)  # without what readline adds behind Python's back: a terminal of 80 columns
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=env)

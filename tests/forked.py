@@ -1,36 +1,43 @@
 """Commands in children of one process that has imported what they need: one starts within milliseconds, not seconds.
 
-`python -m tests.forked` reads a line of JSON from standard input, `[[folder, [program, word, ...]], ...]`, and answers
-each command with two lines, `[number, process]` and, as it ends, `[number, exit status, output]`.
+`python -m tests.forked` reads a line of JSON from standard input, `[[folder, [module, word, ...], environment,
+seconds], ...]`, and answers each command with two lines, `[number, process]` and, as it ends, `[number, exit status,
+output, errors]`. A command is `python -m module word ...` in all but what it has imported already: its folder,
+environment, `__main__`, `sys.path` and its end, with all that is registered for that, are a process's of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 _LIMIT_S = 100
-_MAINS = {"fsdp_lab": "fsdp_lab.__main__", "fsdp_lab.report": "fsdp_lab.report.__main__"}
-# What the commands import while they run.
+# What the commands import while they run. Not Ray, which reads its environment as it is imported.
 _IMPORTED = (
-    *_MAINS.values(), "mlflow", "mlflow.entities", "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects",
-    "plotly.io", "plotly.offline", "scipy.stats", "sklearn.datasets", "torch.distributed.checkpoint",
-    "fsdp_lab.training", "fsdp_lab.sweep.start", "fsdp_lab.sweep.multirun", "fsdp_lab.sweep.executors.inline",
-    "fsdp_lab.sweep.report", "fsdp_lab.workloads.vision.mlp", "fsdp_lab.workloads.vision.digits",
-    "hydra_plugins.fsdp_lab_sweeper.sweeper",
+    "fsdp_lab.__main__", "fsdp_lab.report.__main__", "fsdp_lab.forecast.__main__", "mlflow", "mlflow.entities",
+    "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects", "plotly.io", "plotly.offline", "scipy.stats",
+    "torch.distributed.checkpoint", "fsdp_lab.training", "fsdp_lab.sweep.start", "fsdp_lab.sweep.multirun",
+    "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.report", "fsdp_lab.workloads.vision.mlp",
+    "fsdp_lab.workloads.vision.vit", "fsdp_lab.workloads.vision.digits", "hydra_plugins.fsdp_lab_sweeper.sweeper",
 )  # fmt: skip
+# One thread for OpenMP: two that wait for each other on a busy core lose a factor of ten. MLflow reads its own as it is
+# imported, and would start a thread to tell its makers.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
 @dataclass(frozen=True)
@@ -38,15 +45,20 @@ class Done:
     """How a command ended: its exit status (negative: the signal that ended it) and what it printed."""
 
     code: int
-    told: str
+    out: str
+    err: str
+
+    @property
+    def told(self) -> str:
+        return self.out + self.err
 
 
 class Commands:
     """Runs commands side by side, each in a fork of one process that is started when this is entered."""
 
     def __enter__(self) -> Commands:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.forked"]
+        environment = {**os.environ, **_ENVIRONMENT}
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -57,12 +69,21 @@ class Commands:
         self._server.stdin.close()
         self._server.wait()
 
-    def run(self, jobs: Sequence[tuple[Path, Sequence[str]]]) -> Iterator[tuple[int, Done]]:
-        """Run `program words...` in a folder, for each job; give its number and how it ended, as they end."""
-        self._ask(jobs)
+    def run(
+        self,
+        jobs: Sequence[tuple[Path, Sequence[str]]],
+        environment: Mapping[str, str] | None = None,
+        seconds: float = _LIMIT_S,
+    ) -> Iterator[tuple[int, Done]]:
+        """Run `module words...` in a folder, for each job; give its number and how it ended, as they end.
+
+        Args:
+            environment: of the commands; default: this process's. seconds: after so many SIGALRM ends one.
+        """
+        self._ask(jobs, environment, seconds)
         for _ in range(2 * len(jobs)):
             number, *answer = self._answer()
-            if len(answer) == 2:
+            if len(answer) == 3:
                 yield number, Done(*answer)
 
     def run_and_kill(self, folder: Path, words: Sequence[str], when: Callable[[], bool]) -> Done:
@@ -74,9 +95,16 @@ class Commands:
         os.kill(pid, signal.SIGKILL)
         return Done(*self._answer()[1:])
 
-    def _ask(self, jobs: Sequence[tuple[Path, Sequence[str]]]) -> None:
+    def _ask(
+        self,
+        jobs: Sequence[tuple[Path, Sequence[str]]],
+        environment: Mapping[str, str] | None = None,
+        seconds: float = _LIMIT_S,
+    ) -> None:
         assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps([[str(folder), list(words)] for folder, words in jobs]) + "\n")
+        given = dict(os.environ if environment is None else environment)
+        asked = [[str(folder), list(words), given, seconds] for folder, words in jobs]
+        self._server.stdin.write(json.dumps(asked) + "\n")
         self._server.stdin.flush()
 
     def _answer(self) -> list[Any]:
@@ -85,55 +113,111 @@ class Commands:
         return answer
 
 
+@cache
+def _own() -> Commands:
+    commands = Commands().__enter__()
+    atexit.register(commands.__exit__)
+    return commands
+
+
+def run(
+    folder: Path, *words: str, seconds: float = _LIMIT_S, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python -m <words>` in a folder and in an environment, by default this process's, to its end.
+
+    Raises:
+        TimeoutExpired: it ran for longer than that.
+    """
+    try:
+        ((_, done),) = _own().run([(folder, words)], environment, seconds)
+    except BaseException:
+        _own.cache_clear()  # an answer that is still to come would be taken for the next one's
+        raise
+    if done.code == -signal.SIGALRM:
+        raise subprocess.TimeoutExpired(words, seconds, done.out, done.err)
+    return subprocess.CompletedProcess(words, done.code, done.out, done.err)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A command that runs, and the files that it prints to."""
+
+    number: int
+    out: IO[bytes]
+    err: IO[bytes]
+
+    def printed(self) -> Iterator[str]:
+        for file in (self.out, self.err):
+            with file:
+                file.seek(0)
+                yield file.read().decode(errors="replace")
+
+
 def serve() -> None:
     """Answer every job that standard input names, as many at a time as there are cores."""
     for name in _IMPORTED:
         importlib.import_module(name)
+    assert "ray" not in sys.modules, "it has read the environment of this process, not that of a command"
+    gc.freeze()  # what is not looked at need not be copied
     for batch in sys.stdin:
-        running: dict[int, tuple[int, IO[bytes]]] = {}
-        for number, (folder, words) in enumerate(json.loads(batch)):
-            out = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the answer
+        running: dict[int, _Running] = {}
+        for number, (folder, words, environment, seconds) in enumerate(json.loads(batch)):
+            job = _Running(number, tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115 - `printed` does
             if pid := os.fork():
-                running[pid] = (number, out)
+                running[pid] = job
                 print(json.dumps([number, pid]), flush=True)
             else:
-                _command(folder, words, out)
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                _command(folder, words, environment, job)
             if len(running) >= (os.cpu_count() or 1):
                 _answer(running)
         while running:
             _answer(running)
 
 
-def _answer(running: dict[int, tuple[int, IO[bytes]]]) -> None:
+def _answer(running: dict[int, _Running]) -> None:
     """Wait for the next command that ends, and say how it did."""
     pid, status = os.wait()
-    number, out = running.pop(pid)
-    with out:
-        out.seek(0)
-        told = out.read().decode(errors="replace")
-    print(json.dumps([number, os.waitstatus_to_exitcode(status), told]), flush=True)
+    job = running.pop(pid)
+    print(json.dumps([job.number, os.waitstatus_to_exitcode(status), *job.printed()]), flush=True)
 
 
-def _command(folder: str, words: Sequence[str], out: IO[bytes]) -> None:
+def _command(folder: str, words: Sequence[str], environment: Mapping[str, str], job: _Running) -> NoReturn:
     """Be the command, and end with it."""
-    code: Any = 1
+    os.chdir(folder)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(job.out.fileno(), 1)
+    os.dup2(job.err.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    # What a process of its own has not got, and what it runs itself.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests" or name == f"{words[0]}.__main__"]:
+        del sys.modules[name]
+    sys.path[0] = os.getcwd()  # as `python -m` puts it
+    sys.argv = list(words)
     try:
-        os.chdir(folder)
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-        signal.alarm(_LIMIT_S)
-        sys.argv = list(words)
-        code = importlib.import_module(_MAINS[words[0]]).main()
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        _end(None)
     except SystemExit as end:
-        code = end.code
+        _end(end.code)
     except BaseException:  # noqa: BLE001 - as Python ends with it
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code or 0)
+        sys.excepthook(*sys.exc_info())
+        _end(1)
+
+
+def _end(code: Any) -> NoReturn:
+    """End as Python does, but for taking apart what was imported, which takes seconds and is not heard of."""
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.conftest import ROOT, STORE, run_cli
 
 PAGE = (ROOT / "docs" / "your-model.md").read_text()
@@ -82,7 +83,6 @@ def test_what_the_options_lack_is_one_line(project: Path, file: str, content: st
 
 
 def test_the_forecast_runs(project: Path) -> None:
-    command = [sys.executable, "-m", "fsdp_lab.forecast", *COMMANDS[1], "forecast.folder=f"]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=200, check=False)
+    done = forked.run(project, "fsdp_lab.forecast", *COMMANDS[1], "forecast.folder=f")
     assert done.returncode == 0, done.stderr
     assert len((project / "f" / "forecast.csv").read_text().splitlines()) == 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fsdp_lab.forecast.__main__ import plan_forecasts, with_progress
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.training.__main__ import read_config
+from tests import forked
 from tests.ranks import config
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -24,8 +24,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def forecast(tmp_path: Path) -> Command:
     def run(*words: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fsdp_lab.forecast", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, check=False)
+        return forked.run(tmp_path, "fsdp_lab.forecast", *words, seconds=timeout)
 
     return run
 

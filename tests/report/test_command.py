@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.takehome import FILES
+from tests import forked
 from tests.conftest import STORE, run_cli
 from tests.sweep.conftest import TINY, artifacts, runs, store
 
@@ -26,8 +27,7 @@ SWEEP = (
 
 
 def report(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fsdp_lab.report", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return forked.run(cwd, "fsdp_lab.report", *arguments)
 
 
 def described(folder: Path) -> str:

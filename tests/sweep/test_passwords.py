@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from fsdp_lab.sweep.state import SweepState
 from fsdp_lab.sweep.store.passwords import store_address, words_as_typed, words_to_write
 from fsdp_lab.sweep.store.record import Record, add_trial, begin_folder, changes_of_config, write_hydra_folder
 from fsdp_lab.tracking.tags import fact_tags, one_line, sweep_tags, trial_params, trial_tags
+from tests import forked
 from tests.conftest import run_cli
 from tests.servers import mlflow_server
 from tests.sweep.conftest import PLAIN, TINY
@@ -130,8 +129,7 @@ def test_a_refusal_shows_no_password(tmp_path: Path):
 @pytest.mark.parametrize("program", ["fsdp_lab", "fsdp_lab.forecast", "fsdp_lab.nightly", "fsdp_lab.report"])
 def test_no_program_shows_the_password_in_a_word_that_cannot_be_read(tmp_path: Path, program: str):
     words = (f"tracking.uri=http://bob:{PASSWORD}@127.0.0.1:9/?api_key={PASSWORD}", "sweep=last")
-    command = [sys.executable, "-m", program, *words[: 2 if program == "fsdp_lab.report" else 1]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = forked.run(tmp_path, program, *words[: 2 if program == "fsdp_lab.report" else 1])
     assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr, done.stdout + done.stderr
 
 
@@ -162,8 +160,7 @@ def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
         done = run_cli(folder, "resume=out")
         told += done.stdout + done.stderr
         assert done.returncode == 0 and "finished" in done.stdout, told
-        command = [sys.executable, "-m", "fsdp_lab.report", "sweep=out"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+        done = forked.run(folder, "fsdp_lab.report", "sweep=out")
         told += done.stdout + done.stderr
         assert done.returncode == 0 and "MLflow has not got" not in done.stderr, told
     assert PASSWORD not in told

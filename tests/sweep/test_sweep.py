@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from mlflow.entities import Run
 
 from fsdp_lab.config import NightlyConfig, from_dict
 from fsdp_lab.metrics import declared, is_mib_key
+from tests import forked
 from tests.conftest import STORE, run_cli
 from tests.ranks import Memo, run_ranks
 from tests.sweep.conftest import PLAIN, TINY, artifacts, history, results, runs, store
@@ -166,8 +166,7 @@ def test_the_losses_are_those_of_a_run_without_ray(swept: Swept, children: list[
 def test_the_exported_model_predicts_what_the_trial_measured(swept: Swept, children: list[Run]):
     run = children[1]
     for argument in ("file=out/1/model.pt", f"run={run.info.run_id}"):
-        command = [sys.executable, "-m", "fsdp_lab.predict", argument, STORE, "out=."]
-        done = subprocess.run(command, cwd=swept.folder, capture_output=True, text=True, timeout=100, check=False)
+        done = forked.run(swept.folder, "fsdp_lab.predict", argument, STORE, "out=.")
         assert done.returncode == 0, done.stderr
         accuracy = float(re.findall(r"accuracy ([0-9.]+)", done.stdout)[0])
         assert accuracy == pytest.approx(run.data.metrics["val/accuracy"], abs=1e-4)

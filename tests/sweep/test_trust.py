@@ -24,6 +24,7 @@ from fsdp_lab.sweep.store import trust
 from fsdp_lab.sweep.store.record import Record, add_trial, begin_folder, write_hydra_folder
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.store.words import Known, known_words, leads_away, names_code, refusal
+from tests import forked
 from tests.conftest import STORE, command_line, run_cli
 from tests.servers import lay_store
 
@@ -156,9 +157,7 @@ def begin_folder_of(folder: Path) -> None:
 
 
 def report(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fsdp_lab.report", *arguments]
-    environ = {**os.environ, **environment}
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    return forked.run(cwd, "fsdp_lab.report", *arguments, environment={**os.environ, **environment})
 
 
 class _Pickled:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.__main__ import read_config
+from tests import forked
 
 LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096  # queries, output; keys, values; SwiGLU; norms
 REST = 2 * 128256 * 4096 + 4096  # embedding, head, norm
@@ -47,16 +46,15 @@ def test_of_a_loss_in_parts_the_logits_of_one_part_are_held() -> None:
 
 def test_what_an_option_says_is_not_said_again(tmp_path: Path) -> None:
     words = ["model=lm_tiny", "model.num_layers=1", "sharding=root", "forecast.device=cuda", "cluster.num_workers=2"]
-    command = [sys.executable, "-m", "fsdp_lab.forecast", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    done = forked.run(tmp_path, "fsdp_lab.forecast", *words)
+    assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.split()).partition("for GPUs")[0]
     assert told.startswith("1 setting: model=lm_tiny sharding=root")
     assert told.endswith("optimizer=adam model.num_layers=1 data=pydoc data.seq_len=64 32 items per worker and step ")
 
 
 def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fsdp_lab.forecast", "-m", "data=text", "data.root=none"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = forked.run(tmp_path, "fsdp_lab.forecast", "-m", "data=text", "data.root=none")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
         "fsdp_lab.forecast: data.root=none is not a folder; point it at a folder with .txt, .md, .parquet files.\n"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.conftest import STORE, run_cli
 
 pytest.importorskip("transformers")
@@ -29,8 +28,7 @@ def test_it_trains_keeps_the_best_epoch_and_summarises(tmp_path: Path) -> None:
     assert min(losses) < losses[0] < 5.95, "it learns: a guess among 384 tokens has 5.95"
     assert min(losses) < losses[-1] - 0.05, "the last epoch is not the best"
     for argument in ("file=out/model", f"run={row['run_id']}"):
-        command = [sys.executable, "-m", "fsdp_lab.predict", argument, STORE]
-        told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        told = forked.run(tmp_path, "fsdp_lab.predict", argument, STORE, seconds=200)
         assert told.returncode == 0, told.stderr
         assert told.stdout.count("article:") == told.stdout.count("summary:") == 3
         loss = float(re.findall(r"40 validation pairs: loss ([0-9.]+)", told.stdout)[0])
