@@ -21,7 +21,7 @@ from fsdp_lab.training.__main__ import read_config
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks, with torchrun's ranks in the environment; results in rank order."""
     # Ranks are forked from a process that has imported PyTorch, once: that takes longer than most of what they do.
-    multiprocessing.set_forkserver_preload(["fsdp_lab.training", "tests.ranks"])
+    multiprocessing.set_forkserver_preload(["fsdp_lab.training", "fsdp_lab.workloads.vision.vit", "tests.ranks"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (world_size, folder, function, args), nprocs=world_size, start_method="forkserver")
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
