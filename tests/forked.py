@@ -113,6 +113,14 @@ class Commands:
         return answer
 
 
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """What Python and the dynamic linker read as a process starts: too late for a fork."""
+    return {name: value for name, value in environment.items() if name.startswith(("PYTHON", "LD_"))}
+
+
+_AT_START = _read_at_start(os.environ)
+
+
 @cache
 def _own() -> Commands:
     commands = Commands().__enter__()
@@ -125,11 +133,19 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """`python -m <words>` in a folder and in an environment, by default this process's, to its end.
 
+    In a process of its own where the environment has what is read as one starts.
+
     Raises:
         TimeoutExpired: it ran for longer than that.
     """
+    given = dict(os.environ if environment is None else environment)
+    if _read_at_start(given) != _AT_START:
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(
+            command, cwd=folder, env=given, capture_output=True, text=True, timeout=seconds, check=False
+        )
     try:
-        ((_, done),) = _own().run([(folder, words)], environment, seconds)
+        ((_, done),) = _own().run([(folder, words)], given, seconds)
     except BaseException:
         _own.cache_clear()  # an answer that is still to come would be taken for the next one's
         raise
@@ -191,6 +207,7 @@ def _command(folder: str, words: Sequence[str], environment: Mapping[str, str], 
     os.dup2(job.err.fileno(), 2)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it is looked for in the environment
     # What a process of its own has not got, and what it runs itself.
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests" or name == f"{words[0]}.__main__"]:
         del sys.modules[name]

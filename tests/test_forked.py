@@ -67,3 +67,14 @@ def test_one_that_lasts_too_long_is_ended(tmp_path: Path) -> None:
     assert ended.value.output == "begun\n"
     (tmp_path / "quick.py").write_text("print('fine')\n")
     assert forked.run(tmp_path, "quick").stdout == "fine\n", "the next one has its own answer"
+
+
+def test_what_is_read_as_a_process_starts_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "found.py").write_text("import tempfile\nprint(tempfile.gettempdir())\n")
+    assert forked.run(tmp_path, "found").returncode == 1
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    assert forked.run(tmp_path, "found").returncode == 0
+    monkeypatch.undo()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert forked.run(tmp_path / "elsewhere", "found").stdout == f"{tmp_path}\n"
