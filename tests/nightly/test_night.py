@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from fsdp_lab.nightly.nights import read_nights
+from tests import forked
 from tests.conftest import ROOT, STORE
 from tests.processes import descendants, still_running
 from tests.servers import lay_store
@@ -54,9 +55,7 @@ def nightly(cwd: Path, *arguments: str, code: Path | None = None) -> subprocess.
     """
     env = {**ONE_THREAD, **({"PYTHONPATH": str(code)} if code else {})}
     lay_store(cwd)
-    return subprocess.run(
-        command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=280, check=False, env=env
-    )  # fmt: skip
+    return forked.run(cwd, "fsdp_lab.nightly", *arguments, seconds=280, environment=env)
 
 
 def changed_code(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
