@@ -28,20 +28,22 @@ for name in ("COLUMNS", "LINES"):
 STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
-# Calls `main` and says afterwards which of the slow libraries came to be imported.
+# Calls `main` and says afterwards how long it worked, and which of the slow libraries came to be imported.
 _MAIN_THAT_TELLS = """
-import sys
+import sys, time
 from fsdp_lab.__main__ import main
 try:
     main()
 finally:
+    print(f"worked: {time.process_time()}", file=sys.stderr)
     print("imported:", *[m for m in ("ray", "torch", "mlflow") if m in sys.modules], file=sys.stderr)
 """
+# What a command imports that looks at its words alone.
+_QUICK = ("fsdp_lab.__main__", "hydra_plugins.fsdp_lab_sweeper.sweeper")
 
 
-def command_line(*arguments: str, tell_imports: bool = False) -> list[str]:
-    start = ["-c", _MAIN_THAT_TELLS] if tell_imports else ["-m", "fsdp_lab"]
-    return [sys.executable, *start, *arguments]
+def command_line(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fsdp_lab", *arguments]
 
 
 def run_cli(
@@ -50,15 +52,13 @@ def run_cli(
     """`python -m fsdp_lab <arguments>` in `cwd`, to its end; in a fork of a process that has imported what it needs.
 
     Args:
-        tell_imports: in a process of its own, which ends with a line of the slow libraries that it imported.
+        tell_imports: it ends with two lines: the seconds that it worked, and the slow libraries that it imported.
     """
     if STORE in arguments:
         lay_store(cwd)
-    if not tell_imports:
-        return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
-    command = command_line(*arguments, tell_imports=tell_imports)
-    env = dict(os.environ)  # without what readline adds behind Python's back: a terminal of 80 columns
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=env)
+    if tell_imports:
+        return forked.run(cwd, "-c", _MAIN_THAT_TELLS, *arguments, seconds=timeout, imported=_QUICK)
+    return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
 
 
 @pytest.fixture

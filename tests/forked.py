@@ -56,8 +56,11 @@ class Done:
 class Commands:
     """Runs commands side by side, each in a fork of one process that is started when this is entered."""
 
+    def __init__(self, imported: Sequence[str] = _IMPORTED) -> None:
+        self._imported = imported
+
     def __enter__(self) -> Commands:
-        command = [sys.executable, "-m", "tests.forked"]
+        command = [sys.executable, "-m", "tests.forked", *self._imported]
         environment = {**os.environ, **_ENVIRONMENT}
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -122,30 +125,36 @@ _AT_START = _read_at_start(os.environ)
 
 
 @cache
-def _own() -> Commands:
-    commands = Commands().__enter__()
+def _own(imported: Sequence[str]) -> Commands:
+    commands = Commands(imported).__enter__()
     atexit.register(commands.__exit__)
     return commands
 
 
 def run(
-    folder: Path, *words: str, seconds: float = _LIMIT_S, environment: Mapping[str, str] | None = None
+    folder: Path,
+    *words: str,
+    seconds: float = _LIMIT_S,
+    environment: Mapping[str, str] | None = None,
+    imported: Sequence[str] = _IMPORTED,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m <words>` in a folder and in an environment, by default this process's, to its end.
+    """`python -m <words>`, or `python <words>` where the first is -c, in a folder and in an environment, by default
+    this process's, to its end. In a process of its own where the environment has what is read as one starts.
 
-    In a process of its own where the environment has what is read as one starts.
+    Args:
+        imported: the modules that it finds imported.
 
     Raises:
         TimeoutExpired: it ran for longer than that.
     """
     given = dict(os.environ if environment is None else environment)
     if _read_at_start(given) != _AT_START:
-        command = [sys.executable, "-m", *words]
+        command = [sys.executable, *([] if words[0] == "-c" else ["-m"]), *words]
         return subprocess.run(
             command, cwd=folder, env=given, capture_output=True, text=True, timeout=seconds, check=False
         )
     try:
-        ((_, done),) = _own().run([(folder, words)], given, seconds)
+        ((_, done),) = _own(imported).run([(folder, words)], given, seconds)
     except BaseException:
         _own.cache_clear()  # an answer that is still to come would be taken for the next one's
         raise
@@ -171,7 +180,7 @@ class _Running:
 
 def serve() -> None:
     """Answer every job that standard input names, as many at a time as there are cores."""
-    for name in _IMPORTED:
+    for name in sys.argv[1:]:
         importlib.import_module(name)
     assert "ray" not in sys.modules, "it has read the environment of this process, not that of a command"
     gc.freeze()  # what is not looked at need not be copied
@@ -214,7 +223,11 @@ def _command(folder: str, words: Sequence[str], environment: Mapping[str, str], 
     sys.path[0] = os.getcwd()  # as `python -m` puts it
     sys.argv = list(words)
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if words[0] == "-c":
+            sys.argv[:2] = ["-c"]
+            exec(words[1], {"__name__": "__main__"})
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         _end(None)
     except SystemExit as end:
         _end(end.code)

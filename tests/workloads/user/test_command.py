@@ -231,7 +231,7 @@ REFUSED = {
 @pytest.mark.parametrize(("words", "told"), REFUSED.values(), ids=REFUSED)
 def test_bad_input_is_told_before_ray_starts(project: Path, words: list[str], told: list[str], flag: list[str]) -> None:
     done = run_cli(project, *words, *ONE_CELL, *flag, tell_imports=True, timeout=60)
-    *message, imported = done.stderr.splitlines()
+    *message, _, imported = done.stderr.splitlines()
     assert done.returncode in (1, 2) and len(message) == 1 and message[0].startswith("fsdp_lab: "), done.stderr
     assert [word for word in told if word not in message[0]] == []
     assert "ray" not in imported and "mlflow" not in imported
