@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Collection
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,9 @@ from fsdp_lab.forecast.allocator import reserved_peak
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
 from fsdp_lab.forecast.kernels import cuda_kernels
+from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
+from fsdp_lab.speed.program import Operator
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
@@ -153,11 +156,24 @@ def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capaci
     return low
 
 
+class Step(NamedTuple):
+    """The second optimizer step of one rank: what it holds, and what it computes and sends."""
+
+    profile: Profile
+    program: list[Operator]
+
+
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
-    """What one rank of `num_workers` would hold through its second optimizer step.
+    """What one rank of `num_workers` would hold through its second optimizer step; see `forecast_step`."""
+    return forecast_step(config, num_workers, cuda, rank).profile
+
+
+def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0, traced: bool = False) -> Step:
+    """Follow one rank of `num_workers` through its second optimizer step.
 
     Args:
         cuda: on GPUs: the device and the host apart, and the attention of a GPU. Otherwise on CPUs.
+        traced: record its program, too, which is empty otherwise.
 
     Raises:
         ConfigError: a configuration that could not run either.
@@ -171,7 +187,7 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
         workload = build_workload(config.model, config.data, config.task)
         dims = build_parallel_dims(config.sharding, ranks)
         try:
-            return _profile(workload, config, dims, device, cuda)
+            return _follow(workload, config, dims, device, cuda, traced)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line = user_line(error)
             raise NeedsValuesError(
@@ -181,7 +197,10 @@ def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: in
             ) from error
 
 
-def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, cuda: bool) -> Profile:
+def _follow(
+    workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, cuda: bool, traced: bool
+) -> Step:
+    trace = StepTrace(HOST if cuda else None)
     with torch.device("meta"):
         fake_microbatches(workload, config, dims)  # what has to be read for them is read before tensors are fake
     with ExitStack() as fake:
@@ -190,7 +209,7 @@ def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device
             """From here to the end of the step every new tensor is a fake one."""
             values = fake.enter_context(fake_tensors())
             if cuda:
-                fake.enter_context(cuda_kernels())
+                fake.enter_context(cuda_kernels(trace.kernel))
             home = gradient_device(config, device)
             materialize(model, lambda old: fresh_tensor(old, home if old.is_meta else device))
             _mark_forward(model, values)
@@ -204,9 +223,12 @@ def _profile(workload: Workload, config: TrialConfig, dims: ParallelDims, device
         for _ in range(TRACKED_STEPS - 1):
             train_step(state, workload.task, fake_microbatches(workload, config, dims), config, device)
         microbatches = fake_microbatches(workload, config, dims)
-        with record_step(state.model, state.optimizer, tensors_of(microbatches), device) as recorder:
+        with (
+            record_step(state.model, state.optimizer, tensors_of(microbatches), device) as recorder,
+            trace.following(recorder.place) if traced else nullcontext(),
+        ):
             _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
-        return recorder.finish()
+        return Step(recorder.finish(), trace.program)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

@@ -6,7 +6,7 @@ NVIDIA GPU since Ampere (sm80) is made here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdp_lab.training.torch_private import efficient_attention, flash_attention, plain_attention
 
+OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256  # the largest
 _FLASH_ALIGNMENT = 8  # of the head size; others are padded
@@ -24,8 +25,12 @@ _EFFICIENT_ALIGNMENT = 4  # of the head size in float32; others take the plain p
 
 
 @contextmanager
-def cuda_kernels() -> Iterator[None]:
-    """Let `F.scaled_dot_product_attention` and `F.rms_norm` keep what they keep on a GPU."""
+def cuda_kernels(on_kernel: OnKernel) -> Iterator[None]:
+    """Let `F.scaled_dot_product_attention` and `F.rms_norm` keep what they keep on a GPU.
+
+    Args:
+        on_kernel: told the name, the inputs and the outputs of a kernel that is not called here.
+    """
     rms_norm = F.rms_norm
 
     def fused_rms_norm(
@@ -33,7 +38,7 @@ def cuda_kernels() -> Iterator[None]:
     ) -> Tensor:
         if weight is not None and weight.dtype is not input.dtype:  # the fused kernel takes one type only
             return rms_norm(input, list(normalized_shape), weight, eps)
-        return _FusedRmsNorm.apply(input, len(normalized_shape), weight)
+        return _FusedRmsNorm.apply(input, len(normalized_shape), weight, on_kernel)
 
     with (
         mock.patch.object(F, "scaled_dot_product_attention", _attention),
@@ -78,12 +83,19 @@ class _FusedRmsNorm(torch.autograd.Function):
     """The tensors of the CUDA kernel: input, weight and one number a row are kept, where a CPU keeps its steps."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, input: Tensor, num_dims: int, weight: Tensor | None, on_kernel: OnKernel
+    ) -> Tensor:
         rows = (*input.shape[:-num_dims], *[1] * num_dims)
         ctx.save_for_backward(input, weight, torch.empty(rows, dtype=torch.float32, device=input.device))
-        return torch.empty_like(input)
+        ctx.on_kernel = on_kernel
+        output = torch.empty_like(input)
+        on_kernel("rms_norm", [input], [output])
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         input, weight, _ = ctx.saved_tensors
-        return torch.empty_like(input), None, None if weight is None else torch.empty_like(weight)
+        grads = [torch.empty_like(input), *([] if weight is None else [torch.empty_like(weight)])]
+        ctx.on_kernel("rms_norm_backward", [input, grad], grads)
+        return grads[0], None, grads[1] if len(grads) > 1 else None, None

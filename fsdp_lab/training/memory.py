@@ -86,6 +86,10 @@ class _Recorder(Tracker):
             self._names[innermost] = ".".join(part for part in parts if part not in _WRAPPERS)
         return self._names[innermost]
 
+    def place(self) -> tuple[str, str]:
+        """Return the phase and the innermost module at work, "" outside of all."""
+        return self._now(), self._module()
+
     def _now(self) -> str:
         if self.in_backward():
             self._phase = "backward"

@@ -447,3 +447,21 @@ def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None
 def unsplit_classes(model: nn.Module) -> frozenset[str]:
     """Return the names of the classes that a model does not want divided: transformers' models have such a list."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
+
+
+def argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what an operator was given for an argument of its schema; None where it was given nothing."""
+    names = [one.name for one in func._schema.arguments]
+    if name not in names:
+        return None
+    number = names.index(name)
+    return args[number] if number < len(args) else kwargs.get(name)
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to, by its schema."""
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return found

@@ -1,0 +1,186 @@
+"""The operators of a step that runs on fake tensors, as `fsdp_lab.speed` prices them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.training.torch_private import TorchDispatchMode, argument, written_arguments
+from fsdp_lab.workloads.base import tensors_of
+
+_COLLECTIVES = {
+    "c10d._allgather_base_": Kind.gather,
+    "c10d._reduce_scatter_base_": Kind.scatter,
+    "c10d.allreduce_": Kind.reduce,
+    "_c10d_functional.all_reduce": Kind.reduce,
+}
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
+_NO_WORK = ("prim.", "profiler.", "aten.empty", "aten.new_empty", "aten._local_scalar_dense", "_c10d_functional.wait")
+_ENTERS, _LEAVES = "profiler._record_function_enter_new", "profiler._record_function_exit"
+# What reads as much as it returns, of something larger.
+_PICKS = {"aten.embedding", "aten.index", "aten.gather", "aten.nll_loss_forward", "aten.index_select"}
+_OVERWRITES = ("copy_", "split_with_sizes_copy", "chunk_cat", "zero_", "fill_")
+# How FSDP2 marks what it does for profilers.
+_GATHERS, _COPIES_OUT, _REDUCES = "FSDP::all_gather", "FSDP::all_gather_copy_out", "FSDP::post_backward_reduce"
+
+
+class StepTrace(TorchDispatchMode):
+    """Records what runs inside, in the order in which the host issues it: `program`.
+
+    Args:
+        host: the device that is the host and not the accelerator; None where they are one.
+    """
+
+    def __init__(self, host: torch.device | None) -> None:
+        super().__init__()
+        self.program: list[Operator] = []
+        self._host = host
+        self._where: Callable[[], tuple[str, str]] | None = None
+        self._numbers: Any = WeakIdKeyDictionary()
+        self._next = 0
+        self._ranges: list[str] = []
+        self._reduced = False  # since the reduction of a unit began: its collective has been issued
+
+    @contextmanager
+    def following(self, where: Callable[[], tuple[str, str]]) -> Iterator[None]:
+        """Record what runs inside.
+
+        Args:
+            where: returns the phase and the innermost module at work.
+        """
+        reduce = dist.all_reduce  # a stand-in in a forecast, which no mode sees: DDP's hooks and hybrid sharding call it
+
+        def recorded(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+            ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else _world()
+            tensors = [tensor]
+            self._add("c10d.allreduce_", Kind.reduce, Stream.scatter, tensors, tensors, _bytes(tensor), group=ranks)
+            return reduce(tensor, *args, group=group, **kwargs)
+
+        self._where = where
+        try:
+            with mock.patch.object(dist, "all_reduce", recorded), self:
+                yield
+        finally:
+            self._where = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = str(func.overloadpacket)
+        if name == _ENTERS:
+            self._ranges.append(args[0])
+            self._reduced &= not args[0].startswith(_REDUCES)
+        elif name.startswith(_LEAVES):
+            del self._ranges[-1:]
+        elif name in _COLLECTIVES:
+            self._collective(name, args, result)
+        elif not name.startswith(_NO_WORK):
+            self._record(name, func, args, kwargs, result)
+        return result
+
+    def kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Record a fused kernel that PyTorch does not call here, but on a GPU."""
+        if self._where is not None:
+            self._add(name, Kind.memory, Stream.compute, reads, writes, sum(map(_bytes, [*reads, *writes])))
+
+    def _collective(self, name: str, args: Any, result: Any) -> None:
+        kind = _COLLECTIVES[name]
+        first, others = tensors_of(args[0]), tensors_of(args[1:])
+        written = tensors_of(result) if name.startswith("_c10d") else first
+        self._reduced = True
+        stream = Stream.gather if kind is Kind.gather else Stream.scatter
+        num_bytes = max(map(_bytes, [*first, *others]))
+        self._add(name, kind, stream, others or first, written, num_bytes, group=_ranks(args))
+
+    def _record(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        given = tensors_of((args, kwargs))
+        written = tensors_of(written_arguments(func, args, kwargs))
+        inside = {self._number(tensor) for tensor in given}
+        made = [tensor for tensor in tensors_of(result) if self._number(tensor) not in inside]
+        if not written and not made:
+            return  # a view
+        read = [tensor for tensor in given if not any(tensor is other for other in written)]
+        twice = 1 if name.endswith(_OVERWRITES) else 2
+        num_bytes = sum(map(_bytes, [*read, *made])) + twice * sum(map(_bytes, written))
+        if name in _PICKS:
+            num_bytes = 2 * sum(map(_bytes, made))
+        flops, kind = 0.0, Kind.memory
+        if func.overloadpacket in flop_registry:
+            flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+            kind = Kind.attention if "attention" in name else Kind.matmul
+            if kind is Kind.attention and argument(func, "is_causal", args, kwargs):
+                flops /= 2
+        stream = self._stream(read, [*written, *made])
+        if stream is not Stream.host and self._crosses(read, [*written, *made]):
+            kind = Kind.transfer
+        dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
+        shape = _product_shape(args) if name in _PRODUCTS else None
+        self._add(name, kind, stream, read, [*written, *made], num_bytes, flops, dtype, shape)
+
+    def _stream(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> Stream:
+        """On which stream FSDP2 runs it: the ranges that it marks say where the host is."""
+        if self._host is not None and all(t.device == self._host for t in (*read, *written)):
+            return Stream.host
+        innermost = next((r for r in reversed(self._ranges) if r.startswith("FSDP::")), "")
+        if innermost.startswith(_REDUCES) and self._reduced:
+            return Stream.scatter
+        if innermost.startswith(_GATHERS) and not innermost.startswith(_COPIES_OUT):
+            return Stream.copy_in
+        return Stream.compute
+
+    def _crosses(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
+        on_host = {t.device == self._host for t in (*read, *written)}
+        return self._host is not None and len(on_host) > 1
+
+    def _add(
+        self, name: str, kind: Kind, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor],
+        num_bytes: float, flops: float = 0.0, dtype: str = "", shape: Any = None, group: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        assert self._where is not None
+        numbers = [tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (reads, writes)]
+        operator = Operator(name, kind, stream, *self._where(), flops, num_bytes, dtype, group, shape, *numbers)
+        self.program.append(operator)
+
+    def _number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage not in self._numbers:
+            self._numbers[storage] = self._next
+            self._next += 1
+        return int(self._numbers[storage])
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What is read of a tensor: of one that is expanded each element once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return count * tensor.element_size()
+
+
+def _product_shape(args: Any) -> tuple[int, int, int, int]:
+    first, second = [a for a in args if isinstance(a, Tensor)][-2:]
+    batch = first.shape[0] if first.dim() == 3 else 1
+    return (batch, first.shape[-2], second.shape[-1], first.shape[-1])
+
+
+def _world() -> tuple[int, ...]:
+    return tuple(range(dist.get_world_size()))
+
+
+def _ranks(args: Any) -> tuple[int, ...]:
+    """The ranks of a collective's process group, which is among its arguments; all where it is a name."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(value) if "ProcessGroup" in str(value._type()) else None
+            if group is not None:
+                return tuple(dist.get_process_group_ranks(group))
+    return _world()

@@ -1,0 +1,65 @@
+"""What one optimizer step of one rank does, operator by operator: plain values, as a trace has found them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What bounds an operator. `memory` is everything that only reads and writes."""
+
+    matmul = "matmul"
+    attention = "attention"
+    memory = "memory"
+    gather = "gather"
+    scatter = "scatter"
+    reduce = "reduce"
+    transfer = "transfer"
+
+    @property
+    def is_collective(self) -> bool:
+        return self in (Kind.gather, Kind.scatter, Kind.reduce)
+
+
+class Stream(StrEnum):
+    """A queue whose operators run one after the other. FSDP2 copies what it gathers into one buffer on `copy_in`, and
+    has streams for its collectives; DDP reduces on `scatter`. `host` is the CPU's, of what is offloaded."""
+
+    compute = "compute"
+    host = "host"
+    copy_in = "copy_in"
+    gather = "gather"
+    scatter = "scatter"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One call of a kernel or of a collective.
+
+    Attributes:
+        name: PyTorch's, as `aten.mm`.
+        phase: forward, backward or optimizer.
+        module: the innermost at work, "" outside of all.
+        flops: of a matrix product or of attention, multiplications and additions apart; what a causal mask leaves out
+            does not count.
+        num_bytes: read and written; of a collective, what all ranks of it hold together.
+        dtype: what matrix products are computed in, as `bfloat16`.
+        group: the ranks of a collective.
+        shape: of a matrix product, (batch, rows, columns, inner size).
+        reads: storages, by numbers that tell them apart. What waits for what is found in them.
+        writes: the same.
+    """
+
+    name: str
+    kind: Kind
+    stream: Stream
+    phase: str
+    module: str
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    dtype: str = ""
+    group: tuple[int, ...] = ()
+    shape: tuple[int, int, int, int] | None = None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()

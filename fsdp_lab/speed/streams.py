@@ -1,0 +1,84 @@
+"""A step on the streams of a device: what runs when, and what waits for what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_lab.speed.program import Operator, Stream
+
+
+@dataclass(frozen=True)
+class Slot:
+    """When an operator runs, in seconds from the beginning of the step."""
+
+    operator: Operator
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step. `issued`: when its last operator was issued by the host."""
+
+    slots: Sequence[Slot]
+    issued: float
+
+    @property
+    def seconds(self) -> float:
+        return max((slot.end for slot in self.slots), default=0.0)
+
+    def busy(self) -> dict[Stream, float]:
+        """Return the seconds that each stream is at work."""
+        total: dict[Stream, float] = defaultdict(float)
+        for slot in self.slots:
+            total[slot.operator.stream] += slot.end - slot.begin
+        return dict(total)
+
+
+def schedule(
+    program: Sequence[Operator], durations: Sequence[float], launch_s: float, separate_scatter: bool = False
+) -> Schedule:
+    """Return when each operator runs: after the host has issued it, after the one before it on its stream, and after
+    what it reads has been written and what it overwrites has been read.
+
+    FSDP2 adds three rules: gathers and scatters share one communicator, unless it is told otherwise; a gather waits
+    until the one before the last has been copied out in the forward pass, for their memory; one scatter is under way at
+    a time, and the computing of the next unit's gradients to be sent waits for it.
+
+    Args:
+        durations: seconds of each operator.
+        launch_s: seconds from one operator that is issued to the next.
+        separate_scatter: reductions have a communicator of their own.
+    """
+    free: dict[Stream, float] = defaultdict(float)
+    written: dict[int, float] = {}
+    last_read: dict[int, float] = {}
+    communicator = 0.0
+    copied_out: list[float] = []
+    issued = 0.0
+    slots = []
+    for operator, duration in zip(program, durations, strict=True):
+        issued += launch_s
+        begin = max(issued, free[operator.stream])
+        for storage in operator.reads:
+            begin = max(begin, written.get(storage, 0.0))
+        for storage in operator.writes:
+            begin = max(begin, written.get(storage, 0.0), last_read.get(storage, 0.0))
+        if operator.kind.is_collective and not (separate_scatter and operator.stream is Stream.scatter):
+            begin = max(begin, communicator)
+        if operator.stream is Stream.copy_in and operator.phase == "forward" and len(copied_out) > 1:
+            begin = max(begin, copied_out[-2])
+        end = begin + duration
+        if operator.kind.is_collective and not (separate_scatter and operator.stream is Stream.scatter):
+            communicator = end
+        if operator.name.endswith("split_with_sizes_copy"):
+            copied_out.append(end)
+        free[operator.stream] = end
+        for storage in operator.reads:
+            last_read[storage] = max(last_read.get(storage, 0.0), end)
+        for storage in operator.writes:
+            written[storage] = end
+        slots.append(Slot(operator, begin, end))
+    return Schedule(slots, issued)

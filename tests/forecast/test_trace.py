@@ -1,0 +1,93 @@
+"""The program of a step: its arithmetic against PyTorch's own counter on a real step, its messages against hand-worked
+sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp_lab.forecast.forecast import forecast_profile, forecast_step
+from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.workloads.build import build_workload
+from tests.ranks import config
+
+LM = ["model=lm_tiny", "task=language", "data=synthetic_tokens", "data.vocab_size=256", "data.seq_len=64"]
+BLOCK = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64  # parameters: q and o, k and v, feed-forward, norms
+ROOT = 2 * 256 * 64 + 64  # embedding, head, norm
+
+
+def program(*words: str, workers: int = 4, cuda: bool = True) -> list[Operator]:
+    return forecast_step(config(*LM, *words), workers, cuda, traced=True).program
+
+
+def total(found: list[Operator], *kinds: Kind) -> float:
+    return sum(operator.flops for operator in found if operator.kind in kinds)
+
+
+@pytest.mark.parametrize("words", [["sharding=per_block"], ["sharding=ddp"], ["sharding=root", "init=meta"]])
+def test_the_matrix_products_are_those_of_a_real_step(words: list[str]):
+    """Of the same batch on one device, unsharded; attention apart, of which a CPU calls another kernel."""
+    workload = build_workload(config(*LM).model, config(*LM).data, config(*LM).task)
+    model, batch = workload.model.build(), torch.zeros(4, 65, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        workload.task.loss(workload.task.forward(model, batch), batch).backward()
+    by_name = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    products = sum(count for name, count in by_name.items() if "attention" not in name)
+    attention = sum(count for name, count in by_name.items() if "attention" in name)
+    found = program(*words, "training.global_batch_size=16", "precision=bf16_mixed")
+    assert total(found, Kind.matmul) == products
+    assert total(found, Kind.attention) == attention / 2, "half of the scores are masked"
+
+
+def test_what_is_gathered_and_scattered_is_every_unit_once_or_twice():
+    """In bf16 forwards and backwards, the root's once, as it stays; the gradients in float32, once."""
+    found = program("sharding=per_block", "reshard_after_forward=default", "precision=bf16_mixed")
+    gathered = Counter(o.num_bytes for o in found if o.kind is Kind.gather)
+    scattered = Counter(o.num_bytes for o in found if o.kind is Kind.scatter)
+    assert gathered == {2 * BLOCK: 4, 2 * ROOT: 1}
+    assert scattered == {4 * BLOCK: 2, 4 * ROOT: 1}
+    assert all(o.group == (0, 1, 2, 3) for o in found if o.kind is Kind.gather)
+
+
+def test_never_gathers_nothing_in_the_backward_pass():
+    for policy, backwards in (("never", 0), ("always", 3)):
+        found = program("sharding=per_block", f"reshard_after_forward={policy}")
+        assert sum(o.kind is Kind.gather and o.phase == "backward" for o in found) == backwards, policy
+
+
+def test_ddp_reduces_each_gradient_once():
+    found = program("sharding=ddp", "precision=fp32")
+    assert sum(o.num_bytes for o in found if o.kind is Kind.reduce) == 4 * (2 * BLOCK + ROOT)
+    assert not any(o.kind in (Kind.gather, Kind.scatter) for o in found)
+
+
+def test_hybrid_sharding_scatters_within_and_reduces_between_its_groups():
+    found = program("sharding=per_block", "sharding.dp_replicate=2", "precision=fp32")
+    assert {o.group for o in found if o.kind is Kind.scatter} == {(0, 1)}
+    assert {o.group for o in found if o.kind is Kind.reduce and o.phase == "backward"} == {(0, 2)}
+
+
+def test_checkpointing_computes_the_blocks_again():
+    plain, again = (program(f"activation_checkpointing={kind}") for kind in ("none", "full"))
+    forward = sum(o.flops for o in plain if o.phase == "forward" and o.module.startswith("blocks"))
+    last = max(o.flops for o in again if o.module.endswith("down_proj") and o.phase == "forward")  # stops before it
+    assert total(again, Kind.matmul, Kind.attention) - total(plain, Kind.matmul, Kind.attention) == forward - 2 * last
+
+
+def test_offloaded_parameters_travel_and_the_optimizer_runs_on_the_host():
+    found = program("sharding=per_block", "offload=cpu", "precision=fp32")
+    assert any(o.kind is Kind.transfer and o.stream is Stream.copy_in for o in found)
+    assert {o.stream for o in found if "adam" in o.name} == {Stream.host}
+    here = program("sharding=per_block", "offload=none", "precision=fp32")
+    assert {o.stream for o in here if "adam" in o.name} == {Stream.compute}
+
+
+def test_equal_settings_have_equal_programs_and_following_them_changes_no_profile():
+    first, again = program("sharding=per_block"), program("sharding=per_block")
+    assert first == again
+    setting = config(*LM, "sharding=per_block", "precision=bf16_mixed")
+    traced = forecast_step(setting, 4, cuda=True, traced=True).profile
+    assert traced.events == forecast_profile(setting, 4, cuda=True).events

@@ -1,0 +1,80 @@
+"""Seconds of single operators, worked by hand on a device with round figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.speed.costs import collective_seconds, occupied, seconds
+from fsdp_lab.speed.device import Device, Efficiency
+from fsdp_lab.speed.program import Kind, Operator, Stream
+
+ROUND = Device(
+    name="round", memory_gib=80, peak_flops={"bfloat16": 1e14, "float32": 1e13}, memory_bandwidth=1e12, num_cores=100,
+    link_bandwidth=1e11, node_size=8, network_bandwidth=4e10, host_bandwidth=1e10, host_memory_bandwidth=2e10,
+    launch_s=0.0, latency_s=0.0, efficiency=Efficiency(matmul=0.5, attention=0.25, memory=0.5, link=1.0, network=1.0),
+)  # fmt: skip
+
+
+def operator(kind: Kind, **facts: object) -> Operator:
+    return Operator("one", kind, Stream.compute, "forward", "", **facts)  # type: ignore[arg-type]
+
+
+def gather(num_bytes: float, ranks: int, kind: Kind = Kind.gather) -> Operator:
+    return operator(kind, num_bytes=num_bytes, group=tuple(range(ranks)))
+
+
+def test_arithmetic_bounds_what_computes_more_than_it_reads():
+    """5e11 operations at half of 1e14 a second, and 1e9 bytes at half of 1e12."""
+    assert seconds(operator(Kind.matmul, flops=5e11, num_bytes=1e9, dtype="bfloat16"), ROUND) == pytest.approx(0.01)
+    assert seconds(operator(Kind.matmul, flops=5e11, num_bytes=1e9, dtype="float32"), ROUND) == pytest.approx(0.1)
+    assert seconds(operator(Kind.attention, flops=5e11, dtype="bfloat16"), ROUND) == pytest.approx(0.02)
+
+
+def test_bandwidth_bounds_the_rest():
+    assert seconds(operator(Kind.memory, num_bytes=1e9), ROUND) == pytest.approx(0.002)
+    assert seconds(operator(Kind.matmul, flops=1e6, num_bytes=1e9, dtype="bfloat16"), ROUND) == pytest.approx(0.002)
+    assert seconds(operator(Kind.transfer, num_bytes=1e9), ROUND) == pytest.approx(0.1)
+    on_host = replace(operator(Kind.memory, num_bytes=1e9), stream=Stream.host)
+    assert seconds(on_host, ROUND) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"),
+    [
+        ((1, 1280, 1280, 64), 1.0),  # 100 tiles of 128 x 128, one for each core
+        ((1, 1280, 1408, 64), 0.55),  # 110 tiles in two waves of 100
+        ((1, 1216, 1280, 64), 0.95),  # of the last row of tiles half is computed for nothing
+        ((2, 1280, 1280, 64), 1.0),
+    ],
+)
+def test_tiles_run_in_waves(shape: tuple[int, int, int, int], share: float):
+    assert occupied(shape, 100) == pytest.approx(share)
+
+
+def test_a_ring_passes_all_parts_but_one():
+    assert collective_seconds(gather(8e9, 8), ROUND) == pytest.approx(0.07)
+    assert collective_seconds(gather(8e9, 8, Kind.scatter), ROUND) == pytest.approx(0.07)
+    assert collective_seconds(gather(8e9, 8, Kind.reduce), ROUND) == pytest.approx(0.14)
+    assert collective_seconds(gather(8e9, 16), ROUND) == pytest.approx(8e9 * 15 / 16 / 4e10), "the network is slower"
+
+
+def test_alone_nothing_is_sent():
+    assert seconds(gather(8e9, 1), ROUND) == 0.0
+
+
+@pytest.mark.parametrize("name", ["memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth"])
+def test_more_bandwidth_is_never_slower(name: str):
+    faster = replace(ROUND, **{name: 2 * getattr(ROUND, name)})
+    for one in (
+        operator(Kind.memory, num_bytes=1e9), gather(1e9, 8), gather(1e9, 64), operator(Kind.transfer, num_bytes=1e9),
+        operator(Kind.matmul, flops=1e9, num_bytes=1e9, dtype="bfloat16"),
+    ):  # fmt: skip
+        assert seconds(one, faster) <= seconds(one, ROUND)
+
+
+def test_a_dtype_without_a_peak_names_those_that_have_one():
+    with pytest.raises(ConfigError, match="round has no peak for float64; its data sheet has bfloat16, float32"):
+        seconds(operator(Kind.matmul, flops=1.0, dtype="float64"), ROUND)

@@ -1,0 +1,79 @@
+"""Schedules worked by hand: a unit is gathered in 2 s and computes for 3."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.speed.streams import Schedule, schedule
+
+
+def gathers(unit: int) -> list[tuple[Operator, float]]:
+    """Copy in, gather, copy out: 0, 2 and 0 s."""
+    shard, buffer, weights = 100 + unit, 200 + unit, 300 + unit
+    return [
+        (Operator("copy", Kind.memory, Stream.copy_in, "forward", "", reads=(unit,), writes=(shard,)), 0.0),
+        (Operator("gather", Kind.gather, Stream.gather, "forward", "", reads=(shard,), writes=(buffer,)), 2.0),
+        (Operator("fsdp.split_with_sizes_copy", Kind.memory, Stream.compute, "forward", "", reads=(buffer,),
+                  writes=(weights,)), 0.0),
+    ]  # fmt: skip
+
+
+def computes(unit: int, seconds: float = 3.0) -> tuple[Operator, float]:
+    reads = (300 + unit, 400 + unit)
+    return (Operator("mm", Kind.matmul, Stream.compute, "forward", "", reads=reads, writes=(401 + unit,)), seconds)
+
+
+def run(*timed: tuple[Operator, float], launch_s: float = 0.0, separate: bool = False) -> Schedule:
+    program, durations = zip(*timed, strict=True)
+    return schedule(program, durations, launch_s, separate)
+
+
+def forward(units: int, seconds: float = 3.0) -> list[tuple[Operator, float]]:
+    return [one for unit in range(units) for one in (*gathers(unit), computes(unit, seconds))]
+
+
+def test_a_gather_hides_behind_the_unit_before():
+    """Only the first is waited for: 2 + 3 * 3."""
+    assert run(*forward(3)).seconds == pytest.approx(11.0)
+
+
+def test_computing_waits_for_its_own_gather():
+    """Computing of 1 s hides nothing but itself: three gathers of 2 s one after the other, then the last second."""
+    assert run(*forward(3, seconds=1.0)).seconds == pytest.approx(7.0)
+
+
+def test_two_gathers_are_ahead_at_most():
+    """The third waits until the first was copied out, at 2 s, which here changes nothing, and the fourth until the
+    second was, at 5 s: it begins there, though its stream is free from 6 s on only."""
+    slots = [slot for slot in run(*forward(4)).slots if slot.operator.kind is Kind.gather]
+    assert [slot.begin for slot in slots] == pytest.approx([0.0, 2.0, 4.0, 6.0])
+    slow = [slot for slot in run(*forward(4, seconds=9.0)).slots if slot.operator.kind is Kind.gather]
+    assert [slot.begin for slot in slow] == pytest.approx([0.0, 2.0, 4.0, 11.0]), "9 s of computing behind the first"
+
+
+@pytest.mark.parametrize(("separate", "seconds"), [(False, 4.0), (True, 2.0)])
+def test_gathers_and_scatters_share_a_communicator_unless_told_otherwise(separate: bool, seconds: float):
+    gather = Operator("gather", Kind.gather, Stream.gather, "backward", "", reads=(1,), writes=(2,))
+    scatter = Operator("scatter", Kind.scatter, Stream.scatter, "backward", "", reads=(3,), writes=(4,))
+    assert run((gather, 2.0), (scatter, 2.0), separate=separate).seconds == pytest.approx(seconds)
+
+
+def test_what_is_written_waits_for_those_who_still_read_it():
+    reads = Operator("reads", Kind.memory, Stream.scatter, "backward", "", reads=(1,), writes=(2,))
+    writes = Operator("writes", Kind.memory, Stream.compute, "backward", "", reads=(), writes=(1,))
+    assert run((reads, 2.0), (writes, 1.0)).seconds == pytest.approx(3.0)
+
+
+def test_the_host_that_issues_too_slowly_is_waited_for():
+    """Ten operators that take no time, one issued each 0.1 s."""
+    made = run(*forward(2, seconds=0.0)[:2], *forward(2, 0.0)[3:], launch_s=0.1)
+    assert made.issued == pytest.approx(0.1 * len(made.slots))
+    assert made.seconds >= made.issued
+
+
+def test_busy_times_add_up_to_what_was_given():
+    timed = forward(5)
+    made = run(*timed)
+    assert sum(made.busy().values()) == pytest.approx(sum(duration for _, duration in timed))
+    assert made.busy()[Stream.gather] == pytest.approx(10.0)
