@@ -4,21 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from fsdp_lab.config import ConfigError
 
 
+class DeviceKind(StrEnum):
+    """Which collectives send: NCCL's or gloo's."""
+
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Basis(StrEnum):
+    """Where a device's efficiencies are from. `data sheet`: from another device, as none were measured on this one;
+    `fitted`: to published steps of this one; `calibration`: measured on it by `fsdp_lab.calibrate`."""
+
+    data_sheet = "data sheet"
+    fitted = "fitted"
+    calibration = "calibration"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Which share of a data sheet's peaks microbenchmarks reach: of arithmetic by large matrix products and by fused
+    attention, of bandwidth by copies."""
+
+    matmul: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+
+
 @dataclass(frozen=True)
 class Efficiency:
-    """Which share of a data sheet's peaks is reached; measured or fitted, and never above 1.
+    """Which share of what microbenchmarks reach a training step does: learned on one device, and used for others, too.
 
     Attributes:
-        matmul: of the dense peak, by large matrix products.
-        attention: of the same, by fused attention.
-        memory: of the bandwidth, by everything else.
+        matmul: by matrix products whose tiles fill the device.
+        attention: by fused attention.
+        memory: by everything else.
         link: of the links' bandwidth within a node, by collectives.
         network: of a node's network bandwidth, by collectives between nodes.
     """
@@ -31,10 +59,24 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
+class KnownError:
+    """Relative errors of step times that were predicted on this basis, of steps that it was not fitted to.
+
+    Attributes:
+        median: of their absolute values.
+        p90: what nine of ten do not exceed.
+    """
+
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of device, and the nodes that it stands in.
 
     Attributes:
+        memory_gib: GiB, as CUDA tells it.
         peak_flops: dtype -> dense peak in FLOP/s.
         memory_bandwidth: bytes/s.
         num_cores: what the tiles of a matrix product are divided among: streaming multiprocessors, compute units.
@@ -44,11 +86,16 @@ class Device:
         host_bandwidth: bytes/s between the device and its host, one way.
         host_memory_bandwidth: bytes/s of the host's memory, a device's share.
         launch_s: seconds from one launch of an operator to the next.
-        latency_s: seconds of a collective for each rank that it passes.
+        latency_s: seconds that a collective takes before it sends.
+        link_latency_s: seconds of a message from device to device within a node.
+        network_latency_s: the same between nodes.
+        error: of predictions for this device on this basis.
         source: where the figures are from.
     """
 
     name: str
+    kind: DeviceKind
+    basis: Basis
     memory_gib: float
     peak_flops: Mapping[str, float]
     memory_bandwidth: float
@@ -60,7 +107,11 @@ class Device:
     host_memory_bandwidth: float
     launch_s: float
     latency_s: float
+    link_latency_s: float
+    network_latency_s: float
+    reached: Reached
     efficiency: Efficiency
+    error: KnownError
     source: str = field(default="", compare=False)
 
     def peak(self, dtype: str) -> float:
@@ -82,12 +133,24 @@ def load_device(path: Path) -> Device:
     """Read a data sheet.
 
     Raises:
-        ConfigError: a key is missing or unknown.
+        ConfigError: a key is missing or unknown, or a value is not one of its key's.
     """
-    content = yaml.safe_load(path.read_text())
-    expected = {f.name for f in fields(Device)}
-    if not isinstance(content, dict) or set(content) != expected:
-        found = set(content) if isinstance(content, dict) else set()
+    content = _checked(yaml.safe_load(path.read_text()), Device, path.name)
+    for key, of in (("reached", Reached), ("efficiency", Efficiency), ("error", KnownError)):
+        content[key] = of(**_checked(content[key], of, f"{path.name}: {key}"))
+    for key, choices in (("kind", DeviceKind), ("basis", Basis)):
+        try:
+            content[key] = choices(content[key])
+        except ValueError:
+            known = ", ".join(choices)
+            raise ConfigError(f"{path.name}: {key}={content[key]} is none of {known}; use one of these.") from None
+    return Device(**content)
+
+
+def _checked(content: Any, of: type, where: str) -> dict[str, Any]:
+    expected = {f.name for f in fields(of)}
+    found = set(content) if isinstance(content, dict) else set()
+    if found != expected:
         missing, unknown = sorted(expected - found), sorted(map(str, found - expected))
-        raise ConfigError(f"{path.name} is no data sheet of a device: missing {missing}, unknown {unknown}.")
-    return Device(**{**content, "efficiency": Efficiency(**content["efficiency"])})
+        raise ConfigError(f"{where} is no data sheet of a device: missing {missing}, unknown {unknown}.")
+    return dict(content)

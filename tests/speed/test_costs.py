@@ -8,13 +8,15 @@ import pytest
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.speed.costs import collective_seconds, occupied, seconds
-from fsdp_lab.speed.device import Device, Efficiency
+from fsdp_lab.speed.device import Basis, Device, DeviceKind, Efficiency, KnownError, Reached
 from fsdp_lab.speed.program import Kind, Operator, Stream
 
 ROUND = Device(
-    name="round", memory_gib=80, peak_flops={"bfloat16": 1e14, "float32": 1e13}, memory_bandwidth=1e12, num_cores=100,
+    name="round", kind=DeviceKind.cuda, basis=Basis.data_sheet,
+    memory_gib=80, peak_flops={"bfloat16": 1e14, "float32": 1e13}, memory_bandwidth=1e12, num_cores=100,
     link_bandwidth=1e11, node_size=8, network_bandwidth=4e10, host_bandwidth=1e10, host_memory_bandwidth=2e10,
-    launch_s=0.0, latency_s=0.0, efficiency=Efficiency(matmul=0.5, attention=0.25, memory=0.5, link=1.0, network=1.0),
+    launch_s=0.0, latency_s=0.0, link_latency_s=0.0, network_latency_s=0.0, reached=Reached(),
+    efficiency=Efficiency(matmul=0.5, attention=0.25, memory=0.5, link=1.0, network=1.0), error=KnownError(0.1, 0.2),
 )  # fmt: skip
 
 
@@ -78,3 +80,21 @@ def test_more_bandwidth_is_never_slower(name: str):
 def test_a_dtype_without_a_peak_names_those_that_have_one():
     with pytest.raises(ConfigError, match="round has no peak for float64; its data sheet has bfloat16, float32"):
         seconds(operator(Kind.matmul, flops=1.0, dtype="float64"), ROUND)
+
+
+def test_what_microbenchmarks_reach_is_the_most_that_a_step_can():
+    slower = replace(ROUND, reached=Reached(matmul=0.5, attention=0.4, memory=0.8))
+    product = operator(Kind.matmul, flops=5e11, dtype="bfloat16")
+    assert seconds(product, slower) == pytest.approx(0.02)
+    assert seconds(operator(Kind.attention, flops=5e11, dtype="bfloat16"), slower) == pytest.approx(0.05)
+    assert seconds(operator(Kind.memory, num_bytes=1e9), slower) == pytest.approx(0.0025)
+
+
+def test_a_collective_takes_the_fastest_protocol():
+    """8 ranks: 7 steps of 3.4 us after 8.4 us, or 0.6 after 6.6 at half of the bandwidth."""
+    late = replace(ROUND, latency_s=8.4e-6, link_latency_s=3.4e-6, network_latency_s=14e-6)
+    assert collective_seconds(gather(8.0, 8), late) == pytest.approx(6.6e-6 + 7 * 0.6e-6, rel=1e-3)
+    assert collective_seconds(gather(8e9, 8), late) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 0.07)
+    plain = replace(late, kind=DeviceKind.cpu)
+    assert collective_seconds(gather(8.0, 8), plain) == pytest.approx(8.4e-6 + 7 * 3.4e-6, rel=1e-3)
+    assert collective_seconds(gather(8.0, 16), plain) == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6, rel=1e-3)
