@@ -11,8 +11,8 @@ from fsdp_lab.speed.program import Kind, Operator, Stream
 _TILE = (128, 128)  # of a matrix product's result, which one core computes
 
 
-class _Protocol(NamedTuple):
-    """How a ring sends, relative to the plain one: its latencies, and its bandwidth."""
+class _Path(NamedTuple):
+    """How messages go around, relative to a ring with the protocol "simple": latencies, and the share of bandwidth."""
 
     begin: float = 1.0
     link: float = 1.0
@@ -20,16 +20,10 @@ class _Protocol(NamedTuple):
     bandwidth: float = 1.0
 
 
-# NCCL's "simple", "LL" and "LL128": the ratios of the latencies of their rings, and the shares of a message that is
-# data and no flag, in `src/graph/tuning.cc`.
-_PROTOCOLS = {
-    DeviceKind.cpu: (_Protocol(),),
-    DeviceKind.cuda: (
-        _Protocol(),
-        _Protocol(6.6 / 8.4, 0.6 / 3.4, 2.7 / 14.0, 0.5),
-        _Protocol(14.0 / 8.4, 1.9 / 3.4, 4.0 / 14.0, 120 / 128),
-    ),
-}
+# NCCL's protocols "simple", "LL" and, within a node, "LL128": `src/graph/tuning.cc`, of which PyTorch has a copy in
+# `torch._inductor.comm_analysis`. gloo has one.
+_PLAIN, _LL, _LL128 = _Path(), _Path(6.6 / 8.4, 0.6 / 3.4, 2.7 / 14, 1 / 2), _Path(14 / 8.4, 1.9 / 3.4, 1, 120 / 128)
+_TREES = (_Path(1, 4 / 3.4, 1, 0.92), _Path(6.8 / 8.4, 0.6 / 3.4, 5 / 14, 1 / 3.8))
 
 
 def seconds(operator: Operator, device: Device) -> float:
@@ -67,24 +61,40 @@ def occupied(shape: tuple[int, int, int, int], num_cores: int) -> float:
 
 
 def collective_seconds(operator: Operator, device: Device) -> float:
-    """Return the seconds of a ring over the ranks of the group: `n - 1` of its `n` parts pass each link, twice for an
-    all-reduce ("Bandwidth Optimal All-reduce Algorithms", Patarasu and Yuan, 2009). Of the protocols it takes the
-    fastest, as NCCL does."""
+    """Return the seconds of a collective: NCCL takes the fastest of its algorithms and protocols.
+
+    A ring passes `n - 1` of its `n` parts over each link, twice for an all-reduce ("Bandwidth Optimal All-reduce
+    Algorithms", Patarasu and Yuan, 2009). An all-reduce between nodes can be a tree, too, which has fewer steps.
+    """
     ranks = len(operator.group)
     if ranks <= 1:
         return 0.0
-    passes = 2 if operator.kind is Kind.reduce else 1
     nodes = len({rank // device.node_size for rank in operator.group})
-    bandwidth = device.link_bandwidth * device.efficiency.link
-    if nodes > 1:  # every ring crosses from node to node, and together they have the node's network
-        bandwidth = min(bandwidth, device.network_bandwidth * device.efficiency.network)
-    sending = passes * operator.num_bytes * (ranks - 1) / ranks / bandwidth
-    between = passes * (nodes - 1 if nodes > 1 else 0)
-    within = passes * (ranks - 1) - between
-    return min(
-        protocol.begin * device.latency_s
-        + within * protocol.link * device.link_latency_s
-        + between * protocol.network * device.network_latency_s
-        + sending / protocol.bandwidth
-        for protocol in _PROTOCOLS[device.kind]
-    )
+    passes = 2 if operator.kind is Kind.reduce else 1
+    sending = passes * operator.num_bytes * (ranks - 1) / ranks / _bandwidth(device, ranks, nodes)
+    between = nodes - 1
+
+    def along(path: _Path, within: float, between: float) -> float:
+        steps = within * path.link * device.link_latency_s + between * path.network * device.network_latency_s
+        return path.begin * device.latency_s + passes * steps + sending / path.bandwidth
+
+    paths = [along(path, ranks - 1 - between, between) for path in _rings(device, nodes)]
+    if operator.kind is Kind.reduce and nodes > 1 and device.kind is DeviceKind.cuda:
+        paths += [along(path, ranks / nodes - 1, math.log2(nodes)) for path in _TREES]
+    return min(paths)
+
+
+def _rings(device: Device, nodes: int) -> tuple[_Path, ...]:
+    if device.kind is DeviceKind.cpu:
+        return (_PLAIN,)
+    return (_PLAIN, _LL) if nodes > 1 else (_PLAIN, _LL, _LL128)
+
+
+def _bandwidth(device: Device, ranks: int, nodes: int) -> float:
+    """Return the bytes/s of a group. Its rings cross from node to node side by side and have the node's network
+    together; they share it with the groups of the node's other devices, which send at the same time."""
+    within = device.link_bandwidth * device.efficiency.link
+    if nodes == 1:
+        return within
+    share = min(1.0, ranks / nodes / device.node_size)
+    return min(within, device.network_bandwidth * device.efficiency.network * share)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+from torch._inductor import comm_analysis
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.speed.costs import collective_seconds, occupied, seconds
@@ -98,3 +101,40 @@ def test_a_collective_takes_the_fastest_protocol():
     plain = replace(late, kind=DeviceKind.cpu)
     assert collective_seconds(gather(8.0, 8), plain) == pytest.approx(8.4e-6 + 7 * 3.4e-6, rel=1e-3)
     assert collective_seconds(gather(8.0, 16), plain) == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6, rel=1e-3)
+
+
+def test_groups_side_by_side_share_the_network_of_their_node():
+    """Hybrid sharding: one rank of each of two nodes, and seven more such groups."""
+    one = operator(Kind.reduce, num_bytes=8e9, group=(0, 8))
+    assert collective_seconds(one, ROUND) == pytest.approx(2 * 8e9 / 2 / (4e10 / 8))
+
+
+def test_an_all_reduce_between_nodes_can_be_a_tree():
+    """16 ranks of 2 nodes: twice 7 steps within and 1 between, where a ring has 14 and 1."""
+    late = replace(ROUND, latency_s=8.4e-6, link_latency_s=3.4e-6, network_latency_s=14e-6)
+    tree = 6.8e-6 + 2 * (7 * 0.6e-6 + 5.0e-6)
+    assert collective_seconds(gather(16.0, 16, Kind.reduce), late) == pytest.approx(tree, rel=1e-3)
+
+
+# By how much one may be of the other, either way.
+AGREED = {8: 1.2, 16: 1.4, 64: 1.75}
+
+
+@pytest.mark.parametrize("ranks", AGREED)
+@pytest.mark.parametrize("kind", [Kind.gather, Kind.scatter, Kind.reduce])
+def test_collectives_agree_with_pytorchs_copy_of_nccls_model(ranks: int, kind: Kind):
+    """From 64 KiB to 1 GiB. It takes an A100 where there is no GPU, nodes of 8 devices, and one adapter of 25 GB/s for
+    what a ring sends between nodes; ours has the adapters of all devices, and is given that one here."""
+    names = {Kind.gather: "ALL_GATHER", Kind.scatter: "REDUCE_SCATTER", Kind.reduce: "ALL_REDUCE"}
+    a100 = replace(
+        ROUND, link_bandwidth=240e9, network_bandwidth=25e9, latency_s=8.4e-6, link_latency_s=3.4e-6,
+        network_latency_s=14e-6,
+    )  # fmt: skip
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        comm_analysis.get_gpu_type.cache_clear()
+        for exponent in range(16, 31):
+            theirs = comm_analysis.estimate_nccl_collective_runtime_impl(
+                2**exponent, ranks, comm_analysis.NCCL_COLL[names[kind]]
+            )
+            ours = collective_seconds(gather(2.0**exponent, ranks, kind), a100)
+            assert 1 / AGREED[ranks] <= ours / (theirs / 1e3) <= AGREED[ranks], 2**exponent
