@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -57,7 +58,7 @@ class StepTrace(TorchDispatchMode):
         Args:
             where: returns the phase and the innermost module at work.
         """
-        reduce = dist.all_reduce  # a stand-in in a forecast, which no mode sees: DDP's hooks and hybrid sharding call it
+        reduce = dist.all_reduce  # a forecast's stand-in, which no mode sees: DDP's hooks and hybrid sharding call it
 
         def recorded(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else _world()
@@ -102,10 +103,10 @@ class StepTrace(TorchDispatchMode):
         self._add(name, kind, stream, others or first, written, num_bytes, group=_ranks(args))
 
     def _record(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given = tensors_of((args, kwargs))
-        written = tensors_of(written_arguments(func, args, kwargs))
+        given = _local(tensors_of((args, kwargs)))
+        written = _local(tensors_of(written_arguments(func, args, kwargs)))
         inside = {self._number(tensor) for tensor in given}
-        made = [tensor for tensor in tensors_of(result) if self._number(tensor) not in inside]
+        made = [tensor for tensor in _local(tensors_of(result)) if self._number(tensor) not in inside]
         if not written and not made:
             return  # a view
         read = [tensor for tensor in given if not any(tensor is other for other in written)]
@@ -156,6 +157,12 @@ class StepTrace(TorchDispatchMode):
             self._numbers[storage] = self._next
             self._next += 1
         return int(self._numbers[storage])
+
+
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of those that are sharded: what the optimizer reads and writes, and where gradients arrive."""
+    with torch.no_grad():  # else `to_local` makes a view
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _bytes(tensor: Tensor) -> int:

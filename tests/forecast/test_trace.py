@@ -91,3 +91,18 @@ def test_equal_settings_have_equal_programs_and_following_them_changes_no_profil
     setting = config(*LM, "sharding=per_block", "precision=bf16_mixed")
     traced = forecast_step(setting, 4, cuda=True, traced=True).profile
     assert traced.events == forecast_profile(setting, 4, cuda=True).events
+
+
+@pytest.mark.parametrize("words", [["sharding=per_block"], ["sharding=ddp"]])
+def test_the_optimizer_reads_and_writes_this_ranks_part(words: list[str]):
+    """Adam reads the gradient, and reads and writes the parameter and both averages: 7 * 4 bytes a parameter."""
+    found = [o for o in program(*words, "optimizer=adamw") if o.name == "aten._fused_adamw_"]
+    parameters = (2 * BLOCK + ROOT) / (1 if words == ["sharding=ddp"] else 4)
+    assert sum(o.num_bytes for o in found) == pytest.approx(4 * 7 * parameters, rel=0.02)
+
+
+def test_the_optimizer_waits_for_the_last_gradients():
+    found = program("sharding=per_block", "precision=fp32")
+    last = [o for o in found if o.kind is Kind.scatter][-1]
+    adam = next(o for o in found if o.name == "aten._fused_adam_")
+    assert set(last.writes) & {*adam.reads, *adam.writes}
