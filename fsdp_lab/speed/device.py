@@ -45,7 +45,7 @@ class Efficiency:
 
     Attributes:
         matmul: by matrix products whose tiles fill the device.
-        attention: by fused attention.
+        attention: by fused attention, forwards; backwards it reaches three quarters of this.
         memory: by everything else.
         link: of the links' bandwidth within a node, by collectives.
         network: of a node's network bandwidth, by collectives between nodes.

@@ -38,6 +38,13 @@ def test_arithmetic_bounds_what_computes_more_than_it_reads():
     assert seconds(operator(Kind.attention, flops=5e11, dtype="bfloat16"), ROUND) == pytest.approx(0.02)
 
 
+def test_attention_is_slower_backwards():
+    """30 of 40 % of the peak, in the middle of what its paper says."""
+    forwards = operator(Kind.attention, flops=5e11, dtype="bfloat16")
+    backwards = replace(forwards, name="aten._scaled_dot_product_flash_attention_backward")
+    assert seconds(backwards, ROUND) == pytest.approx(seconds(forwards, ROUND) * 40 / 30)
+
+
 def test_bandwidth_bounds_the_rest():
     assert seconds(operator(Kind.memory, num_bytes=1e9), ROUND) == pytest.approx(0.002)
     assert seconds(operator(Kind.matmul, flops=1e6, num_bytes=1e9, dtype="bfloat16"), ROUND) == pytest.approx(0.002)
@@ -117,7 +124,7 @@ def test_an_all_reduce_between_nodes_can_be_a_tree():
 
 
 # By how much one may be of the other, either way.
-AGREED = {8: 1.2, 16: 1.4, 64: 1.75}
+AGREED = {8: 1.25, 16: 1.4, 64: 1.75}
 
 
 @pytest.mark.parametrize("ranks", AGREED)
