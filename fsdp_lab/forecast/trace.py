@@ -109,7 +109,8 @@ class StepTrace(TorchDispatchMode):
         made = [tensor for tensor in _local(tensors_of(result)) if self._number(tensor) not in inside]
         if not written and not made:
             return  # a view
-        read = [tensor for tensor in given if not any(tensor is other for other in written)]
+        overwritten = set(map(self._number, written))
+        read = [tensor for tensor in given if self._number(tensor) not in overwritten]
         twice = 1 if name.endswith(_OVERWRITES) else 2
         num_bytes = sum(map(_bytes, [*read, *made])) + twice * sum(map(_bytes, written))
         if name in _PICKS:
