@@ -19,7 +19,10 @@ class Kind(StrEnum):
 
     @property
     def is_collective(self) -> bool:
-        return self in (Kind.gather, Kind.scatter, Kind.reduce)
+        return self in _COLLECTIVES
+
+
+_COLLECTIVES = frozenset({Kind.gather, Kind.scatter, Kind.reduce})
 
 
 class Stream(StrEnum):

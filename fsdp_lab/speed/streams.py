@@ -61,24 +61,26 @@ def schedule(
     slots = []
     for operator, duration in zip(program, durations, strict=True):
         issued += launch_s
-        begin = max(issued, free[operator.stream])
-        for storage in operator.reads:
-            begin = max(begin, written.get(storage, 0.0))
-        for storage in operator.writes:
-            begin = max(begin, written.get(storage, 0.0), last_read.get(storage, 0.0))
-        if operator.kind.is_collective and not (separate_scatter and operator.stream is Stream.scatter):
-            begin = max(begin, communicator)
-        if operator.stream is Stream.copy_in and operator.phase == "forward" and len(copied_out) > 1:
-            begin = max(begin, copied_out[-2])
+        stream, reads, writes = operator.stream, operator.reads, operator.writes
+        waits = [issued, free[stream]]
+        waits += [written[storage] for storage in reads if storage in written]
+        waits += [written[storage] for storage in writes if storage in written]
+        waits += [last_read[storage] for storage in writes if storage in last_read]
+        on_communicator = operator.kind.is_collective and not (separate_scatter and stream is Stream.scatter)
+        if on_communicator:
+            waits.append(communicator)
+        if stream is Stream.copy_in and operator.phase == "forward" and len(copied_out) > 1:
+            waits.append(copied_out[-2])
+        begin = max(waits)
         end = begin + duration
-        if operator.kind.is_collective and not (separate_scatter and operator.stream is Stream.scatter):
+        if on_communicator:
             communicator = end
         if operator.name.endswith("split_with_sizes_copy"):
             copied_out.append(end)
-        free[operator.stream] = end
-        for storage in operator.reads:
+        free[stream] = end
+        for storage in reads:
             last_read[storage] = max(last_read.get(storage, 0.0), end)
-        for storage in operator.writes:
+        for storage in writes:
             written[storage] = end
         slots.append(Slot(operator, begin, end))
     return Schedule(slots, issued)
