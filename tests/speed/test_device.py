@@ -24,6 +24,31 @@ def test_a_data_sheet_can_be_read_and_reaches_no_more_than_its_peaks(path: Path)
 
 
 @pytest.mark.parametrize(
+    ("name", "bfloat16", "float8", "memory", "cores"),
+    [  # dense, in TFLOP/s and TB/s, as PyTorch's and the vendors' tables have them
+        ("a100_40gb", 312, None, 1.555, 108),
+        ("a100_80gb", 312, None, 2.039, 108),
+        ("h100_sxm", 989, 1979, 3.35, 132),
+        ("h100_pcie", 756, 1513, 2.0, 114),
+        ("h100_96gb", 989, 1979, 2.4, 132),
+        ("h200", 989, 1979, 4.8, 132),
+        ("b200", 2250, 4500, 8.0, 148),
+        ("l40s", 362, 733, 0.864, 142),
+        ("mi300x", 1307.4, 2614.9, 5.3, 304),
+    ],
+)
+def test_the_peaks_are_those_of_dense_products(
+    name: str, bfloat16: float, float8: float | None, memory: float, cores: int
+):
+    device = next(load_device(path) for path in SHEETS if path.stem == name)
+    assert device.peak("bfloat16") == device.peak("float16") == pytest.approx(bfloat16 * 1e12)
+    assert device.memory_bandwidth == pytest.approx(memory * 1e12)
+    assert device.num_cores == cores
+    found = [peak for dtype, peak in device.peak_flops.items() if dtype.startswith("float8")]
+    assert found == ([] if float8 is None else [pytest.approx(float8 * 1e12)])
+
+
+@pytest.mark.parametrize(
     ("key", "value", "said"),
     [
         ("basis", "hearsay", "basis=hearsay is none of data sheet, fitted, calibration"),
