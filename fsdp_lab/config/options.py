@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import Secret, keys_of
 from fsdp_lab.config.nightly import NightlyConfig
-
-
-def conf_dir() -> Path:
-    """The folder of YAML values: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    return next(d for d in (package / "conf", package.parent / "conf") if d.is_dir())
 
 
 def all_keys() -> list[str]:

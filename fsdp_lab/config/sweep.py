@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
 
+from fsdp_lab.config.conf import is_device
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import (
     EVERYWHERE,
@@ -24,12 +25,6 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.metrics import can_be_objective, objective_keys
 
 
-class ForecastDevice(Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 class Engine(Enum):
     ray = "ray"
     inline = "inline"
@@ -37,14 +32,15 @@ class Engine(Enum):
 
 @dataclass
 class ForecastConfig:
-    """`capacity_gib`: of one device; null: this machine's GPU, or no limit. `device`: for `fsdp_lab.forecast`; auto:
-    GPUs where there are any. A sweep forecasts for the machine that it runs on.
+    """`capacity_gib`: of one device; null: this machine's GPU, or no limit. `device`: auto (GPUs
+    where there are any), cpu, cuda, or a data sheet: its name in `conf/device`, or its path. With a data sheet the
+    speed is forecast, too. A sweep forecasts memory for the machine that it runs on, whatever the device.
 
     `prune` never starts a trial that cannot fit. `folder`: where `fsdp_lab.forecast` writes; null: outputs/forecast.
     """
 
     enabled: bool = key(True)
-    device: ForecastDevice = key(ForecastDevice.auto)
+    device: str = key("auto", is_device)
     capacity_gib: Optional[float] = key(None, positive, example=24)
     prune: bool = key(False)
     largest_microbatch: bool = key(False)

@@ -1,4 +1,4 @@
-"""What a configuration will hold in memory, before anything runs.
+"""What a configuration will hold in memory and how fast it should be, before anything runs.
 
 python -m fsdp_lab.forecast                                     one configuration, any overrides of fsdp_lab
 python -m fsdp_lab.forecast model=vit_l_16 cluster.num_workers=8 forecast.device=cuda forecast.capacity_gib=80 -m
@@ -6,13 +6,14 @@ python -m fsdp_lab.forecast model=vit_l_16 cluster.num_workers=8 forecast.device
 Needs no GPU, no Ray and no weights. -m forecasts every cell of a grid, the same one that a sweep would run.
 Not named, a configuration is vit_tiny on digits, 64 images in all; training.global_batch_size='${per_worker:16}'
 gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` every key. Its own keys:
-  forecast.device              auto (GPUs where this machine has any), cpu, cuda
+  forecast.device              auto (GPUs where this machine has any), cpu, cuda, or a device: a name in conf/device, as
+                               h100_sxm, or the path of a file like those. A device adds its memory and the speed
   forecast.capacity_gib        memory of one device: adds whether it fits
   forecast.largest_microbatch  true: the most images that one worker could take at once
   forecast.folder              where the CSV and the timelines go; null: outputs/forecast/<date>/<time>
   forecast.prune, forecast.enabled   for sweeps: leave out what cannot fit; forecast at all
 
-The table, for the worker that holds most, when it holds most; the smallest peak first:
+The table, for the worker that holds most, when it holds most; the smallest peak first, or the fastest:
   workers      how many train together, where that differs; else the title says it
   peak         all tensors at once: the sum of the columns that follow
   params       its shard of the parameters           optimizer    its shard of the optimizer's state
@@ -22,7 +23,10 @@ The table, for the worker that holds most, when it holds most; the smallest peak
   rest         temporaries, reduce buffers, the batch
   needs        GPUs: what the allocator will reserve for these tensors, the CUDA context and NCCL's buffers
   host         what lies in host memory while a GPU computes
-  fits         whether `needs` is within forecast.capacity_gib
+  fits         whether `needs` is within the capacity
+  step ms      a device: the predicted optimizer step; tokens/s or samples/s follow from it
+  MFU          the model's FLOPs over what the device could do in that time
+  bound        what most of the step is spent on: compute, gather, scatter, transfer (offload), launch
 """
 
 from __future__ import annotations
@@ -135,7 +139,8 @@ def workers(config: SweepConfig) -> int:
 def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
     from fsdp_lab.forecast.plot import write_plot  # these import PyTorch: a typo is told before
-    from fsdp_lab.forecast.table import Row, by_peak, forecast_table, write_csv
+    from fsdp_lab.forecast.recommend import speed_verdict
+    from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
     from fsdp_lab.forecast.verdict import verdict
 
     console = open_console()
@@ -154,7 +159,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     pages: dict[str, Path | None] = {}
     for request in requests:  # those that share a forecast share its page
         pages.setdefault(request.key, request.page)
-    rows = by_peak(
+    rows = in_order(
         [
             Row(
                 [str(setting(trial, key)) for key in swept],
@@ -176,6 +181,8 @@ def run(plan: Plan, swept: list[str]) -> int:
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
     items = "images" if all(isinstance(t.config.model, ModelConfig) for t in plan.trials) else "samples"
     console.print(Text(verdict(rows, swept, items), style="bold"))
+    for sentence in speed_verdict(rows, swept, first.report.speed_tolerance):
+        console.print(Text(sentence, style="bold" if sentence.startswith("Should") else ""))
     failed = [f for f in found if f.error]
     for reason in sorted({f.error for f in failed if f.error}):
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_lab.config import SweepConfig, TrialConfig
+from fsdp_lab.config.conf import device_file
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
-from fsdp_lab.config.sweep import ForecastDevice
 from fsdp_lab.hardware import gpus, num_gpus
+from fsdp_lab.speed.device import Device, load_device
+from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
 
@@ -26,6 +28,7 @@ class Forecast:
     takes from a GPU; None for a CPU. `allowances`: what no tensor shows, by name, on the device; `host_allowances`
     likewise. `capacity_bytes` None: not known.
     `largest_microbatch`: images a worker takes at once, 0 where not even one fits; None: not asked.
+    `speed`: of the step; None: no device with a data sheet was named.
     `error`: why there is no forecast; then there are no peaks. `fails`: training would end with the same error.
     """
 
@@ -37,6 +40,7 @@ class Forecast:
     capacity_bytes: int | None = None
     largest_microbatch: int | None = None
     reserved_bytes: int | None = None
+    speed: Speed | None = None
     error: str | None = None
     fails: bool = False
 
@@ -98,13 +102,28 @@ def communicators(config: TrialConfig, num_workers: int) -> int:
 def for_cuda(config: SweepConfig) -> bool:
     """Whether the forecast is for GPUs: as `forecast.device` says, or where this machine has one."""
     device = config.forecast.device
-    return device is ForecastDevice.cuda or (device is ForecastDevice.auto and num_gpus() > 0)
+    if (sheet := data_sheet(config)) is not None:
+        return sheet.kind == "cuda"
+    return device == "cuda" or (device == "auto" and num_gpus() > 0)
+
+
+def data_sheet(config: SweepConfig) -> Device | None:
+    """The device that `forecast.device` names; None where it names a kind of device.
+
+    Raises:
+        ConfigError: its file is no data sheet.
+    """
+    file = device_file(config.forecast.device)
+    return None if file is None else load_device(file)
 
 
 def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
-    """`forecast.capacity_gib`, or the memory of the smallest GPU here when the forecast is for GPUs."""
+    """`forecast.capacity_gib`, or the memory of the device that is named, or of the smallest GPU here when the forecast
+    is for GPUs."""
     if config.forecast.capacity_gib is not None:
         return int(config.forecast.capacity_gib * GIB)
+    if (sheet := data_sheet(config)) is not None:
+        return int(sheet.memory_gib * GIB)
     return gpu_memory() if cuda and num_gpus() else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,8 @@ from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, commun
 from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
+from fsdp_lab.speed.device import Device
+from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
@@ -61,26 +63,47 @@ def forecast(
     capacity_bytes: int | None = None,
     largest: bool = False,
     page: Path | None = None,
+    sheet: Device | None = None,
 ) -> Forecast:
     """What one worker will hold.
 
     Args:
         largest: find the most samples that it could take at once, too.
         page: where to write the timeline of the step.
+        sheet: of the device whose speed is forecast, too.
 
     Raises:
         UserError: see `forecast_profile`.
     """
-    profile = forecast_profile(config, num_workers, cuda)
+    profile, program = forecast_step(config, num_workers, cuda, traced=sheet is not None)
     found = _weigh(profile, config, num_workers, cuda, capacity_bytes)
+    workload = build_workload(config.model, config.data, config.task)
+    if sheet is not None:
+        found = replace(found, speed=_price(program, config, num_workers, sheet, workload))
     if page is not None:
-        model = build_workload(config.model, config.data, config.task).model.description
+        model = workload.model.description
         what = {"for": "GPUs" if cuda else "CPUs", "workers": str(num_workers), **main_settings(config, model)}
         with suppress(OSError):  # a full disk costs the page, not the forecast
             write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
         found = replace(found, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes))
     return found
+
+
+def _price(
+    program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
+) -> Speed:
+    """How long the step of a program takes, and what of the device the model uses."""
+    speed, _ = predict(program, sheet, config.sharding.separate_reduce_scatter_group)
+    samples = config.training.global_batch_size
+    flops = workload.train_flops_per_sample()
+    peak = sheet.peak_flops.get(config.precision.param_dtype.value) if flops else None
+    return replace(
+        speed,
+        samples=samples,
+        tokens=workload.shaped_tokens(),
+        mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,
+    )
 
 
 def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, capacity: int | None) -> Forecast:

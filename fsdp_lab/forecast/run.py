@@ -13,9 +13,10 @@ from pathlib import Path
 
 from fsdp_lab.config import SweepConfig, UserError, memory_settings
 from fsdp_lab.config.parallel import OffloadConfig
-from fsdp_lab.forecast.fits import Forecast, capacity_bytes, for_cuda
+from fsdp_lab.forecast.fits import Forecast, capacity_bytes, data_sheet, for_cuda
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
+from fsdp_lab.speed.device import Device
 
 LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model here takes some ten seconds
 _A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones
@@ -25,25 +26,28 @@ _LOOK_S = 0.5  # how often a wish to stop is looked at
 
 @dataclass(frozen=True)
 class Request:
-    """One trial to forecast. `capacity_bytes` None: not known. `page`: where its timeline goes."""
+    """One trial to forecast. `capacity_bytes` None: not known. `page`: where its timeline goes. `sheet`: of the device
+    whose speed is forecast, too."""
 
     config: SweepConfig
     num_workers: int
     cuda: bool
     capacity_bytes: int | None
     page: Path | None = None
+    sheet: Device | None = None
 
     @staticmethod
     def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
         cuda = for_cuda(config)
-        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page)
+        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, data_sheet(config))
 
     @property
     def key(self) -> str:
         """Equal for requests with the same answer: on a CPU, what is offloaded stays where it is."""
         asks = self.config.forecast.largest_microbatch
         config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
-        settings = [memory_settings(config, self.num_workers), self.cuda, self.capacity_bytes if asks else None]
+        capacity = self.capacity_bytes if asks else None
+        settings = [memory_settings(config, self.num_workers), self.cuda, capacity, repr(self.sheet)]
         return json.dumps(settings, sort_keys=True)
 
 
@@ -62,6 +66,7 @@ def forecast_one(request: Request) -> Forecast:
         request.capacity_bytes,
         request.config.forecast.largest_microbatch,
         request.page,
+        request.sheet,
     )
 
 

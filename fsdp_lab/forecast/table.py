@@ -11,6 +11,7 @@ from pathlib import Path
 from fsdp_lab.files import whole
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.profile import CATEGORIES
+from fsdp_lab.speed.predict import BOUNDS, Speed
 from fsdp_lab.terminal import Column, FittingTable
 
 # What a table has room for: the column's name -> the categories in it.
@@ -24,6 +25,11 @@ COLUMNS = {
 }
 # At any width stay the settings, `peak`, `needs`, `fits` and `largest microbatch`. Of the others the last leaves first.
 _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered", "rest")
+# Of the CSV.
+SPEEDS = (
+    "step_s", "step_low_s", "step_high_s", "samples_per_s", "tokens_per_s", "mfu", "bound",
+    *(f"{name}_share" for name in BOUNDS), "basis",
+)  # fmt: skip
 _UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
 
@@ -38,9 +44,19 @@ class Row:
     microbatch: int = 0
 
 
-def by_peak(rows: Sequence[Row]) -> list[Row]:
-    """The smallest first; what has no forecast last."""
-    return sorted(rows, key=lambda row: row.forecast.peak_bytes if not row.forecast.error else float("inf"))
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """What fits before what does not, the fastest first where speeds were predicted, else the smallest peak; what has
+    no forecast last."""
+
+    def place(row: Row) -> tuple[float, ...]:
+        found = row.forecast
+        if found.error:
+            return (2, 0)
+        if found.speed is not None:
+            return (found.fits is False, -found.speed.samples_per_s)
+        return (0, found.peak_bytes)
+
+    return sorted(rows, key=place)
 
 
 def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
@@ -76,10 +92,28 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
         add_bytes("capacity", lambda found: found.capacity_bytes)
     if capacities - {None}:
         add("fits", lambda found: {None: "", True: "yes", False: "no"}[found.fits])
+    if any(found.speed for found in having):
+        _add_speed(add, [found.speed for found in having if found.speed])
     if any(found.largest_microbatch is not None for found in having):
         add("largest microbatch", lambda found: f"{found.largest_microbatch:,}" if found.largest_microbatch else "0")
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
+
+
+def _add_speed(add: Callable[[str, Callable[[Forecast], str]], None], speeds: Sequence[Speed]) -> None:
+    """Add the columns of predicted speeds."""
+
+    def cell(text: Callable[[Speed, int], str]) -> Callable[[Forecast], str]:
+        return lambda found: text(found.speed, found.num_workers) if found.speed else ""
+
+    add("step ms", cell(lambda speed, workers: f"{speed.step_s * 1e3:,.4g}"))
+    if any(speed.tokens is not None for speed in speeds):
+        add("tokens/s per device", cell(lambda speed, workers: f"{(speed.tokens_per_s or 0) / workers:,.0f}"))
+    else:
+        add("samples/s", cell(lambda speed, workers: f"{speed.samples_per_s:,.4g}"))
+    if any(speed.mfu is not None for speed in speeds):
+        add("MFU", cell(lambda speed, workers: "" if speed.mfu is None else f"{speed.mfu * 100:.0f} %"))
+    add("bound", cell(lambda speed, workers: speed.bound))
 
 
 def _unit(having: Sequence[Forecast]) -> tuple[str, int]:
@@ -108,6 +142,7 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
                 "fits",
                 "largest_microbatch",
                 "timeline",
+                *SPEEDS,
                 "error",
             ]
         )
@@ -119,7 +154,7 @@ def _cells(row: Row, with_workers: bool) -> list[object]:
     found = row.forecast
     start: list[object] = [*([found.num_workers] if with_workers else []), "cuda" if found.cuda else "cpu"]
     if found.error:
-        return [*start, *[""] * (2 * len(CATEGORIES) + 7), row.page or "", found.error]
+        return [*start, *[""] * (2 * len(CATEGORIES) + 7), row.page or "", *[""] * len(SPEEDS), found.error]
     device, host = found.peaks["device"], found.peaks.get("host", {})
     return [
         *start,
@@ -133,5 +168,15 @@ def _cells(row: Row, with_workers: bool) -> list[object]:
         "" if found.fits is None else str(found.fits).lower(),
         "" if found.largest_microbatch is None else found.largest_microbatch,
         row.page or "",
+        *_speed_cells(found),
         "",
     ]
+
+
+def _speed_cells(found: Forecast) -> list[object]:
+    speed = found.speed
+    if speed is None:
+        return [""] * len(SPEEDS)
+    cells = [speed.step_s, speed.low_s, speed.high_s, speed.samples_per_s, speed.tokens_per_s, speed.mfu, speed.bound]
+    shares = [f"{speed.shares[name]:.4f}" for name in BOUNDS]
+    return ["" if cell is None else cell for cell in [*cells, *shares, speed.basis]]

@@ -58,7 +58,8 @@ class StepTrace(TorchDispatchMode):
         Args:
             where: returns the phase and the innermost module at work.
         """
-        reduce = dist.all_reduce  # a forecast's stand-in, which no mode sees: DDP's hooks and hybrid sharding call it
+        # A stand-in in a forecast, which no mode sees: DDP's hooks and hybrid sharding call it.
+        reduce: Callable[..., Any] = dist.all_reduce
 
         def recorded(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else _world()

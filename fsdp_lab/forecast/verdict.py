@@ -138,6 +138,11 @@ def _has(row: Row, values: Values, swept: Sequence[str]) -> bool:
     return values.items() <= _values(row, swept).items()
 
 
+def named(row: Row, swept: Sequence[str]) -> str:
+    """Return a setting by the values of the swept keys, as `per_block bf16_mixed offload=cpu`."""
+    return _name(_values(row, swept))
+
+
 def _name(values: Values) -> str:
     """As `ddp fp32 offload=cpu with checkpointing`."""
     words = [

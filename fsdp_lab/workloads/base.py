@@ -135,6 +135,10 @@ class Workload:
             found = {self.task.units(dataset[index]) for index in chosen.split(1)}
         return found.pop() if len(found) == 1 else None
 
+    def shaped_tokens(self) -> int | None:
+        """Return the tokens of a sample by its shape alone; None where samples are what is counted."""
+        return self.task.units(self._meta_batch()) if self.task.unit == "tokens" else None
+
     def parameters_without_gradient(self) -> list[str]:
         """Return the names of those that a step leaves without one, as a step on `meta` shows, frozen ones apart."""
         model, batch = self._on_meta()

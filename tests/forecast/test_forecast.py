@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import CombinationError, ConfigError, check_forecast, memory_settings
-from fsdp_lab.config.sweep import ForecastConfig, ForecastDevice
+from fsdp_lab.config.sweep import ForecastConfig
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
 from fsdp_lab.forecast.fits import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators, gpu_memory
@@ -414,7 +414,7 @@ def test_a_followed_step_leaves_no_model_behind(sharding: str):
 def test_auto_is_for_cpus_where_there_is_no_gpu(fake_nvml: Callable[..., None]):
     fake_nvml(gpus=0)
     assert not Request.of(config(), 2).cuda
-    asked = replace(config(), forecast=ForecastConfig(device=ForecastDevice.cuda))
+    asked = replace(config(), forecast=ForecastConfig(device="cuda"))
     assert Request.of(asked, 2).cuda
     fake_nvml(gpus=2)
     assert Request.of(config(), 2).cuda

@@ -1,0 +1,46 @@
+"""The folder of YAML values, and the devices that it has data sheets of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp_lab.config.suggest import closest
+
+# What a forecast is for where no data sheet is named; `auto`: GPUs where this machine has any.
+DEVICE_KINDS = ("auto", "cpu", "cuda")
+
+
+def conf_dir() -> Path:
+    """The folder of YAML values: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    return next(d for d in (package / "conf", package.parent / "conf") if d.is_dir())
+
+
+def device_file(name: str) -> Path | None:
+    """Return the data sheet that `forecast.device` names, by its name or its path; None where it names a kind."""
+    if name in DEVICE_KINDS:
+        return None
+    return Path(name).expanduser() if _is_path(name) else conf_dir() / "device" / f"{name}.yaml"
+
+
+def known_devices() -> list[str]:
+    """Return the names of the data sheets."""
+    return sorted(file.stem for file in (conf_dir() / "device").glob("*.yaml"))
+
+
+def is_device(name: str) -> str | None:
+    """The rule of `forecast.device`."""
+    file = device_file(name)
+    if file is None or file.is_file():
+        return None
+    if _is_path(name):
+        return "is no file; name a data sheet that exists, or one of " + ", ".join(known_devices())
+    close = closest(name, known_devices())
+    meant = f"; did you mean {close}? Otherwise" if close else ";"
+    return (
+        f"is not known{meant} use {', '.join([*DEVICE_KINDS, *known_devices()])}, or the path of a data sheet (.yaml)"
+    )
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.endswith((".yaml", ".yml"))

@@ -1,0 +1,122 @@
+"""Predicted speeds: what the command says of them, and laws that hold for any device."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.conf import device_file, known_devices
+from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.forecast import forecast, forecast_step
+from fsdp_lab.forecast.recommend import recommend, speed_verdict
+from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.table import Row, in_order, write_csv
+from fsdp_lab.speed.device import Device, load_device
+from fsdp_lab.speed.predict import BOUNDS, Speed, predict
+from fsdp_lab.workloads.build import build_workload
+from tests.ranks import config
+
+LANGUAGE = ["task=language", "model=lm_tiny", "precision=bf16_mixed", "training.global_batch_size=16"]
+
+
+def sheet(name: str = "a100_80gb") -> Device:
+    file = device_file(name)
+    assert file is not None
+    return load_device(file)
+
+
+def test_every_data_sheet_can_be_read_and_says_where_its_figures_are_from():
+    assert {"a100_40gb", "a100_80gb", "h100_sxm"} <= set(known_devices())
+    for name in known_devices():
+        device = sheet(name)
+        assert device.source and 0 < device.error.median <= device.error.p90 < 1
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("a10080", "did you mean a100_80gb"),
+        ("tpu", "auto, cpu, cuda, a100_40gb"),
+        ("mine/gpu.yaml", "mine/gpu.yaml is no file"),
+    ],
+)
+def test_an_unknown_device_is_refused_and_the_known_ones_are_named(named: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        config(f"forecast.device={named}").check(2)
+
+
+def test_a_device_brings_its_memory_its_kind_and_the_speed(tmp_path: Path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text((device_file("a100_80gb") or Path()).read_text().replace("memory_gib: 79.25", "memory_gib: 1.5"))
+    request = Request.of(config(*LANGUAGE, f"forecast.device={mine}"), 2)
+    assert request.cuda and request.capacity_bytes == 1.5 * 2**30 and request.sheet is not None
+    own = Request.of(config(*LANGUAGE, f"forecast.device={mine}", "forecast.capacity_gib=2"), 2)
+    assert own.capacity_bytes == 2 * 2**30
+    assert Request.of(config(*LANGUAGE, "forecast.device=cuda"), 2).sheet is None
+
+
+def test_tokens_and_mfu_by_hand():
+    """MFU is the FLOPs that the samples of a worker need, over what its device could do in the step."""
+    settings, device = config(*LANGUAGE), sheet()
+    speed = forecast(settings, 2, cuda=True, sheet=device).speed
+    assert speed is not None
+    assert speed.samples == 16 and speed.tokens == settings.data.arguments["seq_len"]
+    assert speed.tokens_per_s == pytest.approx(16 * speed.tokens / speed.step_s)
+    flops = build_workload(settings.model, settings.data, settings.task).train_flops_per_sample()
+    assert flops and speed.mfu == pytest.approx(16 / 2 * flops / speed.step_s / 312e12)
+
+
+@pytest.mark.parametrize("words", [["sharding=per_block"], ["sharding=ddp"], ["offload=cpu"]])
+def test_the_shares_of_what_bounds_a_step_tell_what_a_slower_device_costs(words: list[str]):
+    """A step takes as long as its longest chain. So a tenth more time of one thing costs at least a tenth of its share,
+    and with everything half as fast a step takes twice as long."""
+    program = forecast_step(config(*LANGUAGE, *words), 4, cuda=True, traced=True).program
+    device = sheet()
+    speed, schedule = predict(program, device)
+    assert sum(speed.shares.values()) == pytest.approx(1) and set(speed.shares) == set(BOUNDS)
+    assert speed.step_s == schedule.seconds and speed.low_s < speed.step_s < speed.high_s
+    assert (speed.shares["transfer"] > 0) == (words == ["offload=cpu"])
+
+    slower = {
+        "launch": {"launch_s": device.launch_s * 1.1},
+        "transfer": {
+            "host_bandwidth": device.host_bandwidth / 1.1, "host_memory_bandwidth": device.host_memory_bandwidth / 1.1,
+        },
+        "compute": {
+            "peak_flops": {dtype: peak / 1.1 for dtype, peak in device.peak_flops.items()},
+            "memory_bandwidth": device.memory_bandwidth / 1.1,
+        },
+    }  # fmt: skip
+    for name, changes in slower.items():
+        costs = predict(program, replace(device, **changes))[0].step_s / speed.step_s - 1
+        assert 0.1 * speed.shares[name] - 1e-6 <= costs <= 0.1, name
+    assert set(slower) | {"gather", "scatter"} == set(BOUNDS)
+
+
+def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
+    speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), step_s / 1.1, step_s / 0.9, 0.1, "fitted", "X", samples=100)
+    peaks = {"device": {"total": peak}}
+    return Row([setting], Forecast(True, 8, peaks, capacity_bytes=1000 if fits else 50, speed=speed))
+
+
+def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
+    rows = [row("ddp", 1.0, fits=False), row("root", 1.2, 300), row("per_block", 1.21, 100), row("other", 2.0)]
+    assert [r.settings[0] for r in recommend(rows, ["sharding"], 0.03)] == ["per_block", "root", "other"]
+    assert recommend(rows, ["sharding"], 0.0)[0].settings == ["root"]
+    told = " ".join(speed_verdict(rows, ["sharding"], 0.03))
+    assert told.startswith("Should be fastest of what fits: per_block: 82.6 samples/s, step 1.21 s (1.1 to 1.34)")
+    assert "nine of ten steps were within 10 %" in told
+    assert "1 other setting is within that error of it. Worth measuring: per_block, root." in told
+    assert speed_verdict(rows[:1], ["sharding"], 0.03) == ["No setting fits, so none is recommended."]
+
+
+def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
+    rows = in_order([row("slow", 2.0), row("large", 0.1, fits=False), row("fast", 1.0)])
+    assert [r.settings[0] for r in rows] == ["fast", "slow", "large"]
+    write_csv(tmp_path / "f.csv", rows, ["sharding"])
+    (first, *_) = csv.DictReader((tmp_path / "f.csv").open())
+    assert float(first["step_s"]) == 1.0 and float(first["samples_per_s"]) == 100 and first["basis"] == "fitted"
