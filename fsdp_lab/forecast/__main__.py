@@ -138,7 +138,7 @@ def workers(config: SweepConfig) -> int:
 
 def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
-    from fsdp_lab.forecast.plot import write_plot  # these import PyTorch: a typo is told before
+    from fsdp_lab.forecast.plot import write_plot, write_scaling  # these import PyTorch: a typo is told before
     from fsdp_lab.forecast.recommend import speed_verdict
     from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
     from fsdp_lab.forecast.verdict import verdict
@@ -176,8 +176,11 @@ def run(plan: Plan, swept: list[str]) -> int:
     tell_allowances(console, found)
     write_csv(folder / "forecast.csv", rows, swept)
     drawn = "forecast.png, " if swept and write_plot(folder / "forecast.png", rows, swept) else ""
+    drawn += "scaling.png, " if write_scaling(folder / "scaling.png", rows, swept) else ""
     pages_written = len(list(folder.glob("timeline_*.html")))
     written = f"{drawn}{count(pages_written, 'timeline page')}"
+    if streams := len(list(folder.glob("streams_*.html"))):
+        written += f", {count(streams, 'page')} of streams"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
     items = "images" if all(isinstance(t.config.model, ModelConfig) for t in plan.trials) else "samples"
     console.print(Text(verdict(rows, swept, items), style="bold"))

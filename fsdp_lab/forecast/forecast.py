@@ -27,11 +27,13 @@ from fsdp_lab.forecast.allocator import reserved_peak
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
 from fsdp_lab.forecast.kernels import cuda_kernels
+from fsdp_lab.forecast.streams_page import write_streams
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
 from fsdp_lab.speed.device import Device
 from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
+from fsdp_lab.speed.streams import Schedule
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
@@ -69,7 +71,7 @@ def forecast(
 
     Args:
         largest: find the most samples that it could take at once, too.
-        page: where to write the timeline of the step.
+        page: where to write the timeline of the step; `streams_page` of it, what runs when.
         sheet: of the device whose speed is forecast, too.
 
     Raises:
@@ -78,12 +80,16 @@ def forecast(
     profile, program = forecast_step(config, num_workers, cuda, traced=sheet is not None)
     found = _weigh(profile, config, num_workers, cuda, capacity_bytes)
     workload = build_workload(config.model, config.data, config.task)
+    what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
-        found = replace(found, speed=_price(program, config, num_workers, sheet, workload))
+        speed, schedule = _price(program, config, num_workers, sheet, workload)
+        found = replace(found, speed=speed)
+        if page is not None:
+            with suppress(OSError):  # a full disk costs the page, not the forecast
+                write_streams(streams_page(page), speed, schedule, f"A predicted step on {sheet.name}", what)
     if page is not None:
-        model = workload.model.description
-        what = {"for": "GPUs" if cuda else "CPUs", "workers": str(num_workers), **main_settings(config, model)}
-        with suppress(OSError):  # a full disk costs the page, not the forecast
+        with suppress(OSError):
+            what = {"for": "GPUs" if cuda else "CPUs", **what}
             write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
         found = replace(found, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes))
@@ -92,18 +98,24 @@ def forecast(
 
 def _price(
     program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
-) -> Speed:
-    """How long the step of a program takes, and what of the device the model uses."""
-    speed, _ = predict(program, sheet, config.sharding.separate_reduce_scatter_group)
+) -> tuple[Speed, Schedule]:
+    """How long the step of a program takes, what of the device the model uses, and when what runs."""
+    speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group)
     samples = config.training.global_batch_size
     flops = workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.param_dtype.value) if flops else None
-    return replace(
+    speed = replace(
         speed,
         samples=samples,
         tokens=workload.shaped_tokens(),
         mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,
     )
+    return speed, schedule
+
+
+def streams_page(page: Path) -> Path:
+    """Where the page of the streams goes, beside the timeline of the memory."""
+    return page.with_name(page.name.replace("timeline", "streams"))
 
 
 def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, capacity: int | None) -> Forecast:

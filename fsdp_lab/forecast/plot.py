@@ -11,6 +11,8 @@ from fsdp_lab.forecast.table import COLUMNS, Row
 WORKERS = "cluster.num_workers"
 GIB = 2**30
 _MOST_BARS = 40
+_MOST_LINES = 10
+_PLAIN = ("sharding", "precision")  # whose values say by themselves what they are
 
 
 def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
@@ -27,6 +29,42 @@ def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
     if not rows:
         return False
     figure = _over_workers(pyplot, rows, swept) if WORKERS in swept else _stacked(pyplot, rows)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def write_scaling(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
+    """PNG of the predicted speed of a device over the number of workers, a line for each setting of the other keys;
+    False where no speed was predicted, or for one number of workers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    speeds = [(row, row.forecast.speed) for row in rows if row.forecast.speed and not row.forecast.error]
+    workers = sorted({row.forecast.num_workers for row, _ in speeds})
+    if len(workers) < 2:
+        return False
+    lines: dict[str, list[tuple[float, ...]]] = {}
+    for row, speed in speeds:
+        values = zip(swept, row.settings, strict=True)
+        name = " ".join(value if key in _PLAIN else f"{key}={value}" for key, value in values if key != WORKERS)
+        items = (speed.tokens or 1) * speed.samples / row.forecast.num_workers
+        each = (items / seconds for seconds in (speed.step_s, speed.high_s, speed.low_s))
+        lines.setdefault(name, []).append((row.forecast.num_workers, *each))
+    figure, axis = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
+    for name, points in list(lines.items())[:_MOST_LINES]:
+        counts, rates, low, high = zip(*sorted(points), strict=True)
+        (line,) = axis.plot(counts, rates, marker=".", label=name or "this setting")
+        axis.fill_between(counts, low, high, color=line.get_color(), alpha=0.12)
+    unit = "tokens" if speeds[0][1].tokens else "samples"
+    axis.set(xscale="log", xlabel="workers", ylabel=f"predicted {unit}/s per device")
+    axis.set_xticks(workers, [str(count) for count in workers])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True

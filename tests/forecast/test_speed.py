@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import device_file, known_devices
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.forecast import forecast, forecast_step
+from fsdp_lab.forecast.plot import write_scaling
 from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, in_order, write_csv
@@ -95,6 +97,30 @@ def test_the_shares_of_what_bounds_a_step_tell_what_a_slower_device_costs(words:
         costs = predict(program, replace(device, **changes))[0].step_s / speed.step_s - 1
         assert 0.1 * speed.shares[name] - 1e-6 <= costs <= 0.1, name
     assert set(slower) | {"gather", "scatter"} == set(BOUNDS)
+
+
+def test_the_page_of_the_streams_shows_each_at_work_and_adds_up(tmp_path: Path):
+    page = tmp_path / "timeline_3.html"
+    found = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=page, sheet=sheet())
+    assert found.speed is not None
+    text = (tmp_path / "streams_3.html").read_text()
+    assert "compute, copy-in of gathers, all-gather, reduce-scatter." in text and "host" not in text
+    widths = dict.fromkeys(("#4c78a8", "#f58518", "#e45756", "#72b7b2"), 0.0)
+    for width, colour in re.findall(r'width="([\d.]+)" y="\d+" height="\d+" fill="(#\w+)"', text):
+        widths[colour] += float(width)
+    assert widths["#f58518"] == pytest.approx(found.speed.busy["gather"] / found.speed.step_s * 1000, rel=0.1)
+    assert "FSDPBlock" not in text and "blocks.0" in text
+    assert "@" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S)
+    forecast(config(*LANGUAGE, "offload=cpu"), 4, cuda=True, page=page, sheet=sheet())
+    assert "reduce-scatter, host." in (tmp_path / "streams_3.html").read_text()
+
+
+def test_the_scaling_curve_is_drawn_over_numbers_of_workers(tmp_path: Path):
+    rows = [replace(r, forecast=replace(r.forecast, num_workers=n)) for n in (8, 16) for r in [row("root", 1 + n)]]
+    rows = [replace(r, settings=["root", str(r.forecast.num_workers)]) for r in rows]
+    assert write_scaling(tmp_path / "scaling.png", rows, ["sharding", "cluster.num_workers"])
+    assert (tmp_path / "scaling.png").stat().st_size > 5000
+    assert not write_scaling(tmp_path / "none.png", rows[:1], ["sharding", "cluster.num_workers"])
 
 
 def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
