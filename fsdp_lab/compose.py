@@ -35,6 +35,7 @@ from fsdp_lab.config import (
     part,
     workers_of,
 )
+from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.suggest import closest
@@ -301,7 +302,7 @@ def options_of(group: str) -> list[str]:
 
 
 def groups() -> list[str]:
-    return sorted(d.name for d in conf_dir().iterdir() if d.is_dir())
+    return [folder.name for folder in group_dirs()]
 
 
 def _composition(error: BaseException) -> str:

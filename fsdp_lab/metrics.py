@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
+PREDICTED_SPEED = "forecast/samples_per_s"
 OTHERS_CPU = "perf/others_cpu"
 _SPEEDS = {SPEED, "perf/tokens_per_s", "perf/step_time_p50_s", "perf/step_time_p95_s", "perf/mfu"}
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
@@ -261,6 +262,25 @@ METRICS = (
         FORECAST_ERROR, "forecast error", "", "`forecast / measured - 1`, of the peaks",
         form="{:+.4f}", objective=False,
         csv=_SHOWN, report=_SHOWN, gate=Gate("forecast_error", kind="distance"),
+    ),
+    Metric(
+        "forecast/step_s", "predicted step s", "s", "an optimizer step, as predicted by the data sheet of "
+        "`forecast.device`",
+        objective=False, csv=_SHOWN,
+    ),
+    Metric(
+        PREDICTED_SPEED, "predicted samples/s", "samples/s", "of all ranks together, as predicted",
+        form="{:.0f}", objective=False, csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"),
+        hover=Column(form="{:,.0f} samples/s predicted"),
+    ),
+    Metric(
+        "forecast/samples_per_s_high", "predicted samples/s, at most", "samples/s", "nine of ten predictions are not "
+        "exceeded by more",
+        form="{:.0f}", objective=False,
+    ),
+    Metric(
+        "perf/forecast_error", "speed forecast error", "", "`predicted / measured - 1`, of the seconds of a step",
+        form="{:+.3f}", objective=False, csv=_SHOWN, report=_SHOWN, gate=Gate("speed_forecast_error", kind="distance"),
     ),
     Metric(
         "forecast/largest_microbatch", "largest microbatch", "samples", "the largest that fits by the forecast",

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 
 from fsdp_lab.compose import register_schema, typed_config
 from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict, with_custom
+from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.sweep.axes import axes_shown
 from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
@@ -60,7 +61,7 @@ NEEDS = {
     "model=vit_h_14": [*LARGE, "model.num_layers=2"],
 }
 PRESETS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
-OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in conf_dir().glob("*/*.yaml"))
+OPTIONS = sorted(f"{folder.name}={file.stem}" for folder in group_dirs() for file in folder.glob("*.yaml"))
 
 
 def composed(option: str) -> SweepConfig:
@@ -104,7 +105,7 @@ def train_each(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]
 
 
 def test_every_file_of_conf_is_tested():
-    assert {option.partition("=")[0] for option in OPTIONS} == {d.name for d in conf_dir().iterdir() if d.is_dir()}
+    assert {option.partition("=")[0] for option in OPTIONS} == {folder.name for folder in group_dirs()}
 
 
 @pytest.mark.parametrize("option", OPTIONS)

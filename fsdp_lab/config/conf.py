@@ -8,6 +8,7 @@ from fsdp_lab.config.suggest import closest
 
 # What a forecast is for where no data sheet is named; `auto`: GPUs where this machine has any.
 DEVICE_KINDS = ("auto", "cpu", "cuda")
+_DEVICES = "device"  # the folder of data sheets
 
 
 def conf_dir() -> Path:
@@ -16,16 +17,21 @@ def conf_dir() -> Path:
     return next(d for d in (package / "conf", package.parent / "conf") if d.is_dir())
 
 
+def group_dirs() -> list[Path]:
+    """Return the folder of each group of options. Data sheets are no options: `forecast.device` names one."""
+    return sorted(folder for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != _DEVICES)
+
+
 def device_file(name: str) -> Path | None:
     """Return the data sheet that `forecast.device` names, by its name or its path; None where it names a kind."""
     if name in DEVICE_KINDS:
         return None
-    return Path(name).expanduser() if _is_path(name) else conf_dir() / "device" / f"{name}.yaml"
+    return Path(name).expanduser() if _is_path(name) else conf_dir() / _DEVICES / f"{name}.yaml"
 
 
 def known_devices() -> list[str]:
     """Return the names of the data sheets."""
-    return sorted(file.stem for file in (conf_dir() / "device").glob("*.yaml"))
+    return sorted(file.stem for file in (conf_dir() / _DEVICES).glob("*.yaml"))
 
 
 def is_device(name: str) -> str | None:

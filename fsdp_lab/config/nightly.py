@@ -14,12 +14,13 @@ from fsdp_lab.config.sweep import SweepConfig
 @dataclass
 class ToleranceConfig:
     """What a night may lose against the baseline before it is a regression: ratios to the baseline's value, and for
-    `forecast_error` the difference of two errors."""
+    `forecast_error` and `speed_forecast_error` the difference of two errors."""
 
     peak_memory: float = key(0.01, not_negative)
     samples_per_s: float = key(0.15, not_negative)
     loss: float = key(0.02, not_negative)
     forecast_error: float = key(0.01, not_negative)
+    speed_forecast_error: float = key(0.15, not_negative)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
 
-from fsdp_lab.config.conf import is_device
+from fsdp_lab.config.conf import device_file, is_device, known_devices
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import (
     EVERYWHERE,
@@ -30,19 +30,31 @@ class Engine(Enum):
     inline = "inline"
 
 
+def _is_count_or_share(value: str) -> str | None:
+    number = value.removesuffix("%")
+    try:
+        good = 0 < float(number) <= 100 if value.endswith("%") else int(number) >= 1
+    except ValueError:
+        good = False
+    return None if good else "is not a number of settings; use a whole number of 1 or more, or a share such as 20%"
+
+
 @dataclass
 class ForecastConfig:
     """`capacity_gib`: of one device; null: this machine's GPU, or no limit. `device`: auto (GPUs
     where there are any), cpu, cuda, or a data sheet: its name in `conf/device`, or its path. With a data sheet the
     speed is forecast, too. A sweep forecasts memory for the machine that it runs on, whatever the device.
 
-    `prune` never starts a trial that cannot fit. `folder`: where `fsdp_lab.forecast` writes; null: outputs/forecast.
+    `prune` never starts a trial that cannot fit. `keep`: how many settings of a grid are measured, the fastest by their
+    predictions, as a number or a share of those that fit (`20%`); null: all. `folder`: where `fsdp_lab.forecast`
+    writes; null: outputs/forecast.
     """
 
     enabled: bool = key(True)
     device: str = key("auto", is_device)
     capacity_gib: Optional[float] = key(None, positive, example=24)
     prune: bool = key(False)
+    keep: Optional[str] = key(None, _is_count_or_share, example="5")
     largest_microbatch: bool = key(False)
     folder: Optional[str] = key(None)
 
@@ -55,15 +67,22 @@ class ForecastConfig:
             ConfigError: no capacity is known, or there is to be no forecast.
         """
         for name in ("prune", "largest_microbatch"):
-            if getattr(self, name) and self.capacity_gib is None and not has_gpu:
+            known = has_gpu or self.capacity_gib is not None or device_file(self.device) is not None
+            if getattr(self, name) and not known:
                 raise ConfigError(
                     f"forecast.{name}=true needs to know how much fits, and there is no GPU here to ask; set "
                     "forecast.capacity_gib, for example forecast.capacity_gib=24."
                 )
-        if self.prune and not self.enabled:
+        for name, value in (("prune", "true" if self.prune else None), ("keep", self.keep)):
+            if value is not None and not self.enabled:
+                raise ConfigError(
+                    f"forecast.{name}={value} with forecast.enabled=false: nothing is known before a trial starts; use "
+                    "forecast.enabled=true."
+                )
+        if self.keep is not None and device_file(self.device) is None:
             raise ConfigError(
-                "forecast.prune=true with forecast.enabled=false: nothing is known before a trial starts; use "
-                "forecast.enabled=true."
+                f"forecast.keep={self.keep} needs predicted speeds, and forecast.device={self.device} has none; name a "
+                f"device: forecast.device=<{'|'.join(known_devices())}>, or the path of a data sheet."
             )
 
 
@@ -210,6 +229,12 @@ class SweepConfig(TrialConfig):
         self.scheduler.check()
         objectives(self)
         stops_on(self)
+        if self.forecast.keep is not None and self.search.samples:
+            raise CombinationError(
+                f"search={self.search.name} with forecast.keep={self.forecast.keep}: a search suggests its trials one "
+                "by one, so none is the fastest of all; use forecast.keep=null, or search=grid.",
+                keys=("search.name", "forecast.keep"),
+            )
         if self.engine is Engine.inline:
             self._check_inline(num_workers)
         self.cluster.check()
@@ -221,12 +246,13 @@ class SweepConfig(TrialConfig):
                 "use cluster.num_workers=1, or engine=ray.",
                 keys=("engine", "cluster.num_workers"),
             )
-        if self.forecast.prune:
-            raise CombinationError(
-                "engine=inline with forecast.prune=true: nothing is forecast of a trial in this process; use "
-                "forecast.prune=false, or engine=ray.",
-                keys=("engine", "forecast.prune"),
-            )
+        for name, value in (("prune", "true" if self.forecast.prune else None), ("keep", self.forecast.keep)):
+            if value is not None:
+                raise CombinationError(
+                    f"engine=inline with forecast.{name}={value}: nothing is forecast of a trial in this process; use "
+                    f"forecast.{name}={'false' if name == 'prune' else 'null'}, or engine=ray.",
+                    keys=("engine", f"forecast.{name}"),
+                )
         if self.scheduler.stops_early:
             raise CombinationError(
                 f"engine=inline with scheduler={self.scheduler.name}: one trial runs after the other in this "

@@ -117,12 +117,18 @@ def data_sheet(config: SweepConfig) -> Device | None:
     return None if file is None else load_device(file)
 
 
+def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:
+    """The device that `forecast.device` names, where it is of the kind that trials run on."""
+    sheet = data_sheet(config)
+    return sheet if sheet is not None and (sheet.kind == "cuda") is cuda else None
+
+
 def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
     """`forecast.capacity_gib`, or the memory of the device that is named, or of the smallest GPU here when the forecast
     is for GPUs."""
     if config.forecast.capacity_gib is not None:
         return int(config.forecast.capacity_gib * GIB)
-    if (sheet := data_sheet(config)) is not None:
+    if (sheet := data_sheet_here(config, cuda)) is not None:
         return int(sheet.memory_gib * GIB)
     return gpu_memory() if cuda and num_gpus() else None
 

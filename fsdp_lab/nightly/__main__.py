@@ -10,7 +10,7 @@ What follows are overrides of fsdp_lab, lists are axes. Without experiment=... t
 Its own keys:
   nightly.cron           '0 2 * * *': minute hour day month weekday      nightly.timezone    null: this machine's
   nightly.repeats        trials of each setting (3)                      nightly.jitter_s    start up to so much late
-  nightly.tolerance.*    peak_memory, samples_per_s, loss: ratios; forecast_error: a difference
+  nightly.tolerance.*    peak_memory, samples_per_s, loss: ratios; forecast_error, speed_forecast_error: differences
   nightly.significance   how often noise may pass for a regression of one setting and metric (0.005)
   nightly.others_cpu     on a CPU no speed is judged in a night in which others had more than this share of it (0.25)
   nightly.baseline       a night's name; null: the last good one         nightly.late_s      how late a missed one is

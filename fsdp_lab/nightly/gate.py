@@ -55,9 +55,12 @@ class Judged:
     @property
     def word(self) -> str:
         """What it is about, in a sentence: `memory`."""
-        return {"peak_memory": "memory", "samples_per_s": "speed", "forecast_error": "forecast"}.get(
-            self.gate.tolerance, self.gate.tolerance
-        )
+        return {
+            "peak_memory": "memory",
+            "samples_per_s": "speed",
+            "forecast_error": "forecast",
+            "speed_forecast_error": "speed forecast",
+        }.get(self.gate.tolerance, self.gate.tolerance)
 
     @property
     def as_ratio(self) -> bool:

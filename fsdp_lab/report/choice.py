@@ -35,7 +35,7 @@ _WHY_NOT = {
     TrialStatus.diverged: "diverged",
     TrialStatus.failed: "failed",
     TrialStatus.stopped: "was stopped early",
-    TrialStatus.skipped: "was not started: by its forecast it cannot fit",
+    TrialStatus.skipped: "was not started, because of its forecast",
     TrialStatus.interrupted: "was interrupted",
 }
 

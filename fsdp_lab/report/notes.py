@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp_lab.config.sweep import ReportConfig
-from fsdp_lab.metrics import OTHERS_CPU, SPEED
-from fsdp_lab.report.choice import Choice, candidates, choose
+from fsdp_lab.metrics import OTHERS_CPU, PREDICTED_SPEED, SPEED
+from fsdp_lab.report.choice import Choice, candidates, choose, value
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, Trial, words
-from fsdp_lab.report.speed import Basis
-from fsdp_lab.report.texts import times_text
+from fsdp_lab.report.speed import Basis, Interval
+from fsdp_lab.report.texts import figures_text, times_text
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.wording import count
 
 _MOST_TRIALS = 3  # that are named by their numbers
@@ -51,9 +52,27 @@ def notes_on(sweep: Sweep, choice: Choice) -> list[str]:
             )
     if choice.timed and len(choice.able) > 1 and choice.speeds.basis is not Basis.repeats:
         notes.append(_what_one_run_cannot_show(sweep))
+    notes += _passed_over(sweep, choice)
     if sweep.repeat_max is not None and not sweep.unfinished:
         notes += _why_auto_stopped(sweep, sweep.repeat_max)
     return notes
+
+
+def _passed_over(sweep: Sweep, choice: Choice) -> list[str]:
+    """How wrong a prediction would have to be for a setting that `forecast.keep` left out to change the answer."""
+    skipped = [t for t in sweep.trials if t.status is TrialStatus.skipped and PREDICTED_SPEED in t.figures]
+    if not skipped or choice.setting is None or not choice.timed:
+        return []
+    fastest = max(skipped, key=lambda trial: trial.figures[PREDICTED_SPEED])
+    predicted = fastest.figures[PREDICTED_SPEED]
+    factor = value(sweep, choice.speeds, choice.setting, SPEED) / predicted
+    head = f"forecast.keep left out {count(len(skipped), 'trial')}: the fastest by its prediction is `{fastest.name}`"
+    if factor <= 1:
+        return [f"{head}, predicted {figures_text(predicted)} samples/s, more than was measured here: try it, too."]
+    return [
+        f"{head}, predicted {figures_text(predicted)} samples/s: it would have to be {times_text(Interval(factor))} as "
+        "fast as predicted to change the answer."
+    ]
 
 
 def _which(trials: Sequence[Trial], sweep: Sweep) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_SPEED, SPEED
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
 
@@ -59,16 +59,23 @@ class TrialState:
 
     @property
     def forecast_figures(self) -> dict[str, float]:
-        """What was forecast, in bytes; empty without a forecast."""
+        """What was forecast, in bytes, seconds and samples/s; empty without a forecast."""
         found = self.forecast
         if found is None or found.error:
             return self.forecast_before
-        figures = {"forecast/peak_bytes": found.peak_bytes, "forecast/needed_bytes": found.needed_bytes}
+        figures: dict[str, float] = {
+            "forecast/peak_bytes": found.peak_bytes,
+            "forecast/needed_bytes": found.needed_bytes,
+        }
         figures |= {"forecast/reserved_bytes": found.reserved_bytes} if found.reserved_bytes is not None else {}
         figures |= {"forecast/host_bytes": found.host_bytes} if found.host_bytes else {}
         figures |= {"forecast/capacity_bytes": found.capacity_bytes} if found.capacity_bytes is not None else {}
         if found.largest_microbatch is not None:
             figures["forecast/largest_microbatch"] = found.largest_microbatch
+        if found.speed is not None:
+            figures["forecast/step_s"] = found.speed.step_s
+            figures[PREDICTED_SPEED] = found.speed.samples_per_s
+            figures["forecast/samples_per_s_high"] = found.speed.samples / found.speed.low_s
         return {key: float(value) for key, value in figures.items()}
 
     def figures(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
@@ -78,6 +85,8 @@ class TrialState:
         measured = metrics.get(MEMORY)
         if measured and "forecast/peak_bytes" in figures:
             figures[FORECAST_ERROR] = (figures["forecast/peak_bytes"] + self._workspaces(metrics)) / measured - 1
+        if (speed := metrics.get(SPEED)) and PREDICTED_SPEED in figures:
+            figures["perf/forecast_error"] = speed / figures[PREDICTED_SPEED] - 1  # of the seconds of a step
         return figures
 
     def _workspaces(self, metrics: dict[str, float]) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, conf_dir, from_dict, part, to_dict
+from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.config.options import with_custom
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
@@ -59,7 +60,7 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
     for override in with_custom(overrides):
         key, _, text = override.partition("=")
         group = conf_dir() / key
-        value = read_option(group, text) if key and group.is_dir() else yaml.safe_load(text)
+        value = read_option(group, text) if group in group_dirs() else yaml.safe_load(text)
         if key in ("model", "data"):  # the arguments of another callable are none of this one's
             values = {**values, key: {}}
         for name in reversed(key.split(".")):

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from fsdp_lab.config import ConfigError, NightlyConfig, all_keys, conf_dir, flatten, from_dict, to_dict
+from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.training import CheckpointMode, OptimizerConfig
 from tests.ranks import read_config
@@ -117,7 +118,10 @@ def test_what_is_not_given_keeps_its_default() -> None:
 
 
 GROUPS = sorted(
-    f"{file.parent.name}={file.stem}" for file in conf_dir().glob("*/*.yaml") if file.parent.name != "experiment"
+    f"{folder.name}={file.stem}"
+    for folder in group_dirs()
+    if folder.name != "experiment"
+    for file in folder.glob("*.yaml")
 )
 
 

@@ -106,6 +106,7 @@ forecast.enabled                     starts param
 forecast.device                      starts param
 forecast.capacity_gib                starts param
 forecast.prune                       starts param
+forecast.keep                        starts param
 forecast.largest_microbatch          starts param
 forecast.folder                      starts param
 engine                               starts nights param
@@ -145,6 +146,7 @@ nightly.tolerance.peak_memory
 nightly.tolerance.samples_per_s
 nightly.tolerance.loss
 nightly.tolerance.forecast_error
+nightly.tolerance.speed_forecast_error
 nightly.others_cpu
 nightly.baseline
 nightly.folder

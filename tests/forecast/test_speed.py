@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import ConfigError
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
 from fsdp_lab.config.conf import device_file, known_devices
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.forecast import forecast, forecast_step
+from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.plot import write_scaling
 from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
@@ -146,3 +147,67 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
     write_csv(tmp_path / "f.csv", rows, ["sharding"])
     (first, *_) = csv.DictReader((tmp_path / "f.csv").open())
     assert float(first["step_s"]) == 1.0 and float(first["samples_per_s"]) == 100 and first["basis"] == "fitted"
+
+
+def predicted(*seconds: float, error: float = 0.1) -> dict[int, Forecast]:
+    found = {}
+    for number, step_s in enumerate(seconds):
+        low, high = step_s / (1 + error), step_s / (1 - error)
+        speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), low, high, error, "fitted", "X", samples=10)
+        found[number] = Forecast(True, 8, {"device": {"total": 10}}, capacity_bytes=100, speed=speed)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        ("1", {2, 3, 4}),  # 1.1 s may be as fast as 1.0 s: 1.1 / 1.1 is below 1.0 / 0.9
+        ("2", {2, 3, 4}),  # 1.5 / 1.1 is above 1.1 / 0.9
+        ("3", {4}),  # 1.6 / 1.1 is below 1.5 / 0.9
+        ("40%", {2, 3, 4}),  # two of five
+        ("100%", set()),
+        ("9", set()),
+    ],
+)
+def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep: str, expected: set[int]):
+    forecasts = predicted(1.0, 1.1, 1.5, 1.6, 3.0)
+    left_out = passed_over(forecasts, {number: str(number) for number in forecasts}, keep)
+    assert set(left_out) == expected
+    if 4 in left_out:
+        assert "predicted 3.333 samples/s (3 to 3.667)" in left_out[4] and f"forecast.keep={keep}" in left_out[4]
+
+
+def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not_ranked():
+    forecasts = predicted(1.0, 1.0, 5.0, 0.1, 9.0)
+    forecasts[3] = replace(forecasts[3], capacity_bytes=5)
+    forecasts[4] = replace(forecasts[4], speed=None)
+    settings = {0: "a", 1: "a", 2: "b", 3: "c", 4: "d"}
+    assert set(passed_over(forecasts, settings, "1")) == {2, 3}
+    assert "needs 0 MiB of 0 MiB" in passed_over(forecasts, settings, "1")[3]
+    assert set(passed_over(forecasts, settings, "2")) == {3}
+
+
+KEEP = ["forecast.keep='5'", "forecast.device=h100_sxm"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["forecast.keep='0'"], "forecast.keep=0 is not a number of settings; use a whole number of 1 or more"),
+        (["forecast.keep=0%"], "forecast.keep=0% is not a number"),
+        (["forecast.keep=some"], "forecast.keep=some is not a number"),
+        (["forecast.keep='5'"], "needs predicted speeds, and forecast.device=auto has none; name a device"),
+        ([*KEEP, "forecast.enabled=false"], "forecast.enabled=false: nothing is known"),
+        ([*KEEP, "search=random"], "a search suggests its trials one by one"),
+        ([*KEEP, "engine=inline"], "engine=inline with forecast.keep=5"),
+    ],
+)
+def test_a_keep_that_cannot_be_is_refused(words: list[str], said: str):
+    settings = config(*words)
+    with pytest.raises(UserError, match=re.escape(said)):
+        _check(settings)
+
+
+def _check(settings: SweepConfig) -> None:
+    settings.check(1)
+    check_forecast(settings)

@@ -73,3 +73,54 @@ def test_the_timelines_are_artifacts(pruned: Pruned):
     names = {f"memory/memory_{what}_rank{rank}.{kind}" for rank in (0, 1) for what, kind in
              (("peaks", "json"), ("timeline", "html"))}  # fmt: skip
     assert names <= set(artifacts(pruned.folder, always))
+
+
+CPU = """
+name: two cores
+kind: cpu
+basis: calibration
+memory_gib: 4
+peak_flops: {float32: 50.0e+9, float16: 50.0e+9}
+memory_bandwidth: 10.0e+9
+num_cores: 2
+link_bandwidth: 1.0e+9
+node_size: 8
+network_bandwidth: 1.0e+9
+host_bandwidth: 10.0e+9
+host_memory_bandwidth: 10.0e+9
+launch_s: 20.0e-6
+latency_s: 50.0e-6
+link_latency_s: 20.0e-6
+network_latency_s: 20.0e-6
+reached: {matmul: 1.0, attention: 1.0, memory: 1.0}
+efficiency: {matmul: 0.7, attention: 0.5, memory: 0.7, link: 0.7, network: 0.7}
+error: {median: 0.1, p90: 0.2}
+source: made up
+"""
+
+
+def test_only_the_most_promising_settings_are_measured_and_the_prediction_stands_beside_them(tmp_path: Path):
+    """A step of 64 images costs hardly more than one of 8: the smaller batch cannot be as fast by its prediction."""
+    (tmp_path / "cpu.yaml").write_text(CPU)
+    words = [word for word in TINY if not word.startswith(("training.global_batch_size", "data.num_train"))]
+    sizes = ("data.num_train=512", "training.global_batch_size=64,8")
+    keep = (
+        "forecast.device=cpu.yaml",
+        "forecast.keep=1",
+        "reshard_after_forward=always",
+        "model=mlp",
+        "report.others_cpu=1",
+    )
+    done = run_cli(tmp_path, *AXES[:-1], *words, *sizes, *keep, "-m", timeout=390)
+    assert done.returncode == 0, done.stderr
+    assert "forecast.keep=1: 1 setting to measure, 1 trial skipped" in done.stdout
+    large, small = results(tmp_path)
+    assert (large["status"], small["status"]) == ("finished", "skipped")
+    assert "which is not among the most promising; forecast.keep=1 does not start it" in small["error"]
+    assert 0 < float(small["forecast/samples_per_s"]) < float(large["forecast/samples_per_s"])
+    error = float(large["perf/samples_per_s"]) / float(large["forecast/samples_per_s"]) - 1
+    assert float(large["perf/forecast_error"]) == pytest.approx(error, rel=1e-3, abs=1e-3)
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "forecast.keep left out 1 trial: the fastest by its prediction is" in report
+    _, (run, _) = runs(tmp_path)
+    assert run.data.metrics["perf/forecast_error"] == pytest.approx(error, rel=1e-3)

@@ -9,7 +9,8 @@ from types import TracebackType
 
 from fsdp_lab.config import workers_of
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.forecast.fits import Forecast, capacity_bytes
+from fsdp_lab.forecast.fits import Forecast, capacity_bytes, data_sheet, data_sheet_here
+from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.metrics import MIB, mib
@@ -17,7 +18,7 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.wording import significant, time_left
+from fsdp_lab.wording import count, significant, time_left
 
 
 class Forecasts(Listener):
@@ -78,6 +79,27 @@ class Forecasts(Listener):
             return
         for number, forecast in zip(wanted, found, strict=True):
             self._take(sweep, number, forecast)
+        self._keep_promising(sweep, dict(zip(wanted, requests, strict=True)))
+
+    def _keep_promising(self, sweep: SweepRun, requests: dict[int, Request]) -> None:
+        """Skip what `forecast.keep` leaves out, and say so."""
+        asked = sweep.config.forecast
+        if any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values()):
+            here = "GPUs" if any(request.cuda for request in requests.values()) else "CPUs"
+            sweep.say_once(
+                f"forecast.device={asked.device} is not what these trials run on ({here}): no speed is predicted"
+            )
+        if asked.keep is None:
+            return
+        settings = {number: request.key for number, request in requests.items()}
+        forecasts = {n: self._known[key] for n, key in settings.items() if not sweep.states[n].ended}
+        left_out = passed_over(forecasts, settings, asked.keep)
+        for number, reason in left_out.items():
+            sweep.skip(number, reason)
+        kept = len({settings[n] for n in forecasts if n not in left_out})
+        sweep.say(
+            f"forecast.keep={asked.keep}: {count(kept, 'setting')} to measure, {count(len(left_out), 'trial')} skipped"
+        )
 
     def added(self, sweep: SweepRun, number: int) -> None:
         """Forecast a suggested trial: first with `forecast.prune`, which may skip it, else while it starts."""
@@ -160,4 +182,7 @@ def _requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> lis
         num_workers: what `cluster.num_workers=null` stands for.
     """
     configs = [state.trial.config for state in states]
-    return [Request(c, c.cluster.num_workers or num_workers, cuda, capacity_bytes(c, cuda)) for c in configs]
+    return [
+        Request(c, c.cluster.num_workers or num_workers, cuda, capacity_bytes(c, cuda), sheet=data_sheet_here(c, cuda))
+        for c in configs
+    ]
