@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_lab.speed.program import Kind, Operator, Stream
-from fsdp_lab.training.torch_private import TorchDispatchMode, argument, written_arguments
+from fsdp_lab.training.torch_private import TorchDispatchMode, argument, process_group, written_arguments
 from fsdp_lab.workloads.base import tensors_of
 
 _COLLECTIVES = {
@@ -188,8 +188,6 @@ def _world() -> tuple[int, ...]:
 def _ranks(args: Any) -> tuple[int, ...]:
     """The ranks of a collective's process group, which is among its arguments; all where it is a name."""
     for value in args:
-        if isinstance(value, torch.ScriptObject):
-            group = dist.ProcessGroup.unbox(value) if "ProcessGroup" in str(value._type()) else None
-            if group is not None:
-                return tuple(dist.get_process_group_ranks(group))
+        if (group := process_group(value)) is not None:
+            return tuple(dist.get_process_group_ranks(group))
     return _world()

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._functorch import config as functorch_config
@@ -465,3 +466,10 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[number] if number < len(args) else kwargs.get(argument.name))
     return found
+
+
+def process_group(value: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an operator was given in its box; None for any other argument."""
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    return None

@@ -119,3 +119,27 @@ def test_workspaces_are_what_the_allocator_gets_back(monkeypatch: pytest.MonkeyP
     stats = [{"requested_bytes.all.current": 100.0}, {"requested_bytes.all.current": 36.0}]
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats[0])
     assert torch_private.free_cublas_workspaces(torch.device("cuda", 0)) == 64
+
+
+def test_a_process_group_comes_out_of_its_box_and_other_arguments_are_none():
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        group = dist.new_group([0, 2])
+        assert group is not None
+        found = torch_private.process_group(group.boxed())
+        assert found is not None and dist.get_process_group_ranks(found) == [0, 2]
+        assert torch_private.process_group(group) is None
+        assert torch_private.process_group(torch.ones(2)) is None
+        assert torch_private.process_group(torch.classes.c10d.ReduceOp()) is None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_operators_arguments_are_found_by_its_schema():
+    add, ones = torch.ops.aten.add_.Tensor, torch.ones(2)
+    assert torch_private.written_arguments(add, (ones, ones), {}) == [ones]
+    assert torch_private.written_arguments(torch.ops.aten.add.Tensor, (ones, ones), {}) == []
+    assert torch_private.argument(add, "alpha", (ones, ones), {"alpha": 3}) == 3
+    assert torch_private.argument(add, "alpha", (ones, ones), {}) is None
+    assert torch_private.argument(add, "other", (ones, 7), {}) == 7
+    assert torch_private.argument(add, "beta", (ones, 7), {}) is None
