@@ -62,7 +62,7 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.workload import ModelConfig, UserData, UserModel
-from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.fits import Forecast, check_device
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.names import setting
@@ -130,6 +130,7 @@ def check(config: SweepConfig) -> None:
     check_pytorch(config)
     config.data.check_files()
     check_forecast(config)
+    check_device(config, workers(config))
 
 
 def workers(config: SweepConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fsdp_lab.config import SweepConfig, TrialConfig
+from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig
 from fsdp_lab.config.conf import device_file
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
 from fsdp_lab.hardware import gpus, num_gpus
@@ -115,6 +115,20 @@ def data_sheet(config: SweepConfig) -> Device | None:
     """
     file = device_file(config.forecast.device)
     return None if file is None else load_device(file)
+
+
+def check_device(config: SweepConfig, num_workers: int) -> None:
+    """
+    Raises:
+        ConfigError: the device's file is no data sheet, or nodes of its size do not make up the workers.
+    """
+    sheet = data_sheet(config)
+    if sheet is not None and num_workers > sheet.node_size and num_workers % sheet.node_size:
+        raise ConfigError(
+            f"cluster.num_workers={num_workers} with forecast.device={config.forecast.device}: its nodes have "
+            f"{sheet.node_size} devices, and {num_workers} are no whole number of nodes; use a multiple of "
+            f"{sheet.node_size}, or fewer."
+        )
 
 
 def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:

@@ -8,9 +8,15 @@ from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.verdict import GIB, named
 from fsdp_lab.report.choice import departures
 from fsdp_lab.report.texts import figures_text
+from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 
 _TO_MEASURE = 3
+_BASES = {
+    Basis.data_sheet: "from its data sheet",
+    Basis.fitted: "with efficiencies fitted to published steps",
+    Basis.calibration: "as calibrated",
+}
 
 
 def recommend(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[Row]:
@@ -86,6 +92,6 @@ def _bounds(speed: Speed) -> str:
 
 def _basis(speed: Speed) -> str:
     return (
-        f"These are predictions for {speed.device}, by its {speed.basis}: on this basis nine of ten steps were within "
-        f"{speed.error * 100:.0f} % of what was measured."
+        f"Predicted for {speed.device} {_BASES[speed.basis]}: nine of ten such predictions were within "
+        f"{speed.error * 100:.2g} % of what was measured."
     )

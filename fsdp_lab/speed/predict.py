@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.speed.costs import seconds
-from fsdp_lab.speed.device import Device
+from fsdp_lab.speed.device import Basis, Device
 from fsdp_lab.speed.program import Kind, Operator, Stream
 from fsdp_lab.speed.streams import Schedule, schedule
 
@@ -37,7 +37,7 @@ class Speed:
     low_s: float
     high_s: float
     error: float
-    basis: str
+    basis: Basis
     device: str
     samples: int = 0
     tokens: int | None = None
@@ -85,7 +85,7 @@ def predict(program: Sequence[Operator], device: Device, separate_scatter: bool 
         found.seconds / (1 + most),
         found.seconds / (1 - most),
         most,
-        device.basis.value,
+        device.basis,
         device.name,
         busy={stream.value: busy for stream, busy in found.busy().items()},
     )

@@ -11,14 +11,14 @@ import pytest
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
 from fsdp_lab.config.conf import device_file, known_devices
-from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.fits import Forecast, check_device
 from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.plot import write_scaling
 from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, in_order, write_csv
-from fsdp_lab.speed.device import Device, load_device
+from fsdp_lab.speed.device import Basis, Device, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.workloads.build import build_workload
 from tests.ranks import config
@@ -50,6 +50,22 @@ def test_every_data_sheet_can_be_read_and_says_where_its_figures_are_from():
 def test_an_unknown_device_is_refused_and_the_known_ones_are_named(named: str, said: str):
     with pytest.raises(ConfigError, match=said):
         config(f"forecast.device={named}").check(2)
+
+
+def test_a_device_without_a_peak_or_with_nodes_that_do_not_divide_the_workers_is_told(tmp_path: Path):
+    mine = tmp_path / "mine.yaml"
+    text = (device_file("a100_80gb") or Path()).read_text()
+    mine.write_text(re.sub("peak_flops: .*", "peak_flops: {bfloat16: 312.0e+12}", text))
+    settings = config(*LANGUAGE[:2], "precision=fp32", f"forecast.device={mine}")
+    with pytest.raises(ConfigError, match="NVIDIA A100-SXM4-80GB has no peak for float32; its data sheet has bfloat16"):
+        forecast(settings, 2, cuda=True, sheet=load_device(mine))
+    check_device(settings, 16)
+    check_device(settings, 4)
+    with pytest.raises(ConfigError, match=r"cluster.num_workers=12 .* nodes have 8 devices.* use a multiple of 8"):
+        check_device(settings, 12)
+    mine.write_text("name: mine")
+    with pytest.raises(ConfigError, match=r"mine\.yaml is no data sheet"):
+        check_device(settings, 8)
 
 
 def test_a_device_brings_its_memory_its_kind_and_the_speed(tmp_path: Path):
@@ -125,7 +141,7 @@ def test_the_scaling_curve_is_drawn_over_numbers_of_workers(tmp_path: Path):
 
 
 def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
-    speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), step_s / 1.1, step_s / 0.9, 0.1, "fitted", "X", samples=100)
+    speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), step_s / 1.1, step_s / 0.9, 0.1, Basis.fitted, "X", samples=100)
     peaks = {"device": {"total": peak}}
     return Row([setting], Forecast(True, 8, peaks, capacity_bytes=1000 if fits else 50, speed=speed))
 
@@ -136,7 +152,7 @@ def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
     assert recommend(rows, ["sharding"], 0.0)[0].settings == ["root"]
     told = " ".join(speed_verdict(rows, ["sharding"], 0.03))
     assert told.startswith("Should be fastest of what fits: per_block: 82.6 samples/s, step 1.21 s (1.1 to 1.34)")
-    assert "nine of ten steps were within 10 %" in told
+    assert "with efficiencies fitted to published steps: nine of ten such predictions were within 10 %" in told
     assert "1 other setting is within that error of it. Worth measuring: per_block, root." in told
     assert speed_verdict(rows[:1], ["sharding"], 0.03) == ["No setting fits, so none is recommended."]
 
@@ -153,7 +169,7 @@ def predicted(*seconds: float, error: float = 0.1) -> dict[int, Forecast]:
     found = {}
     for number, step_s in enumerate(seconds):
         low, high = step_s / (1 + error), step_s / (1 - error)
-        speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), low, high, error, "fitted", "X", samples=10)
+        speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), low, high, error, Basis.fitted, "X", samples=10)
         found[number] = Forecast(True, 8, {"device": {"total": 10}}, capacity_bytes=100, speed=speed)
     return found
 
