@@ -389,7 +389,7 @@ class SweepRun:
         state = self.states[number]
         self.publish("ended", number)
         if self.plan.search is not None:
-            self.plan.search.tell(state.trial, state.status, state.metrics)
+            self.plan.search.tell(state.trial, state.status, state.figures())
 
     def _write_outcome(self, number: int) -> None:
         state, folder = self.states[number], self.folder_of(number)

@@ -24,12 +24,14 @@ from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
+from fsdp_lab.sweep.samplers import OVERRUN
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
 _DEFAULTS = flatten(SweepConfig())
+_LEAST_OVERRUN = 0.01  # of what ran out of memory, whatever its forecast
 _MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that can be
 
 
@@ -48,7 +50,7 @@ class Search(Protocol):
         """What the user should know of since the last call: what was refused, and why."""
 
     def tell(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
-        """How a trial ended, with the latest value of each metric."""
+        """How a trial ended, with the latest value of each metric, and what was forecast."""
 
 
 @dataclass(frozen=True)
@@ -252,14 +254,19 @@ class OptunaSearch:
         return notes
 
     def tell(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
-        """Finished trials count with their latest values. Of one objective also the stopped ones, as Optuna's pruned;
-        any other end has no value."""
+        """Finished trials count with their latest values. Of one objective also the stopped ones, as Optuna's pruned.
+        What did not fit, by its forecast or as it ran, is beyond a constraint; any other end has no value."""
         from optuna.trial import TrialState
 
         assert trial.index is not None
         asked = self._asked.pop(trial.index, None)
         if asked is None:
             return
+        if (overrun := _overrun(status, metrics)) is not None:
+            asked.set_user_attr(OVERRUN, overrun)
+            if status in (TrialStatus.skipped, TrialStatus.oom) and overrun > 0:
+                self._study.tell(asked, state=TrialState.PRUNED)  # a failed one would be forgotten
+                return
         values = [metrics.get(metric, math.nan) for metric, _ in self._objectives]
         known = all(math.isfinite(value) for value in values)
         if known and status is TrialStatus.finished:
@@ -280,6 +287,13 @@ class OptunaSearch:
         from optuna.trial import TrialState
 
         self._study.tell(asked, state=TrialState.FAIL)
+
+
+def _overrun(status: TrialStatus, figures: Mapping[str, float]) -> float | None:
+    """By what share a trial exceeds the memory of a device; None where neither its forecast nor its end tells."""
+    needed, capacity = figures.get("forecast/needed_bytes"), figures.get("forecast/capacity_bytes")
+    share = needed / capacity - 1 if needed is not None and capacity else None
+    return max(share or 0.0, _LEAST_OVERRUN) if status is TrialStatus.oom else share
 
 
 def _settings_of(trial: Trial) -> str:
