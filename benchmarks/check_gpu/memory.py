@@ -71,7 +71,10 @@ def prepare(lines: Sequence[Line], bench: Bench) -> None:
     from fsdp_lab.forecast.run import Request, forecast_all
 
     capacity = bench.machine.memory_bytes
-    requests = [Request(trial(setting_of(line, bench)), line.workers, bench.cuda, capacity) for line in lines]
+    sheet = _sheet(bench)
+    requests = [
+        Request(trial(setting_of(line, bench)), line.workers, bench.cuda, capacity, sheet=sheet) for line in lines
+    ]
     forecasts = {}
     for line, forecast in zip(lines, forecast_all(requests), strict=True):
         forecasts[line.id] = {"error": forecast.error}
@@ -82,8 +85,19 @@ def prepare(lines: Sequence[Line], bench: Bench) -> None:
                 "reserved_bytes": getattr(forecast, "reserved_bytes", None),
                 "host_bytes": forecast.peaks.get("host", {}).get("total", 0),
                 "fits": forecast.fits,
+                "samples_per_s": forecast.speed and forecast.speed.samples_per_s,
             }
     write_json(_file(bench, lines[0].workers), forecasts)
+
+
+def _sheet(bench: Bench) -> Any:
+    """The data sheet of this GPU, to predict speeds by; None without one, or without a YAML reader."""
+    from fsdp_lab.forecast.fits import sheet_of
+
+    try:
+        return sheet_of(bench.machine.name) if bench.cuda else None
+    except ImportError:
+        return None
 
 
 def _file(bench: Bench, workers: int) -> Path:
@@ -102,6 +116,9 @@ def measure(line: Line, bench: Bench) -> Measured:
     measured = judge(metrics, forecast, bench.cuda)
     speed = metrics.get("perf/samples_per_s")
     text = measured.text + (f"; {speed:.0f} samples/s" if speed else "")
+    if speed and (predicted := forecast.get("samples_per_s")):
+        measured.figures["speed_forecast_error"] = speed / predicted - 1  # of the seconds of a step
+        text += f", predicted {predicted:.0f} (step {speed / predicted - 1:+.1%})"
     text += f", MFU {metrics['perf/mfu']:.2f}" if "perf/mfu" in metrics else ""
     return Measured(measured.passed or line.expected == "reported", text, {**metrics, **measured.figures})
 

@@ -79,7 +79,7 @@ class ForecastConfig:
                     f"forecast.{name}={value} with forecast.enabled=false: nothing is known before a trial starts; use "
                     "forecast.enabled=true."
                 )
-        if self.keep is not None and device_file(self.device) is None:
+        if self.keep is not None and device_file(self.device) is None and not (self.device == "auto" and has_gpu):
             raise ConfigError(
                 f"forecast.keep={self.keep} needs predicted speeds, and forecast.device={self.device} has none; name a "
                 f"device: forecast.device=<{'|'.join(known_devices())}>, or the path of a data sheet."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig
-from fsdp_lab.config.conf import device_file
+from fsdp_lab.config.conf import DEVICE_KINDS, device_file, known_devices
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
 from fsdp_lab.hardware import gpus, num_gpus
 from fsdp_lab.speed.device import Device, load_device
@@ -102,19 +103,30 @@ def communicators(config: TrialConfig, num_workers: int) -> int:
 def for_cuda(config: SweepConfig) -> bool:
     """Whether the forecast is for GPUs: as `forecast.device` says, or where this machine has one."""
     device = config.forecast.device
-    if (sheet := data_sheet(config)) is not None:
+    if device not in DEVICE_KINDS and (sheet := data_sheet(config)) is not None:
         return sheet.kind == "cuda"
     return device == "cuda" or (device == "auto" and num_gpus() > 0)
 
 
 def data_sheet(config: SweepConfig) -> Device | None:
-    """The device that `forecast.device` names; None where it names a kind of device.
+    """The device that `forecast.device` names, or with `auto` the GPU of this machine, where it has a data sheet; else
+    None.
 
     Raises:
         ConfigError: its file is no data sheet.
     """
     file = device_file(config.forecast.device)
-    return None if file is None else load_device(file)
+    if file is not None:
+        return load_device(file)
+    names = {gpu.name for gpu in gpus()} if config.forecast.device == "auto" else set()
+    return sheet_of(names.pop()) if len(names) == 1 else None
+
+
+@cache
+def sheet_of(gpu: str) -> Device | None:
+    """The data sheet of a GPU, by the name that its driver tells."""
+    sheets = (load_device(file) for name in known_devices() if (file := device_file(name)) is not None)
+    return next((sheet for sheet in sheets if sheet.name == gpu), None)
 
 
 def check_device(config: SweepConfig, num_workers: int) -> None:
@@ -142,7 +154,7 @@ def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
     is for GPUs."""
     if config.forecast.capacity_gib is not None:
         return int(config.forecast.capacity_gib * GIB)
-    if (sheet := data_sheet_here(config, cuda)) is not None:
+    if config.forecast.device not in DEVICE_KINDS and (sheet := data_sheet_here(config, cuda)) is not None:
         return int(sheet.memory_gib * GIB)
     return gpu_memory() if cuda and num_gpus() else None
 

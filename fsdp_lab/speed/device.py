@@ -8,8 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fsdp_lab.config import ConfigError
 
 
@@ -129,12 +127,17 @@ class Device:
             ) from None
 
 
+_FIELDS = {each.name: each.type for each in fields(Device)}
+
+
 def load_device(path: Path) -> Device:
     """Read a data sheet.
 
     Raises:
         ConfigError: a key is missing or unknown, or a value is not one of its key's.
     """
+    import yaml  # forecasts of memory need only PyTorch and torchvision
+
     content = _checked(yaml.safe_load(path.read_text()), Device, path.name)
     for key, of in (("reached", Reached), ("efficiency", Efficiency), ("error", KnownError)):
         content[key] = of(**_checked(content[key], of, f"{path.name}: {key}"))
@@ -144,7 +147,20 @@ def load_device(path: Path) -> Device:
         except ValueError:
             known = ", ".join(choices)
             raise ConfigError(f"{path.name}: {key}={content[key]} is none of {known}; use one of these.") from None
+    _check_numbers(content, path.name)
     return Device(**content)
+
+
+def _check_numbers(content: Mapping[str, Any], where: str) -> None:
+    numbers = {key: value for key, value in content.items() if _FIELDS[key] in ("float", "int")}
+    numbers |= {f"peak_flops.{dtype}": peak for dtype, peak in dict(content["peak_flops"]).items()}
+    for key in ("reached", "efficiency", "error"):
+        numbers |= {f"{key}.{name}": value for name, value in vars(content[key]).items()}
+    for key, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(
+                f"{where}: {key}={value} is no positive number; YAML writes 1.0e+12, with a point and a sign."
+            )
 
 
 def _checked(content: Any, of: type, where: str) -> dict[str, Any]:

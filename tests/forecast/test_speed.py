@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
 from fsdp_lab.config.conf import device_file, known_devices
-from fsdp_lab.forecast.fits import Forecast, check_device
+from fsdp_lab.forecast.fits import Forecast, check_device, sheet_of
 from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.plot import write_scaling
@@ -76,6 +77,35 @@ def test_a_device_brings_its_memory_its_kind_and_the_speed(tmp_path: Path):
     own = Request.of(config(*LANGUAGE, f"forecast.device={mine}", "forecast.capacity_gib=2"), 2)
     assert own.capacity_bytes == 2 * 2**30
     assert Request.of(config(*LANGUAGE, "forecast.device=cuda"), 2).sheet is None
+
+
+def test_a_gpu_with_a_data_sheet_is_known_by_the_name_that_its_driver_tells(fake_nvml: Callable[..., None]):
+    fake_nvml(gpus=2)  # which are called NVIDIA H200
+    request = Request.of(config(*LANGUAGE), 2)
+    assert request.sheet == sheet("h200") and request.cuda
+    assert Request.of(config(*LANGUAGE, "forecast.device=cuda"), 2).sheet is None
+    assert sheet_of("NVIDIA GeForce 256") is None
+    fake_nvml(gpus=0)
+    assert Request.of(config(*LANGUAGE), 2).sheet is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("memory_gib: 79.25", "memory_gib: much", "memory_gib=much is no positive number"),
+        ("312.0e+12", "312e12", "peak_flops.bfloat16=312e12 is no positive number; YAML writes 1.0e+12"),
+        ("node_size: 8", "node_size: 0", "node_size=0 is no positive number"),
+        ("kind: cuda", "kind: tpu", "kind=tpu is none of cuda, cpu"),
+        ("node_size: 8", "", "missing ['node_size'], unknown []"),
+    ],
+)
+def test_a_data_sheet_with_a_wrong_value_is_told(tmp_path: Path, old: str, new: str, said: str):
+    mine = tmp_path / "mine.yaml"
+    text = (device_file("a100_80gb") or Path()).read_text()
+    assert old in text
+    mine.write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_device(mine)
 
 
 def test_tokens_and_mfu_by_hand():

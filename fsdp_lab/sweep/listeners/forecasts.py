@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from types import TracebackType
 
 from fsdp_lab.config import workers_of
+from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.forecast.fits import Forecast, capacity_bytes, data_sheet, data_sheet_here
 from fsdp_lab.forecast.keep import passed_over
@@ -84,7 +85,8 @@ class Forecasts(Listener):
     def _keep_promising(self, sweep: SweepRun, requests: dict[int, Request]) -> None:
         """Skip what `forecast.keep` leaves out, and say so."""
         asked = sweep.config.forecast
-        if any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values()):
+        named = asked.device not in DEVICE_KINDS
+        if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values()):
             here = "GPUs" if any(request.cuda for request in requests.values()) else "CPUs"
             sweep.say_once(
                 f"forecast.device={asked.device} is not what these trials run on ({here}): no speed is predicted"
