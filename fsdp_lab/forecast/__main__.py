@@ -234,7 +234,8 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
     notes = [note for r in requests for note in (*sharding_notes(r.config), *(() if r.cuda else cpu_notes(r.config)))]
     if any(request.config.compile for request in requests):
         notes.append(
-            "compile=true is forecast as eager: what the compiler fuses is not held, so this is an upper bound."
+            "the memory of compile=true is forecast as eager: what the compiler fuses is not held, so it is an upper "
+            "bound."
         )
     if any(request.config.precision.float8 for request in requests):
         notes.append("precision=float8 is forecast as bf16_mixed: the float8 copies of a product are not counted.")

@@ -149,9 +149,20 @@ class StepTrace(TorchDispatchMode):
         num_bytes: float, flops: float = 0.0, dtype: str = "", shape: Any = None, group: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         assert self._where is not None
-        numbers = [tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (reads, writes)]
-        operator = Operator(name, kind, stream, *self._where(), flops, num_bytes, dtype, group, shape, *numbers)
+        read, written = self._sizes(reads), self._sizes(writes)
+        operator = Operator(
+            name, kind, stream, *self._where(), flops, num_bytes, dtype, group, shape, tuple(read), tuple(written),
+            (*read.values(), *written.values()),
+        )  # fmt: skip
         self.program.append(operator)
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> dict[int, int]:
+        """The bytes of the tensors, by the numbers of their storages."""
+        found: dict[int, int] = {}
+        for tensor in tensors:
+            number = self._number(tensor)
+            found[number] = max(found.get(number, 0), _bytes(tensor))
+        return found
 
     def _number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

@@ -52,6 +52,7 @@ class Operator:
         shape: of a matrix product, (batch, rows, columns, inner size).
         reads: storages, by numbers that tell them apart. What waits for what is found in them.
         writes: the same.
+        sizes: bytes of what is read and written of each of these storages, in their order.
     """
 
     name: str
@@ -66,3 +67,4 @@ class Operator:
     shape: tuple[int, int, int, int] | None = None
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()

@@ -47,6 +47,11 @@ SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump
 _WRAPPERS = (WRAPPED, "module")
 
 
+def plain_name(name: str) -> str:
+    """Return a module's name without those of wrappers, as profiles have it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 class _Recorder(Tracker):
     """Notes each change of a step, in their order, until the step is `over`: PyTorch's tracker hears of what the step
     held for as long as that lives, and a model that is given up is no change of the step."""
@@ -82,8 +87,7 @@ class _Recorder(Tracker):
             self._open = kept
         innermost = max(self._open, key=self._open.__getitem__, default="")
         if innermost not in self._names:  # the model's own name and those of wrappers say nothing
-            parts = innermost.split(".")[1:]
-            self._names[innermost] = ".".join(part for part in parts if part not in _WRAPPERS)
+            self._names[innermost] = plain_name(innermost.partition(".")[2])
         return self._names[innermost]
 
     def place(self) -> tuple[str, str]:
