@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.workloads.hf import attention, weights
+from fsdp_lab.workloads.hf.causal import sees_later_tokens
 from fsdp_lab.workloads.hf.configuration import Config, folder_of, named, read_config
 from fsdp_lab.workloads.hf.library import transformers
 
@@ -59,10 +62,24 @@ class HuggingFace(ModelSource):
                     "tokens of the labels; use a model that has it, such as T5 or BART, or model._target_ with a "
                     "function of yours."
                 )
+            if self == causal_lm:
+                self._check_causal(found, config)
             return
         others = [name for name, other in MODELS.items() if type(found) in getattr(transformers(), other.mapping)]
         remedy = f"use model={' or model='.join(others)}" if others else "transformers has it for other tasks only"
-        raise ConfigError(f"{named(config)}: a {found.model_type} is no {self.kind}; {remedy}.")
+        raise ConfigError(f"{named(config)}: {_a(found.model_type)} model is not {_a(self.kind)}; {remedy}.")
+
+    def _check_causal(self, config: Any, typed: Config | None) -> None:
+        """
+        Raises:
+            ConfigError: the model sees the tokens that it is to predict.
+        """
+        if _sees_later_tokens(config.to_json_string(use_diff=False)):
+            switch = "model.is_decoder=true, or " if getattr(config, "is_decoder", None) is False else ""
+            raise ConfigError(
+                f"{named(typed)}: {_a(config.model_type)} model attends to later tokens, so it sees what it is to "
+                f"predict; use {switch}a causal model such as gpt2 or llama."
+            )
 
     def check_files(self, config: Config, pretrained: bool = False, **overrides: Any) -> None:
         """
@@ -113,8 +130,11 @@ class HuggingFace(ModelSource):
             return self._plain(config, overrides)
 
     def _plain(self, config: Config, overrides: dict[str, Any]) -> Any:
+        return self._made(read_config(config, overrides))
+
+    def _made(self, config: Any) -> Any:
         return getattr(transformers(), self.auto_class).from_config(
-            read_config(config, overrides), dtype=torch.float32, trust_remote_code=False
+            config, dtype=torch.float32, trust_remote_code=False
         )
 
     def vocab_size(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
@@ -134,6 +154,22 @@ class HuggingFace(ModelSource):
 
     def num_labels(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
         return read_config(config, overrides).num_labels if self == image_classification else None
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+@cache
+def _sees_later_tokens(values: str) -> bool:
+    """Whether a causal model of a configuration does, by its JSON: each trial of a sweep asks."""
+
+    def build(config: Any) -> Any:
+        made = causal_lm._made(config)
+        causal_lm.prepare(made)
+        return made
+
+    return sees_later_tokens(read_config(json.loads(values), {}), build)
 
 
 def _causal(model: Any) -> None:

@@ -67,7 +67,7 @@ def check(name: str, *words: str) -> None:
         ("gpt2", ["model.n_layer=two"], "model.n_layer=two: .*expected int, got str"),
         ("gpt2", ["model.n_embd=33"], "model.n_embd=33: .*must be divisible by"),
         ("gpt2", ["model.pretrained=maybe"], "model.pretrained=maybe is not a truth value"),
-        ("gpt2", [f"model.config={CONFIGS}/t5.json"], "a t5 is no causal language model; use model=hf_seq2seq"),
+        ("gpt2", [f"model.config={CONFIGS}/t5.json"], "a t5 model is not a causal language model; use model=hf_seq"),
         ("gpt2", ["model.vocab_size=100"], "model.vocab_size=100 is less than the 256 tokens of data"),
         ("gpt2", ["data.seq_len=33"], "data.seq_len=33 is more than the 32 positions of the model; use"),
         ("gpt2", ["task.loss_chunks=2"], "task.loss_chunks=2: models of transformers compute their logits whole"),
@@ -163,7 +163,7 @@ def test_a_folder_may_be_typed_from_home_and_values_are_not_printed(
     written(tmp_path)
     check("gpt2", "model.config=~/config.json")
     assert folder_of("~") == folder_of("~/config.json") == tmp_path
-    with pytest.raises(UserError, match=r"^below model\.config: a t5 is no causal language model"):
+    with pytest.raises(UserError, match=r"^below model\.config: a t5 model is not a causal language model"):
         causal_lm.check(json.loads(Path(T5).read_text()))
 
 
