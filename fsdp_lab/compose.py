@@ -39,7 +39,7 @@ from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.suggest import closest
-from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup
+from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup, known_vocab_size
 from fsdp_lab.redact import redact
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
@@ -126,6 +126,7 @@ def nightly_config(cfg: DictConfig) -> NightlyConfig:
     own = OmegaConf.create(cfg)
     with open_dict(own):
         own.pop("hydra", None)
+        _fill_vocab_size(own)
     opened = {group: _typed_group(group, own[group]) for group in _OPEN}
     unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in _OPEN]
     if unknown:
@@ -135,6 +136,24 @@ def nightly_config(cfg: DictConfig) -> NightlyConfig:
     values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}
     objective = from_dict(SweepConfig, {"objective": config.objective}).objective
     return NightlyConfig(**{**values, **opened, "objective": objective})
+
+
+def _fill_vocab_size(own: DictConfig) -> None:
+    """Let `data.vocab_size=${model.vocab_size}` be what the model's configuration says, where no such key is typed.
+
+    Raises:
+        UserError: that does not say it, or cannot be read.
+    """
+    wanted = OmegaConf.to_container(own.data)
+    if wanted.get("vocab_size") != "${model.vocab_size}" or "vocab_size" in own.model:  # type: ignore[union-attr]
+        return
+    values: dict[str, Any] = OmegaConf.to_container(own.model, resolve=True)  # type: ignore[assignment]
+    own.data.vocab_size = known_vocab_size(values)
+    if own.data.vocab_size is None and "_target_" in values:  # else it is of images, which do not fit
+        raise ConfigError(
+            f"model._target_={values['_target_']} has no key model.vocab_size, which data.vocab_size is to be; use "
+            "data.vocab_size=<number>, as in data.vocab_size=32000."
+        )
 
 
 def _typed_group(group: str, node: DictConfig) -> Any:

@@ -309,6 +309,19 @@ def source_of(model: ModelGroup) -> ModelSource | None:
     return function if isinstance(function, ModelSource) else None
 
 
+def known_vocab_size(values: dict[str, Any]) -> int | None:
+    """Return how many tokens a model knows whose configuration is in a file; None for others.
+
+    Args:
+        values: what stands under `model`.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    model = ModelGroup.of_plain(values)
+    return None if source_of(model) is None else model.vocab_size()
+
+
 def needed_target(target: str | None, group: str) -> str:
     """
     Raises:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, conf_dir, from_dict, part, to_dict
 from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.config.options import with_custom
+from fsdp_lab.config.workload import known_vocab_size
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
 
@@ -96,6 +97,8 @@ def resolved(value: Any, root: dict[str, Any]) -> Any:
     found: Any = root
     for name in named[1].split("."):
         if not isinstance(found, dict) or name not in found:
+            if named[1] == "model.vocab_size" and (size := known_vocab_size(root["model"])):
+                return size
             raise ConfigError(f"{value} is needed and {named[1]} is not there; give the key that asks for it a value.")
         found = found[name]
     return found

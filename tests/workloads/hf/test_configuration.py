@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from fsdp_lab.config import UserError, with_custom
+from fsdp_lab.training.__main__ import read_config as read_words
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.hf import library
 from fsdp_lab.workloads.hf.configuration import folder_of, read_config
@@ -21,6 +22,7 @@ from fsdp_lab.workloads.hf.models import causal_lm
 from fsdp_lab.workloads.hf.weights import load_whole
 from tests.ranks import config
 from tests.workloads.hf.cases import CONFIGS, WORDS
+from tests.workloads.language.test_config import composed
 
 GPT2, LLAMA, QWEN, T5 = (str(CONFIGS / f"{name}.json") for name in ("gpt2", "llama", "qwen3", "t5"))
 
@@ -47,6 +49,18 @@ def test_a_model_of_transformers_is_float32_and_trains_on_text_by_itself() -> No
     assert json.loads(Path(LLAMA).read_text())["dtype"] == "bfloat16"
     assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.float32"}
     assert with_custom(["model=hf_causal_lm"]) == ["task=language", "data=pydoc", "model=hf_causal_lm"]
+
+
+def test_random_tokens_are_those_of_the_configuration() -> None:
+    words = ["model=hf_causal_lm", f"model.config={QWEN}", "data=synthetic_tokens"]
+    size = json.loads(Path(QWEN).read_text())["vocab_size"]
+    for typed, known in (([], size), (["model.vocab_size=300"], 300), (["data.vocab_size=7"], 7)):
+        for trial in (composed(*words, *typed), read_words(None, [*words, *typed])):
+            assert trial.data.to_keys()["vocab_size"] == known  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"Identity has no key model\.vocab_size, .* use data\.vocab_size=<number>"):
+        composed("task=language", "model._target_=torch.nn.Identity", "data=synthetic_tokens")
+    with pytest.raises(UserError, match=r"model\.config=./none: there is no such file"):
+        composed("model=hf_causal_lm", "model.config=./none", "data=synthetic_tokens")
 
 
 def check(name: str, *words: str) -> None:
