@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.wording import count
 from fsdp_lab.workloads.language.tokens import SplitName
 from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs, check_lengths
 from fsdp_lab.workloads.seq2seq.pydoc import one_line
@@ -48,21 +49,36 @@ class WikiHow(Pairs):
         file, whole = file_of(Path(root), split)
         pairs = [pair for title, pair in read(file) if whole or _is_val(title) == (split == "val")]
         if not pairs:
-            raise UserError(
-                f"data.root={root}: {file.name} has no article with a shorter summary for the {split} split; use the "
-                f"published {PUBLISHED}."
-            )
+            raise UserError(_without_articles(root, file, whole, split))
         super().__init__(pairs, source_len, target_len, tokenizer)
 
     @staticmethod
     def check_files(root: str, source_len: int = 512, target_len: int = 150, **_: Any) -> None:
         """
         Raises:
-            UserError: as the constructor, after a look at the first lines.
+            UserError: as the constructor. A file is read until each split has an article.
         """
         check_lengths(source_len, target_len)
-        for split in ("train", "val"):
-            next(rows(file_of(Path(root), split)[0]), None)  # type: ignore[arg-type]
+        splits: tuple[SplitName, SplitName] = ("train", "val")
+        for split in splits:
+            file, whole = file_of(Path(root), split)
+            if not any(whole or _is_val(title) == (split == "val") for title, _ in read(file)):
+                raise UserError(_without_articles(root, file, whole, split))
+
+
+def _without_articles(root: str, file: Path, whole: bool, split: SplitName) -> str:
+    """Say why a split is empty."""
+    titles = 0 if whole else len({_article(title) for title, _ in read(file)})
+    if not titles:
+        return (
+            f"data.root={root}: {file.name} has no article with a shorter summary for the {split} split; use the "
+            f"published {PUBLISHED}."
+        )
+    share = "validation split, which is a" if split == "val" else "training split, which is all but a"
+    return (
+        f"data.root={root}: none of the {count(titles, 'article')} of {file.name} falls into the {share} twentieth of "
+        "the titles; put two files with train and val in their names there."
+    )
 
 
 def file_of(root: Path, split: SplitName) -> tuple[Path, bool]:
@@ -117,6 +133,10 @@ def read(file: Path) -> Iterator[tuple[str, Pair]]:
             yield row.get("title") or text, pair
 
 
+def _article(title: str) -> str:
+    """The title without the number that the parts of an article end with."""
+    return title.strip().rstrip("0123456789")
+
+
 def _is_val(title: str) -> bool:
-    """By the title without the number that the parts of an article end with."""
-    return zlib.crc32(title.strip().rstrip("0123456789").encode()) % _VAL_SHARE == 0
+    return zlib.crc32(_article(title).encode()) % _VAL_SHARE == 0

@@ -135,6 +135,30 @@ def test_a_split_without_an_article_is_one_message(tmp_path: Path) -> None:
         WikiHow("val", root=str(tmp_path))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_few_articles_without_one_for_validation_are_told_before_ray(tmp_path: Path, parts: int) -> None:
+    """By Python's own `zlib.crc32`, 'How to Make apple' and the four after it are not divisible by 20. The parts of an
+    article are one title."""
+    things = ("apple", "bread", "cake", "dough", "eggs")
+    rows = [
+        (f"Make {t} {i}.", f"How to Make {t}{i}", "A long text on how one makes it." * 3)
+        for t in things
+        for i in range(parts)
+    ]
+    write_csv(tmp_path / "mine.csv", rows)
+    message = (
+        f"^data.root={tmp_path}: none of the 5 articles of mine.csv falls into the validation split, which is a "
+        "twentieth of the titles; put two files with train and val in their names there.$"
+    )
+    with pytest.raises(UserError, match=message):
+        check(composed("data=wikihow", f"data.root={tmp_path}", f"model._target_={HERE}.Summariser"))
+    with pytest.raises(UserError, match=message):
+        WikiHow("val", root=str(tmp_path))
+    (tmp_path / "mine.csv").rename(tmp_path / "train.csv")
+    write_csv(tmp_path / "val.csv", rows[:1])
+    check(composed("data=wikihow", f"data.root={tmp_path}", f"model._target_={HERE}.Summariser"))
+
+
 def test_one_file_is_split_by_title_and_parts_stay_together(tmp_path: Path) -> None:
     rows = [(f"Do {i}.", f"How to {i // 3} x{i % 3}", f"This is how to do {i} at home.") for i in range(600)]
     write_csv(tmp_path / "wikihowAll.csv", rows)
@@ -169,7 +193,8 @@ def test_a_folder_without_the_files_is_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", ["wikihow", "pydoc_summaries"])
 def test_lengths_and_vocabularies_are_checked_before_ray(tmp_path: Path, data: str) -> None:
-    write_csv(tmp_path / "wikihowAll.csv", ROWS)
+    for name in ("train.csv", "val.csv"):
+        write_csv(tmp_path / name, ROWS)
     words: Any = [f"data={data}", f"model._target_={HERE}.Summariser"]
     words += [f"data.root={tmp_path}"] if data == "wikihow" else []
     check(composed(*words))
