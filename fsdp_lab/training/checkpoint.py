@@ -257,17 +257,19 @@ class Checkpoints:
         self._publish(making, target, meta)
         return figures
 
-    def load_best_weights(self, state: TrainState) -> None:
-        """Give the model the weights of this trial's checkpoint with the least validation loss; every rank calls it, at
-        the end of training."""
+    def load_best_weights(self, state: TrainState) -> int:
+        """Give the model the weights of this trial's checkpoint with the least validation loss, and return their step;
+        every rank calls it, at the end of training."""
         found: list[Path] = [best_of(all_whole(self.folder))] if self.ranks.is_first else [self.folder]
         dist.broadcast_object_list(found, src=0)
+        step = int(found[0].name.removeprefix("step_"))
         if found[0] == self._newest:
-            return
+            return step
         weights = get_model_state_dict(state.model)
         with ordinary_errors(f"loading the checkpoint {found[0]}"):
             dcp.load({"train": {"model": weights}}, checkpoint_id=found[0])
         set_model_state_dict(state.model, weights)
+        return step
 
     def _make_folder(self, target: Path) -> Path:
         making = _making(target)

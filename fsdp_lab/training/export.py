@@ -36,6 +36,7 @@ def export_model(
     config: TrialConfig,
     ranks: Ranks,
     folder: Path,
+    step: int,
     save: Callable[[Mapping[str, Tensor], Path], None] | None = None,
 ) -> None:
     """Gather the full weights to rank 0's CPU and write them; every rank calls it.
@@ -45,6 +46,7 @@ def export_model(
 
     Args:
         folder: the trial's.
+        step: the optimizer step that left these weights; such a folder says it.
         save: writes such a folder.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -55,7 +57,9 @@ def export_model(
     if save is not None:
         with whole_folder(folder / "model") as making:
             save(tensors, making)
-            write_json(making / DATA_FILE, {"format": FORMAT, "data": to_dict(config.data)}, parents=False)
+            write_json(
+                making / DATA_FILE, {"format": FORMAT, "step": step, "data": to_dict(config.data)}, parents=False
+            )
         return
     content = {
         "format": FORMAT,

@@ -131,9 +131,8 @@ def train(
 
     if config.export:
         reporter.phase("exporting the model")
-        if config.checkpoint.export_best:
-            checkpoints.load_best_weights(state)
-        export_model(state.model, config, ranks, folder, workload.model.save)
+        step = checkpoints.load_best_weights(state) if config.checkpoint.export_best else state.step
+        export_model(state.model, config, ranks, folder, step, workload.model.save)
 
 
 def _is_through(state: TrainState, config: TrialConfig) -> bool:
