@@ -69,6 +69,13 @@ class Answer:
     by_memory: bool = False
 
     @property
+    def basis(self) -> str:
+        """What the setting is recommended by, as `results.csv` says it: `yes`, by all that was measured."""
+        if not self.by_memory or self.setting is None:
+            return "yes"
+        return "by memory" if math.isfinite(self.setting.median(MEMORY)) else "by loss"
+
+    @property
     def head(self) -> str:
         """What stands before the sentence: whether it recommends something, or says why not."""
         return "Recommended: " if self.setting and not self.by_memory else ""
@@ -270,7 +277,8 @@ def _untimed_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
         least = f", the least{of}" if of else ""
         figures = f"{memory_text(memory)} at the peak{least}, {figures}"
     if contended := contention(sweep, choice):
-        return f"No setting is recommended, because {contended}. By memory alone: `{chosen.name}`: {figures}."
+        by = "By memory alone" if math.isfinite(memory) else "No memory was measured either; by the loss alone"
+        return f"No setting is recommended, because {contended}. {by}: `{chosen.name}`: {figures}."
     return (
         f"`{chosen.name}`: {figures}. No step was timed, so speeds are not compared. The first {STEPS_TO_TIME - 1} "
         f"steps are not timed (training.timing_warmup_steps={STEPS_TO_TIME - 3}, and 2 that memory_profile=peaks "

@@ -22,6 +22,7 @@ from fsdp_lab.status import TrialStatus
 STOPPED, SHARED = "stopped early", "speed does not count: shared cores"
 MOST_LABELS = 8  # settings whose values stand beside their points
 WIDEST = 10.0  # an interval whose ends are further apart than this factor runs out of the picture
+_CHOSEN = {"yes": "recommended", "by memory": "least memory", "by loss": "by loss alone"}
 _WORDS = {MEMORY: "peak memory", SPEED: "samples/s"}
 
 
@@ -231,7 +232,7 @@ class MainPlot:
                 y=[chosen[0].y],
                 mode="markers",
                 marker={"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}},
-                name="least memory" if self.found.by_memory else "recommended",
+                name=_CHOSEN[self.found.basis],
                 hoverinfo="skip",
             )
 

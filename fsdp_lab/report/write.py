@@ -46,7 +46,7 @@ def to_csv(sweep: Sweep, found: Answer) -> str:
                     trial.number,
                     *(trial.setting.get(axis, "") for axis in sweep.axes),
                     trial.status,
-                    ("by memory" if found.by_memory else "yes") if setting is found.setting else "",
+                    found.basis if setting is found.setting else "",
                     "yes" if setting.name in found.front else "",
                     found.why_not.get(setting.name, ""),
                     trial.error or "",

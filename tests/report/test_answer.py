@@ -10,7 +10,7 @@ import shlex
 import pytest
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.metrics import OTHERS_CPU, SPEED
+from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import candidates
 from fsdp_lab.report.data import Trial
@@ -258,6 +258,10 @@ def test_of_many_settings_only_those_one_value_apart_are_told():
     ]  # fmt: skip
 
 
+def trial_without(one: Trial, key: str) -> Trial:
+    return dataclasses.replace(one, figures={name: value for name, value in one.figures.items() if name != key})
+
+
 def on_cpu(number: int, row: int, others: float, speed: float) -> Trial:
     one = trial(number, ROWS[row], **{SPEED: speed, OTHERS_CPU: others})
     return dataclasses.replace(one, device="cpu")
@@ -294,6 +298,13 @@ def test_where_every_run_shared_its_machine_memory_decides_and_it_says_so():
         "As measured beside those processes, `sharding=ddp` had 1.11× its speed. To compare speeds, run it again when "
         "the machine is free, or see: python -m fsdp_lab.report sweep=last report.others_cpu=1"
     ]
+
+
+def test_memory_that_was_not_measured_decides_nothing():
+    rows = [on_cpu(0, 0, 0.4, 1000.0), on_cpu(1, 2, 0.3, 900.0)]
+    found = answer(sweep([trial_without(row, MEMORY) for row in rows]))
+    assert "By memory" not in found.sentence and "MiB" not in found.sentence
+    assert "the limit). No memory was measured either; by the loss alone: `sharding=" in found.sentence
 
 
 def test_of_two_objectives_a_speed_that_does_not_count_is_left_out_and_told():
