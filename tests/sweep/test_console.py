@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console as RichConsole
 
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.table import trial_table
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -31,6 +32,17 @@ def test_a_number_that_a_search_has_drawn_has_six_digits(compose_trial: Callable
     assert [*table.columns[1].cells] == ["0.00123457", "1e-05", "0.1"]
     seeds = trial_table(SweepState(states, []), ["model.hidden_dim"], list(enumerate(states)))
     assert {*seeds.columns[1].cells} == {str(states[0].trial.values["model.hidden_dim"])}
+
+
+def test_the_mark_of_a_speed_is_explained(compose_trial: Callable[..., object]):
+    for others, told in ((0.3, True), (0.2, False)):
+        state = TrialState(compose_trial([], 0))  # type: ignore[arg-type]
+        state.status = TrialStatus.finished
+        state.metrics = {"epoch": 1, "perf/samples_per_s": 9.0, "perf/others_cpu": others}
+        shown = io.StringIO()
+        Console(SweepState([state], []), [], RichConsole(file=shown, width=160)).final()
+        note = "† Others used more than 25 % of the cores meanwhile: this speed does not count."
+        assert (note in shown.getvalue()) == ("9.0†" in shown.getvalue() or "9†" in shown.getvalue()) == told
 
 
 def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[..., object]):

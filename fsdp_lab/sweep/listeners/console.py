@@ -19,7 +19,7 @@ from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
-from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
+from fsdp_lab.sweep.listeners.table import epoch_line, how_far, shared_note, trial_table
 from fsdp_lab.sweep.names import go_on_command, label, relative, resume_command, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -93,6 +93,8 @@ class Console(Listener):
         begun = [(i, state) for i, state in enumerate(self._state.trials) if state.status != "waiting"]
         title = how_far(self._state, time.time() - self._begun)
         self.rich.print(trial_table(self._state, self._swept, begun, chosen, title))
+        if note := shared_note(self._state):
+            self.rich.print(Text(note, style="dim"), soft_wrap=True)
         if answer is not None:
             sentence, *rest = plain_text(answer)
             self.rich.print(Text(answer.head + sentence, style="bold"))

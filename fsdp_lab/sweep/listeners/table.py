@@ -74,6 +74,14 @@ def trial_table(
     return FittingTable(columns, title, elsewhere="results.csv")
 
 
+def shared_note(sweep: SweepState) -> str | None:
+    """Returns what `†` means, where a trial has one."""
+    marked = [state for state in sweep.trials if state.figures().get(OTHERS_CPU, 0.0) > _limit(state)]
+    if not marked:
+        return None
+    return f"† Others used more than {_limit(marked[0]) * 100:.3g} % of the cores meanwhile: this speed does not count."
+
+
 def _value(value: Any) -> str:
     """A setting's value; of what a search has drawn six significant digits, `results.csv` has all."""
     return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
@@ -119,8 +127,11 @@ def _best(sweep: SweepState, columns: Sequence[Metric]) -> dict[str, float | Non
 
 def _counts(metric: Metric, state: TrialState) -> bool:
     """Whether a figure is one of speed that says nothing, because others used the cores of the trial."""
-    limit = state.trial.config.report.others_cpu
-    return not metric.is_speed or state.figures().get(OTHERS_CPU, 0.0) <= limit
+    return not metric.is_speed or state.figures().get(OTHERS_CPU, 0.0) <= _limit(state)
+
+
+def _limit(state: TrialState) -> float:
+    return state.trial.config.report.others_cpu
 
 
 def _cell(metric: Metric, state: TrialState, best: Mapping[str, float | None]) -> Text:
