@@ -183,7 +183,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     if streams := len(list(folder.glob("streams_*.html"))):
         written += f", {count(streams, 'page')} of streams"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
-    items = "images" if all(isinstance(t.config.model, ModelConfig) for t in plan.trials) else "samples"
+    items = "images" if all(isinstance(t.config.model, ModelConfig) for t in plan.trials) else "items"
     console.print(Text(verdict(rows, swept, items), style="bold"))
     for sentence in speed_verdict(rows, swept, first.report.speed_tolerance):
         console.print(Text(sentence, style="bold" if sentence.startswith("Should") else ""))

@@ -1,4 +1,5 @@
-"""Attention whose masks hang on no value: a forecast has none, and a GPU would wait for one in each forward pass.
+"""Attention whose masks do not depend on values: a forecast has no values, and a GPU would wait for one in each
+forward pass.
 
 transformers looks at a mask to leave out one that masks nothing. Under fake tensors it cannot, and makes it: a forecast
 would hold more than training does. Both names below are of PyTorch's attention; what differs is what is known of masks.

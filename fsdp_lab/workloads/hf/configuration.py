@@ -55,7 +55,7 @@ def read_values(config: Config | None) -> dict[str, Any]:
     """
     if not config:
         raise ConfigError(
-            "model.config names nothing; give a folder with a config.json, such a file, or a name on the Hugging Face "
+            "model.config is not set; give a folder with a config.json, such a file, or a name on the Hugging Face "
             "hub, as in model.config=openai-community/gpt2."
         )
     if isinstance(config, Mapping):

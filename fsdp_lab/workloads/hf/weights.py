@@ -67,9 +67,9 @@ def _files(folder: Path) -> list[Path]:
             f"only {', '.join(pickles[:_NAMED])}, which are pickles and are not read, for they can run code; where you "
             "trust them, write them again with AutoModel.from_pretrained(...).save_pretrained(...)"
             if pickles
-            else f"none; put {_SINGLE}, or its parts with {_INDEX}, there, or take model.pretrained=false"
+            else f"put {_SINGLE}, or its parts with {_INDEX}, there, or take model.pretrained=false"
         )
-        raise UserError(f"model.pretrained=true: of weights in .safetensors the folder {folder} has {remedy}.")
+        raise UserError(f"model.pretrained=true: the folder {folder} has no .safetensors weights; {remedy}.")
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         files = [folder / name for name in names if Path(name).name == name]
@@ -96,7 +96,7 @@ def _read_head(file: Path) -> dict[str, Stored]:
             return {name: Stored(tuple(content.get_slice(name).get_shape())) for name in content.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"model.pretrained=true: {file} is no whole .safetensors file ({error}); download it again."
+            f"model.pretrained=true: {file} is not a complete .safetensors file ({error}); download it again."
         ) from error
 
 
@@ -180,15 +180,15 @@ def _check(
     wrong = [
         f"{len(these)} {what} ({', '.join(these[:_NAMED])}{', ...' if len(these) > _NAMED else ''})"
         for these, what in (
-            (missing, "missing"), (unexpected, "that the model has not"), (shapes, "of another shape"),
+            (missing, "missing"), (unexpected, "unknown to the model"), (shapes, "of another shape"),
         )
         if these
     ]  # fmt: skip
     if wrong:
         raise UserError(
             f"model.pretrained=true: the weights of model.config={config} are not those of this "
-            f"{type(model).__name__}: {'; '.join(wrong)}. Leave away what changes its sizes, choose the model that "
-            "they were made for, or take model.pretrained=false."
+            f"{type(model).__name__}: {'; '.join(wrong)}. Remove the overrides that change its "
+            "sizes, use the model that they were made for, or take model.pretrained=false."
         )
 
 

@@ -72,7 +72,7 @@ def check(name: str, *words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("gpt2", ["model.config=null"], "model.config names nothing; give a folder"),
+        ("gpt2", ["model.config=null"], "model.config is not set; give a folder"),
         ("gpt2", ["model.config=./none"], r"model.config=./none: there is no such file or folder; give a folder"),
         ("gpt2", [f"model.config={CONFIGS}"], "its folder has no config.json; give a folder"),
         ("gpt2", [f"model.config={__file__}"], "is no JSON"),

@@ -137,8 +137,8 @@ def test_weights_in_bfloat16_are_read_into_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.n_layer=3"], r"12 missing \(transformer.h.2.ln_1.weight, .*, \.\.\.\)\. Leave away"),
-        (["model.n_layer=1"], r"11 that the model has not \(transformer.h.1.attn.c_attn.weight, "),
+        (["model.n_layer=3"], r"12 missing \(transformer.h.2.ln_1.weight, .*, \.\.\.\)\. Remove the overrides"),
+        (["model.n_layer=1"], r"11 unknown to the model \(transformer.h.1.attn.c_attn.weight, "),
         (["model.n_embd=16"], r"28 of another shape \(.* is \[96\] there and \[48\] in the model"),
     ],
 )
@@ -152,7 +152,7 @@ def test_weights_of_another_size_are_refused(tmp_path: Path, words: list[str], m
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     whole("llama", tmp_path)
     (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
-    with pytest.raises(UserError, match=r"are not those of this GPT2LMHeadModel: .* missing .* that the model has not"):
+    with pytest.raises(UserError, match=r"are not those of this GPT2LMHeadModel: .* missing .* unknown to the model"):
         check("gpt2", tmp_path)
 
 
@@ -160,7 +160,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     whole("gpt2", tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"model\.safetensors is no whole \.safetensors file .*; download it again"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors is not a complete \.safetensors file .*; download it again"
+    ):
         check("gpt2", tmp_path)
     shards = tmp_path / "shards"
     shards_of_gpt2(shards)
@@ -194,7 +196,7 @@ def test_a_single_file_is_read_before_an_index(tmp_path: Path) -> None:
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
-    with pytest.raises(UserError, match=r"has none; put model\.safetensors"):
+    with pytest.raises(UserError, match=r"has no \.safetensors weights; put model\.safetensors"):
         check("gpt2", tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"only pytorch_model\.bin, which are pickles .*save_pretrained"):
