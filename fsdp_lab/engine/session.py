@@ -30,7 +30,8 @@ def claim_session(folder: Path) -> None:
 
 def keep_session(folder: Path) -> None:
     """Let no later start remove a folder: its logs may say why a server ended."""
-    (folder / _MARKER).unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / _MARKER).unlink(missing_ok=True)
 
 
 def _is_own(path: Path) -> bool:

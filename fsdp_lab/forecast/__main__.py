@@ -187,8 +187,8 @@ def run(plan: Plan, swept: list[str]) -> int:
     console.print(Text(verdict(rows, swept, items), style="bold"))
     for sentence in speed_verdict(rows, swept, first.report.speed_tolerance):
         console.print(Text(sentence, style="bold" if sentence.startswith("Should") else ""))
-    failed = [f for f in found if f.error]
-    for reason in sorted({f.error for f in failed if f.error}):
+    failed = [f for f in found if f.error or f.no_speed]
+    for reason in sorted({reason for f in failed for reason in (f.error, f.no_speed) if reason}):
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)
     return 1 if failed else 0
 

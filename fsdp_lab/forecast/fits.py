@@ -29,7 +29,7 @@ class Forecast:
     takes from a GPU; None for a CPU. `allowances`: what no tensor shows, by name, on the device; `host_allowances`
     likewise. `capacity_bytes` None: not known.
     `largest_microbatch`: images a worker takes at once, 0 where not even one fits; None: not asked.
-    `speed`: of the step; None: no device with a data sheet was named.
+    `speed`: of the step; None: no device with a data sheet was named, or `no_speed` says why there is none.
     `error`: why there is no forecast; then there are no peaks. `fails`: training would end with the same error.
     """
 
@@ -42,6 +42,7 @@ class Forecast:
     largest_microbatch: int | None = None
     reserved_bytes: int | None = None
     speed: Speed | None = None
+    no_speed: str | None = None
     error: str | None = None
     fails: bool = False
 
@@ -143,20 +144,50 @@ def check_device(config: SweepConfig, num_workers: int) -> None:
         )
 
 
+def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
+    """
+    Raises:
+        ConfigError: see `check_device`; or trials are to be chosen by what is predicted for a device that is not here.
+    """
+    check_device(config, num_workers)
+    asked = config.forecast
+    if asked.device in DEVICE_KINDS or data_sheet_here(config, cuda) is not None:
+        return
+    for name, value in (("keep", asked.keep), ("prune", "true" if asked.prune else None)):
+        if value is not None and (name == "keep" or capacity_here(config, cuda) is None):
+            raise ConfigError(
+                f"forecast.{name}={value} with forecast.device={asked.device}: these trials do not run on that device, "
+                "so what is predicted for it says nothing of them; ask python -m fsdp_lab.forecast, or name a device "
+                "that is here."
+            )
+
+
 def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:
-    """The device that `forecast.device` names, where it is of the kind that trials run on."""
+    """The device that `forecast.device` names, where trials run on it, as far as this machine can tell: the GPUs of a
+    cluster elsewhere are not seen."""
     sheet = data_sheet(config)
-    return sheet if sheet is not None and (sheet.kind == "cuda") is cuda else None
+    if sheet is None or (sheet.kind == "cuda") is not cuda:
+        return None
+    return sheet if not cuda or {gpu.name for gpu in gpus()} <= {sheet.name} else None
 
 
 def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
     """`forecast.capacity_gib`, or the memory of the device that is named, or of the smallest GPU here when the forecast
     is for GPUs."""
+    if config.forecast.capacity_gib is None and config.forecast.device not in DEVICE_KINDS:
+        sheet = data_sheet(config)
+        return None if sheet is None else int(sheet.memory_gib * GIB)
+    return capacity_here(config, cuda)
+
+
+def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
+    """The same for trials that run: a named device's memory is not that of the GPUs here."""
     if config.forecast.capacity_gib is not None:
         return int(config.forecast.capacity_gib * GIB)
-    if config.forecast.device not in DEVICE_KINDS and (sheet := data_sheet_here(config, cuda)) is not None:
-        return int(sheet.memory_gib * GIB)
-    return gpu_memory() if cuda and num_gpus() else None
+    if cuda and num_gpus():
+        return gpu_memory()
+    sheet = data_sheet_here(config, cuda)
+    return None if sheet is None else int(sheet.memory_gib * GIB)
 
 
 def gpu_memory() -> int | None:

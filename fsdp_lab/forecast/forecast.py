@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.allocator import reserved_peak
@@ -84,11 +84,14 @@ def forecast(
     workload = build_workload(config.model, config.data, config.task)
     what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
-        speed, schedule = _price(program, config, num_workers, sheet, workload)
-        found = replace(found, speed=speed)
-        if page is not None:
-            with suppress(OSError):  # a full disk costs the page, not the forecast
-                write_streams(streams_page(page), speed, schedule, f"A predicted step on {sheet.name}", what)
+        try:
+            speed, schedule = _price(program, config, num_workers, sheet, workload)
+            found = replace(found, speed=speed)
+            if page is not None:
+                with suppress(OSError):  # a full disk costs the page, not the forecast
+                    write_streams(streams_page(page), speed, schedule, f"A predicted step on {sheet.name}", what)
+        except ConfigError as error:  # the memory is known all the same
+            found = replace(found, no_speed=str(error))
     if page is not None:
         with suppress(OSError):
             what = {"for": "GPUs" if cuda else "CPUs", **what}
@@ -102,7 +105,13 @@ def _price(
     program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
 ) -> tuple[Speed, Schedule]:
     """How long the step of a program takes, what of the device the model uses, and when what runs."""
-    speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group)
+    looked_at = (
+        num_workers <= sheet.node_size
+        and config.sharding.granularity is Granularity.per_block
+        and config.precision.param_dtype is Dtype.bfloat16
+        and config.offload.target is OffloadTarget.none
+    )  # as in experiments/published_speed
+    speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group, looked_at)
     samples = config.training.global_batch_size
     flops = workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.param_dtype.value) if flops else None

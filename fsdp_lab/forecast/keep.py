@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.speed.predict import Speed
 
 
-def passed_over(forecasts: Mapping[int, Forecast], settings: Mapping[int, str], keep: str) -> dict[int, str]:
+@dataclass(frozen=True)
+class Predicted:
+    """Samples/s: as predicted, and between which nine of ten such predictions lie."""
+
+    speed: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(speed: Speed) -> Predicted:
+        return Predicted(speed.samples_per_s, speed.samples / speed.high_s, speed.samples / speed.low_s)
+
+
+def passed_over(
+    forecasts: Mapping[int, Forecast],
+    settings: Mapping[int, str],
+    keep: str,
+    before: Mapping[int, Predicted] | None = None,
+) -> dict[int, str]:
     """Return the trials that need not run, and why: those that cannot fit, and those that cannot be among the fastest.
 
     The fastest settings by their predictions are kept, as many as asked for, and so is every other that by the errors
@@ -19,19 +39,19 @@ def passed_over(forecasts: Mapping[int, Forecast], settings: Mapping[int, str], 
         forecasts: by the number of a trial.
         settings: what tells settings apart; repeats share it.
         keep: a number of settings, as `5`, or a share of those that fit, as `20%`.
+        before: the predictions of trials that have ended, which count among the fastest.
     """
     reasons = {number: _does_not_fit(found) for number, found in forecasts.items() if found.fits is False}
-    speeds = {n: found.speed for n, found in forecasts.items() if found.speed is not None and n not in reasons}
-    ranked = sorted({settings[n]: speed for n, speed in speeds.items()}.values(), key=_seconds)
+    known = {n: Predicted.of(f.speed) for n, f in forecasts.items() if f.speed is not None and n not in reasons}
+    ranked = sorted({settings[n]: p for n, p in {**(before or {}), **known}.items()}.values(), key=lambda p: -p.speed)
     kept = ranked[: number_kept(keep, len(ranked))]
     if not kept:
         return reasons
-    slowest = kept[-1].high_s / kept[-1].samples
-    for number, speed in speeds.items():
-        if _seconds(speed) > _seconds(kept[-1]) and speed.low_s / speed.samples > slowest:
-            low, high = (speed.samples / seconds for seconds in (speed.high_s, speed.low_s))
+    last = kept[-1]
+    for number, one in known.items():
+        if one.speed < last.speed and one.high < last.low:
             reasons[number] = (
-                f"predicted {speed.samples_per_s:,.4g} samples/s ({low:,.4g} to {high:,.4g}), which is not among the "
+                f"predicted {one.speed:,.4g} samples/s ({one.low:,.4g} to {one.high:,.4g}), which is not among the "
                 f"most promising; forecast.keep={keep} does not start it"
             )
     return reasons
@@ -40,12 +60,8 @@ def passed_over(forecasts: Mapping[int, Forecast], settings: Mapping[int, str], 
 def number_kept(keep: str, settings: int) -> int:
     """Return how many of so many settings `forecast.keep` stands for; at least one."""
     if keep.endswith("%"):
-        return max(1, math.ceil(float(keep[:-1]) / 100 * settings))
+        return max(1, math.ceil(Fraction(keep[:-1]) / 100 * settings))
     return int(keep)
-
-
-def _seconds(speed: Speed) -> float:
-    return speed.step_s / speed.samples
 
 
 def _does_not_fit(found: Forecast) -> str:

@@ -25,7 +25,7 @@ _EFFICIENT_ALIGNMENT = 4  # of the head size in float32; others take the plain p
 
 
 @contextmanager
-def cuda_kernels(on_kernel: OnKernel) -> Iterator[None]:
+def cuda_kernels(on_kernel: OnKernel = lambda name, reads, writes: None) -> Iterator[None]:
     """Let `F.scaled_dot_product_attention` and `F.rms_norm` keep what they keep on a GPU.
 
     Args:

@@ -44,6 +44,11 @@ def recommend(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> li
 def speed_verdict(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:
     """Return sentences: which setting should be fastest, how sure that is, and which are worth measuring; none where no
     speed was predicted."""
+    counts = sorted({row.forecast.num_workers for row in rows})
+    if len(counts) > 1:  # more workers are faster together: the question is which setting to use with so many
+        apart = {count: [row for row in rows if row.forecast.num_workers == count] for count in counts}
+        each = {count: speed_verdict(some, swept, tolerance) for count, some in apart.items()}
+        return [f"With {count:,} workers. {each[count][0]}" for count in counts if each[count]] + each[counts[-1]][1:2]
     ranked = recommend(rows, swept, tolerance)
     if not ranked:
         return ["No setting fits, so none is recommended."] if any(row.forecast.speed for row in rows) else []
@@ -54,7 +59,8 @@ def speed_verdict(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -
     of_what = " of what fits" if any(row.forecast.fits is False for row in rows) else ""
     head = f"Should be fastest{of_what}: {told}." if len(rows) > 1 else f"Predicted: {told.removeprefix('it: ')}."
     sentences = [head, _basis(speed)]
-    close = [row for row in ranked[1:] if _speed(row).low_s < speed.high_s]
+    slowest = speed.high_s / speed.samples
+    close = [row for row in ranked[1:] if _speed(row).low_s / _speed(row).samples < slowest]
     if close:
         worth = ", ".join(named(row, swept) for row in [best, *close[: _TO_MEASURE - 1]])
         kind = "other setting is" if len(close) == 1 else "other settings are"
@@ -92,6 +98,6 @@ def _bounds(speed: Speed) -> str:
 
 def _basis(speed: Speed) -> str:
     return (
-        f"Predicted for {speed.device} {_BASES[speed.basis]}: nine of ten such predictions were within "
+        f"Predicted for {speed.device} {_BASES[speed.basis]}: nine of ten predictions of this kind were within "
         f"{speed.error * 100:.2g} % of what was measured."
     )

@@ -125,6 +125,7 @@ class StepTrace(TorchDispatchMode):
         stream = self._stream(read, [*written, *made])
         if stream is not Stream.host and self._crosses(read, [*written, *made]):
             kind = Kind.transfer
+            num_bytes = sum(map(_bytes, [*written, *made]))  # read on one side, written on the other
         dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
         shape = _product_shape(args) if name in _PRODUCTS else None
         self._add(name, kind, stream, read, [*written, *made], num_bytes, flops, dtype, shape)

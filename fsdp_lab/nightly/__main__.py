@@ -229,6 +229,11 @@ def read_study(overrides: list[str]) -> Study:
     shared |= {"workers": workers_of(config), "device": "cuda" if num_gpus() else "cpu"}
     shared |= {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
     name = choices.get("experiment", "nightly")
+    if config.forecast.keep is not None:
+        raise ConfigError(
+            f"forecast.keep={config.forecast.keep}: a night runs every setting of its study, for another prediction is "
+            "no regression; leave it out."
+        )
     nightly = config.nightly
     repeats = [f"repeat={','.join(map(str, range(nightly.repeats)))}"] if nightly.repeats > 1 else []
     if auto:

@@ -68,6 +68,8 @@ class Judged:
 
     def worse(self, a: float, b: float) -> float:
         """How much worse b is than a, as what the tolerance is given in."""
+        if self.gate.kind == "fall":
+            return a - b
         if not self.as_ratio:
             return abs(b) - abs(a)
         more = (b - a) / abs(a or 1)
@@ -75,11 +77,16 @@ class Judged:
 
     def tell_change(self, a: float, b: float) -> str:
         if not self.as_ratio:
-            return self.metric.text(abs(b) - abs(a))
+            return self.metric.text(b - a if self.gate.kind == "fall" else abs(b) - abs(a))
         change = (b / a - 1) * 100 if a else 0.0
         if abs(change) < 0.05:  # it would read +0.0 %
             return "none" if change == 0 else "below 0.1 %"
         return f"{change:+.1f} %"
+
+
+def speeds() -> list[str]:
+    """Return the keys of what says how fast a setting trains, among what a night is judged by."""
+    return [judged.key for judged in judged_metrics() if judged.metric.is_speed]
 
 
 def judged_metrics() -> list[Judged]:
@@ -136,7 +143,9 @@ def compare(
         if now is None:
             continue
         for judged in judged_metrics():
-            if judged.key == SPEED and (not before.values.get(SPEED) or SPEED not in now.values):
+            if judged.metric.is_speed and (not before.values.get(judged.key) or judged.key not in now.values):
+                if judged.key != SPEED:
+                    continue  # said once
                 findings.append(Finding(setting, judged.label, "", "", "", False, f"{NOT_JUDGED}{no_speed}"))
                 continue
             if not before.values.get(judged.key) or judged.key not in now.values:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_lab.config import UserError
 from fsdp_lab.metrics import SPEED
-from fsdp_lab.nightly.gate import LOSS, NOT_JUDGED, Finding, Result, compare, judged_metrics, table
+from fsdp_lab.nightly.gate import LOSS, NOT_JUDGED, Finding, Result, compare, judged_metrics, speeds, table
 from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, last_good
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.report.data import Sweep
@@ -104,7 +104,7 @@ def results_of(sweep: Sweep) -> dict[str, Result]:
 def without_speed(results: Mapping[str, Result]) -> dict[str, Result]:
     """What was found while others had the machine."""
     return {
-        setting: Result(found.statuses, {key: v for key, v in found.values.items() if key != SPEED})
+        setting: Result(found.statuses, {key: v for key, v in found.values.items() if key not in speeds()})
         for setting, found in results.items()
     }
 
@@ -122,9 +122,13 @@ def reference(nights: Sequence[Night], baseline: Night, night: Night, named: boo
     found = without_speed(baseline.results)
     if speeds_of is None:
         return found
-    speeds = {setting: result.values.get(SPEED, []) for setting, result in speeds_of.results.items()}
+    of_another = {
+        setting: {key: result.values[key] for key in speeds() if key in result.values}
+        for setting, result in speeds_of.results.items()
+    }
+    none = {SPEED: list[float]()}
     return {
-        setting: Result(result.statuses, {**result.values, SPEED: speeds.get(setting, [])})
+        setting: Result(result.statuses, {**result.values, **none, **of_another.get(setting, {})})
         for setting, result in found.items()
     }
 

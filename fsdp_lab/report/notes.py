@@ -60,8 +60,12 @@ def notes_on(sweep: Sweep, choice: Choice) -> list[str]:
 
 def _passed_over(sweep: Sweep, choice: Choice) -> list[str]:
     """How wrong a prediction would have to be for a setting that `forecast.keep` left out to change the answer."""
-    skipped = [t for t in sweep.trials if t.status is TrialStatus.skipped and PREDICTED_SPEED in t.figures]
-    if not skipped or choice.setting is None or not choice.timed:
+    skipped = [
+        t for t in sweep.trials
+        if t.status is TrialStatus.skipped and PREDICTED_SPEED in t.figures and not _is_too_large(t)
+    ]  # fmt: skip
+    asked = not sweep.objectives or any(metric == SPEED for metric, _ in sweep.objectives)
+    if not skipped or choice.setting is None or not choice.timed or not asked:
         return []
     fastest = max(skipped, key=lambda trial: trial.figures[PREDICTED_SPEED])
     predicted = fastest.figures[PREDICTED_SPEED]
@@ -73,6 +77,11 @@ def _passed_over(sweep: Sweep, choice: Choice) -> list[str]:
         f"{head}, predicted {figures_text(predicted)} samples/s: it would have to be {times_text(Interval(factor))} as "
         "fast as predicted to change the answer."
     ]
+
+
+def _is_too_large(trial: Trial) -> bool:
+    needed, capacity = (trial.figures.get(f"forecast/{name}_bytes") for name in ("needed", "capacity"))
+    return needed is not None and capacity is not None and needed > capacity
 
 
 def _which(trials: Sequence[Trial], sweep: Sweep) -> str:

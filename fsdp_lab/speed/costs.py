@@ -58,6 +58,8 @@ def occupied(shape: tuple[int, int, int, int], num_cores: int) -> float:
     """Return the share of the cores' time that a matrix product uses: its tiles run in waves, the last of which is
     rarely full ("Matrix Multiplication Background User's Guide", NVIDIA, sections on tile and wave quantization)."""
     batch, rows, columns, _ = shape
+    if not batch * rows * columns:
+        return 1.0
     tiles = batch * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     exact = batch * rows * columns / (_TILE[0] * _TILE[1])
     return exact / (math.ceil(tiles / num_cores) * num_cores)

@@ -20,7 +20,7 @@ class DeviceKind(StrEnum):
 
 class Basis(StrEnum):
     """Where a device's efficiencies are from. `data sheet`: from another device, as none were measured on this one;
-    `fitted`: to published steps of this one; `calibration`: measured on it by `fsdp_lab.calibrate`."""
+    `fitted`: to published steps of this one; `calibration`: measured on it."""
 
     data_sheet = "data sheet"
     fitted = "fitted"
@@ -87,7 +87,9 @@ class Device:
         latency_s: seconds that a collective takes before it sends.
         link_latency_s: seconds of a message from device to device within a node.
         network_latency_s: the same between nodes.
-        error: of predictions for this device on this basis.
+        error: of predictions for this device on this basis, of the steps that were looked at: sharded in blocks, in
+            bfloat16, on one node.
+        error_elsewhere: of predictions of any other step.
         source: where the figures are from.
     """
 
@@ -110,6 +112,7 @@ class Device:
     reached: Reached
     efficiency: Efficiency
     error: KnownError
+    error_elsewhere: KnownError
     source: str = field(default="", compare=False)
 
     def peak(self, dtype: str) -> float:
@@ -138,8 +141,17 @@ def load_device(path: Path) -> Device:
     """
     import yaml  # forecasts of memory need only PyTorch and torchvision
 
-    content = _checked(yaml.safe_load(path.read_text()), Device, path.name)
-    for key, of in (("reached", Reached), ("efficiency", Efficiency), ("error", KnownError)):
+    try:
+        read = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    content = _checked(read, Device, path.name)
+    for key, of in (
+        ("reached", Reached),
+        ("efficiency", Efficiency),
+        ("error", KnownError),
+        ("error_elsewhere", KnownError),
+    ):
         content[key] = of(**_checked(content[key], of, f"{path.name}: {key}"))
     for key, choices in (("kind", DeviceKind), ("basis", Basis)):
         try:
@@ -154,8 +166,11 @@ def load_device(path: Path) -> Device:
 def _check_numbers(content: Mapping[str, Any], where: str) -> None:
     numbers = {key: value for key, value in content.items() if _FIELDS[key] in ("float", "int")}
     numbers |= {f"peak_flops.{dtype}": peak for dtype, peak in dict(content["peak_flops"]).items()}
-    for key in ("reached", "efficiency", "error"):
+    for key in ("reached", "efficiency", "error", "error_elsewhere"):
         numbers |= {f"{key}.{name}": value for name, value in vars(content[key]).items()}
+    for key, value in vars(content["error"]).items():
+        if isinstance(value, int | float) and value >= 1:
+            raise ConfigError(f"{where}: error.{key}={value} is a share of a step's time; use a number below 1.")
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(

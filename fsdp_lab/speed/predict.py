@@ -58,11 +58,14 @@ class Speed:
         return None if self.tokens is None else self.samples_per_s * self.tokens
 
 
-def predict(program: Sequence[Operator], device: Device, separate_scatter: bool = False) -> tuple[Speed, Schedule]:
+def predict(
+    program: Sequence[Operator], device: Device, separate_scatter: bool = False, looked_at: bool = True
+) -> tuple[Speed, Schedule]:
     """Predict the step of a program on a device, and when each of its operators runs.
 
     Args:
         separate_scatter: reductions have a communicator of their own.
+        looked_at: the step is of the kind that the device's error is known for.
 
     Raises:
         ConfigError: the device's file has no peak for what the program computes in.
@@ -78,7 +81,7 @@ def predict(program: Sequence[Operator], device: Device, separate_scatter: bool 
     found = run()
     gains = {name: max(found.seconds - run(name, 1 - _STEP).seconds, 0.0) for name in {*bounds, "launch"}}
     total = sum(gains.values()) or 1.0
-    most = device.error.p90
+    most = (device.error if looked_at else device.error_elsewhere).p90
     speed = Speed(
         found.seconds,
         {name: gains.get(name, 0.0) / total for name in BOUNDS},

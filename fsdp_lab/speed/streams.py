@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.speed.program import Operator, Stream
+from fsdp_lab.speed.program import Kind, Operator, Stream
+
+_COPIES_GRADIENTS = ("chunk_cat", "chunk_cat_mixed_dtype")  # into what a scatter sends
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ def schedule(
     """Return when each operator runs: after the host has issued it, after the one before it on its stream, and after
     what it reads has been written and what it overwrites has been read.
 
-    FSDP2 adds three rules: gathers and scatters share one communicator, unless it is told otherwise; a gather waits
-    until the one before the last has been copied out in the forward pass, for their memory; one scatter is under way at
-    a time, and the computing of the next unit's gradients to be sent waits for it.
+    FSDP2 adds three rules: gathers and scatters of a process group share its communicator, unless it is told otherwise;
+    a gather waits until the one before the last has been copied out in the forward pass, for their memory; one scatter
+    is under way at a time, and the copying of the next unit's gradients into its buffer waits for it.
 
     Args:
         durations: seconds of each operator.
@@ -55,7 +57,8 @@ def schedule(
     free: dict[Stream, float] = defaultdict(float)
     written: dict[int, float] = {}
     last_read: dict[int, float] = {}
-    communicator = 0.0
+    communicators: dict[tuple[object, ...], float] = defaultdict(float)
+    scattered = [0.0]
     copied_out: list[float] = []
     issued = 0.0
     slots = []
@@ -66,15 +69,19 @@ def schedule(
         waits += [written[storage] for storage in reads if storage in written]
         waits += [written[storage] for storage in writes if storage in written]
         waits += [last_read[storage] for storage in writes if storage in last_read]
-        on_communicator = operator.kind.is_collective and not (separate_scatter and stream is Stream.scatter)
-        if on_communicator:
-            waits.append(communicator)
+        communicator = (operator.group, separate_scatter and stream is Stream.scatter)
+        if operator.kind.is_collective:
+            waits.append(communicators[communicator])
+        if operator.name.endswith(_COPIES_GRADIENTS) and stream is Stream.compute:
+            waits.append(scattered[-1])
         if stream is Stream.copy_in and operator.phase == "forward" and len(copied_out) > 1:
             waits.append(copied_out[-2])
         begin = max(waits)
         end = begin + duration
-        if on_communicator:
-            communicator = end
+        if operator.kind.is_collective:
+            communicators[communicator] = end
+        if operator.kind is Kind.scatter:
+            scattered.append(end)
         if operator.name.endswith("split_with_sizes_copy"):
             copied_out.append(end)
         free[stream] = end

@@ -75,6 +75,7 @@ class TrialState:
         if found.speed is not None:
             figures["forecast/step_s"] = found.speed.step_s
             figures[PREDICTED_SPEED] = found.speed.samples_per_s
+            figures["forecast/samples_per_s_low"] = found.speed.samples / found.speed.high_s
             figures["forecast/samples_per_s_high"] = found.speed.samples / found.speed.low_s
         return {key: float(value) for key, value in figures.items()}
 

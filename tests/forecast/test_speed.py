@@ -12,9 +12,18 @@ import pytest
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
 from fsdp_lab.config.conf import device_file, known_devices
-from fsdp_lab.forecast.fits import Forecast, check_device, sheet_of
+from fsdp_lab.forecast.fits import (
+    Forecast,
+    capacity_bytes,
+    capacity_here,
+    check_device,
+    check_here,
+    data_sheet_here,
+    gpu_memory,
+    sheet_of,
+)
 from fsdp_lab.forecast.forecast import forecast, forecast_step
-from fsdp_lab.forecast.keep import passed_over
+from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over
 from fsdp_lab.forecast.plot import write_scaling
 from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
@@ -58,8 +67,10 @@ def test_a_device_without_a_peak_or_with_nodes_that_do_not_divide_the_workers_is
     text = (device_file("a100_80gb") or Path()).read_text()
     mine.write_text(re.sub("peak_flops: .*", "peak_flops: {bfloat16: 312.0e+12}", text))
     settings = config(*LANGUAGE[:2], "precision=fp32", f"forecast.device={mine}")
-    with pytest.raises(ConfigError, match="NVIDIA A100-SXM4-80GB has no peak for float32; its data sheet has bfloat16"):
-        forecast(settings, 2, cuda=True, sheet=load_device(mine))
+    found = forecast(settings, 2, cuda=True, sheet=load_device(mine))
+    assert found.no_speed and "has no peak for float32; its data sheet has bfloat16. Use a precision" in found.no_speed
+    assert found.speed is None and found.error is None and not found.fails
+    assert found.peaks == forecast(settings, 2, cuda=True).peaks, "the memory is known all the same"
     check_device(settings, 16)
     check_device(settings, 4)
     with pytest.raises(ConfigError, match=r"cluster.num_workers=12 .* nodes have 8 devices.* use a multiple of 8"):
@@ -170,6 +181,60 @@ def test_the_scaling_curve_is_drawn_over_numbers_of_workers(tmp_path: Path):
     assert not write_scaling(tmp_path / "none.png", rows[:1], ["sharding", "cluster.num_workers"])
 
 
+def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_nvml: Callable[..., None]):
+    fake_nvml(gpus=2, mib="81920")  # which are called NVIDIA H200
+    theirs, ours = config("forecast.device=a100_40gb"), config("forecast.device=h200")
+    assert capacity_here(theirs, cuda=True) == capacity_here(ours, cuda=True) == gpu_memory()
+    assert data_sheet_here(theirs, cuda=True) is None and data_sheet_here(ours, cuda=True) == sheet("h200")
+    assert capacity_bytes(theirs, cuda=True) == int(39.5 * 2**30), "fsdp_lab.forecast is asked about that device"
+    keep = config("forecast.device=a100_40gb", "forecast.keep='2'")
+    with pytest.raises(ConfigError, match="these trials do not run on that device"):
+        check_here(keep, 2, cuda=True)
+    check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
+    fake_nvml(gpus=0)
+    with pytest.raises(ConfigError, match="these trials do not run on that device"):
+        check_here(keep, 2, cuda=False)
+    with pytest.raises(ConfigError, match=r"forecast.prune=true with forecast.device=h200"):
+        check_here(config("forecast.device=h200", "forecast.prune=true"), 2, cuda=False)
+    check_here(config("forecast.device=h200", "forecast.prune=true", "forecast.capacity_gib=1"), 2, cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "known"),
+    [
+        ([], 8, True),
+        ([], 16, False),
+        (["sharding=root"], 8, False),
+        (["precision=fp32"], 8, False),
+        (["offload=cpu"], 8, False),
+    ],
+)
+def test_the_error_is_that_of_the_steps_that_were_looked_at(words: list[str], workers: int, known: bool):
+    device = sheet("h100_sxm")
+    speed = forecast(config(*LANGUAGE, *words), workers, cuda=True, sheet=device).speed
+    assert speed is not None
+    assert speed.error == (device.error if known else device.error_elsewhere).p90
+
+
+def test_each_number_of_workers_has_its_own_recommendation():
+    few, many = row("root", 1.0), row("root", 0.5)
+    rows = [replace(few, settings=["root", "8"]), replace(few, settings=["ddp", "8"])]
+    sixteen = replace(many.forecast, num_workers=16)
+    rows += [replace(many, forecast=sixteen, settings=[name, "16"]) for name in ("root", "ddp")]
+    told = speed_verdict(rows, ["sharding", "cluster.num_workers"], 0.03)
+    assert told[0].startswith("With 8 workers. Should be fastest: ddp")
+    assert told[1].startswith("With 16 workers. Should be fastest: ddp")
+
+
+def test_steps_of_different_sizes_are_compared_by_their_samples():
+    first, other = row("small", 1.0), row("large", 2.06)
+    speed = other.forecast.speed
+    assert speed is not None
+    other = replace(other, forecast=replace(other.forecast, speed=replace(speed, samples=200)))
+    told = " ".join(speed_verdict([first, other], ["size"], 0.0))
+    assert "1 other setting is within that error" in told
+
+
 def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
     speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), step_s / 1.1, step_s / 0.9, 0.1, Basis.fitted, "X", samples=100)
     peaks = {"device": {"total": peak}}
@@ -182,7 +247,7 @@ def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
     assert recommend(rows, ["sharding"], 0.0)[0].settings == ["root"]
     told = " ".join(speed_verdict(rows, ["sharding"], 0.03))
     assert told.startswith("Should be fastest of what fits: per_block: 82.6 samples/s, step 1.21 s (1.1 to 1.34)")
-    assert "with efficiencies fitted to published steps: nine of ten such predictions were within 10 %" in told
+    assert "with efficiencies fitted to published steps: nine of ten predictions of this kind were within 10 %" in told
     assert "1 other setting is within that error of it. Worth measuring: per_block, root." in told
     assert speed_verdict(rows[:1], ["sharding"], 0.03) == ["No setting fits, so none is recommended."]
 
@@ -231,6 +296,17 @@ def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not
     assert set(passed_over(forecasts, settings, "1")) == {2, 3}
     assert "needs 0 MiB of 0 MiB" in passed_over(forecasts, settings, "1")[3]
     assert set(passed_over(forecasts, settings, "2")) == {3}
+
+
+def test_a_share_is_of_all_settings_those_that_have_ended_too():
+    """Four of twenty are kept; when the fastest has finished, a resume skips no more of them than the start did."""
+    forecasts = predicted(*(1.5**number for number in range(20)))
+    settings = {number: str(number) for number in forecasts}
+    first = passed_over(forecasts, settings, "20%")
+    assert set(first) == set(range(4, 20))
+    before = {n: Predicted.of(f.speed) for n, f in forecasts.items() if f.speed and (n in first or n == 0)}
+    assert passed_over({n: forecasts[n] for n in (1, 2, 3)}, settings, "20%", before) == {}
+    assert number_kept("7%", 100) == 7
 
 
 KEEP = ["forecast.keep='5'", "forecast.device=h100_sxm"]

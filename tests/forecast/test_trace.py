@@ -3,6 +3,7 @@ sizes."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -107,3 +108,15 @@ def test_the_optimizer_waits_for_the_last_gradients():
     last = [o for o in found if o.kind is Kind.scatter][-1]
     adam = next(o for o in found if o.name == "aten._fused_adam_")
     assert set(last.writes) & {*adam.reads, *adam.writes}
+
+
+def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
+    """Without a cast on the way, each step brings every shard once, in float32, and the batch in whole numbers."""
+    step = forecast_step(config("model=mlp", "offload=cpu", "precision=fp32"), 2, cuda=True, traced=True)
+    shapes = ((1024, 1024), (1024,), (10, 1024), (10,))
+    shards = sum(4 * -(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
+    travels = [o for o in step.program if o.kind is Kind.transfer]
+    sent = [o for o in travels if o.phase == "forward" and o.stream is Stream.copy_in]
+    assert sum(o.num_bytes for o in sent) == shards
+    back = [o for o in travels if o.phase == "backward" and o.stream is not Stream.copy_in]  # others are gathered again
+    assert sum(o.num_bytes for o in back) == shards

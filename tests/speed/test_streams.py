@@ -77,3 +77,32 @@ def test_busy_times_add_up_to_what_was_given():
     made = run(*timed)
     assert sum(made.busy().values()) == pytest.approx(sum(duration for _, duration in timed))
     assert made.busy()[Stream.gather] == pytest.approx(10.0)
+
+
+def collective(kind: Kind, stream: Stream, group: tuple[int, ...], storage: int) -> Operator:
+    return Operator(kind.value, kind, stream, "backward", "", reads=(storage,), writes=(storage + 1,), group=group)
+
+
+def test_groups_that_share_no_communicator_do_not_wait_for_each_other():
+    """2 s each: side by side where the groups differ, one after the other in one group."""
+    gather = collective(Kind.gather, Stream.gather, (0, 1), 10)
+    for group, expected in (((0, 2), 2.0), ((0, 1), 4.0)):
+        reduce = collective(Kind.reduce, Stream.scatter, group, 20)
+        assert run((gather, 2.0), (reduce, 2.0)).seconds == expected
+    same = collective(Kind.scatter, Stream.scatter, (0, 1), 20)
+    assert run((gather, 2.0), (same, 2.0), separate=True).seconds == 2.0
+
+
+def test_the_next_gradients_are_copied_when_the_scatter_before_is_over():
+    """Copied at 0, scattered from 1 to 6; the unit after computes until 2, and its copying waits for 6."""
+
+    def copy(unit: int) -> tuple[Operator, float]:
+        return (Operator("fsdp.chunk_cat", Kind.memory, Stream.compute, "backward", "", reads=(unit,),
+                         writes=(unit + 100,)), 1.0)  # fmt: skip
+
+    def scatter(unit: int) -> tuple[Operator, float]:
+        return (collective(Kind.scatter, Stream.scatter, (0, 1), unit + 100), 5.0)
+
+    compute = (Operator("mm", Kind.matmul, Stream.compute, "backward", "", reads=(7,), writes=(2,)), 1.0)
+    found = run(copy(1), scatter(1), compute, copy(2), scatter(2))
+    assert [(slot.begin, slot.end) for slot in found.slots] == [(0, 1), (1, 6), (1, 2), (6, 7), (7, 12)]

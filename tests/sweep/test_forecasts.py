@@ -95,6 +95,7 @@ network_latency_s: 20.0e-6
 reached: {matmul: 1.0, attention: 1.0, memory: 1.0}
 efficiency: {matmul: 0.7, attention: 0.5, memory: 0.7, link: 0.7, network: 0.7}
 error: {median: 0.1, p90: 0.2}
+error_elsewhere: {median: 0.1, p90: 0.2}
 source: made up
 """
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 
 from fsdp_lab.config import workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.forecast.fits import Forecast, capacity_bytes, data_sheet, data_sheet_here
-from fsdp_lab.forecast.keep import passed_over
+from fsdp_lab.forecast.fits import Forecast, capacity_here, check_here, data_sheet, data_sheet_here
+from fsdp_lab.forecast.keep import Predicted, passed_over
 from fsdp_lab.forecast.run import Background, Forecaster, Request
-from fsdp_lab.hardware import num_gpus
-from fsdp_lab.metrics import MIB, mib
+from fsdp_lab.hardware import gpus, num_gpus
+from fsdp_lab.metrics import MIB, PREDICTED_SPEED, mib
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
@@ -34,6 +34,7 @@ class Forecasts(Listener):
     def __init__(self, plan: SweepPlan) -> None:
         self._early: Background | None = None
         if plan.config.cluster.address is None:
+            check_here(plan.config, workers_of(plan.config), num_gpus() > 0)
             wanted = list(_wanted(plan.state.trials).values())
             self._early = Background(_requests(wanted, num_gpus() > 0, workers_of(plan.config)))
         self._forecaster, self._began = Forecaster(), time.monotonic()
@@ -87,15 +88,21 @@ class Forecasts(Listener):
         asked = sweep.config.forecast
         named = asked.device not in DEVICE_KINDS
         if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values()):
-            here = "GPUs" if any(request.cuda for request in requests.values()) else "CPUs"
+            here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
             sweep.say_once(
                 f"forecast.device={asked.device} is not what these trials run on ({here}): no speed is predicted"
             )
         if asked.keep is None:
             return
-        settings = {number: request.key for number, request in requests.items()}
-        forecasts = {n: self._known[key] for n, key in settings.items() if not sweep.states[n].ended}
-        left_out = passed_over(forecasts, settings, asked.keep)
+        ended = {n: state for n, state in enumerate(sweep.states) if n not in requests and state.ended}
+        (first, *_) = requests.values() or (None,)
+        if first is None:
+            return
+        others = zip(ended, _requests(list(ended.values()), first.cuda, first.num_workers), strict=True)
+        settings = {n: request.key for n, request in [*requests.items(), *others]}
+        before = {n: found for n, state in ended.items() if (found := _predicted(state.forecast_figures)) is not None}
+        forecasts = {n: self._known[settings[n]] for n in requests if not sweep.states[n].ended}
+        left_out = passed_over(forecasts, settings, asked.keep, before)
         for number, reason in left_out.items():
             sweep.skip(number, reason)
         kept = len({settings[n] for n in forecasts if n not in left_out})
@@ -151,6 +158,8 @@ class Forecasts(Listener):
                 "forecast.prune=true: how much fits is not known (the driver does not say), so nothing is left "
                 "out; set forecast.capacity_gib"
             )
+        if forecast.no_speed:
+            sweep.say_once(f"no speed is predicted: {forecast.no_speed}")
         if forecast.largest_microbatch is not None:
             sweep.say(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
         sweep.forecast(number, forecast)
@@ -171,6 +180,14 @@ def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:
         sweep.fail(number, f"for the same reason as {label(first, sweep.states)}")
 
 
+def _predicted(figures: Mapping[str, float]) -> Predicted | None:
+    """What an earlier start has predicted of a trial; None where it has not."""
+    try:
+        return Predicted(*(figures[f"{PREDICTED_SPEED}{end}"] for end in ("", "_low", "_high")))
+    except KeyError:
+        return None
+
+
 def _wanted(states: Sequence[TrialState]) -> dict[int, TrialState]:
     """The trials that are still to run, and to be forecast, by their numbers."""
     return {i: state for i, state in enumerate(states) if not state.ended and state.trial.config.forecast.enabled}
@@ -185,6 +202,6 @@ def _requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> lis
     """
     configs = [state.trial.config for state in states]
     return [
-        Request(c, c.cluster.num_workers or num_workers, cuda, capacity_bytes(c, cuda), sheet=data_sheet_here(c, cuda))
+        Request(c, c.cluster.num_workers or num_workers, cuda, capacity_here(c, cuda), sheet=data_sheet_here(c, cuda))
         for c in configs
     ]
