@@ -11,7 +11,8 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
   forecast.capacity_gib        memory of one device: adds whether it fits
   forecast.largest_microbatch  true: the most images that one worker could take at once
   forecast.folder              where the CSV and the timelines go; null: outputs/forecast/<date>/<time>
-  forecast.prune, forecast.enabled   for sweeps: leave out what cannot fit; forecast at all
+  forecast.prune, forecast.keep, forecast.enabled   for sweeps: leave out what cannot fit, or is not among the fastest;
+                               forecast at all
 
 The table, for the worker that holds most, when it holds most; the smallest peak first, or the fastest:
   workers      how many train together, where that differs; else the title says it
@@ -26,7 +27,7 @@ The table, for the worker that holds most, when it holds most; the smallest peak
   fits         whether `needs` is within the capacity
   step ms      a device: the predicted optimizer step; tokens/s or samples/s follow from it
   MFU          the model's FLOPs over what the device could do in that time
-  bound        what most of the step is spent on: compute, gather, scatter, transfer (offload), launch
+  bound        what the step would be shortened by most: compute, gather, scatter, transfer (offload), launch
 """
 
 from __future__ import annotations
@@ -238,7 +239,10 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
             "bound."
         )
     if any(request.config.precision.float8 for request in requests):
-        notes.append("precision=float8 is forecast as bf16_mixed: the float8 copies of a product are not counted.")
+        notes.append(
+            "precision=float8 is forecast as bf16_mixed, memory and speed: neither the float8 copies of a product nor "
+            "its faster kernels are counted."
+        )
     if any(request.config.compile_memory_budget is not None for request in requests):
         notes.append("compile_memory_budget is not forecast: every budget has the figures of the eager step.")
     if (needed := len({request.key for request in requests})) < len(requests):

@@ -15,23 +15,33 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_lab.speed.program import Kind, Operator, Stream
-from fsdp_lab.training.torch_private import TorchDispatchMode, argument, process_group, written_arguments
+from fsdp_lab.training.torch_private import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FSDP_COPIES_OUT,
+    FSDP_GATHERS,
+    FSDP_REDUCES,
+    RANGE_ENTERS,
+    RANGE_LEAVES,
+    REDUCE_SCATTER,
+    TorchDispatchMode,
+    argument,
+    process_group,
+    written_arguments,
+)
 from fsdp_lab.workloads.base import tensors_of
 
 _COLLECTIVES = {
-    "c10d._allgather_base_": Kind.gather,
-    "c10d._reduce_scatter_base_": Kind.scatter,
-    "c10d.allreduce_": Kind.reduce,
+    ALL_GATHER: Kind.gather,
+    REDUCE_SCATTER: Kind.scatter,
+    ALL_REDUCE: Kind.reduce,
     "_c10d_functional.all_reduce": Kind.reduce,
 }
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 _NO_WORK = ("prim.", "profiler.", "aten.empty", "aten.new_empty", "aten._local_scalar_dense", "_c10d_functional.wait")
-_ENTERS, _LEAVES = "profiler._record_function_enter_new", "profiler._record_function_exit"
 # What reads as much as it returns, of something larger.
 _PICKS = {"aten.embedding", "aten.index", "aten.gather", "aten.nll_loss_forward", "aten.index_select"}
 _OVERWRITES = ("copy_", "split_with_sizes_copy", "chunk_cat", "zero_", "fill_")
-# How FSDP2 marks what it does for profilers.
-_GATHERS, _COPIES_OUT, _REDUCES = "FSDP::all_gather", "FSDP::all_gather_copy_out", "FSDP::post_backward_reduce"
 
 
 class StepTrace(TorchDispatchMode):
@@ -64,7 +74,7 @@ class StepTrace(TorchDispatchMode):
         def recorded(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else _world()
             tensors = [tensor]
-            self._add("c10d.allreduce_", Kind.reduce, Stream.scatter, tensors, tensors, _bytes(tensor), group=ranks)
+            self._add(ALL_REDUCE, Kind.reduce, Stream.scatter, tensors, tensors, _bytes(tensor), group=ranks)
             return reduce(tensor, *args, group=group, **kwargs)
 
         self._where = where
@@ -78,10 +88,10 @@ class StepTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = str(func.overloadpacket)
-        if name == _ENTERS:
+        if name == RANGE_ENTERS:
             self._ranges.append(args[0])
-            self._reduced &= not args[0].startswith(_REDUCES)
-        elif name.startswith(_LEAVES):
+            self._reduced &= not args[0].startswith(FSDP_REDUCES)
+        elif name.startswith(RANGE_LEAVES):
             del self._ranges[-1:]
         elif name in _COLLECTIVES:
             self._collective(name, args, result)
@@ -135,9 +145,9 @@ class StepTrace(TorchDispatchMode):
         if self._host is not None and all(t.device == self._host for t in (*read, *written)):
             return Stream.host
         innermost = next((r for r in reversed(self._ranges) if r.startswith("FSDP::")), "")
-        if innermost.startswith(_REDUCES) and self._reduced:
+        if innermost.startswith(FSDP_REDUCES) and self._reduced:
             return Stream.scatter
-        if innermost.startswith(_GATHERS) and not innermost.startswith(_COPIES_OUT):
+        if innermost.startswith(FSDP_GATHERS) and not innermost.startswith(FSDP_COPIES_OUT):
             return Stream.copy_in
         return Stream.compute
 

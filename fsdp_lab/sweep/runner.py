@@ -367,7 +367,7 @@ class SweepRun:
         self._publish_end(number)
 
     def skip(self, number: int, error: str) -> None:
-        """Record a trial that cannot fit, without starting it."""
+        """Record a trial that cannot fit, or is not among the most promising, without starting it."""
         folder = self.folder_of(number)
         folder.mkdir(parents=True, exist_ok=True)
         clear_left_over(folder)  # what another command left there is not this one's result

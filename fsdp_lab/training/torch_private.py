@@ -450,6 +450,14 @@ def unsplit_classes(model: nn.Module) -> frozenset[str]:
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
+# What a trace finds in a step by its name: collectives, and the ranges that FSDP2 marks for profilers. Without a mark
+# its copies would count as computing.
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.allreduce_"
+RANGE_ENTERS, RANGE_LEAVES = "profiler._record_function_enter_new", "profiler._record_function_exit"
+FSDP_GATHERS, FSDP_COPIES_OUT = "FSDP::all_gather", "FSDP::all_gather_copy_out"
+FSDP_REDUCES = "FSDP::post_backward_reduce"
+
+
 def argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what an operator was given for an argument of its schema; None where it was given nothing."""
     names = [one.name for one in func._schema.arguments]

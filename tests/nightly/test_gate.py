@@ -13,6 +13,7 @@ from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED
 from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.nightly.gate import LOSS, Finding, Result, compare, table
+from fsdp_lab.nightly.verdict import without_speed
 
 TOLERANCE = ToleranceConfig()
 
@@ -54,6 +55,29 @@ def regressions(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 )
 def test_exactly_what_got_worse_is_named(tonight: Result, expected: list[tuple[str, str]]):
     assert regressions(judged(tonight, result())) == expected
+
+
+def with_prediction(factor: float, speed: float = 1000.0) -> Result:
+    """Three repeats so many times as fast as the baseline, whose step was predicted 5 % too long."""
+    found = result((speed * factor,) * 3)
+    return Result(found.statuses, {**found.values, "perf/forecast_error": [1.05 * factor - 1] * 3})
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [(1.0, []), (1.3, []), (0.9, []), (0.8, [("a", "samples/s"), ("a", "speed forecast error")])],
+)
+def test_a_prediction_is_worse_where_the_night_is_slower_and_not_where_it_is_faster(
+    factor: float, expected: list[tuple[str, str]]
+):
+    assert regressions(judged(with_prediction(factor), with_prediction(1.0))) == expected
+
+
+def test_a_prediction_is_a_speed_and_not_judged_where_speed_is_not():
+    busy = without_speed({"a": with_prediction(0.5)})
+    findings = compare(busy, {"a": with_prediction(1.0)}, [], TOLERANCE, 0.005, "others used the cores")
+    assert regressions(findings) == []
+    assert [f.note for f in findings if "others used" in f.note] == ["not judged: others used the cores"]
 
 
 def test_the_noise_is_that_of_welchs_test():

@@ -11,6 +11,8 @@ from torch.distributed._tools import fsdp2_mem_tracker, mem_tracker
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.fake import HOST, fake_world
+from fsdp_lab.forecast.forecast import forecast_step
+from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.private import Name
 from fsdp_lab.profile import CATEGORIES
 from fsdp_lab.training import torch_private
@@ -143,3 +145,23 @@ def test_an_operators_arguments_are_found_by_its_schema():
     assert torch_private.argument(add, "alpha", (ones, ones), {}) is None
     assert torch_private.argument(add, "other", (ones, 7), {}) == 7
     assert torch_private.argument(add, "beta", (ones, 7), {}) is None
+
+
+def test_a_step_has_the_names_that_a_trace_looks_for(monkeypatch: pytest.MonkeyPatch):
+    seen: set[str] = set()
+    dispatch = StepTrace.__torch_dispatch__
+
+    def noted(self: StepTrace, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = str(func.overloadpacket)
+        seen.add(name)
+        if name == torch_private.RANGE_ENTERS:
+            seen.add(str(args[0]))
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(StepTrace, "__torch_dispatch__", noted)
+    forecast_step(config("sharding=per_block", "sharding.dp_replicate=2"), 4, cuda=True, traced=True)
+    names = (torch_private.ALL_GATHER, torch_private.REDUCE_SCATTER, torch_private.RANGE_ENTERS)
+    assert {*names} <= seen
+    for mark in (torch_private.FSDP_GATHERS, torch_private.FSDP_COPIES_OUT, torch_private.FSDP_REDUCES):
+        assert any(name.startswith(mark) for name in seen), mark
+    assert any(name.startswith(torch_private.RANGE_LEAVES) for name in seen)

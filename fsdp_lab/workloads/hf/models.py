@@ -130,9 +130,9 @@ class HuggingFace(ModelSource):
             return self._plain(config, overrides)
 
     def _plain(self, config: Config, overrides: dict[str, Any]) -> Any:
-        return self._made(read_config(config, overrides))
+        return self.made(read_config(config, overrides))
 
-    def _made(self, config: Any) -> Any:
+    def made(self, config: Any) -> Any:
         return getattr(transformers(), self.auto_class).from_config(
             config, dtype=torch.float32, trust_remote_code=False
         )
@@ -165,7 +165,7 @@ def _sees_later_tokens(values: str) -> bool:
     """Whether a causal model of a configuration does, by its JSON: each trial of a sweep asks."""
 
     def build(config: Any) -> Any:
-        made = causal_lm._made(config)
+        made = causal_lm.made(config)
         causal_lm.prepare(made)
         return made
 
