@@ -81,8 +81,8 @@ class ForecastConfig:
                 )
         if self.keep is not None and device_file(self.device) is None and not (self.device == "auto" and has_gpu):
             raise ConfigError(
-                f"forecast.keep={self.keep} needs predicted speeds, and forecast.device={self.device} has none; name a "
-                f"device: forecast.device=<{'|'.join(known_devices())}>, or the path of a data sheet."
+                f"forecast.keep={self.keep} needs predicted speeds, and there are none for CPUs; on GPUs name "
+                f"them: forecast.device=<{'|'.join(known_devices())}>, or the path of a data sheet."
             )
 
 

@@ -187,7 +187,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     items = "images" if all(isinstance(t.config.model, ModelConfig) for t in plan.trials) else "items"
     console.print(Text(verdict(rows, swept, items), style="bold"))
     for sentence in speed_verdict(rows, swept, first.report.speed_tolerance):
-        console.print(Text(sentence, style="bold" if sentence.startswith("Should") else ""))
+        console.print(Text(sentence, style="bold" if "Should be fastest" in sentence else ""))
     failed = [f for f in found if f.error or f.no_speed]
     for reason in sorted({reason for f in failed for reason in (f.error, f.no_speed) if reason}):
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)
@@ -248,6 +248,13 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
     if (needed := len({request.key for request in requests})) < len(requests):
         shared = f"{count(len(requests), 'setting')} need {count(needed, 'forecast')}"
         notes.append(f"{shared}: those that cannot differ in memory share one.")
+    if len({request.num_workers for request in requests}) > 1 and len(sizes) > 1:
+        notes.append(
+            f"the global batch stays as it is, so a worker has {sizes[-1]:,} items with the fewest workers and "
+            f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
+        )
+    if any(request.config.forecast.keep is not None for request in requests):
+        notes.append("forecast.keep is for sweeps: every setting is forecast here.")
     if not cuda and any(request.capacity_bytes for request in requests):
         notes.append("the capacity is compared with a CPU worker's tensors; for GPUs add forecast.device=cuda.")
     for note in dict.fromkeys(notes):

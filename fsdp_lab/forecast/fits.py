@@ -153,12 +153,13 @@ def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
     asked = config.forecast
     if asked.device in DEVICE_KINDS or data_sheet_here(config, cuda) is not None:
         return
+    here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
     for name, value in (("keep", asked.keep), ("prune", "true" if asked.prune else None)):
         if value is not None and (name == "keep" or capacity_here(config, cuda) is None):
             raise ConfigError(
-                f"forecast.{name}={value} with forecast.device={asked.device}: these trials do not run on that device, "
-                "so what is predicted for it says nothing of them; ask python -m fsdp_lab.forecast, or name a device "
-                "that is here."
+                f"forecast.{name}={value} with forecast.device={asked.device}: these trials run on {here}, and "
+                f"what is predicted for another device says nothing of them; leave forecast.{name} out, or rank the "
+                "settings for that device by python -m fsdp_lab.forecast -m."
             )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.verdict import GIB, named
@@ -11,7 +12,8 @@ from fsdp_lab.report.texts import figures_text
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 
-_TO_MEASURE = 3
+_MOST_TOLD = 3
+_CONDITIONS = ("cluster.num_workers", "forecast.device")  # of which each has an answer of its own
 _BASES = {
     Basis.data_sheet: "from its data sheet",
     Basis.fitted: "with efficiencies fitted to published steps",
@@ -42,30 +44,73 @@ def recommend(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> li
 
 
 def speed_verdict(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:
-    """Return sentences: which setting should be fastest, how sure that is, and which are worth measuring; none where no
-    speed was predicted."""
-    counts = sorted({row.forecast.num_workers for row in rows})
-    if len(counts) > 1:  # more workers are faster together: the question is which setting to use with so many
-        apart = {count: [row for row in rows if row.forecast.num_workers == count] for count in counts}
-        each = {count: speed_verdict(some, swept, tolerance) for count, some in apart.items()}
-        return [f"With {count:,} workers. {each[count][0]}" for count in counts if each[count]] + each[counts[-1]][1:2]
-    ranked = recommend(rows, swept, tolerance)
+    """Return sentences: which setting should be fastest, how sure that is, and which may be as fast; none where no
+    speed was predicted. Each number of workers and each device has an answer of its own."""
+    apart: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row.forecast.speed is not None:
+            apart.setdefault((row.forecast.speed.device, row.forecast.num_workers), []).append(row)
+    if len(apart) < 2:
+        return _answer(rows, swept, tolerance) if apart else []
+    found = []
+    for (device, count), some in sorted(apart.items()):
+        answer = _answer(some, swept, tolerance)
+        found += [f"{count:,} × {device}. {answer[0]}", *answer[1:]]
+    return [*found, *_scaling(apart, swept, tolerance)]
+
+
+def _answer(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:
+    keys = [place for place, key in enumerate(swept) if key not in _CONDITIONS or len({*_values(rows, place)}) > 1]
+    names = [swept[place] for place in keys]
+    rows = [replace(row, settings=[row.settings[place] for place in keys]) for row in rows]
+    ranked = recommend(rows, names, tolerance)
     if not ranked:
-        return ["No setting fits, so none is recommended."] if any(row.forecast.speed for row in rows) else []
+        return ["No setting fits, so none is recommended."]
     best, speed = ranked[0], _speed(ranked[0])
-    name = named(best, swept) if swept else "it"
     needs = f"needs {best.forecast.needed_bytes / GIB:.3g} GiB"
-    told = f"{name}: {_rate(speed, best)}, step {_seconds(speed)}, {needs}, bound by {_bounds(speed)}"
+    told = f"{_rate(speed, best)}, step {_seconds(speed)}, {needs}, bound by {_bounds(speed)}"
     of_what = " of what fits" if any(row.forecast.fits is False for row in rows) else ""
-    head = f"Should be fastest{of_what}: {told}." if len(rows) > 1 else f"Predicted: {told.removeprefix('it: ')}."
-    sentences = [head, _basis(speed)]
+    head = f"Should be fastest{of_what}: {named(best, names)}: {told}." if len(rows) > 1 else f"Predicted: {told}."
     slowest = speed.high_s / speed.samples
     close = [row for row in ranked[1:] if _speed(row).low_s / _speed(row).samples < slowest]
-    if close:
-        worth = ", ".join(named(row, swept) for row in [best, *close[: _TO_MEASURE - 1]])
-        kind = "other setting is" if len(close) == 1 else "other settings are"
-        sentences.append(f"{len(close)} {kind} within that error of it. Worth measuring: {worth}.")
-    return sentences
+    return [head, _basis(speed), *([_may_be_as_fast(best, close, names)] if close else [])]
+
+
+def _may_be_as_fast(best: Row, close: Sequence[Row], swept: Sequence[str]) -> str:
+    """As `2 other settings may be as fast, for the ranges overlap: ddp (3 % slower as predicted), root (the same).`"""
+
+    def told(row: Row) -> str:
+        ratio = _speed(row).samples_per_s / _speed(best).samples_per_s - 1
+        if abs(ratio) < 0.0005:
+            return f"{named(row, swept)} (as fast as predicted)"
+        return f"{named(row, swept)} ({abs(ratio) * 100:.2g} % {'faster' if ratio > 0 else 'slower'} as predicted)"
+
+    which = "One other setting" if len(close) == 1 else f"{len(close)} other settings"
+    more = f" and {len(close) - _MOST_TOLD} more" if len(close) > _MOST_TOLD else ""
+    smaller = ""
+    if _speed(close[0]).samples_per_s > _speed(best).samples_per_s:
+        smaller = " The recommended one needs the least memory of those within report.speed_tolerance."
+    return f"{which} may be as fast, for the ranges overlap: {', '.join(map(told, close[:_MOST_TOLD]))}{more}.{smaller}"
+
+
+def _scaling(apart: Mapping[tuple[str, int], Sequence[Row]], swept: Sequence[str], tolerance: float) -> list[str]:
+    """What the most workers would bring, of each device."""
+    found = []
+    for device in sorted({device for device, _ in apart}):
+        counts = sorted(count for other, count in apart if other == device)
+        few, many = (recommend(apart[device, count], swept, tolerance)[:1] for count in (counts[0], counts[-1]))
+        if len(counts) > 1 and few and many:
+            ratio = _items_per_s(_speed(many[0])) / _items_per_s(_speed(few[0]))
+            found.append(f"{counts[-1]:,} instead of {counts[0]:,} × {device}: {ratio:.3g} times as fast together.")
+    return found
+
+
+def _items_per_s(speed: Speed) -> float:
+    return speed.tokens_per_s or speed.samples_per_s
+
+
+def _values(rows: Sequence[Row], place: int) -> list[str]:
+    return [row.settings[place] for row in rows]
 
 
 def _speed(row: Row) -> Speed:

@@ -188,11 +188,11 @@ def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_nv
     assert data_sheet_here(theirs, cuda=True) is None and data_sheet_here(ours, cuda=True) == sheet("h200")
     assert capacity_bytes(theirs, cuda=True) == int(39.5 * 2**30), "fsdp_lab.forecast is asked about that device"
     keep = config("forecast.device=a100_40gb", "forecast.keep='2'")
-    with pytest.raises(ConfigError, match="these trials do not run on that device"):
+    with pytest.raises(ConfigError, match="what is predicted for another device says nothing of them"):
         check_here(keep, 2, cuda=True)
     check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
     fake_nvml(gpus=0)
-    with pytest.raises(ConfigError, match="these trials do not run on that device"):
+    with pytest.raises(ConfigError, match="what is predicted for another device says nothing of them"):
         check_here(keep, 2, cuda=False)
     with pytest.raises(ConfigError, match=r"forecast.prune=true with forecast.device=h200"):
         check_here(config("forecast.device=h200", "forecast.prune=true"), 2, cuda=False)
@@ -222,8 +222,22 @@ def test_each_number_of_workers_has_its_own_recommendation():
     sixteen = replace(many.forecast, num_workers=16)
     rows += [replace(many, forecast=sixteen, settings=[name, "16"]) for name in ("root", "ddp")]
     told = speed_verdict(rows, ["sharding", "cluster.num_workers"], 0.03)
-    assert told[0].startswith("With 8 workers. Should be fastest: ddp")
-    assert told[1].startswith("With 16 workers. Should be fastest: ddp")
+    assert told[0].startswith("8 × X. Should be fastest: ddp: ")
+    assert told[3].startswith("16 × X. Should be fastest: ddp: ")
+    assert (
+        told[2] == told[5] == "One other setting may be as fast, for the ranges overlap: root (as fast as predicted)."
+    )
+    assert told[6:] == ["16 instead of 8 × X: 2 times as fast together."]
+
+
+def test_each_device_has_its_own_recommendation():
+    one, other = row("root", 1.0), row("root", 0.5)
+    speed = other.forecast.speed
+    assert speed is not None
+    other = replace(other, forecast=replace(other.forecast, speed=replace(speed, device="Y")))
+    rows = [replace(r, settings=["root", name]) for r, name in ((one, "x"), (other, "y"))]
+    told = speed_verdict(rows, ["sharding", "forecast.device"], 0.03)
+    assert [t.partition(":")[0] for t in told if ". Pred" in t] == ["8 × X. Predicted", "8 × Y. Predicted"]
 
 
 def test_steps_of_different_sizes_are_compared_by_their_samples():
@@ -232,7 +246,7 @@ def test_steps_of_different_sizes_are_compared_by_their_samples():
     assert speed is not None
     other = replace(other, forecast=replace(other.forecast, speed=replace(speed, samples=200)))
     told = " ".join(speed_verdict([first, other], ["size"], 0.0))
-    assert "1 other setting is within that error" in told
+    assert "One other setting may be as fast" in told
 
 
 def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
@@ -248,7 +262,8 @@ def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
     told = " ".join(speed_verdict(rows, ["sharding"], 0.03))
     assert told.startswith("Should be fastest of what fits: per_block: 82.6 samples/s, step 1.21 s (1.1 to 1.34)")
     assert "with efficiencies fitted to published steps: nine of ten predictions of this kind were within 10 %" in told
-    assert "1 other setting is within that error of it. Worth measuring: per_block, root." in told
+    assert "One other setting may be as fast, for the ranges overlap: root (0.83 % faster as predicted)." in told
+    assert "needs the least memory of those within report.speed_tolerance" in told
     assert speed_verdict(rows[:1], ["sharding"], 0.03) == ["No setting fits, so none is recommended."]
 
 
@@ -318,7 +333,10 @@ KEEP = ["forecast.keep='5'", "forecast.device=h100_sxm"]
         (["forecast.keep='0'"], "forecast.keep=0 is not a number of settings; use a whole number of 1 or more"),
         (["forecast.keep=0%"], "forecast.keep=0% is not a number"),
         (["forecast.keep=some"], "forecast.keep=some is not a number"),
-        (["forecast.keep='5'"], "needs predicted speeds, and forecast.device=auto has none; name a device"),
+        (
+            ["forecast.keep='5'"],
+            "needs predicted speeds, and there are none for CPUs; on GPUs name them: forecast.device=<a100_40gb|",
+        ),
         ([*KEEP, "forecast.enabled=false"], "forecast.enabled=false: nothing is known"),
         ([*KEEP, "search=random"], "a search suggests its trials one by one"),
         ([*KEEP, "engine=inline"], "engine=inline with forecast.keep=5"),
