@@ -264,6 +264,8 @@ class OptunaSearch:
             return
         if (overrun := _overrun(status, metrics)) is not None:
             asked.set_user_attr(OVERRUN, overrun)
+            if hasattr(asked, "set_constraint"):  # Optuna 4 asks the sampler instead
+                asked.set_constraint(OVERRUN, overrun)
             if status in (TrialStatus.skipped, TrialStatus.oom) and overrun > 0:
                 self._study.tell(asked, state=TrialState.PRUNED)  # a failed one would be forgotten
                 return

@@ -103,6 +103,6 @@ def test_the_next_gradients_are_copied_when_the_scatter_before_is_over():
     def scatter(unit: int) -> tuple[Operator, float]:
         return (collective(Kind.scatter, Stream.scatter, (0, 1), unit + 100), 5.0)
 
-    compute = (Operator("mm", Kind.matmul, Stream.compute, "backward", "", reads=(7,), writes=(2,)), 1.0)
-    found = run(copy(1), scatter(1), compute, copy(2), scatter(2))
+    compute = (Operator("mm", Kind.matmul, Stream.compute, "backward", "", reads=(7,), writes=(5,)), 1.0)
+    found = run(copy(1), scatter(1), compute, copy(5), scatter(5))
     assert [(slot.begin, slot.end) for slot in found.slots] == [(0, 1), (1, 6), (1, 2), (6, 7), (7, 12)]

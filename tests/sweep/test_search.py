@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers._tpe.sampler import _get_infeasible_trial_score
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig
@@ -199,6 +200,10 @@ def test_what_did_not_fit_is_beyond_the_samplers_constraint(
     search.tell(trial, TrialStatus(status), figures)
     (known,) = search._study.get_trials()
     assert (known.state.name, known.user_attrs["overrun"]) == (expected[0], pytest.approx(expected[1]))
+    if known.state.name != "FAIL":
+        assert _get_infeasible_trial_score(known) == pytest.approx(max(expected[1], 0.0)), (
+            "as Optuna's sampler reads it"
+        )
 
 
 def test_the_sampler_leaves_settings_that_do_not_fit(parser, compose_trial):

@@ -6,14 +6,16 @@ import warnings
 
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, TPESampler
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, Trial
 
 from fsdp_lab.sweep.samplers import OVERRUN
 
 
 def build_sampler(seed: int) -> BaseSampler:
+    if hasattr(Trial, "set_constraint"):  # since Optuna 5 a trial is told its own
+        return TPESampler(seed=seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)  # before Optuna 5 constraints are called experimental
+        warnings.simplefilter("ignore", ExperimentalWarning)
         return TPESampler(seed=seed, constraints_func=_overrun)
 
 
