@@ -10,6 +10,7 @@ from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig
 from fsdp_lab.config.conf import DEVICE_KINDS, device_file, known_devices
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
 from fsdp_lab.hardware import gpus, num_gpus
+from fsdp_lab.metrics import mib
 from fsdp_lab.speed.device import Device, load_device
 from fsdp_lab.speed.predict import Speed
 
@@ -70,6 +71,15 @@ class Forecast:
         if self.capacity_bytes is None or self.error:
             return None
         return self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def shortage(self) -> str:
+        """Why it does not fit, where the capacity is known: `needs 12.00 MiB of 8.00 MiB a device by the forecast`."""
+        assert self.capacity_bytes is not None
+        return (
+            f"needs {mib(self.needed_bytes)} MiB of {mib(self.capacity_bytes)} MiB a device by the forecast "
+            f"(peak {mib(self.peak_bytes)}, the rest allowed for)"
+        )
 
 
 def allowances(peak_bytes: int, reserved_bytes: int, num_communicators: int) -> dict[str, int]:

@@ -41,7 +41,8 @@ def passed_over(
         keep: a number of settings, as `5`, or a share of those that fit, as `20%`.
         before: the predictions of trials that have ended, which count among the fastest.
     """
-    reasons = {number: _does_not_fit(found) for number, found in forecasts.items() if found.fits is False}
+    not_started = f"forecast.keep={keep} does not start it"
+    reasons = {n: f"{found.shortage}; {not_started}" for n, found in forecasts.items() if found.fits is False}
     known = {n: Predicted.of(f.speed) for n, f in forecasts.items() if f.speed is not None and n not in reasons}
     ranked = sorted({settings[n]: p for n, p in {**(before or {}), **known}.items()}.values(), key=lambda p: -p.speed)
     kept = ranked[: number_kept(keep, len(ranked))]
@@ -52,7 +53,7 @@ def passed_over(
         if one.speed < last.speed and one.high < last.low:
             reasons[number] = (
                 f"predicted {one.speed:,.4g} samples/s ({one.low:,.4g} to {one.high:,.4g}), which is not among the "
-                f"most promising; forecast.keep={keep} does not start it"
+                f"most promising; {not_started}"
             )
     return reasons
 
@@ -62,11 +63,3 @@ def number_kept(keep: str, settings: int) -> int:
     if keep.endswith("%"):
         return max(1, math.ceil(Fraction(keep[:-1]) / 100 * settings))
     return int(keep)
-
-
-def _does_not_fit(found: Forecast) -> str:
-    assert found.capacity_bytes is not None
-    return (
-        f"needs {found.needed_bytes / 2**20:,.0f} MiB of {found.capacity_bytes / 2**20:,.0f} MiB a device by the "
-        "forecast; forecast.keep does not start it"
-    )

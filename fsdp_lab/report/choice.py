@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
-from fsdp_lab.report.data import Setting, Sweep
+from fsdp_lab.report.data import Setting, Sweep, Trial
 from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Interval, Speeds
 from fsdp_lab.report.texts import ratio_text
 from fsdp_lab.status import TrialStatus
@@ -270,11 +270,15 @@ def _does_not_fit(setting: Setting) -> str | None:
         status, count = ended.most_common(1)[0]
         of = f" in {count} of {len(setting.trials)} trials" if len(setting.trials) > 1 else ""
         return _WHY_NOT.get(status, "has no result yet") + of
-    for trial in setting.trials:
-        needed, capacity = (trial.figures.get(f"forecast/{key}_bytes") for key in ("needed", "capacity"))
-        if needed is not None and capacity is not None and needed > capacity:
-            return f"needs {needed / MIB:,.0f} MiB of {capacity / MIB:,.0f} MiB a device, by its forecast"
-    return None
+    return next((reason for trial in setting.trials if (reason := too_large(trial))), None)
+
+
+def too_large(trial: Trial) -> str | None:
+    """Why a trial cannot fit, by its forecast; None where it can, or nobody knows."""
+    needed, capacity = (trial.figures.get(f"forecast/{key}_bytes") for key in ("needed", "capacity"))
+    if needed is None or capacity is None or needed <= capacity:
+        return None
+    return f"needs {needed / MIB:,.0f} MiB of {capacity / MIB:,.0f} MiB a device, by its forecast"
 
 
 def _has_not_learned(sweep: Sweep, loss: float, best: float) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.metrics import OTHERS_CPU, PREDICTED_SPEED, SPEED
-from fsdp_lab.report.choice import Choice, candidates, choose, value
+from fsdp_lab.report.choice import Choice, candidates, choose, too_large, value
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, Trial, words
 from fsdp_lab.report.speed import Basis, Interval
 from fsdp_lab.report.texts import figures_text, times_text
@@ -62,7 +62,7 @@ def _passed_over(sweep: Sweep, choice: Choice) -> list[str]:
     """How wrong a prediction would have to be for a setting that `forecast.keep` left out to change the answer."""
     skipped = [
         t for t in sweep.trials
-        if t.status is TrialStatus.skipped and PREDICTED_SPEED in t.figures and not _is_too_large(t)
+        if t.status is TrialStatus.skipped and PREDICTED_SPEED in t.figures and not too_large(t)
     ]  # fmt: skip
     asked = not sweep.objectives or any(metric == SPEED for metric, _ in sweep.objectives)
     if not skipped or choice.setting is None or not choice.timed or not asked:
@@ -77,11 +77,6 @@ def _passed_over(sweep: Sweep, choice: Choice) -> list[str]:
         f"{head}, predicted {figures_text(predicted)} samples/s: it would have to be {times_text(Interval(factor))} as "
         "fast as predicted to change the answer."
     ]
-
-
-def _is_too_large(trial: Trial) -> bool:
-    needed, capacity = (trial.figures.get(f"forecast/{name}_bytes") for name in ("needed", "capacity"))
-    return needed is not None and capacity is not None and needed > capacity
 
 
 def _which(trials: Sequence[Trial], sweep: Sweep) -> str:

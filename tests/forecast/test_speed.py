@@ -305,11 +305,11 @@ def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep:
 
 def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not_ranked():
     forecasts = predicted(1.0, 1.0, 5.0, 0.1, 9.0)
-    forecasts[3] = replace(forecasts[3], capacity_bytes=5)
+    forecasts[3] = replace(forecasts[3], peaks={"device": {"total": 10 * 2**20}}, capacity_bytes=5 * 2**20)
     forecasts[4] = replace(forecasts[4], speed=None)
     settings = {0: "a", 1: "a", 2: "b", 3: "c", 4: "d"}
     assert set(passed_over(forecasts, settings, "1")) == {2, 3}
-    assert "needs 0 MiB of 0 MiB" in passed_over(forecasts, settings, "1")[3]
+    assert "needs 10.00 MiB of 5.00 MiB a device" in passed_over(forecasts, settings, "1")[3]
     assert set(passed_over(forecasts, settings, "2")) == {3}
 
 

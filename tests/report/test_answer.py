@@ -495,3 +495,23 @@ def test_a_terminal_shows_some_lines_and_says_where_the_others_are():
     lines = plain_text(found)
     assert len(found.lines) == 29 and len([line for line in lines if line.startswith("  model.width=")]) == 8
     assert "  and 21 more settings: see report.html" in lines
+
+
+@pytest.mark.parametrize(
+    ("predicted", "figures", "objectives", "expected"),
+    [
+        (800.0, {}, [], "it would have to be 1.25× as fast as predicted to change the answer."),
+        (1250.0, {}, [], "more than was measured here: try it, too."),
+        (1250.0, {"forecast/needed_bytes": 9.0, "forecast/capacity_bytes": 1.0}, [], None),  # it cannot fit
+        (1250.0, {}, [("val/loss", "min")], None),  # speed decides nothing
+    ],
+)
+def test_what_a_prediction_left_out_is_told_with_how_wrong_it_would_have_to_be(
+    predicted: float, figures: dict[str, float], objectives: list[tuple[str, str]], expected: str | None
+):
+    ran = dataclasses.replace(trial(0, **{SPEED: 1000.0}), setting={"sharding": "root"})
+    left = Trial(1, {"sharding": "ddp"}, TrialStatus.skipped, {"forecast/samples_per_s": predicted, **figures})
+    told = [
+        note for note in answer(sweep([ran, left], axes=["sharding"], objectives=objectives)).notes if "keep" in note
+    ]
+    assert [note.endswith(expected or "") for note in told] == ([True] if expected else [])

@@ -14,7 +14,7 @@ from fsdp_lab.forecast.fits import Forecast, capacity_here, check_here, data_she
 from fsdp_lab.forecast.keep import Predicted, passed_over
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import gpus, num_gpus
-from fsdp_lab.metrics import MIB, PREDICTED_SPEED, mib
+from fsdp_lab.metrics import MIB, PREDICTED_SPEED
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
@@ -163,13 +163,8 @@ class Forecasts(Listener):
         if forecast.largest_microbatch is not None:
             sweep.say(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
         sweep.forecast(number, forecast)
-        if prune and forecast.fits is False and forecast.capacity_bytes is not None:
-            sweep.skip(
-                number,
-                f"needs {mib(forecast.needed_bytes)} MiB of {mib(forecast.capacity_bytes)} MiB a device by the "
-                f"forecast (peak {mib(forecast.peak_bytes)}, the rest allowed for); forecast.prune=true does not "
-                "start it",
-            )
+        if prune and forecast.fits is False:
+            sweep.skip(number, f"{forecast.shortage}; forecast.prune=true does not start it")
 
 
 def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:
