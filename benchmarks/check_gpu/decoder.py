@@ -85,7 +85,7 @@ def forecast(config: SweepConfig, workers: int, cuda: bool) -> dict[str, Any]:
     """The peak of the second step, as `fsdp_lab.forecast` finds it for the product's own step."""
     import warnings
 
-    from fsdp_lab.forecast.allocator import reserved_peak
+    from fsdp_lab.forecast.allocator import allocator_peaks
     from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
     from fsdp_lab.forecast.fits import WORKSPACE_BYTES
     from fsdp_lab.forecast.forecast import fresh_tensor, unpinned
@@ -107,7 +107,7 @@ def forecast(config: SweepConfig, workers: int, cuda: bool) -> dict[str, Any]:
             with record_step(model, optimizer, batch, device) as recorder:
                 step(model, optimizer, batch, device)
             profile = recorder.finish()
-    reserved = reserved_peak(profile, True, [WORKSPACE_BYTES]) if cuda else None
+    reserved = allocator_peaks(profile, True, [WORKSPACE_BYTES]).reserved if cuda else None
     return {"peak_bytes": profile.peaks["device"]["total"], "reserved_bytes": reserved, "peaks": profile.peaks}
 
 

@@ -45,9 +45,9 @@ class ForecastConfig:
     where there are any), cpu, cuda, or a data sheet: its name in `conf/device`, or its path. With a data sheet the
     speed is forecast, too. A sweep forecasts memory for the machine that it runs on, whatever the device.
 
-    `prune` never starts a trial that cannot fit. `keep`: how many settings of a grid are measured, the fastest by their
-    predictions, as a number or a share of those that fit (`20%`); null: all. `folder`: where `fsdp_lab.forecast`
-    writes; null: outputs/forecast.
+    `prune` never starts a trial that cannot fit, and says which ones are tight. `keep`: how many settings of a grid are
+    measured, the fastest by their predictions, as a number or a share of those that fit (`20%`); null: all. `folder`:
+    where `fsdp_lab.forecast` writes; null: outputs/forecast.
     """
 
     enabled: bool = key(True)

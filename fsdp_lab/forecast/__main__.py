@@ -24,7 +24,9 @@ The table, for the worker that holds most, when it holds most; the smallest peak
   rest         temporaries, reduce buffers, the batch
   needs        GPUs: what the allocator will reserve for these tensors, the CUDA context and NCCL's buffers
   host         what lies in host memory while a GPU computes
-  fits         whether `needs` is within the capacity
+  fits         yes: `needs` is within the capacity; tight: only without what the allocator caches, so that it may run,
+               slower, or run out of memory; no: not even then. The recommendation and the largest microbatch take
+               `yes` alone; forecast.prune leaves out `no`
   step ms      a device: the predicted optimizer step; tokens/s or samples/s follow from it
   MFU          the model's FLOPs over what the device could do in that time
   bound        what the step would be shortened by most: compute, gather, scatter, transfer (offload), launch

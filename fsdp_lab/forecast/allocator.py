@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_lab.profile import Profile
 
@@ -122,8 +123,16 @@ class CachingAllocator:
         return left
 
 
-def reserved_peak(profile: Profile, sharded: bool, workspaces: Collection[int] = ()) -> int:
-    """The bytes that a process has reserved once it has taken the profile's step several times.
+class Peaks(NamedTuple):
+    """Bytes of a process. `active`: the most in blocks that something holds, all else can be given back to the device;
+    `reserved`: the most that it takes from there as long as it gives nothing back."""
+
+    active: int
+    reserved: int
+
+
+def allocator_peaks(profile: Profile, sharded: bool, workspaces: Collection[int] = ()) -> Peaks:
+    """Return what a process takes that goes through the profile's step several times.
 
     The first step runs without optimizer state, which comes at its end, into what the step has left free; so the
     step is played twice.
@@ -148,7 +157,7 @@ class _Replay:
         category = {event.storage: event.category for event in events}  # its last: some are known late
         self._stream = {storage: STREAMS.get(name, "") if sharded else "" for storage, name in category.items()}
 
-    def run(self) -> int:
+    def run(self) -> Peaks:
         for number, size in enumerate(self.workspaces):
             self.allocator.allocate(("workspace", number), size)
         there = {event.storage: event for event in self.before}
@@ -161,7 +170,7 @@ class _Replay:
                     self._hold(event.storage, event.num_bytes)
             for storage in self._held.keys() - there.keys():  # its like is among what was there before the step
                 self._hold(storage, 0)
-        return self.allocator.peak_reserved
+        return Peaks(self.allocator.peak_active, self.allocator.peak_reserved)
 
     def _hold(self, storage: int, num_bytes: int) -> None:
         """Let a storage hold so many bytes from now on."""

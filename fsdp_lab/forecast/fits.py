@@ -26,8 +26,9 @@ WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
 class Forecast:
     """What one worker will hold, in bytes.
 
-    `peaks`: place -> category -> bytes, with `total`, as in `fsdp_lab.profile`. `reserved_bytes`: what the allocator
-    takes from a GPU; None for a CPU. `allowances`: what no tensor shows, by name, on the device; `host_allowances`
+    `peaks`: place -> category -> bytes, with `total`, as in `fsdp_lab.profile`. `active_bytes`: what tensors occupy of
+    a GPU at once, in the allocator's blocks; `reserved_bytes`: what the allocator takes from it; both None for a CPU.
+    `allowances`: what no tensor shows, by name, on the device; `host_allowances`
     likewise. `capacity_bytes` None: not known.
     `largest_microbatch`: images a worker takes at once, 0 where not even one fits; None: not asked.
     `speed`: of the step; None: no device with a data sheet was named, or `no_speed` says why there is none.
@@ -41,6 +42,7 @@ class Forecast:
     host_allowances: dict[str, int] = field(default_factory=dict)
     capacity_bytes: int | None = None
     largest_microbatch: int | None = None
+    active_bytes: int | None = None
     reserved_bytes: int | None = None
     speed: Speed | None = None
     no_speed: str | None = None
@@ -71,6 +73,15 @@ class Forecast:
         if self.capacity_bytes is None or self.error:
             return None
         return self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def tight(self) -> bool:
+        """It does not fit, but would if the allocator gave back to the device what it only caches. It does that when
+        the device is full: such a setting may run, slower, or run out of memory all the same."""
+        if self.fits is not False or self.active_bytes is None or self.reserved_bytes is None:
+            return False
+        assert self.capacity_bytes is not None
+        return self.needed_bytes - self.reserved_bytes + self.active_bytes <= self.capacity_bytes
 
     @property
     def shortage(self) -> str:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.config.target import user_line
-from fsdp_lab.forecast.allocator import reserved_peak
+from fsdp_lab.forecast.allocator import allocator_peaks
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
 from fsdp_lab.forecast.kernels import cuda_kernels
@@ -133,16 +133,17 @@ def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, 
     """What the device needs for a profile. A CPU's allocator is the system's: nothing is set aside."""
     if not cuda:
         return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
-    reserved = reserved_peak(profile, config.sharding.granularity is not Granularity.ddp, [WORKSPACE_BYTES])
+    taken = allocator_peaks(profile, config.sharding.granularity is not Granularity.ddp, [WORKSPACE_BYTES])
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
     return Forecast(
         True,
         num_workers,
         profile.peaks,
-        allowances(profile.peaks["device"]["total"], reserved, communicators(config, num_workers)),
+        allowances(profile.peaks["device"]["total"], taken.reserved, communicators(config, num_workers)),
         {"rounding of pinned buffers": pinned_rounding(profile, pinned)},
         capacity,
-        reserved_bytes=reserved,
+        active_bytes=taken.active,
+        reserved_bytes=taken.reserved,
     )
 
 

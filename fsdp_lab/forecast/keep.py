@@ -33,7 +33,8 @@ def passed_over(
     """Return the trials that need not run, and why: those that cannot fit, and those that cannot be among the fastest.
 
     The fastest settings by their predictions are kept, as many as asked for, and so is every other that by the errors
-    of such predictions may be as fast as the last of them. What has no prediction is kept.
+    of such predictions may be as fast as the last of them. What has no prediction is kept. What is tight takes nobody's
+    place: where something fits, it is kept beside that, if it may be as fast.
 
     Args:
         forecasts: by the number of a trial.
@@ -42,9 +43,11 @@ def passed_over(
         before: the predictions of trials that have ended, which count among the fastest.
     """
     not_started = f"forecast.keep={keep} does not start it"
-    reasons = {n: f"{found.shortage}; {not_started}" for n, found in forecasts.items() if found.fits is False}
+    no_room = {n: found for n, found in forecasts.items() if found.fits is False}
+    reasons = {n: f"{found.shortage}; {not_started}" for n, found in no_room.items() if not found.tight}
     known = {n: Predicted.of(f.speed) for n, f in forecasts.items() if f.speed is not None and n not in reasons}
-    ranked = sorted({settings[n]: p for n, p in {**(before or {}), **known}.items()}.values(), key=lambda p: -p.speed)
+    fitting = {**(before or {}), **{n: p for n, p in known.items() if n not in no_room}} or known
+    ranked = sorted({settings[n]: p for n, p in fitting.items()}.values(), key=lambda p: -p.speed)
     kept = ranked[: number_kept(keep, len(ranked))]
     if not kept:
         return reasons

@@ -73,7 +73,23 @@ def _answer(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list
     head = f"Should be fastest{of_what}: {named(best, names)}: {told}." if len(rows) > 1 else f"Predicted: {told}."
     slowest = speed.high_s / speed.samples
     close = [row for row in ranked[1:] if _speed(row).low_s / _speed(row).samples < slowest]
-    return [head, _basis(speed), *([_may_be_as_fast(best, close, names)] if close else [])]
+    answer = [head, _basis(speed), *([_may_be_as_fast(best, close, names)] if close else [])]
+    faster = [r for r in rows if r.forecast.tight and r.forecast.speed and _pace(r) < _pace(best)]
+    return [*answer, *([_tight(sorted(faster, key=_pace), names)] if faster else [])]
+
+
+def _tight(faster: Sequence[Row], swept: Sequence[str]) -> str:
+    more = f" and {len(faster) - _MOST_TOLD} more" if len(faster) > _MOST_TOLD else ""
+    names = ", ".join(named(row, swept) for row in faster[:_MOST_TOLD])
+    return (
+        f"Faster as predicted, but tight: {names}{more}. Where memory is short the allocator frees and retries, which "
+        "no prediction counts."
+    )
+
+
+def _pace(row: Row) -> float:
+    """Return the seconds that a sample takes."""
+    return 1 / _speed(row).samples_per_s
 
 
 def _may_be_as_fast(best: Row, close: Sequence[Row], swept: Sequence[str]) -> str:

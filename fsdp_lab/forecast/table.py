@@ -45,15 +45,15 @@ class Row:
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """What fits before what does not, the fastest first where speeds were predicted, else the smallest peak; what has
-    no forecast last."""
+    """What fits before what is tight, and that before what does not fit, the fastest first where speeds were predicted,
+    else the smallest peak; what has no forecast last."""
 
     def place(row: Row) -> tuple[float, ...]:
         found = row.forecast
         if found.error:
             return (2, 0)
         if found.speed is not None:
-            return (found.fits is False, -found.speed.samples_per_s)
+            return ((found.fits is False) + (found.fits is False and not found.tight), -found.speed.samples_per_s)
         return (0, found.peak_bytes)
 
     return sorted(rows, key=place)
@@ -91,13 +91,20 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
     if len(capacities) > 1:
         add_bytes("capacity", lambda found: found.capacity_bytes)
     if capacities - {None}:
-        add("fits", lambda found: {None: "", True: "yes", False: "no"}[found.fits])
+        add("fits", lambda found: _whether(found, "yes", "tight", "no"))
     if any(found.speed for found in having):
         _add_speed(add, [found.speed for found in having if found.speed])
     if any(found.largest_microbatch is not None for found in having):
         add("largest microbatch", lambda found: f"{found.largest_microbatch:,}" if found.largest_microbatch else "0")
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
+
+
+def _whether(found: Forecast, yes: str, tight: str, no: str) -> str:
+    """Return the word for whether it fits; "" where that is not known."""
+    if found.fits is None:
+        return ""
+    return yes if found.fits else tight if found.tight else no
 
 
 def _add_speed(add: Callable[[str, Callable[[Forecast], str]], None], speeds: Sequence[Speed]) -> None:
@@ -134,6 +141,7 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
                 "device",
                 "peak_bytes",
                 *(f"{name}_bytes" for name in CATEGORIES),
+                "active_bytes",
                 "reserved_bytes",
                 "needed_bytes",
                 "host_bytes",
@@ -154,18 +162,19 @@ def _cells(row: Row, with_workers: bool) -> list[object]:
     found = row.forecast
     start: list[object] = [*([found.num_workers] if with_workers else []), "cuda" if found.cuda else "cpu"]
     if found.error:
-        return [*start, *[""] * (2 * len(CATEGORIES) + 7), row.page or "", *[""] * len(SPEEDS), found.error]
+        return [*start, *[""] * (2 * len(CATEGORIES) + 8), row.page or "", *[""] * len(SPEEDS), found.error]
     device, host = found.peaks["device"], found.peaks.get("host", {})
     return [
         *start,
         found.peak_bytes,
         *(device.get(name, 0) for name in CATEGORIES),
+        "" if found.active_bytes is None else found.active_bytes,
         "" if found.reserved_bytes is None else found.reserved_bytes,
         found.needed_bytes,
         found.host_bytes,
         *(host.get(name, 0) for name in CATEGORIES),
         "" if found.capacity_bytes is None else found.capacity_bytes,
-        "" if found.fits is None else str(found.fits).lower(),
+        _whether(found, "true", "tight", "false"),
         "" if found.largest_microbatch is None else found.largest_microbatch,
         row.page or "",
         *_speed_cells(found),

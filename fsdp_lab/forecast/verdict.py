@@ -26,7 +26,11 @@ def verdict(rows: Sequence[Row], swept: Sequence[str], items: str = "samples") -
     if not having:
         return "Nothing could be forecast."
     judged = [row for row in having if row.forecast.fits is not None]
-    clauses = [_fits(judged, swept), _takes(judged, swept)] if judged else [_needs(having, swept), _ask(having)]
+    clauses = (
+        [_fits(judged, swept), _tight(judged, swept), _takes(judged, swept)]
+        if judged
+        else [_needs(having, swept), _ask(having)]
+    )
     if len(having) < len(rows):
         failed = _named([row for row in rows if row.forecast.error], rows, swept)
         clauses.append(f"no forecast of {_listed(map(_name, failed))}")
@@ -61,6 +65,15 @@ def _fits(rows: Sequence[Row], swept: Sequence[str]) -> str:
         return f"only {_listed(map(_name, those))} {'fits' if len(those) == 1 else 'fit'}"
     told = [_name(values) + _at_most([row for row in others if _has(row, values, swept)]) for values in these]
     return f"everything except {_listed(told)} fits"
+
+
+def _tight(rows: Sequence[Row], swept: Sequence[str]) -> str:
+    """What of the rest may run all the same."""
+    tight = [row for row in rows if row.forecast.tight]
+    if not tight:
+        return ""
+    who = _listed(map(_name, _named(tight, rows, swept))) if swept else "it"
+    return f"{who} may run, slower: tight"
 
 
 def _at_most(rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_lab.forecast import allocator as rules
-from fsdp_lab.forecast.allocator import CachingAllocator, reserved_peak
+from fsdp_lab.forecast.allocator import CachingAllocator, allocator_peaks
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.profile import Event, Profile
 from tests.ranks import config
@@ -121,33 +121,33 @@ def test_the_optimizers_state_comes_after_the_first_step():
     step's activations do not fit into the 10 that are left."""
     before = [_event(0, "param", 10), _event(1, "optimizer", 20)]
     step = [_event(2, "activation", 30), _event(2, "activation", 0)]
-    assert reserved_peak(Profile([*before, *step], begun=2), sharded=True) == (10 + 30 + 30) * MIB
-    assert reserved_peak(Profile(step, begun=0), True, workspaces=[32 * MIB]) == (32 + 30) * MIB
+    assert allocator_peaks(Profile([*before, *step], begun=2), sharded=True).reserved == (10 + 30 + 30) * MIB
+    assert allocator_peaks(Profile(step, begun=0), True, workspaces=[32 * MIB]).reserved == (32 + 30) * MIB
 
 
 def test_a_storage_that_is_known_for_something_else_later_stays_where_it_is():
     step = [_event(0, "temp", 16), _event(0, "activation", 16), _event(0, "activation", 0)]
-    assert reserved_peak(Profile(step, begun=0), sharded=True) == 16 * MIB
+    assert allocator_peaks(Profile(step, begun=0), sharded=True).reserved == 16 * MIB
 
 
 def test_what_is_gathered_lies_in_a_pool_of_its_own_where_the_model_is_sharded():
     step = [_event(0, "all_gather", 16), _event(0, "all_gather", 0), _event(1, "activation", 16)]
     profile = Profile([*step, _event(1, "activation", 0)], begun=0)
-    assert reserved_peak(profile, sharded=True) == 32 * MIB
-    assert reserved_peak(profile, sharded=False) == 16 * MIB
+    assert allocator_peaks(profile, sharded=True).reserved == 32 * MIB
+    assert allocator_peaks(profile, sharded=False).reserved == 16 * MIB
 
 
 def test_a_single_worker_gathers_nothing_and_reduces_on_a_stream_of_its_own():
     step = [_event(0, "temp", 16), _event(0, "grad", 16), _event(0, "grad", 0), _event(1, "activation", 16)]
     profile = Profile([*step, _event(1, "activation", 0)], begun=0)
-    assert reserved_peak(profile, sharded=True) == 32 * MIB
+    assert allocator_peaks(profile, sharded=True).reserved == 32 * MIB
     alone = forecast_profile(config("model=mlp", "sharding=root"), 1, cuda=True)
     assert not any(event.category == "all_gather" for event in alone.events), "what told sharding before"
-    assert reserved_peak(alone, sharded=True) > reserved_peak(alone, sharded=False)
+    assert allocator_peaks(alone, sharded=True).reserved > allocator_peaks(alone, sharded=False).reserved
 
 
 @pytest.mark.parametrize("words", [["sharding=ddp"], ["sharding=per_block"], ["sharding=root", "offload=cpu"]])
 def test_what_is_reserved_covers_the_peak(words: list[str]):
     profile = forecast_profile(config("model=mlp", *words), 2, cuda=True)
     peak = profile.peaks["device"]["total"]
-    assert peak < reserved_peak(profile, "sharding=ddp" not in words) < 2 * peak + 64 * MIB
+    assert peak < allocator_peaks(profile, "sharding=ddp" not in words).reserved < 2 * peak + 64 * MIB

@@ -108,6 +108,7 @@ def test_tensors_are_counted_as_requested_and_what_is_reserved_in_whole_segments
     found = forecast(config_, 2, cuda=True)
     assert found.reserved_bytes is not None and found.reserved_bytes % 2**21 == 0
     assert found.needed_bytes == found.reserved_bytes + CONTEXT_BYTES + NCCL_BYTES
+    assert found.active_bytes is not None and found.peak_bytes < found.active_bytes < found.reserved_bytes
     assert forecast(config_, 2, cuda=False).reserved_bytes is None
 
 

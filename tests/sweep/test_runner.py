@@ -15,6 +15,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
 from fsdp_lab.engine.files import append_line, read_outcome
 from fsdp_lab.files import write_json
+from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
@@ -186,6 +187,29 @@ def test_where_one_setting_can_be_forecast_all_begin(compose_trial: Compose, tmp
     hears = Hears()
     run_sweep(plan, Acts(), [Forecasts(plan), hears])
     assert [event[1] for event in hears.heard if event[0] == "began"] == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_prune_starts_what_is_tight_and_says_so(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The forecasts are made by hand: those for CPUs, which are all that can be made here, are never tight."""
+    trials = [compose_trial(["forecast.prune=true", "forecast.capacity_gib=1"], number) for number in range(2)]
+    states = SweepState([TrialState(trial) for trial in trials], LOSS)
+    plan = SweepPlan(states, trials[0].config, tmp_path, [], Record.of([], True, trials[0].config))
+    tight, too_large = (
+        Forecast(
+            True, 1, {"device": {"total": 2**30}}, {"all": 1}, capacity_bytes=2**30, active_bytes=a, reserved_bytes=r
+        )
+        for a, r in ((2**30 - 1, 2**30), (2**30, 2**30))
+    )
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: [tight, too_large])
+    hears, writes = Hears(), Writes()
+    run_sweep(plan, Acts(), [Forecasts(plan), hears, writes])
+    assert [event[1] for event in hears.heard if event[0] == "began"] == [0]
+    (told,) = (text for text in writes.said if "tight" in text)
+    assert told.startswith("trial 0 starts though it is tight: needs 1024.00 MiB of 1024.00 MiB a device")
+    assert ("ended", 1, "skipped") in hears.heard
 
 
 def test_a_trial_that_is_skipped_never_begins(plan: SweepPlan):

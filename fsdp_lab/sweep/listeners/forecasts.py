@@ -163,7 +163,9 @@ class Forecasts(Listener):
         if forecast.largest_microbatch is not None:
             sweep.say(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
         sweep.forecast(number, forecast)
-        if prune and forecast.fits is False:
+        if prune and forecast.tight:
+            sweep.say(f"{name} starts though it is tight: {forecast.shortage}; it may be slow, or run out of memory")
+        elif prune and forecast.fits is False:
             sweep.skip(number, f"{forecast.shortage}; forecast.prune=true does not start it")
 
 
