@@ -88,7 +88,7 @@ def forecast(config: SweepConfig, workers: int, cuda: bool) -> dict[str, Any]:
     from fsdp_lab.forecast.allocator import allocator_peaks
     from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
     from fsdp_lab.forecast.fits import WORKSPACE_BYTES
-    from fsdp_lab.forecast.forecast import fresh_tensor, unpinned
+    from fsdp_lab.forecast.forecast import as_forecast, fresh_tensor
     from fsdp_lab.forecast.kernels import cuda_kernels
     from fsdp_lab.training.memory import record_step
     from fsdp_lab.training.optimizer import build_optimizer
@@ -97,7 +97,7 @@ def forecast(config: SweepConfig, workers: int, cuda: bool) -> dict[str, Any]:
     device = ACCELERATOR if cuda else HOST
     with fake_world(workers, device) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = build(unpinned(config), ranks, cuda)
+        model = build(as_forecast(config), ranks, cuda)
         with fake_tensors(), cuda_kernels() if cuda else nullcontext():
             materialize(model, lambda old: fresh_tensor(old, HOST if offloaded(config) else device))
             move_buffers(model, device)

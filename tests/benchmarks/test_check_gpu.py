@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from benchmarks.check_gpu import __main__ as command
-from benchmarks.check_gpu import launch, memory, oom, parity, table, takehome
+from benchmarks.check_gpu import decoder, launch, memory, oom, parity, table, takehome
 from benchmarks.check_gpu.child import cause
 from benchmarks.check_gpu.launch import Launcher
 from benchmarks.check_gpu.lines import FAIL, NOT_MEASURED, PASS, Bench, Line, Machine, Result
@@ -26,6 +26,7 @@ from benchmarks.check_gpu.settings import OPTIONS, trial
 from benchmarks.check_gpu.state import State, key_of
 from benchmarks.check_gpu.subjects import all_lines
 from tests.conftest import ROOT
+from tests.ranks import config
 
 CPU = Machine("cpu", "a CPU", 0, 2, "-", "-", "2.15", "-", "-", "-", "3.11")
 GPU = Machine("cuda", "NVIDIA H200", 1, 16, "580.1", "9.0", "2.11", "13.0", "2.28", "91500", "3.12", 140 * 2**30)
@@ -302,3 +303,8 @@ def test_an_error_of_cuda_is_told_by_its_first_line():
     )
     assert cause(RuntimeError(text)) == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert cause(ValueError()) == "ValueError: "
+
+
+def test_the_step_of_bare_pytorch_is_forecast_as_on_gpus():
+    found = decoder.forecast(config("sharding=per_block", "offload=cpu"), 2, cuda=True)
+    assert 0 < found["peak_bytes"] < found["reserved_bytes"]
