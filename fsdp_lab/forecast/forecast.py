@@ -40,7 +40,8 @@ from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
 from fsdp_lab.training.loop import train_step
-from fsdp_lab.training.memory import TRACKED_STEPS, main_settings, plain_name, record_step
+from fsdp_lab.training.memory import TRACKED_STEPS, main_settings, record_step
+from fsdp_lab.training.module_names import plain_name
 from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.training.timeline import write_timeline
 from fsdp_lab.training.torch_private import (

@@ -23,10 +23,10 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.files import write_json
 from fsdp_lab.profile import CATEGORIES, PLACES, Event, Profile
 from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.module_names import ModuleNames
 from fsdp_lab.training.torch_private import (
     FUNCTIONAL_COLLECTIVES,
     GATHERS_AND_SCATTERS,
-    WRAPPED,
     FsdpTracker,
     TorchDispatchMode,
     Tracker,
@@ -44,27 +44,17 @@ from fsdp_lab.training.torch_private import (
 TRACKED_STEPS = 2
 SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump takes minutes
 
-_WRAPPERS = (WRAPPED, "module")
-
-
-def plain_name(name: str) -> str:
-    """Return a module's name without those of wrappers, as profiles have it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
 
 class _Recorder(Tracker):
     """Notes each change of a step, in their order, until the step is `over`: PyTorch's tracker hears of what the step
     held for as long as that lives, and a model that is given up is no change of the step."""
 
-    def __init__(self, *args: Any, device: torch.device) -> None:
+    def __init__(self, *args: Any, names: ModuleNames, device: torch.device) -> None:
         super().__init__(*args)
-        self.device = device
+        self.names, self.device = names, device
         self.over = False
         self.profile = Profile()
         self._phase = "forward"
-        self._names: dict[str, str] = {}
-        self._open: dict[str, int] = {}
-        self._entered = 0
         self._serials: dict[int, int] = {}
 
     def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
@@ -77,18 +67,7 @@ class _Recorder(Tracker):
         self.profile.events.append(Event(serial, place, category, num_bytes, self._module(), self._now()))
 
     def _module(self) -> str:
-        """The module entered last of those at work: in a backward pass several outer ones stay open."""
-        now = self.modules_at_work()
-        if now != self._open.keys():
-            kept = {name: order for name, order in self._open.items() if name in now}
-            for name in sorted(now - kept.keys(), key=lambda name: (len(name), name)):
-                self._entered += 1
-                kept[name] = self._entered
-            self._open = kept
-        innermost = max(self._open, key=self._open.__getitem__, default="")
-        if innermost not in self._names:  # the model's own name and those of wrappers say nothing
-            self._names[innermost] = plain_name(innermost.partition(".")[2])
-        return self._names[innermost]
+        return self.names.innermost(self.modules_at_work())
 
     def place(self) -> tuple[str, str]:
         """Return the phase and the innermost module at work, "" outside of all."""
@@ -165,9 +144,9 @@ def record_step(
     """
     recorder: _Recorder
     if isinstance(model, FSDPModule):
-        recorder = _FsdpRecorder(model, optimizer, device=device)
+        recorder = _FsdpRecorder(model, optimizer, names=ModuleNames(model), device=device)
     else:
-        recorder = _Recorder(device=device)
+        recorder = _Recorder(names=ModuleNames(model), device=device)
         recorder.track_external(model, optimizer)
     recorder.follow(batch)
     try:

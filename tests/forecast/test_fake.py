@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_lab.forecast.fake import HOST, ValuesOnRequest, fake_tensors
 from fsdp_lab.training.memory import _Recorder
+from fsdp_lab.training.module_names import ModuleNames
 from fsdp_lab.training.torch_private import DEVICE, FakeTensorMode, TorchDispatchMode
 
 LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "l1_loss", "huber_loss", "kl_div", "poisson_nll_loss",
@@ -65,7 +66,11 @@ class Hears(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", [ValuesOnRequest, lambda: _Recorder(device=HOST)], ids=["values", "recorder"])
+@pytest.mark.parametrize(
+    "mode",
+    [ValuesOnRequest, lambda: _Recorder(names=ModuleNames(nn.Module()), device=HOST)],
+    ids=["values", "recorder"],
+)
 def test_where_a_fake_tensor_lies_is_answered_by_the_first_mode_that_is_asked(
     mode: Callable[[], TorchDispatchMode],
 ) -> None:

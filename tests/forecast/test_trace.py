@@ -120,3 +120,11 @@ def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
     assert sum(o.num_bytes for o in sent) == shards
     back = [o for o in travels if o.phase == "backward" and o.stream is not Stream.copy_in]  # others are gathered again
     assert sum(o.num_bytes for o in back) == shards
+
+
+@pytest.mark.parametrize("words", [["activation_checkpointing=none"], ["activation_checkpointing=full"]])
+def test_the_rotary_embedding_of_all_blocks_is_named_after_each(words: list[str]):
+    found = Counter((o.phase, o.module) for o in program(*words) if "rotary" in o.module)
+    assert {module for _, module in found} == {f"blocks.{number}.attention.rotary" for number in range(2)}
+    for phase in ("forward", "backward"):
+        assert found[phase, "blocks.0.attention.rotary"] == found[phase, "blocks.1.attention.rotary"] > 0

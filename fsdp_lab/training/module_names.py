@@ -1,0 +1,70 @@
+"""How modules are called in profiles: by their place in the model, and which of those at work is meant."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+
+from torch import nn
+
+from fsdp_lab.training.torch_private import WRAPPED
+
+_WRAPPERS = (WRAPPED, "module")
+
+
+def plain_name(name: str) -> str:
+    """Return a module's name without those of wrappers, as profiles have it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class ModuleNames:
+    """Names the module entered last of those at work: in a backward pass several outer ones stay open.
+
+    A module that several others hold, as the rotary embedding of all blocks, has a name for each. It is called by that
+    in the module which uses it, or by its last part where none of them is at work.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names: dict[nn.Module, list[str]] = defaultdict(list)
+        for name, module in model.named_modules(remove_duplicate=False):
+            names[module].append(plain_name(name))
+        self._shared = {name: same for same in map(_distinct, names.values()) if len(same) > 1 for name in same}
+        self._plain: dict[str, str] = {}
+        self._open: dict[str, int] = {}
+        self._entered = 0
+        self._latest = ""
+
+    def innermost(self, at_work: set[str]) -> str:
+        """Return a plain name, "" outside of all.
+
+        Args:
+            at_work: the full names of the modules that have been entered and not left, the model's own class first.
+        """
+        if at_work != self._open.keys():
+            kept = {name: order for name, order in self._open.items() if name in at_work}
+            for name in sorted(at_work - kept.keys(), key=lambda name: (len(name), name)):
+                self._entered += 1
+                kept[name] = self._entered
+            self._open = kept
+            self._latest = self._named(sorted(kept, key=kept.__getitem__, reverse=True))
+        return self._latest
+
+    def _named(self, latest: list[str]) -> str:
+        found = self._of(latest[0]) if latest else ""
+        if found not in self._shared:
+            return found
+        users = [user for name in latest if (user := self._of(name)) and user not in self._shared]
+        by_user = (name for user in users for name in self._shared[found] if name.startswith(f"{user}."))
+        the_models = (name for name in self._shared[found] if "." not in name)
+        return next(chain(by_user, the_models), found.rpartition(".")[2])
+
+    def _of(self, full: str) -> str:
+        """The model's own name and those of wrappers say nothing."""
+        if full not in self._plain:
+            self._plain[full] = plain_name(full.partition(".")[2])
+        return self._plain[full]
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """A wrapper and what it wraps have one name."""
+    return list(dict.fromkeys(names))
