@@ -63,7 +63,9 @@ def write_streams(path: Path, speed: Speed, schedule: Schedule, title: str, fact
         "HEIGHT": str(len(lanes) * _LANE),
         "KEYS": "".join(f'<span class="key" style="background: {_COLOURS[name]}"></span>{name}' for name in BOUNDS[:4]),
         "BARS": "".join(drawn),
-        "LABELS": "From top to bottom: " + ", ".join(_LANES[stream] for stream, _ in lanes) + ".",
+        "LABELS": "".join(f'<div class="lane">{_LANES[stream]}</div>' for stream, _ in lanes),
+        "LANE": str(_LANE),
+        "MS": f"{total * 1e3:.9g}",
         "TABLE": _table(("stream", "busy ms", "of the step"), busy)
         + _table(("bound by", "share"), [(name, f"{share * 100:.1f} %") for name, share in speed.shares.items()]),
     }

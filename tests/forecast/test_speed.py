@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -32,6 +33,9 @@ from fsdp_lab.speed.device import Basis, Device, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.workloads.build import build_workload
 from tests.ranks import config
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 LANGUAGE = ["task=language", "model=lm_tiny", "precision=bf16_mixed", "training.global_batch_size=16"]
 
@@ -162,7 +166,8 @@ def test_the_page_of_the_streams_shows_each_at_work_and_adds_up(tmp_path: Path):
     found = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=page, sheet=sheet())
     assert found.speed is not None
     text = (tmp_path / "streams_3.html").read_text()
-    assert "compute, copy-in of gathers, all-gather, reduce-scatter." in text and "host" not in text
+    lanes = ["compute", "copy-in of gathers", "all-gather", "reduce-scatter"]
+    assert re.findall(r'<div class="lane">([^<]+)<', text) == lanes
     widths = dict.fromkeys(("#4c78a8", "#f58518", "#e45756", "#72b7b2"), 0.0)
     for width, colour in re.findall(r'width="([\d.]+)" y="\d+" height="\d+" fill="(#\w+)"', text):
         widths[colour] += float(width)
@@ -170,7 +175,36 @@ def test_the_page_of_the_streams_shows_each_at_work_and_adds_up(tmp_path: Path):
     assert "FSDPBlock" not in text and "blocks.0" in text
     assert "@" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S)
     forecast(config(*LANGUAGE, "offload=cpu"), 4, cuda=True, page=page, sheet=sheet())
-    assert "reduce-scatter, host." in (tmp_path / "streams_3.html").read_text()
+    text = (tmp_path / "streams_3.html").read_text()
+    assert re.findall(r'<div class="lane">([^<]+)<', text) == [*lanes, "host"]
+
+
+@pytest.mark.ui
+def test_the_streams_have_names_and_a_time_axis_in_a_browser(tmp_path: Path, page: Page):
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    file = tmp_path / "timeline_0.html"
+    found = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=file, sheet=sheet())
+    assert found.speed is not None
+    page.goto((tmp_path / "streams_0.html").as_uri())
+
+    def ticks() -> list[tuple[float, float]]:
+        """The milliseconds of each, and its place as a share of the step."""
+        told = page.evaluate("[...axis.children].map(t => [t.textContent, parseFloat(t.style.left)])")
+        return [(float(text.replace(",", "")), left / 100) for text, left in told]
+
+    for zoom in (0, 5):
+        page.evaluate(f"zoom.value = {zoom}; zoom.dispatchEvent(new Event('input'))")
+        step_ms, shown = found.speed.step_s * 1e3, ticks()
+        assert 4 * 2**zoom < len(shown) < 14 * 2**zoom and len({text for text, _ in shown}) == len(shown)
+        assert all(ms == pytest.approx(left * step_ms, abs=step_ms / 1000) for ms, left in shown)
+    lanes, bars = page.locator(".lane"), page.locator("svg g").first
+    assert lanes.first.bounding_box()["y"] <= bars.bounding_box()["y"]  # type: ignore[index]
+    below = lanes.last.bounding_box()
+    assert below is not None and below["y"] + below["height"] == pytest.approx(
+        page.locator("#axis").bounding_box()["y"]
+    )  # type: ignore[index]
+    assert page.locator(".unit").text_content() == "ms" and not errors
 
 
 def test_the_scaling_curve_is_drawn_over_numbers_of_workers(tmp_path: Path):
