@@ -21,16 +21,24 @@ from fsdp_lab.training.distributed import Ranks
 if TYPE_CHECKING:
     from fsdp_lab.cpu_contention import Window
 
-# Dense matrix peak in FLOP/s by the device's whole name and dtype, from the vendor's data sheets. Other
-# variants of a chip (PCIe, NVL) have other peaks: what is not here has no MFU. float32 is without TF32, which PyTorch
-# leaves off: 67 TFLOP/s in the data sheets "NVIDIA H100 Tensor Core GPU" (SXM) and "NVIDIA H200 Tensor Core GPU" (SXM).
-_HOPPER_SXM = {Dtype.bfloat16: 989e12, Dtype.float16: 989e12, Dtype.float32: 67e12}
-_A100 = {Dtype.bfloat16: 312e12, Dtype.float16: 312e12, Dtype.float32: 19.5e12}
+
+# Dense matrix peaks in FLOP/s by the device's whole name: those of `conf/device`, which owns them. A GPU machine may
+# have no YAML reader, so they stand here again, and a test compares the two. Other variants of a chip have other peaks:
+# what is not here has no MFU. float32 is without TF32, which PyTorch leaves off.
+def _peaks(half: float, single: float) -> dict[Dtype, float]:
+    return {Dtype.bfloat16: half, Dtype.float16: half, Dtype.float32: single}
+
+
 PEAK_FLOPS = {
-    "NVIDIA H200": _HOPPER_SXM,
-    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-SXM4-40GB": _peaks(312e12, 19.5e12),
+    "NVIDIA A100-SXM4-80GB": _peaks(312e12, 19.5e12),
+    "NVIDIA H100": _peaks(989e12, 67e12),
+    "NVIDIA H100 80GB HBM3": _peaks(989e12, 67e12),
+    "NVIDIA H100 PCIe": _peaks(756e12, 51e12),
+    "NVIDIA H200": _peaks(989e12, 67e12),
+    "NVIDIA B200": _peaks(2.25e15, 80e12),
+    "NVIDIA L40S": _peaks(362e12, 91.6e12),
+    "AMD Instinct MI300X": _peaks(1.3074e15, 163.4e12),
 }
 
 

@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from fsdp_lab.config import ConfigError
+from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.speed.device import Basis, load_device
+from fsdp_lab.training.speed import PEAK_FLOPS
 
 SHEETS = sorted((Path(__file__).parents[2] / "conf" / "device").glob("*.yaml"))
 
@@ -21,6 +23,14 @@ def test_a_data_sheet_can_be_read_and_reaches_no_more_than_its_peaks(path: Path)
     shares = [*vars(device.reached).values(), *vars(device.efficiency).values()]
     assert all(0 < share <= 1 for share in shares)
     assert 0 < device.error.median <= device.error.p90
+
+
+def test_training_knows_the_same_peaks_without_reading_yaml():
+    """By these it measures the MFU that a forecast predicts."""
+    found = {
+        device.name: {dtype: device.peak_flops[dtype.value] for dtype in Dtype} for device in map(load_device, SHEETS)
+    }
+    assert found == PEAK_FLOPS
 
 
 @pytest.mark.parametrize(
