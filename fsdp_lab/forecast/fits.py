@@ -31,7 +31,8 @@ class Forecast:
     `allowances`: what no tensor shows, by name, on the device; `host_allowances`
     likewise. `capacity_bytes` None: not known.
     `largest_microbatch`: images a worker takes at once, 0 where not even one fits; None: not asked.
-    `speed`: of the step; None: no device with a data sheet was named, or `no_speed` says why there is none.
+    `data_sheet`: the name of the device that is forecast, where it has one. `speed`: of the step on it; None: no device
+    with a data sheet was named, or `no_speed` says why there is none.
     `error`: why there is no forecast; then there are no peaks. `fails`: training would end with the same error.
     """
 
@@ -44,6 +45,7 @@ class Forecast:
     largest_microbatch: int | None = None
     active_bytes: int | None = None
     reserved_bytes: int | None = None
+    data_sheet: str | None = None
     speed: Speed | None = None
     no_speed: str | None = None
     error: str | None = None

@@ -85,6 +85,7 @@ def forecast(
     workload = build_workload(config.model, config.data, config.task)
     what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
+        found = replace(found, data_sheet=sheet.name)
         try:
             speed, schedule = _price(program, config, num_workers, sheet, workload)
             found = replace(found, speed=speed)

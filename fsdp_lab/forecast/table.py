@@ -139,6 +139,7 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
                 *swept,
                 *([] if "cluster.num_workers" in swept else ["cluster.num_workers"]),
                 "device",
+                "data_sheet",
                 "peak_bytes",
                 *(f"{name}_bytes" for name in CATEGORIES),
                 "active_bytes",
@@ -160,7 +161,8 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
 
 def _cells(row: Row, with_workers: bool) -> list[object]:
     found = row.forecast
-    start: list[object] = [*([found.num_workers] if with_workers else []), "cuda" if found.cuda else "cpu"]
+    kind = "cuda" if found.cuda else "cpu"
+    start: list[object] = [*([found.num_workers] if with_workers else []), kind, found.data_sheet or ""]
     if found.error:
         return [*start, *[""] * (2 * len(CATEGORIES) + 8), row.page or "", *[""] * len(SPEEDS), found.error]
     device, host = found.peaks["device"], found.peaks.get("host", {})

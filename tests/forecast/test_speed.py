@@ -166,6 +166,7 @@ def test_the_page_of_the_streams_shows_each_at_work_and_adds_up(tmp_path: Path):
     found = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=page, sheet=sheet())
     assert found.speed is not None
     text = (tmp_path / "streams_3.html").read_text()
+    assert found.data_sheet == sheet().name
     lanes = ["compute", "copy-in of gathers", "all-gather", "reduce-scatter"]
     assert re.findall(r'<div class="lane">([^<]+)<', text) == lanes
     widths = dict.fromkeys(("#4c78a8", "#f58518", "#e45756", "#72b7b2"), 0.0)
@@ -286,7 +287,7 @@ def test_steps_of_different_sizes_are_compared_by_their_samples():
 def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
     speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), step_s / 1.1, step_s / 0.9, 0.1, Basis.fitted, "X", samples=100)
     peaks = {"device": {"total": peak}}
-    return Row([setting], Forecast(True, 8, peaks, capacity_bytes=1000 if fits else 50, speed=speed))
+    return Row([setting], Forecast(True, 8, peaks, capacity_bytes=1000 if fits else 50, data_sheet="X", speed=speed))
 
 
 def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
@@ -306,6 +307,7 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
     assert [r.settings[0] for r in rows] == ["fast", "slow", "large"]
     write_csv(tmp_path / "f.csv", rows, ["sharding"])
     (first, *_) = csv.DictReader((tmp_path / "f.csv").open())
+    assert (first["device"], first["data_sheet"]) == ("cuda", "X")
     assert float(first["step_s"]) == 1.0 and float(first["samples_per_s"]) == 100 and first["basis"] == "fitted"
 
 
