@@ -12,6 +12,7 @@ from fsdp_lab.config.parallel import Granularity, ReshardPolicy
 from fsdp_lab.hardware import gpus, num_gpus
 from fsdp_lab.metrics import mib
 from fsdp_lab.speed.device import Device, load_device
+from fsdp_lab.speed.fitted import believed
 from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
@@ -139,6 +140,24 @@ def data_sheet(config: SweepConfig) -> Device | None:
     Raises:
         ConfigError: its file is no data sheet.
     """
+    claimed = _claimed(config)
+    return None if claimed is None else believed(claimed)
+
+
+def device_note(config: SweepConfig) -> str | None:
+    """Return what to say of the device's file: that it claims an error which its figures do not have."""
+    claimed = _claimed(config)
+    if claimed is None or (taken := believed(claimed)) == claimed:
+        return None
+    return (
+        f"the file of forecast.device={config.forecast.device} says `basis: {claimed.basis}`, and its figures are not "
+        f"those that were fitted: it counts as `{taken.basis}` with error_elsewhere ({taken.error.p90 * 100:.2g} % for "
+        "nine of ten); write `basis: data sheet` and its error."
+    )
+
+
+def _claimed(config: SweepConfig) -> Device | None:
+    """The device as its file has it."""
     file = device_file(config.forecast.device)
     if file is not None:
         return load_device(file)

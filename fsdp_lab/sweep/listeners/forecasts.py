@@ -10,7 +10,7 @@ from types import TracebackType
 from fsdp_lab.config import workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.forecast.fits import Forecast, capacity_here, check_here, data_sheet, data_sheet_here
+from fsdp_lab.forecast.fits import Forecast, capacity_here, check_here, data_sheet, data_sheet_here, device_note
 from fsdp_lab.forecast.keep import Predicted, passed_over
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import gpus, num_gpus
@@ -86,6 +86,9 @@ class Forecasts(Listener):
     def _keep_promising(self, sweep: SweepRun, requests: dict[int, Request]) -> None:
         """Skip what `forecast.keep` leaves out, and say so."""
         asked = sweep.config.forecast
+        for request in requests.values():
+            if request.sheet is not None and (note := device_note(request.config)):
+                sweep.say_once(f"note: {note}")
         named = asked.device not in DEVICE_KINDS
         if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values()):
             here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
