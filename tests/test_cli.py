@@ -43,6 +43,10 @@ BAD = {
     "text for a number": (["optimizer.lr=abc"], ["optimizer.lr=abc", "Float", "use a number such as 0.001"]),
     "text for a size": (["forecast.capacity_gib=lots"], ["capacity_gib=lots", "Float", "use a number such as 24."]),
     "text for a whole number": (["training.epochs=two"], ["training.epochs=two", "Integer", "use a whole number"]),
+    "fastest on another device": (
+        ["forecast.keep=5", "forecast.device=mi300x"],
+        ["forecast.keep=5 with forecast.device=mi300x", "these trials run on", "leave forecast.keep out"],
+    ),
     "text for a truth value": (["compile=maybe"], ["compile=maybe", "bool", "use true or false"]),
     "unknown value of a key": (["init=foo"], ["init=foo", "expected one of [rank0, meta]"]),
     "no epochs": (["training.epochs=0"], ["training.epochs=0 is below 1", "1 or more"]),

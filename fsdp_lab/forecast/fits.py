@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
-from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig
+from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS, device_file, known_devices
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
+from fsdp_lab.config.sweep import Engine
 from fsdp_lab.hardware import gpus, num_gpus
 from fsdp_lab.metrics import mib
 from fsdp_lab.speed.device import Device, load_device
@@ -184,6 +185,16 @@ def check_device(config: SweepConfig, num_workers: int) -> None:
             f"{sheet.node_size} devices, and {num_workers} are no whole number of nodes; use a multiple of "
             f"{sheet.node_size}, or fewer."
         )
+
+
+def check_sweep(config: SweepConfig) -> None:
+    """`check_here` for trials that Ray is to run on this machine; those of a cluster elsewhere are not known yet.
+
+    Raises:
+        ConfigError: see `check_here`.
+    """
+    if config.engine is Engine.ray and config.cluster.address is None:
+        check_here(config, workers_of(config), num_gpus() > 0)
 
 
 def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:

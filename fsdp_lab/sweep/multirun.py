@@ -16,6 +16,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, objectives
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.config.words import AUTO_REPEAT, as_typed
+from fsdp_lab.forecast.fits import check_sweep
 from fsdp_lab.locks import locked
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
@@ -109,6 +110,7 @@ class Command:
         self._compose = Composer(context, config, self._parser, self.folder)
         self._auto = AUTO_REPEAT in self._arguments
         self.common = self._compose(fixed_words(self._parser, defaults, self._arguments), 0)
+        check_sweep(self.common.config)  # a grid takes seconds to compose
         if self._auto:
             given = all_overrides(self._parser, defaults, self._arguments)
             axes = [key for key, override in given.items() if override.is_sweep_override()]

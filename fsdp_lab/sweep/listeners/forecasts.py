@@ -10,7 +10,7 @@ from types import TracebackType
 from fsdp_lab.config import workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.forecast.fits import Forecast, capacity_here, check_here, data_sheet, data_sheet_here, device_note
+from fsdp_lab.forecast.fits import Forecast, capacity_here, check_sweep, data_sheet, data_sheet_here, device_note
 from fsdp_lab.forecast.keep import Predicted, passed_over
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import gpus, num_gpus
@@ -34,7 +34,7 @@ class Forecasts(Listener):
     def __init__(self, plan: SweepPlan) -> None:
         self._early: Background | None = None
         if plan.config.cluster.address is None:
-            check_here(plan.config, workers_of(plan.config), num_gpus() > 0)
+            check_sweep(plan.config)
             wanted = list(_wanted(plan.state.trials).values())
             self._early = Background(_requests(wanted, num_gpus() > 0, workers_of(plan.config)))
         self._forecaster, self._began = Forecaster(), time.monotonic()
