@@ -15,7 +15,7 @@ import pytest
 from fsdp_lab import hardware
 from fsdp_lab.config import UserError
 from fsdp_lab.config.machine import check_driver, check_float8, check_pytorch, default_num_workers
-from fsdp_lab.forecast.fits import gpu_memory
+from fsdp_lab.forecast.devices import gpu_memory
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
 from tests.nvml import variables
 from tests.ranks import config

@@ -92,7 +92,7 @@ def prepare(lines: Sequence[Line], bench: Bench) -> None:
 
 def _sheet(bench: Bench) -> Any:
     """The data sheet of this GPU, to predict speeds by; None without one, or without a YAML reader."""
-    from fsdp_lab.forecast.fits import sheet_of
+    from fsdp_lab.forecast.devices import sheet_of
 
     try:
         return sheet_of(bench.machine.name) if bench.cuda else None

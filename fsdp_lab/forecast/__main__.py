@@ -65,7 +65,8 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.workload import ModelConfig, UserData, UserModel
-from fsdp_lab.forecast.fits import Forecast, check_device, device_note
+from fsdp_lab.forecast.devices import check_device, device_note
+from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.names import setting

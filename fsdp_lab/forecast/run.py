@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fsdp_lab.config import SweepConfig, UserError, flatten, memory_settings
 from fsdp_lab.config.parallel import OffloadConfig
-from fsdp_lab.forecast.fits import Forecast, capacity_bytes, data_sheet, for_cuda
+from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda
+from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
 from fsdp_lab.speed.device import Device

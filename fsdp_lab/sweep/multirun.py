@@ -16,7 +16,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, objectives
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.config.words import AUTO_REPEAT, as_typed
-from fsdp_lab.forecast.fits import check_sweep
+from fsdp_lab.forecast.devices import check_sweep
 from fsdp_lab.locks import locked
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode

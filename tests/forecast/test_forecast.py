@@ -21,7 +21,8 @@ from fsdp_lab.config import CombinationError, ConfigError, check_forecast, memor
 from fsdp_lab.config.sweep import ForecastConfig
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
-from fsdp_lab.forecast.fits import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators, gpu_memory
+from fsdp_lab.forecast.devices import gpu_memory
+from fsdp_lab.forecast.fits import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
 from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all
 from fsdp_lab.profile import Event, Profile

@@ -13,8 +13,7 @@ import pytest
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
 from fsdp_lab.config.conf import device_file, known_devices
-from fsdp_lab.forecast.fits import (
-    Forecast,
+from fsdp_lab.forecast.devices import (
     capacity_bytes,
     capacity_here,
     check_device,
@@ -23,6 +22,7 @@ from fsdp_lab.forecast.fits import (
     gpu_memory,
     sheet_of,
 )
+from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over
 from fsdp_lab.forecast.plot import write_scaling

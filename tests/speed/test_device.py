@@ -9,7 +9,7 @@ import yaml
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.parallel import Dtype
-from fsdp_lab.forecast.fits import data_sheet, device_note
+from fsdp_lab.forecast.devices import data_sheet, device_note
 from fsdp_lab.speed.device import Basis, load_device
 from fsdp_lab.speed.fitted import DIGESTS, believed, digest
 from fsdp_lab.training.speed import PEAK_FLOPS

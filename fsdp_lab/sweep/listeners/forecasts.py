@@ -10,7 +10,8 @@ from types import TracebackType
 from fsdp_lab.config import workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.forecast.fits import Forecast, capacity_here, check_sweep, data_sheet, data_sheet_here, device_note
+from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, device_note
+from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.keep import Predicted, passed_over
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import gpus, num_gpus
