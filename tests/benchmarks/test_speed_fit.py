@@ -9,8 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import published_speed
 from benchmarks.mpt import Mpt
+from benchmarks.published_speed import Program, Traces, fingerprint
 from benchmarks.speed_fit import START, Row, Step, constant, fit, refit, roofline
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.forecast.forecast import Step as TracedStep
 from fsdp_lab.speed.device import Efficiency, load_device
 from fsdp_lab.speed.program import Kind, Operator, Stream
 
@@ -97,3 +101,47 @@ def test_the_baselines_know_no_more_than_their_numbers():
     doubled = [replace(row, measured=2 * row.measured) for row in made]
     assert constant(doubled, made) == pytest.approx([2 * found for found in constant(made, made)])
     assert roofline(doubled, made) == pytest.approx([2 * found for found in roofline(made, made)])
+
+
+@pytest.mark.parametrize(
+    ("changed", "counts"),
+    [
+        ("fsdp_lab/forecast/trace.py", True),
+        ("fsdp_lab/training/loop.py", True),
+        ("fsdp_lab/workloads/language/task.py", True),
+        ("fsdp_lab/speed/program.py", True),
+        ("conf/precision/bf16_mixed.yaml", True),
+        ("fsdp_lab/speed/costs.py", False),
+        ("conf/device/h100_sxm.yaml", False),
+        ("README.md", False),
+    ],
+)
+def test_a_fingerprint_is_of_the_code_that_traces(tmp_path: Path, changed: str, counts: bool):
+    for file in ("fsdp_lab/forecast/trace.py", "fsdp_lab/training/loop.py", changed):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("one")
+    before = fingerprint(tmp_path)
+    assert fingerprint(tmp_path) == before
+    (tmp_path / changed).write_text("another")
+    assert (fingerprint(tmp_path) != before) is counts
+
+
+def test_traces_are_kept_until_the_code_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    traced: list[int] = []
+    real = published_speed.forecast_step
+
+    def counted(config: TrialConfig, ranks: int, **how: bool) -> TracedStep:
+        traced.append(ranks)
+        return real(config, ranks, **how)
+
+    monkeypatch.setattr(published_speed, "forecast_step", counted)
+
+    def of(code: str) -> Program:
+        return Traces(tmp_path / "kept" / "programs.pkl", code).of(["model=mlp"], 2)
+
+    first = of("a")
+    assert first == of("a") and traced == [2] and not capsys.readouterr().out
+    assert of("b") == first and traced == [2, 2]
+    assert "1 trace of other code left out" in capsys.readouterr().out
