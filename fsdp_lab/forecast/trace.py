@@ -25,6 +25,7 @@ from fsdp_lab.training.torch_private import (
     RANGE_LEAVES,
     REDUCE_SCATTER,
     TorchDispatchMode,
+    active_fake_mode,
     argument,
     process_group,
     written_arguments,
@@ -56,6 +57,7 @@ class StepTrace(TorchDispatchMode):
         self.program: list[Operator] = []
         self._host = host
         self._where: Callable[[], tuple[str, str]] | None = None
+        self._fake_mode: Any = None
         self._numbers: Any = WeakIdKeyDictionary()
         self._next = 0
         self._ranges: list[str] = []
@@ -77,7 +79,7 @@ class StepTrace(TorchDispatchMode):
             self._add(ALL_REDUCE, Kind.reduce, Stream.scatter, tensors, tensors, _bytes(tensor), group=ranks)
             return reduce(tensor, *args, group=group, **kwargs)
 
-        self._where = where
+        self._where, self._fake_mode = where, active_fake_mode()
         try:
             with mock.patch.object(dist, "all_reduce", recorded), self:
                 yield
@@ -86,7 +88,11 @@ class StepTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # it comes again as this rank's parts, with what is sent between them
         result = func(*args, **kwargs)
+        if active_fake_mode() is not self._fake_mode:
+            return result  # DTensor tries an operator out on tensors of the whole shape
         name = str(func.overloadpacket)
         if name == RANGE_ENTERS:
             self._ranges.append(args[0])
@@ -114,10 +120,10 @@ class StepTrace(TorchDispatchMode):
         self._add(name, kind, stream, others or first, written, num_bytes, group=_ranks(args))
 
     def _record(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given = _local(tensors_of((args, kwargs)))
-        written = _local(tensors_of(written_arguments(func, args, kwargs)))
+        given = tensors_of((args, kwargs))
+        written = tensors_of(written_arguments(func, args, kwargs))
         inside = {self._number(tensor) for tensor in given}
-        made = [tensor for tensor in _local(tensors_of(result)) if self._number(tensor) not in inside]
+        made = [tensor for tensor in tensors_of(result) if self._number(tensor) not in inside]
         if not written and not made:
             return  # a view
         overwritten = set(map(self._number, written))
@@ -183,12 +189,6 @@ class StepTrace(TorchDispatchMode):
         return int(self._numbers[storage])
 
 
-def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's parts of those that are sharded: what the optimizer reads and writes, and where gradients arrive."""
-    with torch.no_grad():  # else `to_local` makes a view
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
 def _bytes(tensor: Tensor) -> int:
     """What is read of a tensor: of one that is expanded each element once."""
     count = 1
@@ -208,7 +208,7 @@ def _world() -> tuple[int, ...]:
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
-    """The ranks of a collective's process group, which is among its arguments; all where it is a name."""
+    """The ranks of a collective's process group, which is among its arguments."""
     for value in args:
         if (group := process_group(value)) is not None:
             return tuple(dist.get_process_group_ranks(group))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.fsdp._fully_shard._fsdp_state import _register_group_forward_hooks
@@ -96,6 +97,7 @@ NAMES = (
     Name("torch", "ops._c10d_functional.reduce_scatter_tensor.default"),
     Name("torch", "ops._c10d_functional.wait_tensor"),
     # of forecasts
+    Name("torch.distributed.distributed_c10d", "_resolve_process_group"),
     Name("torch._subclasses.fake_tensor", "FakeTensorMode"),
     Name("torch._subclasses.fake_tensor", "DataDependentOutputException"),
     Name("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
@@ -477,7 +479,11 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def process_group(value: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operator was given in its box; None for any other argument."""
+    """Return the process group that an operator was given in its box or by its name; None for any other argument."""
+    if isinstance(value, str):
+        with suppress(RuntimeError, KeyError, ValueError):  # it is the name of something else
+            return _resolve_process_group(value)  # type: ignore[arg-type]  # of a type that older ones lack
+        return None
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return dist.ProcessGroup.unbox(value)
     return None

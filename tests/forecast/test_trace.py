@@ -4,16 +4,22 @@ sizes."""
 from __future__ import annotations
 
 import math
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.forecast.forecast import forecast_profile, forecast_step
 from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.training import train
+from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
-from tests.ranks import config
+from tests.ranks import Memo, config, run_ranks
 
 LM = ["model=lm_tiny", "task=language", "data=synthetic_tokens", "data.vocab_size=256", "data.seq_len=64"]
 BLOCK = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64  # parameters: q and o, k and v, feed-forward, norms
@@ -69,6 +75,62 @@ def test_hybrid_sharding_scatters_within_and_reduces_between_its_groups():
     found = program("sharding=per_block", "sharding.dp_replicate=2", "precision=fp32")
     assert {o.group for o in found if o.kind is Kind.scatter} == {(0, 1)}
     assert {o.group for o in found if o.kind is Kind.reduce and o.phase == "backward"} == {(0, 2)}
+
+
+class Reductions(TorchDispatchMode):
+    """Notes the all-reduces inside, those within DTensor's operators too: name and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if DTensor in types:
+            return NotImplemented
+        name = str(func.overloadpacket)
+        if "all_reduce" in name or "allreduce" in name:
+            self.seen[name, sum(tensor.nbytes for tensor in tensors_of(args[0]))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def real_reductions(cases: list[list[str]]) -> list[Counter[tuple[str, int]]]:
+    """Of each case, the all-reduces of a rank in a trial."""
+    found = []
+    for words in cases:
+        with tempfile.TemporaryDirectory() as folder, Reductions() as noted:
+            train(config("model=mlp", *words), Path(folder), Memo())
+        found.append(noted.seen)
+    return found
+
+
+def forecast_reductions(*words: str) -> Counter[tuple[str, int]]:
+    found = forecast_step(config("model=mlp", *words), 2, cuda=True, traced=True).program
+    return Counter((o.name, int(o.num_bytes)) for o in found if o.kind is Kind.reduce)
+
+
+CLIPS = [
+    [f"sharding={sharding}", f"training.max_grad_norm={norm}"] for sharding in ("root", "ddp") for norm in ("null", 1)
+]
+
+
+def test_clipping_adds_the_reduction_that_a_real_step_issues():
+    """One of the norms of all parameters where they are sharded; whole gradients have none."""
+    sharded, clipped, whole, also = run_ranks(2, real_reductions, CLIPS)[0]
+    steps = 4
+    forecast = [forecast_reductions(*words) for words in CLIPS]
+    added = {("_c10d_functional.all_reduce", 4 * 4): 1}  # two layers, each with its weight and bias, in float32
+    assert forecast[1] - forecast[0] == added and clipped - sharded == dict.fromkeys(added, steps)
+    assert forecast[3] == forecast[2] and whole == also
+
+
+def test_the_norm_is_reduced_among_the_shards_and_clipping_waits_for_it():
+    words = ("sharding=per_block", "sharding.dp_replicate=2", "training.max_grad_norm=1.0")
+    found = [o for o in program(*words) if o.phase == "optimizer"]
+    (reduced,) = (o for o in found if o.kind is Kind.reduce)
+    parameters = 2 * 9 + 3  # two blocks, embedding, head, norm
+    assert reduced.group == (0, 1) and reduced.num_bytes == 4 * parameters
+    after = found[found.index(reduced) + 1]
+    assert after.name == "aten.pow" and set(after.reads) & set(reduced.writes)
 
 
 def test_checkpointing_computes_the_blocks_again():
@@ -128,3 +190,10 @@ def test_the_rotary_embedding_of_all_blocks_is_named_after_each(words: list[str]
     assert {module for _, module in found} == {f"blocks.{number}.attention.rotary" for number in range(2)}
     for phase in ("forward", "backward"):
         assert found[phase, "blocks.0.attention.rotary"] == found[phase, "blocks.1.attention.rotary"] > 0
+
+
+def test_what_dtensor_tries_out_on_whole_shapes_is_no_part_of_the_step():
+    """The second step is the first that multiplies the momentum."""
+    found = program("sharding=per_block", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.implementation=foreach")
+    (scaled,) = (o for o in found if o.phase == "optimizer" and o.name == "aten._foreach_mul_")
+    assert scaled.num_bytes == pytest.approx(2 * 4 * (2 * BLOCK + ROOT) / 4, rel=0.01)
