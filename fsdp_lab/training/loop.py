@@ -83,11 +83,12 @@ def label_weights(task: Task, microbatches: list[Batch], device: torch.device) -
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Return the norm of the gradients over all ranks; scale them down where it is more than `max_norm`."""
     parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    # `foreach`: one call for all, of sharded gradients and fake tensors, too, which PyTorch would not choose by itself
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()  # the ranks' parts in one number; what comes after would do it by itself
     if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
 
 
