@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from fsdp_lab.speed.costs import seconds
 from fsdp_lab.speed.device import Device, Efficiency
+from fsdp_lab.speed.predict import step_seconds
 from fsdp_lab.speed.program import Kind, Operator, Stream
-from fsdp_lab.speed.streams import schedule
 
 START = Efficiency(matmul=0.85, attention=0.6, memory=0.6, link=0.6, network=0.4)
 _PRIOR = 0.02  # what a factor of e away from the start weighs, as a relative error
@@ -70,13 +69,11 @@ class Row:
         repeats = int(self.facts["grad_accum_steps"]) - 2
 
         def of(step: Step) -> float:
-            return time(step.whole, device) + (repeats * time(step.again, device) if step.again else 0.0)
+            return step_seconds(step.whole, device) + (
+                repeats * step_seconds(step.again, device) if step.again else 0.0
+            )
 
         return float(self.along_depth(of))
-
-
-def time(program: Sequence[Operator], device: Device) -> float:
-    return schedule(program, [seconds(operator, device) for operator in program], device.launch_s).seconds
 
 
 def fit(rows: Sequence[Row], start: Efficiency = START) -> Efficiency:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
@@ -284,6 +285,20 @@ def _pytorch_version_file() -> str:
 def num_cpus() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor's name and the cores that this process may use, as `AMD EPYC 9654, 2 cores`."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name or 'CPU'}, {num_cpus()} core{'s' if num_cpus() > 1 else ''}"
+
+
+def host_memory() -> int:
+    """The bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cpus_per_gpu() -> float:

@@ -15,6 +15,7 @@ from typing import Literal
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
 PREDICTED_SPEED = "forecast/samples_per_s"
 OTHERS_CPU = "perf/others_cpu"
+DATA_WAIT = "perf/data_wait_share"
 _SPEEDS = {
     SPEED,
     "perf/forecast_error",
@@ -190,7 +191,7 @@ METRICS = (
         better="max", form="{:.3g}", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
-        "perf/data_wait_share", "data wait", "", "the share of the step time in which a process waits for batches, "
+        DATA_WAIT, "data wait", "", "the share of the step time in which a process waits for batches, "
         "the mean of the ranks; its GPU may have work then",
         better="min", form="{:.3f}", csv=_SHOWN, report=_SHOWN,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from fsdp_lab.config.suggest import closest
@@ -9,6 +10,7 @@ from fsdp_lab.config.suggest import closest
 # What a forecast is for where no data sheet is named; `auto`: GPUs where this machine has any.
 DEVICE_KINDS = ("auto", "cpu", "cuda")
 _DEVICES = "device"  # the folder of data sheets
+CALIBRATIONS = Path("outputs/devices")  # those that `fsdp_lab.calibrate` writes
 
 
 def conf_dir() -> Path:
@@ -26,12 +28,25 @@ def device_file(name: str) -> Path | None:
     """Return the data sheet that `forecast.device` names, by its name or its path; None where it names a kind."""
     if name in DEVICE_KINDS:
         return None
-    return Path(name).expanduser() if _is_path(name) else conf_dir() / _DEVICES / f"{name}.yaml"
+    if _is_path(name):
+        return Path(name).expanduser()
+    calibrated = CALIBRATIONS / f"{name}.yaml"
+    return calibrated if calibrated.is_file() else conf_dir() / _DEVICES / f"{name}.yaml"
+
+
+def slug(name: str) -> str:
+    """Return a device's name as that of its file."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def calibrations() -> list[Path]:
+    """Return what `fsdp_lab.calibrate` has written, the newest first."""
+    return sorted(CALIBRATIONS.glob("*.yaml"), key=lambda file: -file.stat().st_mtime)
 
 
 def known_devices() -> list[str]:
-    """Return the names of the data sheets."""
-    return sorted(file.stem for file in (conf_dir() / _DEVICES).glob("*.yaml"))
+    """Return the names of the data sheets and of the calibrations."""
+    return sorted({file.stem for file in [*(conf_dir() / _DEVICES).glob("*.yaml"), *calibrations()]})
 
 
 def is_device(name: str) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
 
-from fsdp_lab.config.conf import device_file, is_device, known_devices
+from fsdp_lab.config.conf import calibrations, device_file, is_device, known_devices
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import (
     EVERYWHERE,
@@ -79,10 +79,12 @@ class ForecastConfig:
                     f"forecast.{name}={value} with forecast.enabled=false: nothing is known before a trial starts; use "
                     "forecast.enabled=true."
                 )
-        if self.keep is not None and device_file(self.device) is None and not (self.device == "auto" and has_gpu):
+        has_speeds = device_file(self.device) is not None or (self.device == "auto" and has_gpu) or bool(calibrations())
+        if self.keep is not None and not has_speeds:
             raise ConfigError(
-                f"forecast.keep={self.keep} needs predicted speeds, and there are none for CPUs; on GPUs name "
-                f"them: forecast.device=<{'|'.join(known_devices())}>, or the path of a data sheet."
+                f"forecast.keep={self.keep} needs predicted speeds, and there are none for these CPUs yet; measure "
+                "them by python -m fsdp_lab.calibrate, or on GPUs name them: "
+                f"forecast.device=<{'|'.join(known_devices())}>, or the path of a data sheet."
             )
 
 

@@ -65,7 +65,7 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.workload import ModelConfig, UserData, UserModel
-from fsdp_lab.forecast.devices import check_device, device_note
+from fsdp_lab.forecast.devices import check_device, device_notes
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
@@ -256,7 +256,7 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
             f"the global batch stays as it is, so a worker has {sizes[-1]:,} items with the fewest workers and "
             f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
-    notes += [note for request in requests if (note := device_note(request.config))]
+    notes += [note for request in requests for note in device_notes(request.config, request.num_workers)]
     if any(request.config.forecast.keep is not None for request in requests):
         notes.append("forecast.keep is for sweeps: every setting is forecast here.")
     if not cuda and any(request.capacity_bytes for request in requests):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
+from importlib.metadata import version
+from pathlib import Path
 
 from fsdp_lab.config import ConfigError, SweepConfig, workers_of
-from fsdp_lab.config.conf import DEVICE_KINDS, device_file, known_devices
+from fsdp_lab.config.conf import DEVICE_KINDS, calibrations, device_file, known_devices
 from fsdp_lab.config.sweep import Engine
+from fsdp_lab.files import report_damaged
 from fsdp_lab.forecast.fits import GIB
-from fsdp_lab.hardware import gpus, num_gpus
-from fsdp_lab.speed.device import Device, load_device
+from fsdp_lab.forecast.trials import read_trials
+from fsdp_lab.hardware import cpu_name, gpus, num_gpus
+from fsdp_lab.speed.device import Device, DeviceKind, load_device
 from fsdp_lab.speed.fitted import believed
+from fsdp_lab.speed.refine import refine
+from fsdp_lab.wording import count
 
 
 def for_cuda(config: SweepConfig) -> bool:
@@ -22,41 +28,109 @@ def for_cuda(config: SweepConfig) -> bool:
 
 
 def data_sheet(config: SweepConfig) -> Device | None:
-    """The device that `forecast.device` names, or with `auto` the GPU of this machine, where it has a data sheet; else
-    None.
+    """The device that `forecast.device` names, or with `auto` the GPU of this machine, where it has a calibration or a
+    data sheet, or its CPU where that has a calibration; corrected by the trials that ran on it. Else None.
 
     Raises:
         ConfigError: its file is no data sheet.
     """
     claimed = _claimed(config)
-    return None if claimed is None else believed(claimed)
+    return None if claimed is None else _refined(believed(claimed))
 
 
-def device_note(config: SweepConfig) -> str | None:
-    """Return what to say of the device's file: that it claims an error which its figures do not have."""
+def device_notes(config: SweepConfig, num_workers: int) -> list[str]:
+    """Return what to say of the device's file: that it claims an error which its figures do not have, or was measured
+    elsewhere, with another PyTorch or another number of workers."""
     claimed = _claimed(config)
-    if claimed is None or (taken := believed(claimed)) == claimed:
-        return None
-    return (
+    if claimed is None:
+        return []
+    found = _calibration_notes(claimed, num_workers)
+    taken = believed(claimed)
+    if taken == claimed:
+        return found
+    return [
+        *found,
         f"the file of forecast.device={config.forecast.device} says `basis: {claimed.basis}`, and its figures are not "
         f"those that were fitted: it counts as `{taken.basis}` with error_elsewhere ({taken.error.p90 * 100:.2g} % for "
-        "nine of ten); write `basis: data sheet` and its error."
-    )
+        "nine of ten); write `basis: data sheet` and its error.",
+    ]
+
+
+def _calibration_notes(device: Device, num_workers: int) -> list[str]:
+    measured = device.measured
+    if measured is None:
+        return []
+    names = {gpu.name for gpu in gpus()} if device.kind == "cuda" else {cpu_name()}
+    here, torch = ", ".join(sorted(names)) or "a machine without GPUs", _torch_version()
+    others = [
+        f"on {measured.machine}, and this is {here}" if {measured.machine} != names else "",
+        f"with PyTorch {measured.torch}, and this is {torch}" if measured.torch != torch else "",
+        f"with {count(measured.workers, 'worker')}, and this is for {num_workers}"
+        if measured.workers != num_workers
+        else "",
+    ]
+    again = "python -m fsdp_lab.calibrate measures this machine"
+    return [f"The device was calibrated {other}: expect larger errors; {again}." for other in others if other]
+
+
+@cache
+def _torch_version() -> str:
+    return version("torch")
+
+
+def _refined(device: Device) -> Device:
+    """The device as the trials that ran on it correct it."""
+    return refine(device, read_trials(device.name, _torch_version()))
 
 
 def _claimed(config: SweepConfig) -> Device | None:
     """The device as its file has it."""
     file = device_file(config.forecast.device)
     if file is not None:
-        return load_device(file)
+        return _load(file)
     names = {gpu.name for gpu in gpus()} if config.forecast.device == "auto" else set()
-    return sheet_of(names.pop()) if len(names) == 1 else None
+    if not names:
+        return _calibrated(cpu_name(), DeviceKind.cpu) if config.forecast.device != "cuda" else None
+    if len(names) > 1:
+        return None
+    (name,) = names
+    return _calibrated(name, DeviceKind.cuda) or sheet_of(name)
+
+
+def _load(file: Path) -> Device:
+    """Read a device's file, again only when it has changed."""
+    try:
+        changed = file.stat().st_mtime_ns
+    except OSError:
+        changed = 0  # the reader says why
+    return _loaded(file.absolute(), changed)
+
+
+@lru_cache(maxsize=64)
+def _loaded(file: Path, changed: int) -> Device:
+    return load_device(file)
+
+
+def _calibrated(name: str, kind: DeviceKind) -> Device | None:
+    """The newest calibration of this device; of a CPU, where there is none, that of another machine. One that cannot be
+    read counts as absent."""
+    found = []
+    for file in calibrations():
+        try:
+            device = _load(file)
+        except ConfigError as error:
+            report_damaged(file, error)
+            continue
+        if device.kind is kind and device.measured is not None:
+            found.append(device)
+    own = [device for device in found if device.name == name]
+    return next(iter(own or (found if kind is DeviceKind.cpu else [])), None)
 
 
 @cache
 def sheet_of(gpu: str) -> Device | None:
     """The data sheet of a GPU, by the name that its driver tells."""
-    sheets = (load_device(file) for name in known_devices() if (file := device_file(name)) is not None)
+    sheets = (_load(file) for name in known_devices() if (file := device_file(name)) is not None)
     return next((sheet for sheet in sheets if sheet.name == gpu), None)
 
 
@@ -127,6 +201,8 @@ def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
         return int(config.forecast.capacity_gib * GIB)
     if cuda and num_gpus():
         return gpu_memory()
+    if config.forecast.device in DEVICE_KINDS:  # of a CPU a calibration says what is shared with everything else
+        return None
     sheet = data_sheet_here(config, cuda)
     return None if sheet is None else int(sheet.memory_gib * GIB)
 

@@ -18,6 +18,7 @@ _BASES = {
     Basis.data_sheet: "from its data sheet",
     Basis.fitted: "with efficiencies fitted to published steps",
     Basis.calibration: "as calibrated",
+    Basis.trials: "as corrected by the trials that ran on it",
 }
 
 

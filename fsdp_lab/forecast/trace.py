@@ -1,4 +1,4 @@
-"""The operators of a step that runs on fake tensors, as `fsdp_lab.speed` prices them."""
+"""The operators of a step that runs on fake tensors, as `fsdp_lab.speed` prices them, or on real ones."""
 
 from __future__ import annotations
 
@@ -76,7 +76,16 @@ class StepTrace(TorchDispatchMode):
         def recorded(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else _world()
             tensors = [tensor]
-            self._add(ALL_REDUCE, Kind.reduce, Stream.scatter, tensors, tensors, _bytes(tensor), group=ranks)
+            self._add(
+                ALL_REDUCE,
+                Kind.reduce,
+                Stream.scatter,
+                tensors,
+                tensors,
+                _bytes(tensor),
+                dtype=_dtype(tensors),
+                group=ranks,
+            )
             return reduce(tensor, *args, group=group, **kwargs)
 
         self._where, self._fake_mode = where, active_fake_mode()
@@ -90,7 +99,7 @@ class StepTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # it comes again as this rank's parts, with what is sent between them
-        result = func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         if active_fake_mode() is not self._fake_mode:
             return result  # DTensor tries an operator out on tensors of the whole shape
         name = str(func.overloadpacket)
@@ -105,6 +114,9 @@ class StepTrace(TorchDispatchMode):
             self._record(name, func, args, kwargs, result)
         return result
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
     def kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Record a fused kernel that PyTorch does not call here, but on a GPU."""
         if self._where is not None:
@@ -117,7 +129,7 @@ class StepTrace(TorchDispatchMode):
         self._reduced = True
         stream = Stream.gather if kind is Kind.gather else Stream.scatter
         num_bytes = max(map(_bytes, [*first, *others]))
-        self._add(name, kind, stream, others or first, written, num_bytes, group=_ranks(args))
+        self._add(name, kind, stream, others or first, written, num_bytes, dtype=_dtype(first), group=_ranks(args))
 
     def _record(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = tensors_of((args, kwargs))
@@ -142,9 +154,10 @@ class StepTrace(TorchDispatchMode):
         if stream is not Stream.host and self._crosses(read, [*written, *made]):
             kind = Kind.transfer
             num_bytes = sum(map(_bytes, [*written, *made]))  # read on one side, written on the other
-        dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
         shape = _product_shape(args) if name in _PRODUCTS else None
-        self._add(name, kind, stream, read, [*written, *made], num_bytes, flops, dtype, shape)
+        if kind is Kind.attention:
+            shape = _attention_shape(args, name.endswith("_backward"))
+        self._add(name, kind, stream, read, [*written, *made], num_bytes, flops, _dtype(given), shape)
 
     def _stream(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> Stream:
         """On which stream FSDP2 runs it: the ranges that it marks say where the host is."""
@@ -189,6 +202,10 @@ class StepTrace(TorchDispatchMode):
         return int(self._numbers[storage])
 
 
+def _dtype(tensors: Sequence[Tensor]) -> str:
+    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+
+
 def _bytes(tensor: Tensor) -> int:
     """What is read of a tensor: of one that is expanded each element once."""
     count = 1
@@ -201,6 +218,15 @@ def _product_shape(args: Any) -> tuple[int, int, int, int]:
     first, second = [a for a in args if isinstance(a, Tensor)][-2:]
     batch = first.shape[0] if first.dim() == 3 else 1
     return (batch, first.shape[-2], second.shape[-1], first.shape[-1])
+
+
+def _attention_shape(args: Any, backward: bool) -> tuple[int, int, int, int] | None:
+    """Backwards the gradient, which has the query's shape, comes first."""
+    four = [a for a in args if isinstance(a, Tensor) and a.dim() == 4]
+    if len(four) < 3:
+        return None
+    query, key = four[0], four[2 if backward else 1]
+    return (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
 
 
 def _world() -> tuple[int, ...]:

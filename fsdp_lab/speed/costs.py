@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fsdp_lab.speed.device import Device, DeviceKind
@@ -30,8 +31,26 @@ _TREES = (_Path(1, 4 / 3.4, 1, 0.92), _Path(6.8 / 8.4, 0.6 / 3.4, 5 / 14, 1 / 3.
 
 
 def seconds(operator: Operator, device: Device) -> float:
-    """Return how long it takes where nothing else is at work.
+    """Return how long it takes where nothing else is at work: as measured, or else by the device's figures.
 
+    Raises:
+        ConfigError: the device's file has nothing on the dtype that it computes in.
+    """
+    factor = device.factors.communication if operator.kind.is_collective else device.factors.compute
+    if device.measured is not None and operator.kind is not Kind.transfer and operator.stream is not Stream.host:
+        return factor * device.measured.seconds(operator)
+    return factor * _by_figures(operator, device)
+
+
+def host_seconds(program: Sequence[Operator], device: Device) -> list[float]:
+    """Return how long the host takes to issue each operator of a step."""
+    if device.measured is not None:
+        return device.measured.host_seconds(program)
+    return [device.launch_s] * len(program)
+
+
+def _by_figures(operator: Operator, device: Device) -> float:
+    """
     Computing takes as long as the slower of arithmetic and memory ("Roofline", Williams, Waterman and Patterson,
     CACM 52, 2009).
     """
@@ -49,7 +68,7 @@ def seconds(operator: Operator, device: Device) -> float:
         reached = most.attention * efficiency.attention * (_BACKWARD if operator.name.endswith("_backward") else 1.0)
     else:
         reached = most.matmul * efficiency.matmul
-    if operator.shape is not None:
+    if operator.shape is not None and operator.kind is Kind.matmul:
         reached *= occupied(operator.shape, device.num_cores)
     return max(operator.flops / (device.peak(operator.dtype) * reached), memory)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import ConfigError
+from fsdp_lab.speed.measured import Measured, read_measured
 
 
 class DeviceKind(StrEnum):
@@ -20,11 +21,13 @@ class DeviceKind(StrEnum):
 
 class Basis(StrEnum):
     """Where a device's efficiencies are from. `data sheet`: from another device, as none were measured on this one;
-    `fitted`: to published steps of this one; `calibration`: measured on it."""
+    `fitted`: to published steps of this one; `calibration`: measured on it; `trials`: any of these, corrected by
+    trials that ran on it."""
 
     data_sheet = "data sheet"
     fitted = "fitted"
     calibration = "calibration"
+    trials = "trials"
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,23 @@ class KnownError:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What finished trials have taken of what was predicted.
+
+    Attributes:
+        compute: factor of the seconds of everything but collectives.
+        communication: factor of the seconds of collectives.
+        overlap: the share that was hidden of what the streams could hide.
+        settings: how many of them have run.
+    """
+
+    compute: float = 1.0
+    communication: float = 1.0
+    overlap: float = 1.0
+    settings: int = 0
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of device, and the nodes that it stands in.
 
@@ -91,6 +111,8 @@ class Device:
             bfloat16, on one node.
         error_elsewhere: of predictions of any other step.
         source: where the figures are from.
+        measured: by a calibration, in place of what the peaks and efficiencies say; None: there was none.
+        factors: by which trials that ran on it correct the rest; in no file.
     """
 
     name: str
@@ -114,6 +136,8 @@ class Device:
     error: KnownError
     error_elsewhere: KnownError
     source: str = field(default="", compare=False)
+    measured: Measured | None = None
+    factors: Factors = Factors()
 
     def peak(self, dtype: str) -> float:
         """
@@ -130,7 +154,8 @@ class Device:
             ) from None
 
 
-_FIELDS = {each.name: each.type for each in fields(Device)}
+_OPTIONAL = {"measured"}
+_FIELDS = {each.name: each.type for each in fields(Device) if each.name != "factors"}
 
 
 def load_device(path: Path) -> Device:
@@ -145,14 +170,14 @@ def load_device(path: Path) -> Device:
         read = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    content = _checked(read, Device, path.name)
+    content = _checked(read, set(_FIELDS), path.name, _OPTIONAL)
     for key, of in (
         ("reached", Reached),
         ("efficiency", Efficiency),
         ("error", KnownError),
         ("error_elsewhere", KnownError),
     ):
-        content[key] = of(**_checked(content[key], of, f"{path.name}: {key}"))
+        content[key] = of(**_checked(content[key], {each.name for each in fields(of)}, f"{path.name}: {key}"))
     for key, choices in (("kind", DeviceKind), ("basis", Basis)):
         try:
             content[key] = choices(content[key])
@@ -160,6 +185,8 @@ def load_device(path: Path) -> Device:
             known = ", ".join(choices)
             raise ConfigError(f"{path.name}: {key}={content[key]} is none of {known}; use one of these.") from None
     _check_numbers(content, path.name)
+    if content.get("measured") is not None:
+        content["measured"] = read_measured(content["measured"], path.name)
     return Device(**content)
 
 
@@ -178,10 +205,9 @@ def _check_numbers(content: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _checked(content: Any, of: type, where: str) -> dict[str, Any]:
-    expected = {f.name for f in fields(of)}
+def _checked(content: Any, expected: set[str], where: str, optional: Collection[str] = ()) -> dict[str, Any]:
     found = set(content) if isinstance(content, dict) else set()
-    if found != expected:
-        missing, unknown = sorted(expected - found), sorted(map(str, found - expected))
+    missing, unknown = sorted(expected - found - set(optional)), sorted(map(str, found - expected))
+    if missing or unknown:
         raise ConfigError(f"{where} is no data sheet of a device: missing {missing}, unknown {unknown}.")
     return dict(content)

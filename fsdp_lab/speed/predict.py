@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.speed.costs import seconds
-from fsdp_lab.speed.device import Basis, Device
+from fsdp_lab.speed.costs import host_seconds, seconds
+from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors
 from fsdp_lab.speed.program import Kind, Operator, Stream
 from fsdp_lab.speed.streams import Schedule, schedule
 
 BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
 _STEP = 1e-3  # of which the duration of a bound is changed, to see what becomes of the step
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds that make up a step, as the device's file has them, before trials correct them.
+
+    Attributes:
+        compute: by which the step would be shorter without anything but collectives and launches.
+        communication: the same of collectives.
+        launch: the same of launches.
+        hidden: of what runs at the same time as something else.
+    """
+
+    compute: float
+    communication: float
+    launch: float
+    hidden: float
 
 
 @dataclass(frozen=True)
@@ -28,6 +45,7 @@ class Speed:
         basis: where the device's figures are from.
         device: its name.
         samples: that all workers train on in the step.
+        parts: what the step is made of, for trials to correct.
         tokens: that a sample has; None where samples are what is counted.
         mfu: the model's FLOPs over what the device could do in the step; None where one of them is not known.
     """
@@ -43,6 +61,7 @@ class Speed:
     tokens: int | None = None
     mfu: float | None = None
     busy: dict[str, float] = field(default_factory=dict)
+    parts: Parts | None = None
 
     @property
     def bound(self) -> str:
@@ -71,28 +90,46 @@ def predict(
         ConfigError: the device's file has no peak for what the program computes in.
     """
     durations = [seconds(operator, device) for operator in program]
+    launches = host_seconds(program, device)
     bounds = [bound_of(operator) for operator in program]
+    synchronous = device.kind is DeviceKind.cpu
 
     def run(slower: str = "", factor: float = 1.0) -> Schedule:
         scaled = [d * factor if b == slower else d for d, b in zip(durations, bounds, strict=True)]
-        launch_s = device.launch_s * (factor if slower == "launch" else 1.0)
-        return schedule(program, scaled, launch_s, separate_scatter)
+        scale = factor if slower == "launch" else 1.0
+        return schedule(program, scaled, [cost * scale for cost in launches], separate_scatter, synchronous)
 
     found = run()
-    gains = {name: max(found.seconds - run(name, 1 - _STEP).seconds, 0.0) for name in {*bounds, "launch"}}
-    total = sum(gains.values()) or 1.0
+    exposed = {name: max(found.seconds - run(name, 1 - _STEP).seconds, 0.0) / _STEP for name in {*bounds, "launch"}}
+    total = sum(exposed.values()) or 1.0
+    hidden = _hidden(durations, launches, synchronous, found.seconds)
+    step_s = found.seconds + (1 - device.factors.overlap) * hidden
     most = (device.error if looked_at else device.error_elsewhere).p90
     speed = Speed(
-        found.seconds,
-        {name: gains.get(name, 0.0) / total for name in BOUNDS},
-        found.seconds / (1 + most),
-        found.seconds / (1 - most),
+        step_s,
+        {name: exposed.get(name, 0.0) / total for name in BOUNDS},
+        step_s / (1 + most),
+        step_s / (1 - most),
         most,
         device.basis,
         device.name,
         busy={stream.value: busy for stream, busy in found.busy().items()},
+        parts=_parts(exposed, hidden, device.factors),
     )
     return speed, found
+
+
+def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: bool = False) -> float:
+    """Return the seconds of a step, where nothing else of `predict` is wanted."""
+    durations = [seconds(operator, device) for operator in program]
+    launches, synchronous = host_seconds(program, device), device.kind is DeviceKind.cpu
+    found = schedule(program, durations, launches, separate_scatter, synchronous).seconds
+    return found + (1 - device.factors.overlap) * _hidden(durations, launches, synchronous, found)
+
+
+def _hidden(durations: Sequence[float], launches: Sequence[float], synchronous: bool, found: float) -> float:
+    """By how many seconds a step is shorter than all that it does, one after the other."""
+    return max(sum(durations) + (sum(launches) if synchronous else 0.0) - found, 0.0)
 
 
 def bound_of(operator: Operator) -> str:
@@ -102,3 +139,9 @@ def bound_of(operator: Operator) -> str:
     if operator.kind.is_collective:
         return "scatter"
     return "transfer" if operator.kind is Kind.transfer or operator.stream is Stream.host else "compute"
+
+
+def _parts(exposed: Mapping[str, float], hidden: float, factors: Factors) -> Parts:
+    communication = exposed.get("gather", 0.0) + exposed.get("scatter", 0.0)
+    compute = exposed.get("compute", 0.0) + exposed.get("transfer", 0.0)
+    return Parts(compute / factors.compute, communication / factors.communication, exposed["launch"], hidden)

@@ -47,9 +47,10 @@ class Operator:
         flops: of a matrix product or of attention, multiplications and additions apart; what a causal mask leaves out
             does not count.
         num_bytes: read and written; of a collective, what all ranks of it hold together.
-        dtype: what matrix products are computed in, as `bfloat16`.
+        dtype: of the first tensor that it is given, as `bfloat16`: what matrix products are computed in.
         group: the ranks of a collective.
-        shape: of a matrix product, (batch, rows, columns, inner size).
+        shape: of a matrix product, (batch, rows, columns, inner size); of attention, (heads of all samples, queries,
+            keys, size of a head).
         reads: storages, by numbers that tell them apart. What waits for what is found in them.
         writes: the same.
         sizes: bytes of what is read and written of each of these storages, in their order.

@@ -40,7 +40,11 @@ class Schedule:
 
 
 def schedule(
-    program: Sequence[Operator], durations: Sequence[float], launch_s: float, separate_scatter: bool = False
+    program: Sequence[Operator],
+    durations: Sequence[float],
+    launches: Sequence[float],
+    separate_scatter: bool = False,
+    synchronous: bool = False,
 ) -> Schedule:
     """Return when each operator runs: after the host has issued it, after the one before it on its stream, and after
     what it reads has been written and what it overwrites has been read.
@@ -51,8 +55,9 @@ def schedule(
 
     Args:
         durations: seconds of each operator.
-        launch_s: seconds from one operator that is issued to the next.
+        launches: seconds that the host takes to issue each operator.
         separate_scatter: reductions have a communicator of their own.
+        synchronous: the host waits for each operator, as on a CPU; DDP's reductions are sent by a thread of gloo's.
     """
     free: dict[Stream, float] = defaultdict(float)
     written: dict[int, float] = {}
@@ -62,7 +67,7 @@ def schedule(
     copied_out: list[float] = []
     issued = 0.0
     slots = []
-    for operator, duration in zip(program, durations, strict=True):
+    for operator, duration, launch_s in zip(program, durations, launches, strict=True):
         issued += launch_s
         stream, reads, writes = operator.stream, operator.reads, operator.writes
         waits = [issued, free[stream]]
@@ -84,6 +89,8 @@ def schedule(
             scattered.append(end)
         if operator.name.endswith("split_with_sizes_copy"):
             copied_out.append(end)
+        if synchronous and not (operator.kind is Kind.reduce and operator.phase == "backward"):
+            issued = end
         free[stream] = end
         for storage in reads:
             last_read[storage] = max(last_read.get(storage, 0.0), end)

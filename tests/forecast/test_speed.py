@@ -371,7 +371,8 @@ KEEP = ["forecast.keep='5'", "forecast.device=h100_sxm"]
         (["forecast.keep=some"], "forecast.keep=some is not a number"),
         (
             ["forecast.keep='5'"],
-            "needs predicted speeds, and there are none for CPUs; on GPUs name them: forecast.device=<a100_40gb|",
+            "there are none for these CPUs yet; measure them by python -m fsdp_lab.calibrate, or on GPUs name them: "
+            "forecast.device=<a100_40gb|",
         ),
         ([*KEEP, "forecast.enabled=false"], "forecast.enabled=false: nothing is known"),
         ([*KEEP, "search=random"], "a search suggests its trials one by one"),

@@ -9,7 +9,7 @@ import yaml
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.parallel import Dtype
-from fsdp_lab.forecast.devices import data_sheet, device_note
+from fsdp_lab.forecast.devices import data_sheet, device_notes
 from fsdp_lab.speed.device import Basis, load_device
 from fsdp_lab.speed.fitted import DIGESTS, believed, digest
 from fsdp_lab.training.speed import PEAK_FLOPS
@@ -57,12 +57,12 @@ def test_a_file_that_was_edited_loses_the_claim_to_have_been_fitted(
     found = believed(claimed)
     asked = config(f"forecast.device={tmp_path}/mine.yaml")
     assert data_sheet(asked) == found
-    note = device_note(asked)
+    notes = device_notes(asked, 8)
     if believes:
-        assert found == claimed and note is None
+        assert found == claimed and notes == []
     else:
         assert (found.basis, found.error) == (Basis.data_sheet, claimed.error_elsewhere)
-        assert note is not None and "counts as `data sheet` with error_elsewhere (15 % for nine of ten)" in note
+        assert "counts as `data sheet` with error_elsewhere (15 % for nine of ten)" in notes[0]
 
 
 def test_training_knows_the_same_peaks_without_reading_yaml():

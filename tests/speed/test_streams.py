@@ -26,7 +26,7 @@ def computes(unit: int, seconds: float = 3.0) -> tuple[Operator, float]:
 
 def run(*timed: tuple[Operator, float], launch_s: float = 0.0, separate: bool = False) -> Schedule:
     program, durations = zip(*timed, strict=True)
-    return schedule(program, durations, launch_s, separate)
+    return schedule(program, durations, [launch_s] * len(program), separate)
 
 
 def forward(units: int, seconds: float = 3.0) -> list[tuple[Operator, float]]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from importlib.metadata import version
 from types import TracebackType
 
-from fsdp_lab.config import workers_of
+from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, device_note
+from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, device_notes
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.keep import Predicted, passed_over
 from fsdp_lab.forecast.run import Background, Forecaster, Request
+from fsdp_lab.forecast.trials import record_trials
 from fsdp_lab.hardware import gpus, num_gpus
-from fsdp_lab.metrics import MIB, PREDICTED_SPEED
+from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, SPEED
+from fsdp_lab.speed.refine import Trial
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
@@ -42,6 +45,7 @@ class Forecasts(Listener):
         self._pending: dict[int, tuple[Future[Forecast], Request]] = {}
         self._known: dict[str, Forecast] = {}
         self._without: dict[int, str] = {}  # by trial, why it has none
+        self._measured: dict[str, tuple[str, Trial]] = {}  # the device of each, too
 
     def __enter__(self) -> Forecasts:
         if self._early is not None:
@@ -88,7 +92,7 @@ class Forecasts(Listener):
         """Skip what `forecast.keep` leaves out, and say so."""
         asked = sweep.config.forecast
         for request in requests.values():
-            if request.sheet is not None and (note := device_note(request.config)):
+            for note in device_notes(request.config, request.num_workers) if request.sheet is not None else ():
                 sweep.say_once(f"note: {note}")
         named = asked.device not in DEVICE_KINDS
         if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values()):
@@ -140,15 +144,28 @@ class Forecasts(Listener):
         self._say_why(sweep, number)
 
     def ended(self, sweep: SweepRun, number: int) -> None:
-        if sweep.states[number].status is not TrialStatus.failed:
+        state = sweep.states[number]
+        if state.status is not TrialStatus.failed:
             self._say_why(sweep, number)
+        if state.status is TrialStatus.finished and (trial := _measured(state)) is not None:
+            self._measured[f"{sweep.folder.absolute()}/{number}"] = trial
 
     def _say_why(self, sweep: SweepRun, number: int) -> None:
         if (reason := self._without.pop(number, None)) is not None:
             sweep.say(f"{label(number, sweep.states)} has no forecast: {reason}")
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
+        self._remember(sweep)
         self._forecaster.__exit__()  # its process holds PyTorch in memory
+
+    def _remember(self, sweep: SweepRun) -> None:
+        """Let trials that were predicted correct later predictions of their device."""
+        for device in sorted({device for device, _ in self._measured.values()}):
+            own = {name: trial for name, (of, trial) in self._measured.items() if of == device}
+            try:
+                record_trials(device, own)
+            except (OSError, UserError) as error:
+                sweep.say(f"what these trials say of {device} is not kept for later forecasts: {error}")
 
     def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
         """Publish a forecast, and skip the trial where it is not to be tried."""
@@ -171,6 +188,17 @@ class Forecasts(Listener):
             sweep.say(f"{name} starts though it is tight: {forecast.shortage}; it may be slow, or run out of memory")
         elif prune and forecast.fits is False:
             sweep.skip(number, f"{forecast.shortage}; forecast.prune=true does not start it")
+
+
+def _measured(state: TrialState) -> tuple[str, Trial] | None:
+    """The device and the step of a trial that had it to itself, beside what was predicted; None where nothing was."""
+    speed, metrics = state.forecast.speed if state.forecast else None, state.metrics
+    if speed is None or speed.parts is None or not metrics.get(SPEED):
+        return None
+    if metrics.get(OTHERS_CPU, 0.0) > state.trial.config.report.others_cpu:
+        return None
+    step_s = speed.samples / metrics[SPEED] * (1 - metrics.get(DATA_WAIT, 0.0))
+    return speed.device, Trial(speed.parts, step_s, version("torch"))
 
 
 def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:

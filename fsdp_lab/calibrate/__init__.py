@@ -1,0 +1,1 @@
+"""What this machine's operators, collectives and Python take, measured in about two minutes: a device file."""

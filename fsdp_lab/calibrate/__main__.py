@@ -1,0 +1,170 @@
+"""Measure what training takes on this machine, for speed forecasts: about two minutes, best on a quiet machine.
+
+python -m fsdp_lab.calibrate workers=2
+python -m fsdp_lab.calibrate workers=8 device=cuda name=h100_here
+
+Options: `workers` (as many as there are GPUs, or 2), `device=auto|cpu|cuda` (auto: GPUs where there are any),
+`limit_s=120` (how long to measure), `name` (of the file in outputs/devices; by default the device's own). Forecasts and
+sweeps on this machine use the file by themselves; `forecast.device=<name>` names it anywhere else.
+"""
+
+from __future__ import annotations
+
+import fsdp_lab.installed  # noqa: F401
+
+# isort: split
+import json
+import math
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_lab.calibrate.reference import Reference, references
+from fsdp_lab.config import ConfigError, UserError, read_words
+from fsdp_lab.config.conf import CALIBRATIONS, slug
+from fsdp_lab.hardware import num_cpus, num_gpus
+from fsdp_lab.speed.device import Device
+
+KEYS = ("workers", "device", "limit_s", "name")
+_LIMIT_S = 120.0
+_FORECASTS_S = 25.0  # of the limit: for forecasts of what is measured, and the fit
+
+
+@dataclass(frozen=True)
+class Options:
+    workers: int
+    cuda: bool
+    limit_s: float
+    name: str | None
+
+
+def main() -> int:
+    try:
+        options = read_options(sys.argv[1:])
+        device = calibrate(options, references(options.workers))
+    except UserError as error:
+        print(f"fsdp_lab.calibrate: {error}", file=sys.stderr)
+        return 2
+    file = CALIBRATIONS / f"{options.name or slug(device.name)}.yaml"
+    write_device(file, device)
+    print(summary(device, file))
+    return 0
+
+
+def read_options(words: Sequence[str]) -> Options:
+    """
+    Raises:
+        ConfigError: an unknown key, or a value that is none of its key's.
+    """
+    given = read_words(words, KEYS, __doc__ or "")
+    kind = given.get("device", "auto")
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={kind} is not an option. Choose one of: auto, cpu, cuda.")
+    if kind == "cuda" and not num_gpus():
+        raise ConfigError("device=cuda: this machine has no GPU; use device=cpu, or device=auto.")
+    cuda = kind != "cpu" and num_gpus() > 0
+    workers = _whole(given, "workers", num_gpus() if cuda else min(2, num_cpus()))
+    most = num_gpus() if cuda else num_cpus()
+    if workers > most:
+        raise ConfigError(
+            f"workers={workers} is more than the {most} {'GPUs' if cuda else 'cores'} of this machine; use {most} or "
+            "fewer."
+        )
+    name = given.get("name")
+    if name is not None and not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(f"name={name} becomes the name of a file; use letters, digits, _, - and points.")
+    return Options(workers, cuda, float(_whole(given, "limit_s", int(_LIMIT_S))), name)
+
+
+def _whole(given: dict[str, str], key: str, default: int) -> int:
+    value = given.get(key, str(default))
+    if not re.fullmatch(r"[1-9]\d*", value):
+        raise ConfigError(f"{key}={value} is no whole number above 0; use for example {key}={default}.")
+    return int(value)
+
+
+def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
+    """Measure the settings and return this machine as a device.
+
+    Raises:
+        UserError: a rank failed.
+    """
+    from fsdp_lab.calibrate.fit import fit
+    from fsdp_lab.calibrate.steps import as_steps, device_here, with_fit
+
+    begun = time.time()
+    print(f"trains small models on {options.workers} workers for about {options.limit_s:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        found = _measure(options, settings, Path(folder), begun + max(options.limit_s - _FORECASTS_S, 0))
+    print("forecasts the same steps, and fits one to the other", flush=True)
+    steps, collectives = as_steps(found, settings, options.workers, options.cuda)
+    here = device_here(options.workers, options.cuda, steps, collectives)
+    return with_fit(here, fit(steps, collectives, here))
+
+
+def _measure(options: Options, settings: Sequence[Reference], folder: Path, until: float) -> dict[str, list]:  # type: ignore[type-arg]
+    import torch.multiprocessing as mp
+
+    from fsdp_lab.calibrate.rank import run_rank
+
+    arguments = (options.workers, str(folder), list(settings), until, options.cuda)
+    try:
+        mp.start_processes(run_rank, arguments, nprocs=options.workers, start_method="spawn")
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        last = str(error).strip().splitlines()[-1]
+        raise UserError(f"a worker of the calibration failed: {last}") from error
+    content: dict[str, list] = json.loads((folder / "rank0.json").read_text())  # type: ignore[type-arg]
+    return content
+
+
+def write_device(file: Path, device: Device) -> None:
+    """Write what `load_device` reads, whole or not at all."""
+    from dataclasses import asdict
+
+    import yaml
+
+    from fsdp_lab.files import write_text
+    from fsdp_lab.speed.measured import plain_measured
+
+    assert device.measured is not None
+    content = asdict(device) | {"kind": device.kind.value, "basis": device.basis.value}
+    content["peak_flops"] = dict(device.peak_flops)
+    content["measured"] = plain_measured(device.measured)
+    del content["factors"]
+    told = yaml.safe_dump(_floats(content), sort_keys=False, default_flow_style=None, width=120)
+    write_text(file, f"# Written by python -m fsdp_lab.calibrate.\n{told}")
+
+
+def _floats(value: object) -> object:
+    """The same with four digits, in the form that YAML reads as a number."""
+    if isinstance(value, dict):
+        return {key: _floats(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_floats(item) for item in value]
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.4g}")
+    return value
+
+
+def summary(device: Device, file: Path) -> str:
+    assert device.measured is not None
+    rates = ", ".join(f"{dtype} {rate / 1e9:,.3g}" for dtype, rate in device.peak_flops.items())
+    host = device.measured.host
+    return "\n".join(
+        [
+            f"{device.name}, PyTorch {device.measured.torch}, {device.measured.workers} workers:",
+            f"  matrix products, GFLOP/s of a worker: {rates}",
+            f"  memory {device.memory_bandwidth / 1e9:,.3g} GB/s, links {device.link_bandwidth / 1e9:,.3g} GB/s",
+            f"  Python: {host.operator_s * 1e6:,.3g} us an operator, {host.collective_s * 1e6:,.3g} us a collective",
+            f"  error for unseen models: median {device.error.median:.0%}, nine of ten {device.error.p90:.0%}",
+            f"written: {file}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""From what was measured to a device file: lines through operators, then what they leave of whole steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares, nnls
+
+from fsdp_lab.speed.device import Device, KnownError
+from fsdp_lab.speed.measured import ANY, HostCosts, Line, Measured
+from fsdp_lab.speed.predict import step_seconds
+from fsdp_lab.speed.program import Kind, Operator
+
+_LEAST_SHARE = 2e-4  # of all seconds: an operator with less has its kind's line
+_LARGE = 2.0**22  # bytes of an operator of which a line should be right even where it was measured with less
+_PRIOR_SAMPLES = 0.3  # what the kind's line weighs there
+_FAR = 0.1  # relative errors of steps beyond this weigh less
+# Where the fit of whole steps starts, and what a factor of e away from there weighs, as a relative error.
+_START = {
+    "compute": 1.0,
+    "communication": 1.0,
+    "operator_s": 2e-5,
+    "collective_s": 3e-4,
+    "microbatch_s": 5e-4,
+    "step_s": 5e-4,
+}
+_PRIOR = 0.02
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One operator that ran; see `Line`."""
+
+    name: str
+    kind: str
+    dtype: str
+    flops: float
+    num_bytes: float
+    items: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A reference: its family, its operators as measured, its program as forecast, and the median of its steps."""
+
+    family: str
+    samples: Sequence[Sample]
+    program: Sequence[Operator]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """`errors`: predicted / measured - 1 of each reference, by a fit that has not seen its family."""
+
+    measured: Measured
+    errors: Sequence[float]
+
+
+def fit(steps: Sequence[Steps], collectives: Sequence[Sample], device: Device) -> Fitted:
+    """Return what was measured, and how far off it is for models that it has not seen.
+
+    Args:
+        device: all but what is measured. Its `measured` says of which machine.
+    """
+    assert device.measured is not None
+    theta = _start()
+
+    def lines_of(some: Sequence[Steps]) -> dict[str, dict[str, Line]]:
+        return fit_lines([*(sample for one in some for sample in one.samples), *collectives])
+
+    def logs(some: Sequence[Steps], lines: Mapping[str, Mapping[str, Line]], at: np.ndarray) -> np.ndarray:
+        measured = _at(device.measured, lines, at)
+        known = replace(device, measured=measured)
+        return np.array([np.log(step_seconds(one.program, known) / one.seconds) for one in some])
+
+    everything = lines_of(steps)
+    theta = _solve(lambda at: logs(steps, everything, at), theta)
+    errors: dict[int, float] = {}
+    for family in sorted({one.family for one in steps}):
+        seen = [one for one in steps if one.family != family]
+        unseen = {number: one for number, one in enumerate(steps) if one.family == family}
+        if not seen:
+            continue
+        lines = lines_of(seen)
+        own = _solve(_linear(lambda at, lines=lines, seen=seen: logs(seen, lines, at), theta), theta)  # type: ignore[misc]
+        found = logs(list(unseen.values()), lines, own)
+        errors |= dict(zip(unseen, np.expm1(found).tolist(), strict=True))
+    return Fitted(_at(device.measured, everything, theta), [errors[n] for n in sorted(errors)])
+
+
+def known_error(errors: Sequence[float]) -> KnownError:
+    """Return the errors' median and 90th percentile, within what a device file may say."""
+    if not errors:
+        return KnownError(0.2, 0.5)
+    low, high = np.quantile(np.abs(errors), [0.5, 0.9], method="higher")
+    return KnownError(round(float(np.clip(low, 0.01, 0.9)), 3), round(float(np.clip(high, 0.02, 0.9)), 3))
+
+
+def fit_lines(samples: Sequence[Sample]) -> dict[str, dict[str, Line]]:
+    """Return a line for each name and dtype that takes a share of the time, and one for each kind and dtype, which
+    stands for the others."""
+    total = sum(sample.seconds for sample in samples)
+    named: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    lines: dict[str, dict[str, Line]] = defaultdict(dict)
+    for kind in sorted({sample.kind for sample in samples}):
+        some = [sample for sample in samples if sample.kind == kind]
+        lines[kind][ANY] = _line(some)
+        arithmetic = kind in (Kind.matmul, Kind.attention)  # of which one dtype tells nothing of another
+        for dtype in sorted({sample.dtype for sample in some}):
+            prior = None if arithmetic else lines[kind][ANY]
+            lines[kind][dtype] = _line([one for one in some if one.dtype == dtype], prior)
+        if arithmetic:
+            del lines[kind][ANY]
+    for sample in samples:
+        if not Kind(sample.kind).is_collective:
+            named[sample.name, sample.dtype].append(sample)
+    for (name, dtype), some in named.items():
+        if sum(sample.seconds for sample in some) > _LEAST_SHARE * total:
+            lines[name][dtype] = _line(some, lines[some[0].kind][dtype])
+    return dict(lines)
+
+
+def _line(samples: Sequence[Sample], prior: Line | None = None) -> Line:
+    """The least squares of errors that grow with the square root of the seconds, without negative coefficients.
+
+    Args:
+        prior: what holds for sizes that the samples do not tell of.
+    """
+    table = [[1.0, one.flops, one.num_bytes, one.items] for one in samples]
+    target = [max(one.seconds, 1e-9) for one in samples]
+    weights = [1.0] * len(samples)
+    if prior is not None:
+        largest = max(samples, key=lambda one: one.num_bytes)
+        times = max(1.0, _LARGE / max(largest.num_bytes, 1.0))
+        table.append([1.0, largest.flops * times, largest.num_bytes * times, largest.items * times])
+        target.append(prior.seconds(*table[-1][1:]))
+        weights.append(_PRIOR_SAMPLES)
+    rows, seconds = np.array(table), np.array(target)
+    scaling = np.sqrt(np.array(weights) / seconds)
+    scale = np.maximum(rows.max(axis=0), 1e-30)
+    found = nnls(rows / scale * scaling[:, None], seconds * scaling)[0] / scale
+    return Line(*(float(f"{value:.4g}") for value in found))
+
+
+def _at(known: Measured | None, lines: Mapping[str, Mapping[str, Line]], theta: np.ndarray) -> Measured:
+    """What theta says, with the factors in the lines."""
+    assert known is not None
+    value = dict(zip(_START, np.exp(theta).tolist(), strict=True))
+    host = HostCosts(**{name: value[name] for name in vars(known.host)})
+
+    def scaled(name: str, line: Line) -> Line:
+        collective = name in set(Kind) and Kind(name).is_collective
+        factor = value["communication" if collective else "compute"]
+        return Line(*(factor * part for part in vars(line).values()))
+
+    operators = {name: {dtype: scaled(name, line) for dtype, line in some.items()} for name, some in lines.items()}
+    return replace(known, operators=operators, host=host)
+
+
+def _start() -> np.ndarray:
+    return np.log(list(_START.values()))
+
+
+def _solve(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
+    prior = _start()
+    found = least_squares(
+        lambda theta: np.concatenate([errors(theta), _PRIOR * (theta - prior)]), start,
+        loss="soft_l1", f_scale=_FAR, diff_step=1e-3, max_nfev=15, bounds=(prior - 4.0, prior + 4.0),
+    )  # fmt: skip
+    return np.asarray(found.x)
+
+
+def _linear(errors: Callable[[np.ndarray], np.ndarray], centre: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """The same near a point, from how errors change there."""
+    here, step = errors(centre), 1e-3
+    slopes = np.stack([(errors(centre + step * unit) - here) / step for unit in np.eye(len(centre))], axis=1)
+    return lambda theta: here + slopes @ (theta - centre)

@@ -1,0 +1,224 @@
+"""What one rank of a calibration does: trains each reference a few steps at a time, again and again."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_lab.calibrate.reference import Reference
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.forecast.trace import StepTrace
+from fsdp_lab.speed.measured import items
+from fsdp_lab.speed.program import Kind, Operator
+from fsdp_lab.training.__main__ import read_config
+from fsdp_lab.training.build import build, leaves_some_unused
+from fsdp_lab.training.checkpoint import TrainState
+from fsdp_lab.training.data import microbatch_size
+from fsdp_lab.training.distributed import Ranks, build_parallel_dims, join_by_file_store, largest, setup_distributed
+from fsdp_lab.training.loop import train_step
+from fsdp_lab.training.weights import init_weights
+from fsdp_lab.workloads.base import Batch, Workload, tensors_of
+from fsdp_lab.workloads.build import build_workload
+
+SMALL = ("data.num_train=256", "data.num_val=8", "checkpoint.mode=off", "export=false", "memory_profile=off")
+_WAIT_S = 60.0  # for the other ranks
+_STEPS = 6  # of a reference in each round, after one that warms up
+_MOST_ROUNDS = 20
+_SENT = (2**12, 2**16, 2**19, 2**21, 2**23)  # bytes of the collectives that are timed
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Seconds:
+    """What was measured of a reference: seconds of its steps, and of each of its operators in turn."""
+
+    steps: list[float] = field(default_factory=list)
+    operators: list[list[float]] = field(default_factory=list)
+
+
+class TimedTrace(StepTrace):
+    """Records operators of real tensors, and how long each takes: `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None)
+        self.seconds: list[float] = []
+        self._clock, self._last = _Clock(device), 0.0
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        begun = self._clock.now()
+        result = func(*args, **kwargs)
+        self._last = self._clock.since(begun)
+        return result
+
+    def _add(self, *args: Any, **kwargs: Any) -> None:
+        super()._add(*args, **kwargs)
+        self.seconds.append(self._last)
+
+
+class _Clock:
+    """Seconds of what runs on a device: of events on a GPU, else of the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def since(self, begun: Any) -> float:
+        if not self._cuda:
+            return time.perf_counter() - float(begun)
+        event = self.now()
+        event.synchronize()
+        return float(begun.elapsed_time(event)) / 1e3
+
+
+class Subject:
+    """A reference, built and ready to step."""
+
+    def __init__(self, reference: Reference, ranks: Ranks) -> None:
+        self.config: TrialConfig = read_config(None, [*SMALL, *reference.words])
+        self._ranks = ranks
+        workload: Workload = build_workload(self.config.model, self.config.data, self.config.task)
+        dims = build_parallel_dims(self.config.sharding, ranks)
+        self._task, device = workload.task, ranks.device
+        self._state: TrainState = build(
+            workload.model, self.config, dims, device,
+            materialize=lambda model, blueprint: init_weights(model, blueprint, self.config, device, None),
+            find_unused=leaves_some_unused(workload, self.config),
+        )  # fmt: skip
+        self._state.model.train()
+        size = microbatch_size(self.config.training, dims)
+        self._batches = [workload.data.example_batch(size) for _ in range(self.config.training.grad_accum_steps)]
+        _fill(self._batches)
+        self.seconds = Seconds()
+        self.program: list[Operator] = []
+
+    def round(self) -> None:
+        """Take some steps, and then one operator by operator."""
+        self._step()
+        for _ in range(_STEPS):
+            self._synchronize()
+            begun = time.perf_counter()
+            self._step()
+            self._synchronize()
+            self.seconds.steps.append(time.perf_counter() - begun)
+        trace = TimedTrace(self._ranks.device)
+        with trace.following(lambda: ("", "")):
+            self._step()
+        if len(trace.program) == len(self.program) or not self.program:  # a scaler may skip the optimizer's step
+            self.program = trace.program
+            self.seconds.operators.append(trace.seconds)
+
+    def _step(self) -> None:
+        train_step(self._state, self._task, self._batches, self.config, self._ranks.device)
+
+    def _synchronize(self) -> None:
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _fill(batches: Sequence[Batch]) -> None:
+    for tensor in tensors_of(list(batches)):
+        if tensor.is_floating_point():
+            tensor.normal_()
+        else:
+            tensor.random_(0, 10)
+
+
+def run_rank(rank: int, workers: int, folder: str, references: Sequence[Reference], until: float, cuda: bool) -> None:
+    """Measure until a point in time, and leave `rank<n>.json`.
+
+    Args:
+        folder: of the process group's file, and of what is left.
+        until: seconds since the epoch; every reference is measured once in any case.
+    """
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
+    torch.set_num_threads(1)
+    if cuda:
+        torch.cuda.set_device(rank)
+    join_by_file_store(f"{folder}/store", "cpu:gloo,cuda:nccl" if cuda else "gloo", rank, workers, _WAIT_S)
+    ranks = setup_distributed()
+
+    def say(what: str) -> None:
+        if rank == 0:
+            print(what, flush=True)
+
+    torch.manual_seed(0)
+    collectives = time_collectives(ranks)
+    say(f"builds {len(references)} small models")
+    subjects = [Subject(reference, ranks) for reference in references]
+    for count in range(1, _MOST_ROUNDS + 1):
+        begun = time.time()
+        for subject in subjects:
+            subject.round()
+        left = until - time.time()
+        say(f"round {count}: {_STEPS} steps of each in {time.time() - begun:.0f} s, {max(left, 0):.0f} s left")
+        if largest(float(left < time.time() - begun)):  # not enough for another
+            break
+    found = {
+        "collectives": collectives,
+        "references": [
+            {"steps": s.seconds.steps, "operators": _medians(s.program, s.seconds.operators)} for s in subjects
+        ],
+    }
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # PyTorch's threads outlive the interpreter now and then
+
+
+def _medians(program: Sequence[Operator], seconds: Sequence[Sequence[float]]) -> list[list[Any]]:
+    """`[name, kind, dtype, flops, bytes, items, seconds]` of each operator but collectives, which are timed alone."""
+    columns = zip(program, zip(*seconds, strict=True), strict=True)
+    return [
+        [o.name, o.kind.value, o.dtype, o.flops, o.num_bytes, items(o), median(times)]
+        for o, times in columns
+        if not o.kind.is_collective
+    ]
+
+
+def time_collectives(ranks: Ranks) -> list[list[Any]]:
+    """Return `[kind, dtype, bytes that all ranks hold together, seconds]` of collectives of several sizes."""
+    found: list[list[Any]] = []
+    if ranks.world_size == 1:
+        return found
+    for dtype in _DTYPES:
+        for num_bytes in _SENT:
+            part = torch.zeros(
+                max(num_bytes // dtype.itemsize // ranks.world_size, 1), dtype=dtype, device=ranks.device
+            )
+            whole = torch.zeros(part.numel() * ranks.world_size, dtype=dtype, device=ranks.device)
+            for kind, send in _sends(part, whole).items():
+                seconds = _time(send, ranks.device)
+                found.append([kind.value, str(dtype).removeprefix("torch."), whole.nbytes, seconds])
+    return found
+
+
+def _sends(part: Tensor, whole: Tensor) -> dict[Kind, Callable[[], object]]:
+    return {
+        Kind.gather: lambda: dist.all_gather_into_tensor(whole, part),
+        Kind.scatter: lambda: dist.reduce_scatter_tensor(part, whole),
+        Kind.reduce: lambda: dist.all_reduce(whole),
+    }
+
+
+def _time(send: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    clock, times = _Clock(device), []
+    for _ in range(repeats):
+        begun = clock.now()
+        send()
+        times.append(clock.since(begun))
+    return median(times[1:])

@@ -1,0 +1,117 @@
+"""What was measured beside the same steps as they are forecast, and this machine as a device."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+from fsdp_lab.calibrate.fit import Fitted, Sample, Steps, known_error
+from fsdp_lab.calibrate.rank import SMALL
+from fsdp_lab.calibrate.reference import Reference
+from fsdp_lab.config import UserError
+from fsdp_lab.forecast.pool import NoAnswerError, Pool
+from fsdp_lab.hardware import cpu_name, gpus, host_memory, num_cpus
+from fsdp_lab.speed.device import Basis, Device, DeviceKind, Efficiency, KnownError, Reached
+from fsdp_lab.speed.measured import HostCosts, Measured, sent_bytes
+from fsdp_lab.speed.program import Kind, Operator, Stream
+
+_LIMIT_S = 300.0  # for one forecast
+_GIB = 2**30
+_ANY_NUMBER = 4096  # of workers: what a machine of CPUs takes
+
+
+def as_steps(
+    found: dict[str, list[Any]], settings: Sequence[Reference], workers: int, cuda: bool
+) -> tuple[list[Steps], list[Sample]]:
+    """
+    Args:
+        found: as `run_rank` leaves it.
+
+    Raises:
+        UserError: a setting cannot be forecast.
+    """
+    programs = trace_all([reference.words for reference in settings], workers, cuda)
+    steps = [
+        Steps(reference.family, [Sample(*row) for row in one["operators"]], program, median(one["steps"]))
+        for reference, one, program in zip(settings, found["references"], programs, strict=True)
+    ]
+    group = tuple(range(workers))
+    collectives = []
+    for kind, dtype, num_bytes, seconds in found["collectives"]:
+        sent = sent_bytes(Operator(kind, Kind(kind), Stream.gather, "", "", num_bytes=num_bytes, group=group))
+        collectives.append(Sample(kind, kind, dtype, 0.0, sent, 0.0, seconds))
+    return steps, collectives
+
+
+def trace_all(settings: Sequence[Sequence[str]], workers: int, cuda: bool) -> list[list[Operator]]:
+    """Return the program of a step of each setting.
+
+    Raises:
+        UserError: one cannot be forecast.
+    """
+    with Pool(_trace, num_cpus(), _LIMIT_S) as pool:
+        futures: list[Future[list[Operator]]] = [pool.submit((words, workers, cuda)) for words in settings]
+        try:
+            return [future.result() for future in futures]
+        except NoAnswerError as error:
+            raise UserError(f"a forecast of the calibration failed: its process {error}") from error
+
+
+def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator]:
+    from fsdp_lab.forecast.forecast import forecast_step
+    from fsdp_lab.training.__main__ import read_config
+
+    words, workers, cuda = question
+    return forecast_step(read_config(None, [*SMALL, *words]), workers, cuda, traced=True).program
+
+
+def device_here(workers: int, cuda: bool, steps: Sequence[Steps], collectives: Sequence[Sample]) -> Device:
+    """Return this machine with the best rates that were seen."""
+    samples = [sample for one in steps for sample in one.samples]
+    peaks: dict[str, float] = {}
+    for sample in samples:
+        if sample.kind == Kind.matmul and sample.seconds > 0:
+            peaks[sample.dtype] = max(peaks.get(sample.dtype, 0.0), sample.flops / sample.seconds)
+    memory = _best(sample for sample in samples if sample.kind == Kind.memory)
+    link = _best(sample for sample in collectives if sample.kind == Kind.gather)
+    name = gpus()[0].name if cuda else cpu_name()
+    host = HostCosts(0.0, 0.0, 0.0, 0.0)
+    unknown = KnownError(0.5, 0.9)
+    return Device(
+        name=name,
+        kind=DeviceKind.cuda if cuda else DeviceKind.cpu,
+        basis=Basis.calibration,
+        memory_gib=round((gpus()[0].memory_bytes if cuda else host_memory() / workers) / _GIB, 2),
+        peak_flops=peaks,
+        memory_bandwidth=memory,
+        num_cores=1,
+        link_bandwidth=link,
+        node_size=workers if cuda else _ANY_NUMBER,
+        network_bandwidth=link,
+        host_bandwidth=memory,
+        host_memory_bandwidth=memory,
+        launch_s=1e-6,
+        latency_s=1e-6,
+        link_latency_s=1e-6,
+        network_latency_s=1e-6,
+        reached=Reached(),
+        efficiency=Efficiency(1.0, 1.0, 1.0, 1.0, 1.0),
+        error=unknown,
+        error_elsewhere=unknown,
+        source=f"python -m fsdp_lab.calibrate on {platform.node()}",
+        measured=Measured(name, version("torch"), workers, {}, host),
+    )
+
+
+def _best(samples: Any) -> float:
+    return max((one.num_bytes / one.seconds for one in samples if one.seconds > 0 and one.num_bytes > 1e5), default=1e9)
+
+
+def with_fit(device: Device, fitted: Fitted) -> Device:
+    error = known_error(fitted.errors)
+    return replace(device, measured=fitted.measured, error=error, error_elsewhere=error)

@@ -1,0 +1,149 @@
+"""What a calibration has measured of a machine: seconds of its operators, its collectives and of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.speed.program import Kind, Operator
+
+ANY = "any"  # stands for every dtype
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of an operator: `fixed_s + flops * s_per_flop + bytes * s_per_byte + items * s_per_item`.
+
+    Of a collective the bytes are those that one rank sends. Items are the heads of all samples in attention, and the
+    matrices of a batched product.
+    """
+
+    fixed_s: float
+    s_per_flop: float
+    s_per_byte: float
+    s_per_item: float = 0.0
+
+    def seconds(self, flops: float, num_bytes: float, items: float = 0.0) -> float:
+        return self.fixed_s + flops * self.s_per_flop + num_bytes * self.s_per_byte + items * self.s_per_item
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Seconds that Python takes beside the operators.
+
+    Attributes:
+        operator_s: of each operator: modules, autograd, dispatching.
+        collective_s: of each gather and each scatter: the hooks of FSDP2.
+        microbatch_s: of each forward and backward pass.
+        step_s: of each optimizer step.
+    """
+
+    operator_s: float
+    collective_s: float
+    microbatch_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """
+    Attributes:
+        machine: on which it was measured.
+        torch: the version of PyTorch.
+        workers: how many ranks trained side by side.
+        operators: PyTorch's name, or a `Kind` for the operators without a line of their own -> dtype -> line.
+        host: costs of Python.
+    """
+
+    machine: str
+    torch: str
+    workers: int
+    operators: Mapping[str, Mapping[str, Line]]
+    host: HostCosts
+
+    def seconds(self, operator: Operator) -> float:
+        """Return the seconds of an operator that runs alone.
+
+        Raises:
+            ConfigError: nothing was measured that computes in its dtype.
+        """
+        if not operator.kind.is_collective:
+            return self._line(operator).seconds(operator.flops, operator.num_bytes, items(operator))
+        ranks = len(operator.group)
+        if ranks <= 1:
+            return 0.0
+        line = self._line(operator)
+        steps = (ranks - 1) / max(self.workers - 1, 1)
+        return line.fixed_s * steps + sent_bytes(operator) * line.s_per_byte
+
+    def host_seconds(self, program: Sequence[Operator]) -> list[float]:
+        """Return the seconds of Python before each operator of a step."""
+        found, before = [], "optimizer"
+        for place, operator in enumerate(program):
+            cost = self.host.operator_s + self.host.step_s * (place == 0)
+            cost += self.host.microbatch_s * (operator.phase == "forward" != before)
+            cost += self.host.collective_s * (operator.kind in (Kind.gather, Kind.scatter))
+            found.append(cost)
+            before = operator.phase
+        return found
+
+    def _line(self, operator: Operator) -> Line:
+        for name in (operator.name, operator.kind.value):
+            lines = self.operators.get(name, {})
+            for dtype in (operator.dtype, ANY):
+                if dtype in lines:
+                    return lines[dtype]
+        known = ", ".join(sorted(self.operators.get(operator.kind.value, {})))
+        raise ConfigError(
+            f"no {operator.kind.value} in {operator.dtype or 'any dtype'} was measured on {self.machine}, only in "
+            f"{known}; use a precision that computes in one of these."
+        )
+
+
+def items(operator: Operator) -> float:
+    """Return how many equal parts an operator works on, one after the other."""
+    return float(operator.shape[0]) if operator.shape is not None else 0.0
+
+
+def sent_bytes(operator: Operator) -> float:
+    """Return the bytes that each rank of a collective sends around a ring."""
+    ranks = len(operator.group)
+    passes = 2 if operator.kind is Kind.reduce else 1
+    return passes * operator.num_bytes * (ranks - 1) / max(ranks, 1)
+
+
+def read_measured(content: Mapping[str, Any], where: str) -> Measured:
+    """Return what a device's file has under `measured`.
+
+    Raises:
+        ConfigError: a key is missing or unknown, or a value is none of its key's.
+    """
+    try:
+        operators = {
+            str(name): {str(dtype): Line(*map(float, line)) for dtype, line in lines.items()}
+            for name, lines in content["operators"].items()
+        }
+        host = HostCosts(**{name: float(value) for name, value in content["host"].items()})
+        plain = {key: value for key, value in content.items() if key not in ("operators", "host")}
+        found = Measured(operators=operators, host=host, **plain)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: measured cannot be read ({error}); run python -m fsdp_lab.calibrate again."
+        ) from None
+    numbers = [value for lines in operators.values() for line in lines.values() for value in vars(line).values()]
+    if min([*numbers, *vars(host).values()]) < 0:
+        raise ConfigError(f"{where}: measured has a negative time; run python -m fsdp_lab.calibrate again.")
+    return found
+
+
+def plain_measured(measured: Measured) -> dict[str, Any]:
+    """Return what `read_measured` reads, as plain values."""
+    content = {each.name: getattr(measured, each.name) for each in fields(Measured)}
+    content["operators"] = {
+        name: {dtype: list(vars(line).values()) for dtype, line in sorted(lines.items())}
+        for name, lines in sorted(measured.operators.items())
+    }
+    content["host"] = dict(vars(measured.host))
+    return content

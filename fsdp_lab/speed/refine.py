@@ -1,0 +1,84 @@
+"""Finished trials correct what is predicted of the device that they ran on: compute, communication and overlap."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from fsdp_lab.speed.device import Basis, Device, Factors, KnownError
+from fsdp_lab.speed.predict import Parts
+
+_FOR_ERRORS = 8  # settings, from which their own errors are known
+_NOISE = 0.1  # of a trial, as a relative error
+# How far from 1 a factor may well be, before a trial has run.
+_COMPUTE, _COMMUNICATION, _OVERLAP = 0.3, 0.5, 0.5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial that has finished.
+
+    Attributes:
+        parts: of the step as predicted, uncorrected.
+        measured_s: seconds of its steps, without waiting for data.
+        torch: the version of PyTorch.
+    """
+
+    parts: Parts
+    measured_s: float
+    torch: str
+
+
+def refine(device: Device, trials: Iterable[Trial]) -> Device:
+    """Return the device as its trials correct it; the same where there are none.
+
+    The factors minimise the squares of the relative errors, and stay near 1 where the trials do not tell. With eight
+    settings or more the error is what each has by the factors of the others, at least half of what it was.
+    """
+    settings = _settings(trials)
+    if not settings:
+        return device
+    refined = replace(device, basis=Basis.trials, factors=_fit(settings))
+    if len(settings) < _FOR_ERRORS:
+        return refined
+    errors = sorted(
+        abs(_predicted(one, _fit([*settings[:place], *settings[place + 1 :]])) / one.measured_s - 1)
+        for place, one in enumerate(settings)
+    )
+    p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+    error = KnownError(_within(median(errors)), _within(max(p90, device.error.p90 / 2)))
+    return replace(refined, error=error, error_elsewhere=error)
+
+
+def _within(error: float) -> float:
+    return min(max(error, 0.01), 0.9)
+
+
+def _settings(trials: Iterable[Trial]) -> list[Trial]:
+    """One for each setting, with the median of its runs."""
+    runs: dict[Parts, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        runs[trial.parts].append(trial)
+    return [replace(some[0], measured_s=median(one.measured_s for one in some)) for some in runs.values()]
+
+
+def _predicted(trial: Trial, factors: Factors) -> float:
+    parts = trial.parts
+    shown = (1 - factors.overlap) * parts.hidden
+    return factors.compute * parts.compute + factors.communication * parts.communication + parts.launch + shown
+
+
+def _fit(trials: Sequence[Trial]) -> Factors:
+    import numpy as np
+    from scipy.optimize import lsq_linear
+
+    rows = [[one.parts.compute, one.parts.communication, one.parts.hidden] for one in trials]
+    rest = [one.measured_s - one.parts.launch for one in trials]
+    scale = np.array([_NOISE * one.measured_s for one in trials])
+    prior, widths = np.array([1.0, 1.0, 0.0]), np.array([_COMPUTE, _COMMUNICATION, _OVERLAP])
+    table = np.vstack([np.array(rows) / scale[:, None], np.diag(1 / widths)])
+    target = np.concatenate([np.array(rest) / scale, prior / widths])
+    compute, communication, shown = lsq_linear(table, target, bounds=([0.05, 0.05, 0.0], [20.0, 20.0, 1.0])).x
+    return Factors(float(compute), float(communication), 1 - float(shown), len(trials))
