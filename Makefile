@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= -m sharding=root,per_block precision=fp32 offload=none reshard_after_forward=always,never
 
-.PHONY: sweep test test-long test-fast test-oldest test-ui lint format ui bench published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
+.PHONY: sweep test test-long test-fast test-oldest test-ui lint format ui bench bench-speed published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -49,6 +49,9 @@ bench: $(VENV)/.installed   ## sweep and trial against bare scripts; what measur
 	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.memory
 	$(PY) -m benchmarks.auto_repeat
+
+bench-speed: $(VENV)/.installed  ## predicted against measured steps of 48 settings on this CPU, calibration included: a quarter of an hour
+	$(PY) -m benchmarks.speed $(ARGS)
 
 published-speed: $(VENV)/.installed  ## speed forecasts against published steps: half an hour, then five minutes
 	$(PY) -m benchmarks.published_speed $(ARGS)

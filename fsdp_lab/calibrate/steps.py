@@ -14,6 +14,7 @@ from fsdp_lab.calibrate.fit import Fitted, Sample, Steps, known_error
 from fsdp_lab.calibrate.rank import SMALL
 from fsdp_lab.calibrate.reference import Reference
 from fsdp_lab.config import UserError
+from fsdp_lab.forecast.devices import sheet_of
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import cpu_name, gpus, host_memory, num_cpus
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Efficiency, KnownError, Reached
@@ -22,6 +23,7 @@ from fsdp_lab.speed.program import Kind, Operator, Stream
 
 _LIMIT_S = 300.0  # for one forecast
 _GIB = 2**30
+_PCIE = 20e9  # bytes/s between a GPU without a data sheet and its host: PCIe 4.0 x16, of 32
 _ANY_NUMBER = 4096  # of workers: what a machine of CPUs takes
 
 
@@ -80,6 +82,7 @@ def device_here(workers: int, cuda: bool, steps: Sequence[Steps], collectives: S
     memory = _best(sample for sample in samples if sample.kind == Kind.memory)
     link = _best(sample for sample in collectives if sample.kind == Kind.gather)
     name = gpus()[0].name if cuda else cpu_name()
+    sheet = sheet_of(name) if cuda else None
     host = HostCosts(0.0, 0.0, 0.0, 0.0)
     unknown = KnownError(0.5, 0.9)
     return Device(
@@ -93,8 +96,8 @@ def device_here(workers: int, cuda: bool, steps: Sequence[Steps], collectives: S
         link_bandwidth=link,
         node_size=workers if cuda else _ANY_NUMBER,
         network_bandwidth=link,
-        host_bandwidth=memory,
-        host_memory_bandwidth=memory,
+        host_bandwidth=sheet.host_bandwidth if sheet else _PCIE if cuda else memory,
+        host_memory_bandwidth=sheet.host_memory_bandwidth if sheet else _PCIE if cuda else memory,
         launch_s=1e-6,
         latency_s=1e-6,
         link_latency_s=1e-6,
