@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,12 @@ from typing import Any
 from benchmarks.check_gpu.lines import Bench, Line, Measured
 from benchmarks.check_gpu.run import run_trial
 from benchmarks.check_gpu.settings import Setting, trial, words
+from fsdp_lab.config.conf import CALIBRATIONS
 from fsdp_lab.files import write_json
 
 LIMIT, GOAL = 0.10, 0.05  # of the peak
 RESERVED_LIMIT = 0.15
+_CALIBRATE_S, _CALIBRATE_LIMIT_S = 60, 240.0  # to measure, and in all
 AXES: dict[str, tuple[str, ...]] = {
     "sharding": ("ddp", "root", "per_block"),
     "precision": ("fp32", "bf16_mixed", "fp16"),
@@ -91,13 +96,34 @@ def prepare(lines: Sequence[Line], bench: Bench) -> None:
 
 
 def _sheet(bench: Bench) -> Any:
-    """The data sheet of this GPU, to predict speeds by; None without one, or without a YAML reader."""
+    """What to predict speeds by: a calibration of this GPU, made here, or its data sheet; None where there is neither,
+    or where what reads them is not installed."""
     from fsdp_lab.forecast.devices import sheet_of
 
     try:
-        return sheet_of(bench.machine.name) if bench.cuda else None
+        return (_calibrated(bench) or sheet_of(bench.machine.name)) if bench.cuda else None
     except ImportError:
         return None
+
+
+def _calibrated(bench: Bench) -> Any:
+    """Calibrate in a process of its own, which gives the GPUs back."""
+    from fsdp_lab.speed.device import load_device
+
+    file = bench.prepared / CALIBRATIONS / "here.yaml"
+    if file.is_file():
+        return load_device(file)
+    command = [sys.executable, "-m", "fsdp_lab.calibrate", f"workers={bench.workers}", "device=cuda", "name=here"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    try:
+        subprocess.run(
+            [*command, f"limit_s={_CALIBRATE_S}"], cwd=bench.prepared, env=environment, check=True,
+            timeout=_CALIBRATE_LIMIT_S,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"speeds are predicted by the data sheet: the calibration failed: {error}", flush=True)
+        return None
+    return load_device(file)
 
 
 def _file(bench: Bench, workers: int) -> Path:
