@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= -m sharding=root,per_block precision=fp32 offload=none reshard_after_forward=always,never
 
-.PHONY: sweep test test-long test-fast test-oldest test-ui lint format ui bench bench-speed published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
+.PHONY: sweep test test-long test-cluster test-fast test-oldest test-ui lint format ui bench bench-speed published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -13,13 +13,16 @@ sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 
 test: $(VENV)/.installed    ## the tests, but for those that take longest
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not cluster"
 
 test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: kills, nights, every pair of settings
-	$(PYTEST) -m long
+	$(PYTEST) -m "long and not cluster"
+
+test-cluster: $(VENV)/.installed  ## sweeps over two nodes, as network namespaces: as root, elsewhere they are skipped
+	$(PY) -m pytest -m cluster
 
 test-fast: $(VENV)/.installed
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long and not cluster"
 
 test-oldest: $(VENV)/.installed ## a sweep with the oldest versions that pyproject.toml declares, in an environment of its own
 	$(PY) -m tests.oldest

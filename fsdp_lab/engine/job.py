@@ -27,7 +27,7 @@ from fsdp_lab.engine.files import (
     wait_until_alone,
     write_outcome,
 )
-from fsdp_lab.engine.rendezvous import all_on, meet_by_file, meeting_folder, node_id
+from fsdp_lab.engine.rendezvous import meet, meeting_folder
 from fsdp_lab.engine.stacks import find_stuck
 from fsdp_lab.engine.worker import check_gpu, train_worker, write_failure
 from fsdp_lab.status import TrialStatus
@@ -199,21 +199,16 @@ def trainer_settings(
 
 def torch_config(job: Job, meeting: str) -> Any:
     """Ray's, with a look at the GPUs first: without one NCCL fails there, before our code on the workers is called.
-    Workers that are all on this machine meet by a file in `meeting`."""
+    And with our own meeting of the ranks: see `rendezvous.py`."""
     import ray
     from ray.train.torch import TorchConfig
-
-    here = node_id()
 
     class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             if job.use_gpu:
                 ranks = range(len(worker_group))
                 ray.get([worker_group.execute_single_async(rank, check_gpu, job.folder, rank) for rank in ranks])
-            if all_on(here, worker_group):
-                meet_by_file(worker_group, meeting, backend_config.backend, backend_config.timeout_s)
-            else:
-                super().on_start(worker_group, backend_config)
+            meet(worker_group, meeting, backend_config.backend, backend_config.timeout_s)
 
     class Torch(TorchConfig):
         backend_cls = Backend

@@ -1,19 +1,23 @@
-"""How the ranks of a trial meet: by a file on one machine, by a port of rank 0's node between machines.
+"""How the ranks of a trial meet, and which interfaces they use.
 
-PyTorch's store for the latter listens on every interface and asks nobody who he is: whoever reaches the port may send
-ranks elsewhere. A file in a folder that only this user enters has no port.
+Ranks on the driver's node meet by a file in a folder that only this user enters. Others meet at a port of rank 0's:
+PyTorch's store asks nobody who he is, and whoever reaches the port may send ranks elsewhere. So it listens at one
+address alone: the loopback where all ranks are on one node, else the one that Ray knows the node by.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _DRIVER_FOLDER = "FSDP_LAB_MEETING"  # in the environment of every process of a Ray that was started here
 _kept: list[tempfile.TemporaryDirectory[str]] = []
@@ -53,26 +57,70 @@ def node_id() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def all_on(node: str, worker_group: Any) -> bool:
-    """Whether every worker of a group is on the node."""
-    return set(worker_group.execute(node_id)) == {node}
+def meet(worker_group: Any, folder: str, backend: str, timeout_s: float) -> None:
+    """Make the process group of a trial's workers.
+
+    Args:
+        folder: of this machine's, for workers that are all on it.
+    """
+    nodes = set(worker_group.execute(node_id))
+    if nodes == {node_id()}:
+        path = str(Path(folder, uuid.uuid4().hex))  # a new file for each attempt
+        execute_on_all(worker_group, join_by_file, path, backend, timeout_s)
+    else:
+        (found,) = execute_on_all(worker_group, open_port, len(nodes) == 1, only_first=True)
+        execute_on_all(worker_group, join_by_port, *found, backend, timeout_s)
 
 
-def meet_by_file(worker_group: Any, folder: str, backend: str, timeout_s: float) -> None:
-    """Make the process group of workers that are all on this machine; a new file for each attempt."""
+def execute_on_all(worker_group: Any, function: Callable[..., Any], *arguments: Any, only_first: bool = False) -> Any:
+    """Return what a function gives on every worker, or on rank 0 alone; raises what it raises first."""
     import ray
 
-    path = str(Path(folder, uuid.uuid4().hex))
-    ranks = range(len(worker_group))
-    ray.get([worker_group.execute_single_async(rank, join_by_file, path, backend, timeout_s) for rank in ranks])
+    ranks = range(1 if only_first else len(worker_group))
+    return ray.get([worker_group.execute_single_async(rank, function, *arguments) for rank in ranks])
 
 
 def join_by_file(path: str, backend: str, timeout_s: float) -> None:
-    """Join the process group as the rank that Ray Train made of this worker. Sets the variables that launchers set, but
-    for MASTER_ADDR and MASTER_PORT: there is no such port."""
-    import ray.train
-
+    """Join the process group of workers on one machine. There is no MASTER_ADDR: nobody listens."""
     from fsdp_lab.training.distributed import join_by_file_store
+
+    rank, world_size = set_launcher_variables(backend)
+    if sys.platform == "linux":  # else gloo listens where the host's name points, which may be the network
+        set_interface(_LOOPBACK)
+    join_by_file_store(path, backend, rank, world_size, timeout_s)
+
+
+_LOOPBACK = "127.0.0.1"
+_port: list[socket.socket] = []  # rank 0's, from `open_port` to `join_by_port`
+
+
+def open_port(one_node: bool) -> tuple[str, int]:
+    """Listen for the other ranks at a free port, and return where: at the address that Ray knows this node by, or at
+    the loopback where all ranks are on this node. PyTorch itself would listen on every interface."""
+    import ray
+
+    address = _LOOPBACK if one_node else ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    _port[:] = [socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)]
+    return address, _port[0].getsockname()[1]
+
+
+def join_by_port(address: str, port: int, backend: str, timeout_s: float) -> None:
+    """Join the process group of workers that meet at rank 0's port."""
+    import ray
+
+    from fsdp_lab.training.distributed import join_by_tcp_store
+
+    rank, world_size = set_launcher_variables(backend)
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    set_interface(address if address == _LOOPBACK else ray.util.get_node_ip_address())
+    listener = _port.pop().detach() if rank == 0 else None
+    join_by_tcp_store(address, port, listener, backend, rank, world_size, timeout_s)
+
+
+def set_launcher_variables(backend: str) -> tuple[int, int]:
+    """Set the variables that launchers set; returns the rank that Ray Train made of this worker and their number."""
+    import ray.train
 
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
@@ -85,6 +133,19 @@ def join_by_file(path: str, backend: str, timeout_s: float) -> None:
     )
     if "nccl" in backend:  # as Ray does: a rank that fails ends the others
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if sys.platform == "linux":  # else gloo listens where the host's name points, which may be the network
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    join_by_file_store(path, backend, rank, world_size, timeout_s)
+    return rank, world_size
+
+
+def set_interface(address: str) -> None:
+    """Let gloo and NCCL use the interface with this address, where the user has named none: gloo would take the one
+    that the host's name resolves to, which is the loopback on many machines."""
+    name = interface_of(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=" it is a prefix
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's interface with an address; None where none has it, as behind address translation."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, all_of in found if any(a.address.partition("%")[0] == address for a in all_of)), None)

@@ -58,8 +58,26 @@ def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
 
 def join_by_file_store(path: str, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     """Join the process group of ranks on one machine that all name the same new file."""
-    limit = timedelta(seconds=timeout_s)
     store = dist.FileStore(path, world_size)
+    join_by_store(store, backend, rank, world_size, timeout_s)
+
+
+def join_by_tcp_store(
+    host: str, port: int, listener: int | None, backend: str, rank: int, world_size: int, timeout_s: float
+) -> None:
+    """Join the process group of ranks that meet at a port of rank 0's.
+
+    Args:
+        listener: rank 0's socket that listens there, by its number; the store closes it in the end.
+    """
+    limit, first = timedelta(seconds=timeout_s), listener is not None
+    store = dist.TCPStore(host, port, world_size, first, limit, wait_for_workers=False, master_listen_fd=listener)
+    join_by_store(store, backend, rank, world_size, timeout_s)
+
+
+def join_by_store(store: dist.Store, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
+    """Join the process group whose ranks meet in a store."""
+    limit = timedelta(seconds=timeout_s)
     store.set_timeout(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fsdp_lab.engine.rendezvous import interface_of
 from tests.processes import descendants
 from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, started, wait_for, workers_of
 
@@ -131,3 +132,37 @@ def test_a_group_of_one_listens_nowhere_beyond_the_loopback(launched: bool):
     alone, *addresses = out.stdout.splitlines()
     assert alone == "0 1"
     assert set(addresses) <= LOOPBACK
+
+
+_BY_PORT = """
+import os, psutil, torch, torch.distributed as dist
+from fsdp_lab.engine import rendezvous
+from fsdp_lab.training.distributed import join_by_tcp_store
+address, port = rendezvous.open_port(one_node=True)
+rendezvous.set_interface(address)
+join_by_tcp_store(address, port, rendezvous._port.pop().detach(), "gloo", 0, 1, 20.0)
+dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
+for connection in psutil.Process().net_connections(kind="inet"):
+    if connection.status == "LISTEN":
+        print(connection.laddr.ip, connection.laddr.port == port)
+"""
+
+
+@pytest.mark.parametrize("chosen", [None, "lo,eth9"])
+def test_ranks_on_one_other_node_meet_at_its_loopback(chosen: str | None):
+    """PyTorch's store takes the socket that is made for it; an interface that the user names stays."""
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": chosen} if chosen else {}
+    out = subprocess.run(
+        [sys.executable, "-c", _BY_PORT], capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
+    interfaces, *found = out.stdout.splitlines()
+    assert interfaces == f"lo {chosen or '=lo'}"
+    assert "127.0.0.1 True" in found
+    assert {line.split()[0] for line in found} <= LOOPBACK
+
+
+def test_the_interface_is_the_one_that_has_the_address():
+    assert interface_of("127.0.0.1") in ("lo", "lo0")
+    assert interface_of("192.0.2.1") is None, "behind address translation no interface has the node's address"

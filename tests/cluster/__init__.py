@@ -1,0 +1,1 @@
+"""Sweeps over several nodes: network namespaces of this machine, with a raylet in each."""

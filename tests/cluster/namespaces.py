@@ -1,0 +1,181 @@
+"""Two nodes on one machine: network namespaces that share the disk, joined by a cable."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.processes import descendants
+
+_PORT = 6399
+_START_S = 90
+
+
+@dataclass
+class Node:
+    """A network namespace; `raylet`: `ray start --block` in it, while the node is up."""
+
+    name: str
+    address: str
+    cpus: int = 1
+    raylet: subprocess.Popen[bytes] | None = None
+
+    def command(self, *words: str) -> list[str]:
+        """That command, in the namespace."""
+        return ["ip", "netns", "exec", self.name, *words]
+
+
+@dataclass
+class Cluster:
+    """A Ray cluster over namespaces; the first node is its head. `environment`: of all that is to reach it."""
+
+    nodes: list[Node]
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    _asked: subprocess.Popen[str] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"{self.nodes[0].address}:{_PORT}"
+
+    def start(self, node: Node) -> None:
+        """Start Ray on a node and wait until the cluster has it."""
+        ray = str(Path(sys.executable).with_name("ray"))
+        head = ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={self.folder / 'ray'}"]
+        where = head if node is self.nodes[0] else [f"--address={self.address}"]
+        command = [ray, "start", *where, f"--node-ip-address={node.address}", f"--num-cpus={node.cpus}", "--num-gpus=0",
+                   "--block", "--disable-usage-stats"]  # fmt: skip
+        with (self.folder / f"{node.name}.log").open("ab") as log:
+            node.raylet = subprocess.Popen(
+                node.command(*command), env=self.environment, cwd=self.folder, stdout=log, stderr=log
+            )
+        end = time.monotonic() + _START_S
+        if node is self.nodes[0]:
+            while subprocess.run(node.command(sys.executable, "-c", _KNOCK, node.address), check=False).returncode:
+                assert node.raylet.poll() is None, (self.folder / f"{node.name}.log").read_text()
+                assert time.monotonic() < end, f"{node.name} did not start within {_START_S} s"
+                time.sleep(0.2)
+        while node.address not in self.alive():
+            assert node.raylet.poll() is None, (self.folder / f"{node.name}.log").read_text()
+            assert time.monotonic() < end, f"{node.name} did not join within {_START_S} s"
+            time.sleep(0.2)
+
+    def ask(self, expression: str) -> Any:
+        """The value of a Python expression about `ray`, in a process that has joined the cluster."""
+        if self._asked is None:
+            self._asked = subprocess.Popen(
+                self.nodes[0].command(sys.executable, "-c", _ANSWER, self.address),
+                env=self.environment, cwd=self.folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        assert self._asked.stdin and self._asked.stdout
+        print(expression, file=self._asked.stdin, flush=True)
+        return json.loads(self._asked.stdout.readline())
+
+    def alive(self) -> list[str]:
+        """The addresses of the nodes that Ray takes for alive."""
+        return list(self.ask("[node['NodeManagerAddress'] for node in ray.nodes() if node['Alive']]"))
+
+    def kill(self, node: Node) -> None:
+        """End a node as a power cut does: every process of it at once."""
+        assert node.raylet is not None
+        for process in [psutil.Process(node.raylet.pid), *descendants(node.raylet.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        node.raylet.wait(10)
+        node.raylet = None
+
+    def end(self) -> None:
+        """End all that this has started."""
+        if self._asked is not None:
+            self._asked.kill()
+            self._asked.communicate()
+        for node in self.nodes:
+            if node.raylet is not None:
+                self.kill(node)
+
+
+_KNOCK = f"""
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], {_PORT}), 1).close()
+except OSError:
+    sys.exit(1)
+"""
+_ANSWER = """
+import json, sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+for line in sys.stdin:
+    print(json.dumps(eval(line)), flush=True)
+"""
+
+
+def why_not() -> str:
+    """Why there can be no namespaces here; "" where there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    if shutil.which("ip") is None:
+        return "network namespaces need ip (Debian's iproute2)"
+    name = f"fsdp{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode == 0:
+        made = subprocess.run(
+            ["ip", "netns", "exec", name, "ip", "link", "set", "lo", "up"], capture_output=True, text=True, check=False
+        )
+        subprocess.run(["ip", "netns", "delete", name], check=False)
+    return f"no network namespaces here: {made.stderr.strip()}" if made.returncode else ""
+
+
+@contextmanager
+def two_namespaces() -> Iterator[list[Node]]:
+    """Two nodes with a network between them; this machine's name resolves to the loopback there, as Debian has it."""
+    mark = f"{os.getpid()}{secrets.token_hex(1)}"
+    nodes = [Node(f"fsdp{mark}{letter}", f"10.77.0.{n}") for n, letter in enumerate("ab", 1)]
+    cables = [f"v{mark}{letter}" for letter in "ab"]
+    with ExitStack() as stack:
+        for node in nodes:
+            ip("netns", "add", node.name)
+            stack.callback(ip, "netns", "delete", node.name)
+            names = Path("/etc/netns", node.name)  # `ip netns exec` lays its files over those in /etc
+            names.mkdir(parents=True)
+            stack.callback(shutil.rmtree, names)
+            (names / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
+        ends = [("name", cable, "netns", node.name) for cable, node in zip(cables, nodes, strict=True)]
+        ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for node, cable in zip(nodes, cables, strict=True):
+            ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", cable)
+            ip("-n", node.name, "link", "set", cable, "up")
+            ip("-n", node.name, "link", "set", "lo", "up")
+        yield nodes
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=20, capture_output=True)
+
+
+@contextmanager
+def cluster_over(nodes: list[Node], variables: Mapping[str, str]) -> Iterator[Cluster]:
+    """Ray on all these nodes."""
+    folder = Path(tempfile.mkdtemp(prefix="fl"))  # short: the paths of Ray's sockets are
+    cluster = Cluster(nodes, folder, {**os.environ, **variables})
+    try:
+        for node in nodes:
+            cluster.start(node)
+        yield cluster
+    finally:
+        cluster.end()
+        shutil.rmtree(folder, ignore_errors=True)
