@@ -21,12 +21,17 @@ class Attempts:
     """The attempts of one trial. Plain calls, whoever runs Ray Train's controller.
 
     Args:
-        begin: called when the workers of an attempt are about to start.
+        begins: called when the workers of an attempt are about to start.
     """
 
-    def __init__(self, folder: Path, begin: Callable[[], None]) -> None:
-        self.folder, self.begin = folder, begin
+    def __init__(self, folder: Path, begins: Callable[[], None]) -> None:
+        self.folder, self._begins = folder, begins
         self._kernel_kills_before = _kernel_kills()
+
+    def begin(self) -> None:
+        """The workers of an attempt are about to start: what those before still hold is freed."""
+        remove_places(self.folder)
+        self._begins()
 
     def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]] = lambda wait_s: {}) -> bool:
         """Whether it would go wrong again; the ranks that ended without a word are written down.

@@ -123,12 +123,16 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(job.wait_timeout_s)
     set_environment()
     attempts = Attempts(Path(job.folder), begins)
-    with meeting_folder() as meeting:
-        if ray_private.missing():
-            fit_by_ray(job, report, attempts, meeting)
-        else:
-            settings = trainer_settings(job, meeting, job.max_failures, [reporting(report)])
-            ray_private.fit_here(settings, job.folder, attempts, ray_is_ours=job.ray_is_ours)
+    try:
+        with meeting_folder() as meeting:
+            if ray_private.missing():
+                fit_by_ray(job, report, attempts, meeting)
+            else:
+                settings = trainer_settings(job, meeting, job.max_failures, [reporting(report)])
+                ray_private.fit_here(settings, job.folder, attempts, ray_is_ours=job.ray_is_ours)
+    except BaseException:  # Tune ends a trial by SystemExit
+        attempts.stop()  # Ray forgets workers that started and then could not make their process group
+        raise
 
 
 def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: Attempts, meeting: str) -> None:
@@ -142,13 +146,9 @@ def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: A
     while True:
         attempts.begin()
         done = in_background(TorchTrainer(**trainer_settings(job, meeting, marks=places_mark(folder))).fit)
-        try:
-            while not wait([done], _LOOK_S).done:
-                reports.pass_on(report)
+        while not wait([done], _LOOK_S).done:
             reports.pass_on(report)
-        finally:
-            if not done.done():  # stopped by Tune, in the middle of a report
-                attempts.stop()
+        reports.pass_on(report)
         try:
             done.result()
             return

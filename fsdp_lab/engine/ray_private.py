@@ -84,13 +84,11 @@ def slower(missing: Sequence[str]) -> str:
 class Rules(Protocol):
     """What is asked about the attempts of a trial: see `attempts.Attempts`."""
 
-    begin: Callable[[], None]
+    def begin(self) -> None: ...
 
     def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]]) -> bool: ...
 
     def retry(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_ours: bool) -> None:
@@ -122,12 +120,8 @@ def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_
                 settings["scaling_policy"] = no_autoscaler()(self.scaling_config)
             controller = Controller(**settings)
             failures.group = controller.get_worker_group
-            try:
-                asyncio.run(controller.run())
-                return controller.get_result()
-            finally:
-                if controller.get_worker_group() is not None:  # stopped by Tune, in the middle of a report
-                    attempts.stop()
+            asyncio.run(controller.run())
+            return controller.get_result()
 
     Trainer(**settings).fit()
 

@@ -6,23 +6,21 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from fsdp_lab.engine.cluster import code_environment, cpus_per_worker_on
 from tests.conftest import ROOT
+from tests.engine.ray_cluster import process_tree, ray_head
 from tests.nvml import variables
-from tests.processes import descendants
+from tests.servers import free_port
 from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
 from tests.workloads.user.project import write_project
 
@@ -176,46 +174,14 @@ def test_a_trial_whose_gpu_pytorch_does_not_see_says_so(cli, nvml_library: Path,
     assert "was given a GPU and PyTorch sees none: torch.cuda.is_available() is False" in done.stdout
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def process_tree(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ended with all its descendants, by their ids."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield process
-    finally:
-        family = descendants(process.pid)
-        process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=10)
-        for child in alive:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.kill()
-        process.communicate()
-
-
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a Ray cluster with two cores that does not belong to the trial. Ray asks who comes for a
     token: all that this test starts get one of its own."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    port = free_port()
-    ray = str(Path(sys.executable).with_name("ray"))
-    command = [ray, "start", "--head", "--block", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false"]
-    with process_tree(*command, f"--port={port}", "--node-ip-address=127.0.0.1", "--disable-usage-stats") as head:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            assert head.poll() is None, head.communicate()[0]
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.2)
-        yield f"127.0.0.1:{port}"
+    with ray_head() as (address, _):
+        yield address
 
 
 _END_ALL = """
