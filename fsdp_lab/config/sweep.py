@@ -138,14 +138,24 @@ class SchedulerConfig:
         return self.name != "fifo"
 
 
+class Placement(Enum):
+    """Workers on few nodes where they fit, on as many as there are, or on one node or none."""
+
+    pack = "PACK"
+    spread = "SPREAD"
+    strict_pack = "STRICT_PACK"
+
+
 @dataclass
 class ClusterConfig:
     """`num_workers` null: the node's GPUs, or 2 on a CPU. `cpus_per_worker` null: 1 on a CPU; on GPU nodes the node's
-    cores divided by its GPUs, 1 to 16. `address` null: Ray is started here.
+    cores divided by its GPUs, 1 to 16. `placement`: of a trial's workers on nodes; with hybrid sharding, of its shard
+    groups, each of which is on one node where it fits. `address` null: Ray is started here.
     """
 
     num_workers: Optional[int] = key(None, at_least_one)
     cpus_per_worker: Optional[float] = key(None, positive, before_null=1.0, example=1)
+    placement: Placement = key(Placement.pack)
     address: Optional[str] = key(None, may_differ=Between.STARTS)
     storage_path: Optional[str] = key(None)
     max_failures: int = key(1, not_negative, may_differ=Between.STARTS)

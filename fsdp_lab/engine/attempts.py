@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fsdp_lab.engine.cluster import remove_places
 from fsdp_lab.engine.files import read_failures, read_progress, set_aside_failures
+from fsdp_lab.engine.nodes import dead_node_of
 from fsdp_lab.engine.ray_private import failed_to_be_placed
 from fsdp_lab.engine.worker import write_failure
 
@@ -68,11 +69,14 @@ def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kill
         step = read_progress(folder).get("step")
         where = f"rank {rank}" + (f", step {step:.0f}" if step else "")
         causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
+        node = dead_node_of(folder, rank)
         by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
-        out_of_memory = by_ray or _kernel_kills() > kernel_kills_before
-        why = "was killed for want of host memory" if out_of_memory else "ended without a word, as one that is killed"
+        out_of_memory = by_ray or (node is None and _kernel_kills() > kernel_kills_before)
+        why = "its process was killed for want of host memory"
+        if not out_of_memory:
+            why = f"its node {node} went down" if node else "its process ended without a word, as one that is killed"
         text = "".join(traceback.format_exception(error))
-        write_failure(folder, rank, "oom" if out_of_memory else "killed", f"{where}: its process {why}", text)
+        write_failure(folder, rank, "oom" if out_of_memory else "killed", f"{where}: {why}", text)
 
 
 def _kernel_kills() -> int:

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import psutil
 
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
-from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
 from fsdp_lab.engine.session import claim_session, keep_session
@@ -319,7 +319,24 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
                 f"cluster.num_workers={max(1, fits)}"
                 + (" or a smaller cluster.cpus_per_worker." if name == "CPU" else " or add nodes.")
             )
+    check_one_node(cluster, needed, ray.nodes())
     return Resources(needed, total)
+
+
+def check_one_node(cluster: ClusterConfig, needed: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> None:
+    """
+    Raises:
+        ConfigError: with `cluster.placement=strict_pack`, no node of `ray.nodes()` holds a trial's workers.
+    """
+    if cluster.placement is not Placement.strict_pack:
+        return
+    largest = {name: max(node["Resources"].get(name, 0.0) for node in nodes if node["Alive"]) for name in needed}
+    if short := [name for name, amount in needed.items() if amount > largest[name]]:
+        name = short[0]
+        raise ConfigError(
+            f"cluster.placement=strict_pack puts a trial's workers on one node: they need {needed[name]:g} {name}, and "
+            f"the largest node has {largest[name]:g}; use a smaller cluster.num_workers or cluster.placement=pack."
+        )
 
 
 def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:
@@ -363,6 +380,13 @@ def unmet_request() -> bool:
     from ray.util import placement_group_table
 
     return any(group["state"] in ("PENDING", "RESCHEDULING") for group in placement_group_table().values())
+
+
+def total_resources() -> dict[str, float]:
+    """What the nodes that are there have together."""
+    import ray
+
+    return dict(ray.cluster_resources())
 
 
 def free_resources() -> dict[str, float]:

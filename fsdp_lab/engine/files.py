@@ -3,6 +3,7 @@
 | file | who writes it | what |
 | --- | --- | --- |
 | `facts.json` | rank 0 | device, data digest, notes; there when training starts |
+| `places.json` | the trial's own process | the node of each rank, by Ray's name and its address |
 | `progress.json` | rank 0 | the step or the phase that has begun, and when: steps at most once a second |
 | `metrics.jsonl` | rank 0 | a line of metrics an epoch |
 | `failures/rank<r>.json` | a rank that fails | message, traceback; `failures.<n>/`: those of an earlier attempt |
@@ -244,7 +245,7 @@ def wait_until_alone(folder: Path, limit_s: float) -> bool:
 # What another command may have left in a folder that is used again. Checkpoints stay: a trial looks at them
 # itself, and goes on or refuses.
 _LEFT_OVER = (
-    "outcome.json", "facts.json", "facts.before.json", "progress.json", "metrics.jsonl", "forecast.json",
+    "outcome.json", "facts.json", "facts.before.json", "places.json", "progress.json", "metrics.jsonl", "forecast.json",
     "turnaround.json", "error.txt", "model.pt",
 )  # fmt: skip
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine.files import Outcome, read_failures, set_aside_failures, write_outcome
-from fsdp_lab.engine.job import first_line, outcome_of
+from fsdp_lab.engine.job import outcome_of
+from fsdp_lab.engine.why import first_line
 from fsdp_lab.engine.worker import FolderReporter, check_gpu, train_and_record
 from fsdp_lab.hardware import num_gpus
 

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.config.sweep import Placement
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.cluster import places_mark, remove_places, set_environment, worker_resources
@@ -27,15 +27,16 @@ from fsdp_lab.engine.files import (
     wait_until_alone,
     write_outcome,
 )
+from fsdp_lab.engine.nodes import keep_places, own_place
 from fsdp_lab.engine.rendezvous import meet, meeting_folder
 from fsdp_lab.engine.stacks import find_stuck
+from fsdp_lab.engine.why import report_of, why
 from fsdp_lab.engine.worker import check_gpu, train_worker, write_failure
 from fsdp_lab.status import TrialStatus
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.25  # for reports, where Ray's controller is another process
 _LONGEST_LOOK_S = 5.0  # that counts as waiting for a trial's next step
-_TAIL_LINES = 50  # of a log, for the report of a failure
 _START = "its start"
 
 
@@ -47,6 +48,8 @@ class Job:
     for; `folder` is seen by every node; `launched_in` is where the command was typed, so that relative paths mean the
     same in every process. `timeout_s` (None: never), `wait_timeout_s` and `max_failures` are `trial_timeout_s` and the
     `cluster` keys of these names. `ray_is_ours`: the driver started Ray, and it ends with the driver.
+    `nodes`: ids of those that the sweep has seen alive. `placement`: a name of `Placement`, of places that hold
+    `workers_per_place` workers, each on one node.
     """
 
     config: dict[str, Any]
@@ -59,6 +62,14 @@ class Job:
     wait_timeout_s: float
     max_failures: int
     ray_is_ours: bool
+    nodes: Sequence[str] = ()
+    placement: str = Placement.pack.name
+    workers_per_place: int = 1
+
+    @property
+    def each(self) -> dict[str, float]:
+        """Resources of a worker."""
+        return worker_resources(self.cpus_per_worker, self.use_gpu)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,7 +104,8 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
         with suppress(OSError):
             (folder / "error.txt").write_text(report_of(folder, error))
-        outcome = outcome_of(read_failures(folder) or [{"kind": "error", "message": first_line(error)}])
+        message = why(error, job.each, job.num_workers, job.wait_timeout_s, job.nodes)
+        outcome = outcome_of(read_failures(folder) or [{"kind": "error", "message": message}])
     with suppress(OSError):
         write_outcome(folder, Outcome(outcome.status, outcome.error, time.monotonic() - begun))
 
@@ -129,7 +141,7 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
                 fit_by_ray(job, report, attempts, meeting)
             else:
                 settings = trainer_settings(job, meeting, job.max_failures, [reporting(report)])
-                ray_private.fit_here(settings, job.folder, attempts, ray_is_ours=job.ray_is_ours)
+                ray_private.fit_here(settings, job.folder, attempts, job.workers_per_place, job.ray_is_ours)
     except BaseException:  # Tune ends a trial by SystemExit
         attempts.stop()  # Ray forgets workers that started and then could not make their process group
         raise
@@ -183,7 +195,8 @@ def trainer_settings(
         "scaling_config": ScalingConfig(
             num_workers=job.num_workers,
             use_gpu=job.use_gpu,
-            resources_per_worker={**worker_resources(job.cpus_per_worker, job.use_gpu), **(marks or {})},
+            resources_per_worker={**job.each, **(marks or {})},
+            placement_strategy=Placement[job.placement].value,
         ),
         "run_config": RunConfig(
             name=".ray_train",
@@ -203,12 +216,15 @@ def torch_config(job: Job, meeting: str) -> Any:
     import ray
     from ray.train.torch import TorchConfig
 
+    here = own_place()["node"]
+
     class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             if job.use_gpu:
                 ranks = range(len(worker_group))
                 ray.get([worker_group.execute_single_async(rank, check_gpu, job.folder, rank) for rank in ranks])
-            meet(worker_group, meeting, backend_config.backend, backend_config.timeout_s)
+            nodes = keep_places(Path(job.folder), worker_group)
+            meet(worker_group, nodes, here, meeting, backend_config.backend, backend_config.timeout_s)
 
     class Torch(TorchConfig):
         backend_cls = Backend
@@ -305,18 +321,3 @@ def _begun(progress: dict[str, float], phase: str | None) -> str:
     if phase is not None:
         return f"{phase} began"
     return f"step {progress['step']:.0f} began" if "step" in progress else _START
-
-
-def report_of(folder: Path, error: Exception) -> str:
-    """The traceback of the rank that failed first, or the job's own where no rank says more, and the end of its log."""
-    failures = read_failures(folder)
-    text = (failures[0]["traceback"] if failures else "") or "".join(traceback.format_exception(error))
-    log = folder / "logs" / f"rank{failures[0]['rank'] if failures else 0}.log"
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else []
-    return "\n".join([text, f"--- the end of {log.relative_to(folder)} ---", *lines, ""])
-
-
-def first_line(error: BaseException) -> str:
-    """The last line of an error that says something, cut to what fits a table."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if lines else type(error).__name__)[:300]

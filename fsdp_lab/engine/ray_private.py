@@ -48,6 +48,16 @@ CONTROLLER = (
     Name("ray.train.torch", "TorchTrainer._create_default_callbacks", ("self",)),
     Name("ray.train.torch", "TorchTrainer._initialize_and_run_controller", ("self", "scaling_policy")),
 )
+# Without it the ranks of a shard group may be on several nodes.
+_SHARED_BUNDLES = (
+    Name(
+        f"{_TRAIN}.execution.worker_group",
+        "WorkerGroup._create_workers",
+        ("num_workers", "placement_group_bundle_indices"),
+    ),
+)
+# Without it nobody is told of nodes that are draining.
+_DRAINING = (Name("ray._private.state", "GlobalState.get_draining_nodes", ("self",)),)
 # Without these something is slower, or one more line is printed; nothing fails.
 OTHERS = (
     # 2.54 has a policy that asks no coordinator; there is nothing to leave out
@@ -60,6 +70,8 @@ OTHERS = (
     # by its name: workers that found no place are not tried again
     Name(f"{_TRAIN}.exceptions", "WorkerGroupStartupTimeoutError"),
     Name(f"{_TRAIN}.exceptions", "WorkerGroupStartupFailedError"),
+    *_SHARED_BUNDLES,
+    *_DRAINING,
     # Tune's processes start anew instead of coming from those that Ray keeps ready
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
@@ -91,18 +103,21 @@ class Rules(Protocol):
     def retry(self) -> None: ...
 
 
-def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_ours: bool) -> None:
+def fit_here(
+    settings: dict[str, Any], group_name: str, attempts: Rules, workers_per_place: int, ray_is_ours: bool
+) -> None:
     """Run `TorchTrainer(**settings)` with its controller in this process, which has imported Ray Train already.
 
     Args:
         group_name: of the workers' placement groups, with a number for each attempt; anybody can free them by it.
+        workers_per_place: so many, in the order of their ranks, are on one node.
         ray_is_ours: it was started here: no autoscaler, and workers have their environment from the driver.
     """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.execution.controller import TrainController
 
     class Controller(TrainController):
-        worker_group_cls = worker_group(group_name, attempts, ray_is_ours)
+        worker_group_cls = worker_group(group_name, attempts, workers_per_place, ray_is_ours)
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
@@ -126,22 +141,29 @@ def fit_here(settings: dict[str, Any], group_name: str, attempts: Rules, ray_is_
     Trainer(**settings).fit()
 
 
-def worker_group(group_name: str, attempts: Rules, ray_is_ours: bool) -> Any:
-    """Workers in a placement group with a name; and in processes that Ray keeps ready: what it would hand over as their
-    environment they have from the driver's."""
+def worker_group(group_name: str, attempts: Rules, workers_per_place: int, ray_is_ours: bool) -> Any:
+    """Workers in a placement group with a name, several to a bundle where they are to be on one node; and in processes
+    that Ray keeps ready: what it would hand over as their environment they have from the driver's."""
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
     from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
     from ray.util import placement_group
 
     numbers = itertools.count()
+    together = 1 if missing(_SHARED_BUNDLES) else workers_per_place
 
     class Workers(WorkerGroup):
         def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
             attempts.begin()
-            bundles = [worker_group_context.resources_per_worker] * worker_group_context.num_workers
+            place = {name: amount * together for name, amount in worker_group_context.resources_per_worker.items()}
+            bundles = [place] * (worker_group_context.num_workers // together)
             name = f"{group_name}#{os.getpid()}.{next(numbers)}"
             group = placement_group(bundles, worker_group_context.placement_strategy, name=name)
             return DefaultPlacementGroupHandle(group)
+
+        def _create_workers(self, num_workers: int, *args: Any, **settings: Any) -> Any:
+            if together > 1:
+                settings["placement_group_bundle_indices"] = [i // together for i in range(num_workers)]
+            return super()._create_workers(num_workers, *args, **settings)
 
         @staticmethod
         def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
@@ -196,6 +218,15 @@ def failed_to_be_placed(error: Exception) -> bool:
 def failed_to_start(error: Exception) -> bool:
     """Whether workers were there and ended before they were asked to train."""
     return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupFailedError"
+
+
+def draining_nodes() -> set[str]:
+    """The ids of nodes that are about to be taken away; empty where this Ray does not say."""
+    if missing(_DRAINING):
+        return set()
+    import ray
+
+    return set(ray._private.state.state.get_draining_nodes())
 
 
 def keep_ready_processes() -> None:

@@ -50,21 +50,14 @@ def meeting_folder() -> Iterator[str]:
         yield folder
 
 
-def node_id() -> str:
-    """Ray's name of the node that this process is on."""
-    import ray
-
-    return ray.get_runtime_context().get_node_id()
-
-
-def meet(worker_group: Any, folder: str, backend: str, timeout_s: float) -> None:
+def meet(worker_group: Any, nodes: set[str], here: str, folder: str, backend: str, timeout_s: float) -> None:
     """Make the process group of a trial's workers.
 
     Args:
-        folder: of this machine's, for workers that are all on it.
+        nodes: where they are.
+        folder: of the node `here`, for workers that are all on it.
     """
-    nodes = set(worker_group.execute(node_id))
-    if nodes == {node_id()}:
+    if nodes == {here}:
         path = str(Path(folder, uuid.uuid4().hex))  # a new file for each attempt
         execute_on_all(worker_group, join_by_file, path, backend, timeout_s)
     else:

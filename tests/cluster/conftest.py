@@ -12,7 +12,7 @@ from tests.cluster.namespaces import Cluster, cluster_over, two_namespaces, why_
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes of one core each, which ask who comes for a token."""
+    """A node with three cores and one with two, as far as Ray knows; they ask who comes for a token."""
     if reason := why_not():
         pytest.skip(reason)
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -23,6 +23,7 @@ from tests.processes import descendants
 
 _PORT = 6399
 _START_S = 90
+_MARK = "answer:"
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Node:
 
     name: str
     address: str
-    cpus: int = 1
+    cpus: int
     raylet: subprocess.Popen[bytes] | None = None
 
     def command(self, *words: str) -> list[str]:
@@ -51,6 +52,10 @@ class Cluster:
     @property
     def address(self) -> str:
         return f"{self.nodes[0].address}:{_PORT}"
+
+    def ray(self, *words: str) -> list[str]:
+        """That command of Ray's, on the first node."""
+        return self.nodes[0].command(str(Path(sys.executable).with_name("ray")), *words)
 
     def start(self, node: Node) -> None:
         """Start Ray on a node and wait until the cluster has it."""
@@ -84,7 +89,8 @@ class Cluster:
             )  # fmt: skip
         assert self._asked.stdin and self._asked.stdout
         print(expression, file=self._asked.stdin, flush=True)
-        return json.loads(self._asked.stdout.readline())
+        # Ray prints the end of a dead node's log, too
+        return json.loads(next(line for line in self._asked.stdout if line.startswith(_MARK)).removeprefix(_MARK))
 
     def alive(self) -> list[str]:
         """The addresses of the nodes that Ray takes for alive."""
@@ -120,7 +126,7 @@ _ANSWER = """
 import json, sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 for line in sys.stdin:
-    print(json.dumps(eval(line)), flush=True)
+    print("answer:" + json.dumps(eval(line)), flush=True)
 """
 
 
@@ -144,7 +150,7 @@ def why_not() -> str:
 def two_namespaces() -> Iterator[list[Node]]:
     """Two nodes with a network between them; this machine's name resolves to the loopback there, as Debian has it."""
     mark = f"{os.getpid()}{secrets.token_hex(1)}"
-    nodes = [Node(f"fsdp{mark}{letter}", f"10.77.0.{n}") for n, letter in enumerate("ab", 1)]
+    nodes = [Node(f"fsdp{mark}{letter}", f"10.77.0.{n}", 4 - n) for n, letter in enumerate("ab", 1)]
     cables = [f"v{mark}{letter}" for letter in "ab"]
     with ExitStack() as stack:
         for node in nodes:

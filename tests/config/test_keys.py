@@ -125,6 +125,7 @@ resume_failed
 resume_anyway
 cluster.num_workers                  cells starts param
 cluster.cpus_per_worker              cells starts param
+cluster.placement                    cells starts param
 cluster.address                      cells param
 cluster.storage_path                 cells starts param
 cluster.max_failures                 cells param

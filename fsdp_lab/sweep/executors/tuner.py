@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 from ray import tune
@@ -15,8 +16,10 @@ from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.engine.job import Job, trial_function
+from fsdp_lab.engine.nodes import NodeWatch, nodes
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.folder_scheduler import FolderScheduler, build_scheduler
+from fsdp_lab.sweep.executors.places import LOOK_S, Places, workers_per_place
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun
 
@@ -26,8 +29,8 @@ _REPEAT_S = 60.0
 
 def build_tuner(sweep: SweepRun) -> tune.Tuner:
     places = Places()
-    waiting = [state.trial.config for state in sweep.states if not state.ended]
-    side_by_side = min((places.of(config).side_by_side for config in waiting), default=0)
+    for config in [state.trial.config for state in sweep.states if not state.ended] or [sweep.config]:
+        places.of(config)  # told before the first begins
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
         tune.with_resources(trial_function, {"memory": 1, **engine.driver_node()}),
@@ -35,7 +38,6 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
             search_alg=NextTrial(sweep, places),
             scheduler=FolderScheduler(sweep, build_scheduler(sweep.config)),
             num_samples=-1,
-            max_concurrent_trials=side_by_side or places.of(sweep.config).side_by_side,
             reuse_actors=True,
             trial_name_creator=lambda trial: f"trial_{trial.config['number']}",
             trial_dirname_creator=lambda trial: f"trial_{trial.config['number']}",
@@ -51,30 +53,13 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
     )
 
 
-class Places:
-    """What trials need of the cluster, asked of it once for each need."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, engine.Resources] = {}
-
-    def of(self, config: SweepConfig) -> engine.Resources:
-        """
-        Raises:
-            ConfigError: the cluster can never hold it.
-        """
-        key = str(config.cluster)
-        if key not in self._known:
-            config.check(engine.resolve_num_workers(config.cluster))
-            self._known[key] = engine.check_capacity(config.cluster)
-        return self._known[key]
-
-
 class NextTrial(Searcher):
     """Gives Tune the sweep's next trial when it has a place for one."""
 
     def __init__(self, sweep: SweepRun, places: Places) -> None:
         super().__init__()
         self._sweep, self._places = sweep, places
+        self._held: int | None = None  # a trial that a search suggested, and that has no room yet
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune keeps a copy on disk, which nobody reads: the folder of the sweep is what a resume reads."""
@@ -82,12 +67,19 @@ class NextTrial(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         while True:
-            number = self._sweep.next()
+            number, self._held = self._held, None
+            if number is None:
+                if not self._may_have_room():
+                    return None
+                number = self._sweep.next()
             if number is None:  # or none yet: what repeats next hangs on the trials that run
                 return None if self._sweep.has_more() else Searcher.FINISHED
             config = self._sweep.states[number].trial.config
             try:
-                self._places.of(config)
+                if not self._places.has_room(config):
+                    self._held = number
+                    return None
+                self._places.taken[trial_id] = self._places.of(config)
                 break
             except ConfigError as error:
                 if not self._sweep.config.search.samples:
@@ -95,13 +87,23 @@ class NextTrial(Searcher):
                 self._sweep.prepare(number)
                 self._sweep.end(number, TrialStatus.failed, str(error))  # the cluster cannot hold what was suggested
         self._sweep.prepare(number)
-        return {"number": number, "job": json.dumps(job_of(config, str(self._sweep.folder_of(number))).as_dict())}
+        job = job_of(config, str(self._sweep.folder_of(number)), self._places.nodes)
+        return {"number": number, "job": json.dumps(job.as_dict())}
+
+    def _may_have_room(self) -> bool:
+        """Whether the next trial fits; one that a search suggests, as late as it can, by what its trials share."""
+        number = self._sweep.state.next_waiting()
+        if number is not None:
+            return self._places.has_room(self._sweep.states[number].trial.config)
+        with suppress(ConfigError):  # what is suggested may be smaller
+            return self._places.has_room(self._sweep.config)
+        return True
 
     def set_search_properties(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        pass
+        self._places.taken.pop(trial_id, None)
 
     def save(self, checkpoint_path: str) -> None:
         pass
@@ -113,7 +115,7 @@ class NextTrial(Searcher):
         pass
 
 
-def job_of(config: SweepConfig, folder: str) -> Job:
+def job_of(config: SweepConfig, folder: str, watch: NodeWatch) -> Job:
     return Job(
         config=to_dict(part(config, TrialConfig)),
         folder=folder,
@@ -124,7 +126,10 @@ def job_of(config: SweepConfig, folder: str) -> Job:
         timeout_s=config.trial_timeout_s,
         wait_timeout_s=config.cluster.wait_timeout_s,
         max_failures=config.cluster.max_failures,
+        placement=config.cluster.placement.name,
         ray_is_ours=config.cluster.address is None,
+        nodes=sorted(watch.known),
+        workers_per_place=workers_per_place(config),
     )
 
 
@@ -135,6 +140,7 @@ class TuneCallback(tune.Callback):
         self._sweep, self._places = sweep, places
         self._speak_at: dict[int, float] = {}
         self._stopped: set[int] = set()
+        self._look_at = 0.0  # at the nodes
 
     def __getstate__(self) -> dict[str, Any]:
         """Tune keeps a copy of its callbacks on disk; this one's state is the driver's, and files."""
@@ -169,6 +175,7 @@ class TuneCallback(tune.Callback):
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Say what a trial is waiting for whose workers say nothing yet themselves."""
         self._sweep.tick()
+        self._look_at_nodes()
         for number, speak_at in list(self._speak_at.items()):
             if self._sweep.is_training(number):
                 del self._speak_at[number]
@@ -177,6 +184,12 @@ class TuneCallback(tune.Callback):
                 self._speak_at[number] = time.monotonic() + _REPEAT_S
                 self._sweep.say(f"{self._label(number)} waits for {self._short_of(number)}")
 
+    def _look_at_nodes(self) -> None:
+        if self._sweep.config.cluster.address is not None and time.monotonic() >= self._look_at:
+            for change in self._places.nodes.changes(nodes()):
+                self._sweep.say(change)
+            self._look_at = time.monotonic() + LOOK_S
+
     def _label(self, number: int) -> str:
         return label(number, self._sweep.states)
 
@@ -184,10 +197,11 @@ class TuneCallback(tune.Callback):
         if not engine.unmet_request():
             return "its worker processes to start and import PyTorch"
         cluster = self._sweep.states[number].trial.config.cluster
-        places, free = self._places.of(self._sweep.states[number].trial.config), engine.free_resources()
+        needed, free = self._places.of(self._sweep.states[number].trial.config), engine.free_resources()
+        total = self._places.total()
         parts = [
-            f"{amount:g} {name} ({free.get(name, 0):g} of {places.total[name]:g} free)"
-            for name, amount in places.needed.items()
+            f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
+            for name, amount in needed.items()
         ]
         limit = f"it gives up after cluster.wait_timeout_s={cluster.wait_timeout_s:g} s"
         return f"{' and '.join(parts)}; {limit}"

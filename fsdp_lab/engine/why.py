@@ -1,0 +1,70 @@
+"""Why a trial failed, in a line: of ranks that say nothing themselves, Ray says a paragraph."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from fsdp_lab.engine.files import read_failures
+from fsdp_lab.engine.nodes import Node, lost, nodes_asked, words_for
+from fsdp_lab.engine.ray_private import failed_to_be_placed, failed_to_start
+from fsdp_lab.wording import count
+
+_TAIL_LINES = 50  # of a log, for the report of a failure
+
+
+def why(
+    error: Exception, each: Mapping[str, float], num_workers: int, wait_timeout_s: float, known: Collection[str]
+) -> str:
+    """Say in a line what Ray's error means.
+
+    Args:
+        each: resources of a worker.
+        known: ids of the nodes that the sweep has seen.
+    """
+    if failed_to_be_placed(error):
+        import ray
+
+        total, free = ray.cluster_resources(), ray.available_resources()
+        return without_place(each, num_workers, wait_timeout_s, total, free, lost(known, nodes_asked()))
+    if failed_to_start(error):
+        gone = " and ".join(f"node {node} went down" for node in lost(known, nodes_asked()))
+        return f"a worker's process ended while it started{f': {gone}' if gone else ', as one that is killed'}"
+    return first_line(error)
+
+
+def without_place(
+    each: Mapping[str, float],
+    num_workers: int,
+    wait_timeout_s: float,
+    total: Mapping[str, float],
+    free: Mapping[str, float],
+    gone: Collection[Node],
+) -> str:
+    """Say which workers found no place, which nodes are missing, and what to do."""
+    room = " and ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in each)
+    begin = (
+        f"no place for {count(num_workers, 'worker')} of {words_for(each)} each within "
+        f"cluster.wait_timeout_s={wait_timeout_s:g} s"
+    )
+    if not gone:
+        return f"{begin}: {room} free; wait until others leave the cluster, or raise cluster.wait_timeout_s"
+    names = " and ".join(f"node {node}" for node in gone)
+    have = "has" if len(gone) == 1 else "have"
+    return f"{begin}: {names} went down and {have} not come back; start Ray there again, or use fewer workers"
+
+
+def report_of(folder: Path, error: Exception) -> str:
+    """The traceback of the rank that failed first, or the job's own where no rank says more, and the end of its log."""
+    failures = read_failures(folder)
+    text = (failures[0]["traceback"] if failures else "") or "".join(traceback.format_exception(error))
+    log = folder / "logs" / f"rank{failures[0]['rank'] if failures else 0}.log"
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else []
+    return "\n".join([text, f"--- the end of {log.relative_to(folder)} ---", *lines, ""])
+
+
+def first_line(error: BaseException) -> str:
+    """The last line of an error that says something, cut to what fits a table."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]

@@ -1,0 +1,66 @@
+"""What trials need of the cluster, and what it has: who may begin beside whom."""
+
+from __future__ import annotations
+
+import time
+
+from fsdp_lab.config import SweepConfig
+from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.engine import cluster as engine
+from fsdp_lab.engine.nodes import NodeWatch, groups_that_fit, nodes
+
+LOOK_S = 1.0  # at the cluster's nodes
+_ROUNDING = 1e-6  # of sums of shares of a core
+
+
+class Places:
+    """What trials need of the cluster, asked of it once for each need, and what it has, which changes with its nodes.
+
+    `nodes`: those that the sweep has seen. `taken`: what running trials need, by Tune's name of the trial.
+    """
+
+    def __init__(self) -> None:
+        self._needs: dict[str, dict[str, float]] = {}
+        self._total: dict[str, float] = {}
+        self._look_at = 0.0
+        self.nodes = NodeWatch(nodes())
+        self.taken: dict[str, dict[str, float]] = {}
+
+    def of(self, config: SweepConfig) -> dict[str, float]:
+        """Return what a trial's workers need together.
+
+        Raises:
+            ConfigError: the cluster could not hold it when it was first asked.
+        """
+        key = str(config.cluster)
+        if key not in self._needs:
+            config.check(engine.resolve_num_workers(config.cluster))
+            self._needs[key] = engine.check_capacity(config.cluster).needed
+        return self._needs[key]
+
+    def total(self) -> dict[str, float]:
+        """What the cluster has, as of a second ago at most."""
+        if (now := time.monotonic()) >= self._look_at:
+            self._total, self._look_at = engine.total_resources(), now + LOOK_S
+        return self._total
+
+    def has_room(self, config: SweepConfig) -> bool:
+        """Whether a trial fits beside those that run. The first always does: it waits for nodes that died."""
+        if not self.taken:
+            return True
+        total, all_taken = self.total(), self.taken.values()
+        return all(
+            amount + sum(taken.get(name, 0.0) for taken in all_taken) <= total.get(name, 0.0) + _ROUNDING
+            for name, amount in self.of(config).items()
+        )
+
+
+def workers_per_place(config: SweepConfig) -> int:
+    """How many workers are to be on one node: those of a shard group, where every group finds such a node."""
+    num_workers, replicas = engine.resolve_num_workers(config.cluster), config.sharding.dp_replicate
+    if replicas == 1 or config.sharding.granularity is Granularity.ddp:
+        return 1
+    each = engine.worker_resources(engine.resolve_cpus_per_worker(config.cluster), engine.num_gpus() > 0)
+    together = num_workers // replicas
+    fits = groups_that_fit({name: amount * together for name, amount in each.items()}, nodes())
+    return together if fits >= replicas else 1

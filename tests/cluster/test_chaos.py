@@ -1,0 +1,111 @@
+"""Nodes that die, come back, join and leave while a sweep runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.namespaces import Cluster
+from tests.cluster.test_nodes import TWO_NODES, words
+from tests.sweep.conftest import has_trained_an_epoch, results, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+_EPOCHS = 60
+
+
+@contextmanager
+def running(cluster: Cluster, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A sweep that is typed on the first node; what it says is in `said.txt`."""
+    command = cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words(cluster, folder), *arguments)
+    with (folder / "said.txt").open("w") as said:
+        process = subprocess.Popen(
+            command, env=cluster.environment, cwd=folder, stdout=said, stderr=said, text=True, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def said(folder: Path) -> str:
+    return (folder / "said.txt").read_text()
+
+
+def trains(folder: Path) -> bool:
+    return any(has_trained_an_epoch(file.parent) for file in folder.glob("storage/**/metrics.jsonl"))
+
+
+@pytest.fixture
+def whole(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, whose second node is there again afterwards."""
+    yield cluster
+    if cluster.nodes[1].address not in cluster.alive():
+        cluster.start(cluster.nodes[1])
+
+
+def test_a_trial_goes_on_when_its_node_is_back(whole: Cluster, tmp_path: Path):
+    node = whole.nodes[1]
+    with running(whole, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
+        wait_for(lambda: trains(tmp_path), process, 120)
+        whole.kill(node)
+        wait_for(lambda: f"node {node.address} (" in said(tmp_path), process, 60)
+        whole.start(node)
+        assert process.wait(200) == 0, said(tmp_path)
+    assert "went down with 2 CPU" in said(tmp_path) and "joined with 2 CPU" in said(tmp_path)
+    (metrics,) = tmp_path.glob("storage/**/metrics.jsonl")
+    epochs = [json.loads(line)["epoch"] for line in metrics.read_text().splitlines()]
+    assert epochs == list(range(1, _EPOCHS + 1)), "each once"
+    assert (metrics.parent / "failures.1").is_dir() or list(metrics.parent.glob("failures.*")), "there was a failure"
+
+
+def test_a_trial_whose_node_stays_away_names_it(whole: Cluster, tmp_path: Path):
+    node = whole.nodes[1]
+    settings = (f"training.epochs={_EPOCHS}", "cluster.wait_timeout_s=5")
+    with running(whole, tmp_path, *TWO_NODES, *settings) as process:
+        wait_for(lambda: trains(tmp_path), process, 120)
+        whole.kill(node)
+        assert process.wait(120) == 1, said(tmp_path)
+    (row,) = results(tmp_path)
+    assert row["error"].startswith("no place for 2 workers of 2 CPU each within cluster.wait_timeout_s=5 s: node ")
+    assert f"node {node.address} (" in row["error"] and "start Ray there again" in row["error"]
+    (failure,) = tmp_path.glob("storage/**/failures.*/rank1.json")
+    assert f"its node {node.address} (" in json.loads(failure.read_text())["message"]
+
+
+def test_a_node_that_joins_is_used_by_the_next_trial(whole: Cluster, tmp_path: Path):
+    node = whole.nodes[1]
+    if node.raylet is not None:
+        whole.kill(node)
+    one_worker = ("cluster.num_workers=1", f"training.epochs={_EPOCHS},{_EPOCHS + 1},2")
+    with running(whole, tmp_path, "-m", *TWO_NODES, *one_worker) as process:
+        wait_for(lambda: trains(tmp_path), process, 120)
+        whole.start(node)
+        assert process.wait(250) == 0, said(tmp_path)
+    used = [json.loads(file.read_text())["addresses"] for file in sorted(tmp_path.glob("storage/**/places.json"))]
+    assert used[0] == [whole.nodes[0].address] and [node.address] in used[1:], said(tmp_path)
+
+
+def test_a_draining_node_is_reported(whole: Cluster, tmp_path: Path):
+    """It is told while it drains; Ray then takes it away, and the trial that needs it fails by its name."""
+    node = whole.nodes[1]
+    (number,) = whole.ask(
+        f"[n['NodeID'] for n in ray.nodes() if n['Alive'] and n['NodeManagerAddress'] == {node.address!r}]"
+    )
+    with running(whole, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
+        wait_for(lambda: trains(tmp_path), process, 120)
+        drain = whole.ray("drain-node", f"--address={whole.address}", f"--node-id={number}",
+                          "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test")  # fmt: skip
+        subprocess.run(drain, env=whole.environment, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+        wait_for(lambda: f"node {node.address} (" in said(tmp_path), process, 60)
+        assert "is draining: it gets no new workers" in said(tmp_path)
+        process.terminate()
+        process.wait(60)
+    whole.kill(node)

@@ -1,0 +1,91 @@
+"""What a sweep makes of the nodes of its cluster: pure, but for one socket. Real nodes are in `tests/cluster`."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.sweep import ClusterConfig, Placement
+from fsdp_lab.engine.cluster import check_one_node
+from fsdp_lab.engine.nodes import Node, NodeWatch, answers, groups_that_fit, lost
+from fsdp_lab.engine.why import without_place
+from tests.sweep.conftest import PLAIN, TINY
+
+A = Node("a", "10.0.0.1", 1, "head", True, {"CPU": 4.0, "memory": 1e9})
+B = Node("b", "10.0.0.2", 1, "other", True, {"CPU": 96.0, "GPU": 8.0})
+GONE = replace(B, alive=False, resources={})
+BACK = replace(B, id="c")
+EACH = {"CPU": 1.0, "GPU": 1.0}
+
+
+def test_a_node_is_lost_until_its_address_is_back():
+    assert lost({"a", "b"}, [A, B]) == []
+    assert lost({"a", "b"}, [A, GONE]) == [GONE]
+    assert lost({"a", "b"}, [A, GONE, BACK]) == []
+    assert lost({"a"}, [A, GONE]) == [], "it went before the sweep began"
+
+
+def test_changes_are_told_once():
+    watch = NodeWatch([A])
+    assert watch.changes([A]) == []
+    assert watch.changes([A, B]) == ["node 10.0.0.2 (other) joined with 96 CPU and 8 GPU; the next trials use it"]
+    (draining,) = watch.changes([A, replace(B, draining=True)])
+    assert draining.startswith("node 10.0.0.2 (other) is draining")
+    (gone,) = watch.changes([A, GONE])
+    assert gone.startswith("node 10.0.0.2 (other) went down with 96 CPU and 8 GPU")
+    assert watch.changes([A, GONE]) == [] and watch.known == {"a", "b"}
+
+
+def test_a_node_that_takes_no_connection_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        node = replace(A, address="127.0.0.1", port=raylet.getsockname()[1])
+        assert answers(node)
+    assert not answers(node)
+
+
+@pytest.mark.parametrize(
+    ("group", "count"),
+    [({"CPU": 1.0, "GPU": 4.0}, 4), ({"GPU": 8.0}, 2), ({"GPU": 9.0}, 0), ({"CPU": 3.0}, 65)],
+)
+def test_groups_of_workers_are_counted_by_node(group: dict[str, float], count: int):
+    assert groups_that_fit(group, [A, B, BACK, GONE]) == count
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ([GONE], "node 10.0.0.2 (other) went down and has not come back; start Ray there again, or use fewer workers"),
+        ([GONE, A], "node 10.0.0.2 (other) and node 10.0.0.1 (head) went down and have not come back"),
+        ([], "3 of 4 CPU and 0 of 8 GPU free; wait until others leave the cluster, or raise cluster.wait_timeout_s"),
+    ],
+)
+def test_workers_without_a_place_are_explained(gone: list[Node], said: str):
+    text = without_place(EACH, 8, 600.0, {"CPU": 4.0, "GPU": 8.0}, {"CPU": 3.0}, gone)
+    assert text.startswith("no place for 8 workers of 1 CPU and 1 GPU each within cluster.wait_timeout_s=600 s: ")
+    assert said in text
+
+
+def test_strict_pack_needs_a_node_that_holds_all():
+    rays = [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
+    cluster = ClusterConfig(placement=Placement.strict_pack)
+    check_one_node(cluster, {"CPU": 2.0}, rays)
+    check_one_node(ClusterConfig(), {"CPU": 3.0}, rays)
+    with pytest.raises(ConfigError, match="they need 3 CPU, and the largest node has 2"):
+        check_one_node(cluster, {"CPU": 3.0}, rays)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_trials_are_packed_by_their_own_needs(cli):
+    """Of four on two cores: those with one worker run side by side, each with two alone."""
+    words = ("cluster.num_workers=1,2", "optimizer.lr=1e-3,1e-4", "model=mlp", "forecast.enabled=false")
+    done = cli("-m", *PLAIN, *TINY, *words, "cluster.cpus_per_worker=1", timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    order = [done.stdout.index(f"trial {number} {event}") for number, event in _ORDER]
+    assert order == sorted(order), done.stdout
+
+
+_ORDER = [(1, "starts"), (0, "finished"), (2, "starts"), (2, "finished"), (3, "starts")]
