@@ -28,6 +28,7 @@ from scipy.stats import spearmanr
 
 from fsdp_lab.calibrate.rank import SMALL
 from fsdp_lab.calibrate.steps import trace_all
+from fsdp_lab.cpu_contention import Others
 from fsdp_lab.files import whole
 from fsdp_lab.speed.device import load_device
 from fsdp_lab.speed.predict import Speed, predict
@@ -210,11 +211,15 @@ def main() -> int:
     speeds = forecast_all(some, device)
     write(options.out / "predicted.csv", some, speeds)
     print(f"predicted {len(some)} settings: {options.out / 'predicted.csv'}; now they run", flush=True)
-    measured = measure(some, options.rounds)
+    with Others() as others:
+        measured = measure(some, options.rounds)
     write(options.out / "speed.csv", some, speeds, measured)
     found = judge(some, speeds, [median(times) for times in measured])
     spread = median(max(times) / min(times) - 1 for times in measured)
-    print(f"{len(some)} settings, {options.rounds} rounds; slowest over fastest round, the median: +{spread:.1%}")
+    print(
+        f"{len(some)} settings, {options.rounds} rounds; slowest over fastest round, the median: +{spread:.1%}; "
+        f"others had {others.share:.1%} of the cores"
+    )
     print(f"Spearman {found.spearman:.3f}; error: median {found.median_error:.1%}, p90 {found.p90_error:.1%}")
     print(f"inside their intervals: {found.inside:.1%}")
     for model, share in found.chosen.items():

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "training": {"cpu_contention", "hardware", "files", "private", "config", "layout", "profile", "workloads"},
     "speed": {"config"},
     "forecast": {*SYSTEM, "config", "profile", "report", "speed", "terminal", "training", "workloads"},
-    "calibrate": {"files", "hardware", "config", "forecast", "speed", "training", "workloads"},
+    "calibrate": {"cpu_contention", "files", "hardware", "config", "forecast", "speed", "training", "workloads"},
     "forecast.__main__": {"config", "compose", "forecast", "sweep", "terminal", "training"},
     "engine": {*SYSTEM, "private", "config", "training"},
     "report": {"files", "config", "takehome"},

@@ -45,7 +45,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Steps:
-    """A reference: its family, its operators as measured, its program as forecast, and the median of its steps."""
+    """A reference: its family, its operators as measured, its program as forecast, and the
+    seconds of a step."""
 
     family: str
     samples: Sequence[Sample]

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
-from statistics import median
 from typing import Any
 
 from fsdp_lab.calibrate.fit import Fitted, Sample, Steps, known_error
-from fsdp_lab.calibrate.rank import SMALL
+from fsdp_lab.calibrate.rank import SMALL, undisturbed
 from fsdp_lab.calibrate.reference import Reference
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.devices import sheet_of
@@ -39,7 +38,7 @@ def as_steps(
     """
     programs = trace_all([reference.words for reference in settings], workers, cuda)
     steps = [
-        Steps(reference.family, [Sample(*row) for row in one["operators"]], program, median(one["steps"]))
+        Steps(reference.family, [Sample(*row) for row in one["operators"]], program, undisturbed(one["steps"]))
         for reference, one, program in zip(settings, found["references"], programs, strict=True)
     ]
     group = tuple(range(workers))
