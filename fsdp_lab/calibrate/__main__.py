@@ -25,10 +25,11 @@ from pathlib import Path
 
 from fsdp_lab.calibrate.reference import Reference, references
 from fsdp_lab.config import ConfigError, UserError, read_words
-from fsdp_lab.config.conf import CALIBRATIONS, slug
+from fsdp_lab.config.conf import CALIBRATIONS, DEVICE_KINDS, data_sheets, slug
 from fsdp_lab.cpu_contention import Others
 from fsdp_lab.hardware import num_cpus, num_gpus
 from fsdp_lab.speed.device import Device
+from fsdp_lab.wording import count
 
 KEYS = ("workers", "device", "limit_s", "name")
 _LIMIT_S = 120.0
@@ -47,14 +48,27 @@ class Options:
 def main() -> int:
     try:
         options = read_options(sys.argv[1:])
+        _check_folder()
         device = calibrate(options, references(options.workers))
+        file = CALIBRATIONS / f"{options.name or slug(device.name)}.yaml"
+        write_device(file, device)
     except UserError as error:
         print(f"fsdp_lab.calibrate: {error}", file=sys.stderr)
         return 2
-    file = CALIBRATIONS / f"{options.name or slug(device.name)}.yaml"
-    write_device(file, device)
+    except KeyboardInterrupt:
+        print("fsdp_lab.calibrate: interrupted; nothing is written", file=sys.stderr)
+        return 130
     print(summary(device, file))
     return 0
+
+
+def _check_folder() -> None:
+    try:
+        CALIBRATIONS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=CALIBRATIONS):
+            pass
+    except OSError as error:
+        raise UserError(f"{CALIBRATIONS} cannot be written ({error.strerror}); run this in another folder.") from error
 
 
 def read_options(words: Sequence[str]) -> Options:
@@ -79,6 +93,8 @@ def read_options(words: Sequence[str]) -> Options:
     name = given.get("name")
     if name is not None and not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"name={name} becomes the name of a file; use letters, digits, _, - and points.")
+    if name in (*DEVICE_KINDS, *(file.stem for file in data_sheets()), ".", ".."):
+        raise ConfigError(f"name={name} stands for something else in forecast.device; use another.")
     return Options(workers, cuda, float(_whole(given, "limit_s", int(_LIMIT_S))), name)
 
 
@@ -99,7 +115,7 @@ def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
     from fsdp_lab.calibrate.steps import as_steps, device_here, with_fit
 
     begun = time.time()
-    print(f"trains small models on {options.workers} workers for about {options.limit_s:.0f} s", flush=True)
+    print(f"trains small models on {count(options.workers, 'worker')} for about {options.limit_s:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder, Others() as others:
         found = _measure(options, settings, Path(folder), begun + max(options.limit_s - _FORECASTS_S, 0))
     if others.share > _MANY:
@@ -166,7 +182,7 @@ def summary(device: Device, file: Path) -> str:
         [
             f"{device.name}, PyTorch {device.measured.torch}, {device.measured.workers} workers:",
             f"  matrix products, GFLOP/s of a worker: {rates}",
-            f"  memory {device.memory_bandwidth / 1e9:,.3g} GB/s, links {device.link_bandwidth / 1e9:,.3g} GB/s",
+            *([f"  gathers {device.link_bandwidth / 1e9:,.3g} GB/s"] if device.measured.workers > 1 else []),
             f"  Python: {host.operator_s * 1e6:,.3g} us an operator, {host.collective_s * 1e6:,.3g} us a collective",
             f"  error for unseen models: median {device.error.median:.0%}, nine of ten {device.error.p90:.0%}",
             f"written: {file}",

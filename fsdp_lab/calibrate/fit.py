@@ -16,6 +16,7 @@ from fsdp_lab.speed.program import Kind, Operator
 
 _LEAST_SHARE = 2e-4  # of all seconds: an operator with less has its kind's line
 _LARGE = 2.0**22  # bytes of an operator of which a line should be right even where it was measured with less
+_BEYOND = 4.0  # times the largest that was measured, at least
 _PRIOR_SAMPLES = 0.3  # what the kind's line weighs there
 _FAR = 0.1  # relative errors of steps beyond this weigh less
 # Where the fit of whole steps starts, and what a factor of e away from there weighs, as a relative error.
@@ -137,7 +138,7 @@ def _line(samples: Sequence[Sample], prior: Line | None = None) -> Line:
     weights = [1.0] * len(samples)
     if prior is not None:
         largest = max(samples, key=lambda one: one.num_bytes)
-        times = max(1.0, _LARGE / max(largest.num_bytes, 1.0))
+        times = max(_BEYOND, _LARGE / max(largest.num_bytes, 1.0))
         table.append([1.0, largest.flops * times, largest.num_bytes * times, largest.items * times])
         target.append(prior.seconds(*table[-1][1:]))
         weights.append(_PRIOR_SAMPLES)

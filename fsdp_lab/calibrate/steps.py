@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -21,7 +22,9 @@ from fsdp_lab.speed.measured import HostCosts, Measured, sent_bytes
 from fsdp_lab.speed.program import Kind, Operator, Stream
 
 _LIMIT_S = 300.0  # for one forecast
+_A_PROCESS = 4  # forecasts, as it first imports PyTorch
 _GIB = 2**30
+_SHORT = 1e-6  # seconds, of latencies that the measured collectives have in them
 _PCIE = 20e9  # bytes/s between a GPU without a data sheet and its host: PCIe 4.0 x16, of 32
 _ANY_NUMBER = 4096  # of workers: what a machine of CPUs takes
 
@@ -55,20 +58,29 @@ def trace_all(settings: Sequence[Sequence[str]], workers: int, cuda: bool) -> li
     Raises:
         UserError: one cannot be forecast.
     """
-    with Pool(_trace, num_cpus(), _LIMIT_S) as pool:
-        futures: list[Future[list[Operator]]] = [pool.submit((words, workers, cuda)) for words in settings]
+    processes = min(num_cpus(), -(-len(settings) // _A_PROCESS))
+    with Pool(_trace, processes, _LIMIT_S) as pool:
+        futures: list[Future[list[Operator] | str]] = [pool.submit((words, workers, cuda)) for words in settings]
         try:
-            return [future.result() for future in futures]
+            found = [future.result() for future in futures]
         except NoAnswerError as error:
             raise UserError(f"a forecast of the calibration failed: its process {error}") from error
+    if problems := [one for one in found if isinstance(one, str)]:
+        raise UserError(problems[0])
+    return [one for one in found if not isinstance(one, str)]
 
 
-def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator]:
+def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator] | str:
+    """The program, or why there is none."""
+    os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"] = "", "1"
     from fsdp_lab.forecast.forecast import forecast_step
     from fsdp_lab.training.__main__ import read_config
 
     words, workers, cuda = question
-    return forecast_step(read_config(None, [*SMALL, *words]), workers, cuda, traced=True).program
+    try:
+        return forecast_step(read_config(None, [*SMALL, *words]), workers, cuda, traced=True).program
+    except UserError as error:
+        return str(error)
 
 
 def device_here(workers: int, cuda: bool, steps: Sequence[Steps], collectives: Sequence[Sample]) -> Device:
@@ -78,12 +90,17 @@ def device_here(workers: int, cuda: bool, steps: Sequence[Steps], collectives: S
     for sample in samples:
         if sample.kind == Kind.matmul and sample.seconds > 0:
             peaks[sample.dtype] = max(peaks.get(sample.dtype, 0.0), sample.flops / sample.seconds)
+    name = gpus()[0].name if cuda else cpu_name()
+    measured = Measured(name, version("torch"), workers, {}, HostCosts(0.0, 0.0, 0.0, 0.0))
+    unknown = KnownError(0.5, 0.9)
+    source = f"python -m fsdp_lab.calibrate on {platform.node()}"
+    if cuda and (sheet := sheet_of(name)) is not None:  # of which other nodes and the host were not measured
+        return replace(
+            sheet, basis=Basis.calibration, error=unknown, error_elsewhere=unknown, source=source, measured=measured
+        )
     memory = _best(sample for sample in samples if sample.kind == Kind.memory)
     link = _best(sample for sample in collectives if sample.kind == Kind.gather)
-    name = gpus()[0].name if cuda else cpu_name()
-    sheet = sheet_of(name) if cuda else None
-    host = HostCosts(0.0, 0.0, 0.0, 0.0)
-    unknown = KnownError(0.5, 0.9)
+    host = _PCIE if cuda else memory
     return Device(
         name=name,
         kind=DeviceKind.cuda if cuda else DeviceKind.cpu,
@@ -93,20 +110,20 @@ def device_here(workers: int, cuda: bool, steps: Sequence[Steps], collectives: S
         memory_bandwidth=memory,
         num_cores=1,
         link_bandwidth=link,
-        node_size=workers if cuda else _ANY_NUMBER,
+        node_size=len(gpus()) if cuda else _ANY_NUMBER,
         network_bandwidth=link,
-        host_bandwidth=sheet.host_bandwidth if sheet else _PCIE if cuda else memory,
-        host_memory_bandwidth=sheet.host_memory_bandwidth if sheet else _PCIE if cuda else memory,
-        launch_s=1e-6,
-        latency_s=1e-6,
-        link_latency_s=1e-6,
-        network_latency_s=1e-6,
+        host_bandwidth=host,
+        host_memory_bandwidth=host,
+        launch_s=_SHORT,
+        latency_s=_SHORT,
+        link_latency_s=_SHORT,
+        network_latency_s=_SHORT,
         reached=Reached(),
         efficiency=Efficiency(1.0, 1.0, 1.0, 1.0, 1.0),
         error=unknown,
         error_elsewhere=unknown,
-        source=f"python -m fsdp_lab.calibrate on {platform.node()}",
-        measured=Measured(name, version("torch"), workers, {}, host),
+        source=source,
+        measured=measured,
     )
 
 

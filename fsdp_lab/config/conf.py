@@ -41,12 +41,18 @@ def slug(name: str) -> str:
 
 def calibrations() -> list[Path]:
     """Return what `fsdp_lab.calibrate` has written, the newest first."""
-    return sorted(CALIBRATIONS.glob("*.yaml"), key=lambda file: -file.stat().st_mtime)
+    found = [(file.stat().st_mtime, file) for file in CALIBRATIONS.glob("*.yaml") if file.is_file()]
+    return [file for _, file in sorted(found, reverse=True)]
+
+
+def data_sheets() -> list[Path]:
+    """Return the data sheets that come with fsdp_lab."""
+    return sorted((conf_dir() / _DEVICES).glob("*.yaml"))
 
 
 def known_devices() -> list[str]:
     """Return the names of the data sheets and of the calibrations."""
-    return sorted({file.stem for file in [*(conf_dir() / _DEVICES).glob("*.yaml"), *calibrations()]})
+    return sorted({file.stem for file in [*data_sheets(), *calibrations()]})
 
 
 def is_device(name: str) -> str | None:

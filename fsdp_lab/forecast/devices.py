@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.config import ConfigError, SweepConfig, workers_of
-from fsdp_lab.config.conf import DEVICE_KINDS, calibrations, device_file, known_devices
+from fsdp_lab.config.conf import DEVICE_KINDS, calibrations, data_sheets, device_file
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.files import report_damaged
 from fsdp_lab.forecast.fits import GIB
-from fsdp_lab.forecast.trials import read_trials
+from fsdp_lab.forecast.observations import read_observations
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.speed.device import Device, DeviceKind, load_device
-from fsdp_lab.speed.fitted import believed
-from fsdp_lab.speed.refine import refine
+from fsdp_lab.speed.fitted import believed, digest
+from fsdp_lab.speed.refine import Observation, refine
 from fsdp_lab.wording import count
 
 
@@ -29,13 +32,13 @@ def for_cuda(config: SweepConfig) -> bool:
 
 def data_sheet(config: SweepConfig) -> Device | None:
     """The device that `forecast.device` names, or with `auto` the GPU of this machine, where it has a calibration or a
-    data sheet, or its CPU where that has a calibration; corrected by the trials that ran on it. Else None.
+    data sheet, or its CPU where that has a calibration. Else None.
 
     Raises:
         ConfigError: its file is no data sheet.
     """
     claimed = _claimed(config)
-    return None if claimed is None else _refined(believed(claimed))
+    return None if claimed is None else believed(claimed)
 
 
 def device_notes(config: SweepConfig, num_workers: int) -> list[str]:
@@ -44,7 +47,7 @@ def device_notes(config: SweepConfig, num_workers: int) -> list[str]:
     claimed = _claimed(config)
     if claimed is None:
         return []
-    found = _calibration_notes(claimed, num_workers)
+    found = _calibration_notes(claimed, num_workers, config.forecast.device not in DEVICE_KINDS)
     taken = believed(claimed)
     if taken == claimed:
         return found
@@ -56,14 +59,14 @@ def device_notes(config: SweepConfig, num_workers: int) -> list[str]:
     ]
 
 
-def _calibration_notes(device: Device, num_workers: int) -> list[str]:
+def _calibration_notes(device: Device, num_workers: int, named: bool) -> list[str]:
     measured = device.measured
     if measured is None:
         return []
-    names = {gpu.name for gpu in gpus()} if device.kind == "cuda" else {cpu_name()}
-    here, torch = ", ".join(sorted(names)) or "a machine without GPUs", _torch_version()
+    here, torch = cpu_name(), torch_version()
+    elsewhere = device.kind is DeviceKind.cpu and measured.machine != here and not named
     others = [
-        f"on {measured.machine}, and this is {here}" if {measured.machine} != names else "",
+        f"on {measured.machine}, and this is {here}" if elsewhere else "",
         f"with PyTorch {measured.torch}, and this is {torch}" if measured.torch != torch else "",
         f"with {count(measured.workers, 'worker')}, and this is for {num_workers}"
         if measured.workers != num_workers
@@ -74,13 +77,28 @@ def _calibration_notes(device: Device, num_workers: int) -> list[str]:
 
 
 @cache
-def _torch_version() -> str:
+def torch_version() -> str:
     return version("torch")
 
 
-def _refined(device: Device) -> Device:
-    """The device as the trials that ran on it correct it."""
-    return refine(device, read_trials(device.name, _torch_version()))
+def refined(device: Device | None) -> Device | None:
+    """Return the device as finished trials correct it. Sweeps do not ask: what is predicted in a night, or before a
+    resume, would be another figure than after it."""
+    if device is None:
+        return None
+    seen = tuple(read_observations(device.name, torch_version(), digest(device)))
+    return replace(device, **_correction(repr(device), seen, lambda: refine(device, seen)))
+
+
+_corrections: dict[tuple[str, tuple[Observation, ...]], dict[str, Any]] = {}  # a grid asks for each of its cells
+
+
+def _correction(device: str, seen: tuple[Observation, ...], refine: Callable[[], Device]) -> dict[str, Any]:
+    if (device, seen) not in _corrections:
+        found = refine()
+        names = ("basis", "factors", "error", "error_elsewhere")
+        _corrections[device, seen] = {name: getattr(found, name) for name in names}
+    return _corrections[device, seen]
 
 
 def _claimed(config: SweepConfig) -> Device | None:
@@ -112,8 +130,8 @@ def _loaded(file: Path, changed: int) -> Device:
 
 
 def _calibrated(name: str, kind: DeviceKind) -> Device | None:
-    """The newest calibration of this device; of a CPU, where there is none, that of another machine. One that cannot be
-    read counts as absent."""
+    """The newest calibration of this device, with this PyTorch where there is one; of a CPU else of another machine. One
+    that cannot be read counts as absent."""
     found = []
     for file in calibrations():
         try:
@@ -123,14 +141,16 @@ def _calibrated(name: str, kind: DeviceKind) -> Device | None:
             continue
         if device.kind is kind and device.measured is not None:
             found.append(device)
-    own = [device for device in found if device.name == name]
-    return next(iter(own or (found if kind is DeviceKind.cpu else [])), None)
+    if kind is DeviceKind.cuda or any(device.name == name for device in found):
+        found = [device for device in found if device.name == name]
+    fitting = [device for device in found if device.measured and device.measured.torch == torch_version()]
+    return next(iter(fitting or found), None)
 
 
 @cache
 def sheet_of(gpu: str) -> Device | None:
     """The data sheet of a GPU, by the name that its driver tells."""
-    sheets = (_load(file) for name in known_devices() if (file := device_file(name)) is not None)
+    sheets = (_load(file) for file in data_sheets())
     return next((sheet for sheet in sheets if sheet.name == gpu), None)
 
 
@@ -165,8 +185,13 @@ def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
     """
     check_device(config, num_workers)
     asked = config.forecast
-    if asked.device in DEVICE_KINDS or data_sheet_here(config, cuda) is not None:
+    if data_sheet_here(config, cuda) is not None or (asked.device in DEVICE_KINDS and asked.keep is None):
         return
+    if asked.device in DEVICE_KINDS:
+        raise ConfigError(
+            f"forecast.keep={asked.keep} needs predicted speeds, and there are none for what these trials run on; "
+            "measure it by python -m fsdp_lab.calibrate, or name it: forecast.device=<path of a data sheet>."
+        )
     here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
     for name, value in (("keep", asked.keep), ("prune", "true" if asked.prune else None)):
         if value is not None and (name == "keep" or capacity_here(config, cuda) is None):
@@ -183,6 +208,8 @@ def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:
     sheet = data_sheet(config)
     if sheet is None or (sheet.kind == "cuda") is not cuda:
         return None
+    if not cuda and config.cluster.address is not None and config.forecast.device in DEVICE_KINDS:
+        return None  # the driver's own CPU says nothing of the cluster's
     return sheet if not cuda or {gpu.name for gpu in gpus()} <= {sheet.name} else None
 
 

@@ -30,7 +30,7 @@ from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.forecast.streams_page import write_streams
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
-from fsdp_lab.speed.device import Basis, Device
+from fsdp_lab.speed.device import Device
 from fsdp_lab.speed.fuse import fuse
 from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
@@ -107,7 +107,7 @@ def _price(
     program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
 ) -> tuple[Speed, Schedule]:
     """How long the step of a program takes, what of the device the model uses, and when what runs."""
-    looked_at = sheet.basis in (Basis.calibration, Basis.trials) or (
+    looked_at = sheet.measured is not None or (
         num_workers <= sheet.node_size
         and config.sharding.granularity is Granularity.per_block
         and config.precision.param_dtype is Dtype.bfloat16

@@ -11,6 +11,7 @@ from fsdp_lab.report.choice import departures
 from fsdp_lab.report.texts import figures_text
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
+from fsdp_lab.wording import count
 
 _MOST_TOLD = 3
 _CONDITIONS = ("cluster.num_workers", "forecast.device")  # of which each has an answer of its own
@@ -18,7 +19,6 @@ _BASES = {
     Basis.data_sheet: "from its data sheet",
     Basis.fitted: "with efficiencies fitted to published steps",
     Basis.calibration: "as calibrated",
-    Basis.trials: "as corrected by the trials that ran on it",
 }
 
 
@@ -54,9 +54,9 @@ def speed_verdict(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -
     if len(apart) < 2:
         return _answer(rows, swept, tolerance) if apart else []
     found = []
-    for (device, count), some in sorted(apart.items()):
+    for (device, workers), some in sorted(apart.items()):
         answer = _answer(some, swept, tolerance)
-        found += [f"{count:,} × {device}. {answer[0]}", *answer[1:]]
+        found += [f"{workers:,} × {device}. {answer[0]}", *answer[1:]]
     return [*found, *_scaling(apart, swept, tolerance)]
 
 
@@ -159,7 +159,8 @@ def _bounds(speed: Speed) -> str:
 
 
 def _basis(speed: Speed) -> str:
+    by = _BASES.get(speed.basis) or f"as corrected by {count(speed.settings, 'setting')} that ran on it"
     return (
-        f"Predicted for {speed.device} {_BASES[speed.basis]}: nine of ten predictions of this kind were within "
+        f"Predicted for {speed.device} {by}: nine of ten predictions of this kind were within "
         f"{speed.error * 100:.2g} % of what was measured."
     )

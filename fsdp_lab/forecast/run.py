@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsdp_lab.config import SweepConfig, UserError, flatten, memory_settings
 from fsdp_lab.config.parallel import OffloadConfig
-from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda
+from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, refined
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
@@ -39,8 +39,9 @@ class Request:
 
     @staticmethod
     def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
+        """One outside of a sweep, whose device is corrected by finished trials."""
         cuda = for_cuda(config)
-        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, data_sheet(config))
+        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, refined(data_sheet(config)))
 
     @property
     def key(self) -> str:
@@ -48,7 +49,7 @@ class Request:
         asks = self.config.forecast.largest_microbatch
         config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
         capacity = self.capacity_bytes if asks else None
-        speed = [repr(self.sheet), flatten(self.config.task)] if self.sheet else None
+        speed = [repr(self.sheet), flatten(self.config.task), self.config.compile] if self.sheet else None
         settings = [memory_settings(config, self.num_workers), self.cuda, capacity, speed]
         return json.dumps(settings, sort_keys=True)
 

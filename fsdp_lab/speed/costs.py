@@ -37,7 +37,7 @@ def seconds(operator: Operator, device: Device) -> float:
         ConfigError: the device's file has nothing on the dtype that it computes in.
     """
     factor = device.factors.communication if operator.kind.is_collective else device.factors.compute
-    if device.measured is not None and operator.kind is not Kind.transfer and operator.stream is not Stream.host:
+    if device.measured is not None and _was_measured(operator, device):
         return factor * device.measured.seconds(operator)
     return factor * _by_figures(operator, device)
 
@@ -47,6 +47,17 @@ def host_seconds(program: Sequence[Operator], device: Device) -> list[float]:
     if device.measured is not None:
         return device.measured.host_seconds(program)
     return [device.launch_s] * len(program)
+
+
+def _was_measured(operator: Operator, device: Device) -> bool:
+    """Whether a calibration, which sees one node, tells of it."""
+    if operator.kind.is_collective:
+        return device.kind is DeviceKind.cpu or _num_nodes(operator, device) == 1
+    return operator.kind is not Kind.transfer and operator.stream is not Stream.host
+
+
+def _num_nodes(operator: Operator, device: Device) -> int:
+    return len({rank // device.node_size for rank in operator.group})
 
 
 def _by_figures(operator: Operator, device: Device) -> float:
@@ -93,7 +104,7 @@ def collective_seconds(operator: Operator, device: Device) -> float:
     ranks = len(operator.group)
     if ranks <= 1:
         return 0.0
-    nodes = len({rank // device.node_size for rank in operator.group})
+    nodes = _num_nodes(operator, device)
     passes = 2 if operator.kind is Kind.reduce else 1
     sending = passes * operator.num_bytes * (ranks - 1) / ranks / _bandwidth(device, ranks, nodes)
     between = nodes - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -191,15 +192,21 @@ def load_device(path: Path) -> Device:
 
 
 def _check_numbers(content: Mapping[str, Any], where: str) -> None:
+    for key in ("name", "source"):
+        if not isinstance(content[key], str):
+            raise ConfigError(f"{where}: {key}={content[key]} is no text.")
+    if not isinstance(content["peak_flops"], dict) or not content["peak_flops"]:
+        raise ConfigError(f"{where}: peak_flops={content['peak_flops']} is no mapping of dtypes to FLOP/s.")
     numbers = {key: value for key, value in content.items() if _FIELDS[key] in ("float", "int")}
     numbers |= {f"peak_flops.{dtype}": peak for dtype, peak in dict(content["peak_flops"]).items()}
     for key in ("reached", "efficiency", "error", "error_elsewhere"):
         numbers |= {f"{key}.{name}": value for name, value in vars(content[key]).items()}
-    for key, value in vars(content["error"]).items():
-        if isinstance(value, int | float) and value >= 1:
-            raise ConfigError(f"{where}: error.{key}={value} is a share of a step's time; use a number below 1.")
+    for group in ("error", "error_elsewhere"):
+        for key, value in vars(content[group]).items():
+            if isinstance(value, int | float) and value >= 1:
+                raise ConfigError(f"{where}: {group}.{key}={value} is a share of a step's time; use a number below 1.")
     for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(
                 f"{where}: {key}={value} is no positive number; YAML writes 1.0e+12, with a point and a sign."
             )

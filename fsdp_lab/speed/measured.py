@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -96,6 +97,11 @@ class Measured:
                 if dtype in lines:
                     return lines[dtype]
         known = ", ".join(sorted(self.operators.get(operator.kind.value, {})))
+        if operator.kind.is_collective and not known:
+            raise ConfigError(
+                f"{self.machine} was calibrated with one worker, which sends nothing; run python -m fsdp_lab.calibrate "
+                "with workers=2 or more."
+            )
         raise ConfigError(
             f"no {operator.kind.value} in {operator.dtype or 'any dtype'} was measured on {self.machine}, only in "
             f"{known}; use a precision that computes in one of these."
@@ -126,15 +132,19 @@ def read_measured(content: Mapping[str, Any], where: str) -> Measured:
             for name, lines in content["operators"].items()
         }
         host = HostCosts(**{name: float(value) for name, value in content["host"].items()})
-        plain = {key: value for key, value in content.items() if key not in ("operators", "host")}
-        found = Measured(operators=operators, host=host, **plain)
+        names = {name: str(content[name]) for name in ("machine", "torch")}
+        found = Measured(**names, workers=int(content["workers"]), operators=operators, host=host)
+        if unknown := set(content) - set(vars(found)):
+            raise ValueError(f"unknown {sorted(unknown)}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{where}: measured cannot be read ({error}); run python -m fsdp_lab.calibrate again."
         ) from None
     numbers = [value for lines in operators.values() for line in lines.values() for value in vars(line).values()]
-    if min([*numbers, *vars(host).values()]) < 0:
-        raise ConfigError(f"{where}: measured has a negative time; run python -m fsdp_lab.calibrate again.")
+    if not all(0 <= number < math.inf for number in [*numbers, *vars(host).values()]):
+        raise ConfigError(
+            f"{where}: measured has a time that is negative or no number; run python -m fsdp_lab.calibrate again."
+        )
     return found
 
 

@@ -46,6 +46,7 @@ class Speed:
         device: its name.
         samples: that all workers train on in the step.
         parts: what the step is made of, for trials to correct.
+        settings: of how many settings the finished trials have corrected it.
         tokens: that a sample has; None where samples are what is counted.
         mfu: the model's FLOPs over what the device could do in the step; None where one of them is not known.
     """
@@ -62,6 +63,7 @@ class Speed:
     mfu: float | None = None
     busy: dict[str, float] = field(default_factory=dict)
     parts: Parts | None = None
+    settings: int = 0
 
     @property
     def bound(self) -> str:
@@ -115,6 +117,7 @@ def predict(
         device.name,
         busy={stream.value: busy for stream, busy in found.busy().items()},
         parts=_parts(exposed, hidden, device.factors),
+        settings=device.factors.settings,
     )
     return speed, found
 

@@ -17,27 +17,31 @@ _COMPUTE, _COMMUNICATION, _OVERLAP = 0.3, 0.5, 0.5
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A trial that has finished.
+class Observation:
+    """The step of a finished trial.
 
     Attributes:
+        setting: what tells settings apart.
         parts: of the step as predicted, uncorrected.
-        measured_s: seconds of its steps, without waiting for data.
+        measured_s: its seconds, without waiting for data.
         torch: the version of PyTorch.
+        device: the digest of the figures that it was predicted by.
     """
 
+    setting: str
     parts: Parts
     measured_s: float
     torch: str
+    device: str
 
 
-def refine(device: Device, trials: Iterable[Trial]) -> Device:
-    """Return the device as its trials correct it; the same where there are none.
+def refine(device: Device, observations: Iterable[Observation]) -> Device:
+    """Return the device as finished trials correct it; the same where there are none.
 
     The factors minimise the squares of the relative errors, and stay near 1 where the trials do not tell. With eight
     settings or more the error is what each has by the factors of the others, at least half of what it was.
     """
-    settings = _settings(trials)
+    settings = _settings(observations)
     if not settings:
         return device
     refined = replace(device, basis=Basis.trials, factors=_fit(settings))
@@ -56,29 +60,29 @@ def _within(error: float) -> float:
     return min(max(error, 0.01), 0.9)
 
 
-def _settings(trials: Iterable[Trial]) -> list[Trial]:
+def _settings(observations: Iterable[Observation]) -> list[Observation]:
     """One for each setting, with the median of its runs."""
-    runs: dict[Parts, list[Trial]] = defaultdict(list)
-    for trial in trials:
-        runs[trial.parts].append(trial)
-    return [replace(some[0], measured_s=median(one.measured_s for one in some)) for some in runs.values()]
+    runs: dict[str, list[Observation]] = defaultdict(list)
+    for one in observations:
+        runs[one.setting].append(one)
+    return [replace(some[-1], measured_s=median(one.measured_s for one in some)) for some in runs.values()]
 
 
-def _predicted(trial: Trial, factors: Factors) -> float:
-    parts = trial.parts
+def _predicted(one: Observation, factors: Factors) -> float:
+    parts = one.parts
     shown = (1 - factors.overlap) * parts.hidden
     return factors.compute * parts.compute + factors.communication * parts.communication + parts.launch + shown
 
 
-def _fit(trials: Sequence[Trial]) -> Factors:
+def _fit(observations: Sequence[Observation]) -> Factors:
     import numpy as np
     from scipy.optimize import lsq_linear
 
-    rows = [[one.parts.compute, one.parts.communication, one.parts.hidden] for one in trials]
-    rest = [one.measured_s - one.parts.launch for one in trials]
-    scale = np.array([_NOISE * one.measured_s for one in trials])
+    rows = [[one.parts.compute, one.parts.communication, one.parts.hidden] for one in observations]
+    rest = [one.measured_s - one.parts.launch for one in observations]
+    scale = np.array([_NOISE * one.measured_s for one in observations])
     prior, widths = np.array([1.0, 1.0, 0.0]), np.array([_COMPUTE, _COMMUNICATION, _OVERLAP])
     table = np.vstack([np.array(rows) / scale[:, None], np.diag(1 / widths)])
     target = np.concatenate([np.array(rest) / scale, prior / widths])
     compute, communication, shown = lsq_linear(table, target, bounds=([0.05, 0.05, 0.0], [20.0, 20.0, 1.0])).x
-    return Factors(float(compute), float(communication), 1 - float(shown), len(trials))
+    return Factors(float(compute), float(communication), 1 - float(shown), len(observations))

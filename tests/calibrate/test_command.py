@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.calibrate.__main__ import Options, read_options, summary, write_device
 from fsdp_lab.config import ConfigError
-from fsdp_lab.forecast.devices import data_sheet, device_notes
-from fsdp_lab.forecast.trials import record_trials
+from fsdp_lab.forecast.devices import check_here, data_sheet, data_sheet_here, device_notes, refined
+from fsdp_lab.forecast.observations import record_observation
+from fsdp_lab.forecast.run import Request
 from fsdp_lab.hardware import cpu_name, num_cpus
 from fsdp_lab.speed.device import Basis
+from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import Measured
 from fsdp_lab.speed.predict import Parts
-from fsdp_lab.speed.refine import Trial
+from fsdp_lab.speed.refine import Observation
+from fsdp_lab.sweep.listeners.forecasts import ran_there, undisturbed_step_s
 from tests.ranks import config
-from tests.speed.test_measured import HERE, HOST, LINES
+from tests.speed.test_costs import ROUND
+from tests.speed.test_measured import HERE, HOST, LINES, MEASURED
 
 
 def test_the_defaults_are_two_workers_on_a_cpu_for_two_minutes(monkeypatch: pytest.MonkeyPatch):
@@ -37,6 +43,8 @@ def test_the_defaults_are_two_workers_on_a_cpu_for_two_minutes(monkeypatch: pyte
         ("workers=9999", "workers=9999 is more than the "),
         ("limit_s=0", "limit_s=0 is no whole number above 0"),
         ("name=a/b", "name=a/b becomes the name of a file"),
+        ("name=h100_sxm", "name=h100_sxm stands for something else in forecast.device"),
+        ("name=cpu", "name=cpu stands for something else"),
         ("hours=2", "hours is not a key. The keys are: workers, device, limit_s, name."),
     ],
 )
@@ -48,9 +56,6 @@ def test_a_wrong_word_says_what_is_right(word: str, told: str, monkeypatch: pyte
 
 
 def calibrated(folder: Path, name: str = "", torch: str = "", workers: int = 2, file: str = "here") -> None:
-    from dataclasses import replace
-    from importlib.metadata import version
-
     name = name or cpu_name()
     device = replace(HERE, name=name, measured=Measured(name, torch or version("torch"), workers, LINES, HOST))
     write_device(folder / f"outputs/devices/{file}.yaml", device)
@@ -81,6 +86,7 @@ def test_a_calibration_of_another_machine_or_version_is_used_with_a_note(here: P
     sheet = data_sheet(config())
     assert sheet is not None and sheet.name == "another, 64 cores"
     machine, torch, workers = device_notes(config(), 2)
+    assert device_notes(config("forecast.device=here"), 2) == [torch, workers], "asked for by its name"
     assert f"calibrated on another, 64 cores, and this is {cpu_name()}: expect larger errors" in machine
     assert "with PyTorch 2.11.0, and this is 2." in torch
     assert "with 8 workers, and this is for 2" in workers
@@ -90,24 +96,70 @@ def test_a_calibration_of_another_machine_or_version_is_used_with_a_note(here: P
 def test_a_damaged_calibration_counts_as_absent(here: Path, capsys: pytest.CaptureFixture[str]):
     calibrated(here)
     (here / "outputs/devices/here.yaml").write_text("name: [")
+    (here / "outputs/devices/gone.yaml").symlink_to("nowhere")
     assert data_sheet(config()) is None
     assert "here.yaml is damaged" in capsys.readouterr().err
 
 
-def test_trials_on_this_machine_correct_its_calibration(here: Path):
-    calibrated(here)
-    from importlib.metadata import version
-
-    parts = [Parts(0.1 * n, 0.05 * n, 0.0, 0.0) for n in range(1, 6)]
-    slow = {str(n): Trial(p, 2 * (p.compute + p.communication), version("torch")) for n, p in enumerate(parts)}
-    record_trials(cpu_name(), slow)
+def test_of_several_calibrations_that_with_this_pytorch_counts(here: Path):
+    calibrated(here, file="right")
+    calibrated(here, torch="2.11.0", file="newer")
     sheet = data_sheet(config())
-    assert sheet is not None and sheet.basis is Basis.trials
-    assert sheet.factors.compute > 1.5 and sheet.factors.settings == 5
+    assert sheet is not None and sheet.measured is not None and sheet.measured.torch == version("torch")
+
+
+def test_trials_on_a_cluster_elsewhere_are_not_predicted_by_the_drivers_cpu(here: Path):
+    calibrated(here)
+    assert data_sheet_here(config(), cuda=False) is not None
+    assert data_sheet_here(config("cluster.address=10.0.0.1:6379"), cuda=False) is None
+    with pytest.raises(ConfigError, match=r"forecast\.keep=2 needs predicted speeds"):
+        check_here(config("cluster.address=10.0.0.1:6379", "forecast.keep='2'"), 2, cuda=False)
+
+
+def test_what_ran_elsewhere_or_is_not_predicted_as_it_runs_teaches_nothing(here: Path):
+    calibrated(here)
+
+    def request(*words: str) -> Request:
+        return Request(config(*words), 2, False, None, sheet=data_sheet(config()))
+
+    assert ran_there(request(), "cpu")
+    assert not ran_there(request("cluster.address=10.0.0.1:6379"), "cpu")
+    assert not ran_there(request("cluster.cpus_per_worker=2"), "cpu")
+    another = replace(HERE, measured=replace(MEASURED, machine="another"))
+    assert not ran_there(replace(request(), sheet=another), "cpu")
+    gpu = replace(request(), cuda=True, sheet=replace(ROUND, name="NVIDIA H100 80GB HBM3"))
+    assert ran_there(gpu, "NVIDIA H100 80GB HBM3") and not ran_there(gpu, "NVIDIA H200") and not ran_there(gpu, None)
+
+
+def test_waiting_is_no_part_of_a_step_and_disturbed_steps_are_none():
+    metrics = {"perf/samples_per_s": 100.0, "perf/data_wait_share": 0.1}
+    assert undisturbed_step_s(metrics, 50, 0.1, cuda=False) == pytest.approx(0.45)
+    assert undisturbed_step_s(metrics, 50, 0.1, cuda=True) is None
+    assert undisturbed_step_s({**metrics, "perf/others_cpu": 0.2}, 50, 0.1, cuda=False) is None
+    assert undisturbed_step_s({}, 50, 0.1, cuda=False) is None
+
+
+def test_finished_trials_correct_forecasts_by_the_calibration_that_predicted_them(here: Path):
+    calibrated(here)
+    sheet = data_sheet(config())
+    assert sheet is not None and sheet.measured is not None
+    for n in range(1, 6):
+        parts = Parts(0.1 * n, 0.05 * n, 0.0, 0.0)
+        slow = Observation(
+            str(n), parts, 2 * (parts.compute + parts.communication), sheet.measured.torch, digest(sheet)
+        )
+        record_observation(sheet.name, str(n), slow)
+    corrected = refined(sheet)
+    assert corrected is not None and corrected.basis is Basis.trials
+    assert corrected.factors.compute > 1.5 and corrected.factors.settings == 5
+    assert data_sheet(config()) == sheet, "a sweep is predicted by the file alone"
+    again = replace(sheet, measured=replace(sheet.measured, host=replace(HOST, step_s=1.0)))
+    assert refined(again) == again, "another calibration starts afresh"
 
 
 def test_the_summary_has_rates_errors_and_the_file(here: Path):
     told = summary(HERE, Path("outputs/devices/here.yaml"))
-    assert "bfloat16 1e+05, float32 1e+04" in told.replace(",000", "e+03") or "bfloat16" in told
+    assert "GFLOP/s of a worker: bfloat16 1e+05, float32 1e+04" in told
+    assert "gathers 100 GB/s" in told
     assert "error for unseen models: median 10%, nine of ten 20%" in told
     assert told.endswith("written: outputs/devices/here.yaml")

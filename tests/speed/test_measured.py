@@ -53,6 +53,20 @@ def test_a_product_in_a_dtype_that_was_not_measured_has_no_speed():
         seconds(operator(Kind.matmul, flops=1.0, dtype="bfloat16"), HERE)
 
 
+def test_one_worker_alone_has_measured_no_collective():
+    alone = replace(HERE, measured=replace(MEASURED, workers=1, operators={"memory": LINES["memory"]}))
+    with pytest.raises(ConfigError, match=r"calibrated with one worker, which sends nothing; run .* with workers=2"):
+        seconds(gather(1.0, 2), alone)
+
+
+def test_between_nodes_the_data_sheet_counts():
+    """A calibration of GPUs sees one node."""
+    gpu = replace(HERE, kind=DeviceKind.cuda)
+    within, between = gather(8e9, 8), gather(8e9, 16)
+    assert seconds(within, gpu) == pytest.approx(MEASURED.seconds(within))
+    assert seconds(between, gpu) == pytest.approx(seconds(between, replace(gpu, measured=None)))
+
+
 def test_a_collective_costs_what_a_rank_sends():
     """Of 8 MB two ranks send one half each, four ranks three quarters in three steps; an all-reduce sends twice."""
     one = replace(gather(8e6, 2), dtype="float32")
@@ -103,10 +117,12 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("operators", {"aten.mm": {"float32": [1.0, -2.0, 0.0]}}, "negative time"),
+        ("operators", {"aten.mm": {"float32": [1.0, -2.0, 0.0]}}, "negative or no number"),
         ("operators", {"aten.mm": {"float32": ["fast"]}}, "cannot be read"),
         ("host", {"operator_s": 1.0}, "cannot be read"),
-        ("other", 1, "cannot be read"),
+        ("other", 1, "unknown"),
+        ("workers", None, "cannot be read"),
+        ("host", {"operator_s": float("nan"), "collective_s": 0, "microbatch_s": 0, "step_s": 0}, "no number"),
     ],
 )
 def test_a_damaged_calibration_names_its_file_and_the_remedy(tmp_path: Path, key: str, value: object, told: str):

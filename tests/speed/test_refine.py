@@ -9,29 +9,32 @@ import pytest
 
 from fsdp_lab.speed.device import Basis, Factors, KnownError
 from fsdp_lab.speed.predict import Parts
-from fsdp_lab.speed.refine import Trial, refine
+from fsdp_lab.speed.refine import Observation, refine
 from tests.speed.test_costs import ROUND
 
 
-def trial(compute: float, communication: float, hidden: float, factors: Factors, noise: float = 1.0) -> Trial:
-    shown = (1 - factors.overlap) * hidden
-    seconds = factors.compute * compute + factors.communication * communication + 0.01 + shown
-    return Trial(Parts(compute, communication, 0.01, hidden), seconds * noise, "2.15.0")
+def observation(setting: str, parts: Parts, factors: Factors, noise: float = 1.0) -> Observation:
+    shown = (1 - factors.overlap) * parts.hidden
+    seconds = factors.compute * parts.compute + factors.communication * parts.communication + parts.launch + shown
+    return Observation(setting, parts, seconds * noise, "2.15.0", "d")
 
 
-def trials(count: int, factors: Factors, spread: float = 0.0) -> list[Trial]:
+def observations(count: int, factors: Factors, spread: float = 0.0) -> list[Observation]:
     draw = random.Random(0)
     return [
-        trial(
-            draw.uniform(0.1, 1), draw.uniform(0, 1), draw.uniform(0, 0.5), factors, 1 + draw.uniform(-spread, spread)
+        observation(
+            str(number),
+            Parts(draw.uniform(0.1, 1), draw.uniform(0, 1), 0.01, draw.uniform(0, 0.5)),
+            factors,
+            1 + draw.uniform(-spread, spread),
         )
-        for _ in range(count)
+        for number in range(count)
     ]
 
 
 def test_many_trials_tell_the_factors():
     true = Factors(compute=1.3, communication=0.8, overlap=0.6)
-    found = refine(ROUND, trials(40, true))
+    found = refine(ROUND, observations(40, true))
     assert found.basis is Basis.trials and found.factors.settings == 40
     assert found.factors.compute == pytest.approx(1.3, rel=0.02)
     assert found.factors.communication == pytest.approx(0.8, rel=0.02)
@@ -44,7 +47,7 @@ def test_without_trials_nothing_changes():
 
 def test_one_trial_moves_the_factors_part_of_the_way():
     """The half of what compute alone would explain goes to communication and overlap, and some is left."""
-    (one,) = trials(1, Factors(compute=2.0))
+    (one,) = observations(1, Factors(compute=2.0))
     found = refine(ROUND, [one])
     assert 1.0 < found.factors.compute < 2.0
     assert found.error == ROUND.error, "one trial says nothing of how far off others are"
@@ -52,15 +55,15 @@ def test_one_trial_moves_the_factors_part_of_the_way():
 
 def test_the_error_is_that_of_settings_which_the_factors_have_not_seen():
     known = replace(ROUND, error=KnownError(0.1, 0.3))
-    noisy = refine(known, trials(40, Factors(1.2, 1.1), spread=0.3))
+    noisy = refine(known, observations(40, Factors(1.2, 1.1), spread=0.3))
     assert 0.15 < noisy.error.p90 <= 0.35
-    exact = refine(known, trials(40, Factors(1.2, 1.1)))
+    exact = refine(known, observations(40, Factors(1.2, 1.1)))
     assert exact.error.p90 == pytest.approx(0.15), "at least half of what it was"
     assert exact.error_elsewhere == exact.error
 
 
 def test_runs_of_one_setting_count_once():
-    first, *_ = trials(1, Factors())
+    first, *_ = observations(1, Factors())
     again = [replace(first, measured_s=first.measured_s * factor) for factor in (0.9, 1.0, 5.0)]
     assert refine(ROUND, again).factors.settings == 1
     assert refine(ROUND, again) == refine(ROUND, [first])

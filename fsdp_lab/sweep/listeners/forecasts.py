@@ -5,25 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from importlib.metadata import version
+from hashlib import sha256
 from types import TracebackType
+from typing import Any
 
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, device_notes
+from fsdp_lab.forecast.devices import (
+    capacity_here,
+    check_sweep,
+    data_sheet,
+    data_sheet_here,
+    device_notes,
+    torch_version,
+)
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.keep import Predicted, passed_over
+from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
-from fsdp_lab.forecast.trials import record_trials
-from fsdp_lab.hardware import gpus, num_gpus
+from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, SPEED
-from fsdp_lab.speed.refine import Trial
+from fsdp_lab.speed.fitted import digest
+from fsdp_lab.speed.predict import Speed
+from fsdp_lab.speed.refine import Observation
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.wording import count, significant, time_left
+
+_WAITED = 0.05  # of its steps, from which a GPU's are not learnt from
 
 
 class Forecasts(Listener):
@@ -45,7 +57,7 @@ class Forecasts(Listener):
         self._pending: dict[int, tuple[Future[Forecast], Request]] = {}
         self._known: dict[str, Forecast] = {}
         self._without: dict[int, str] = {}  # by trial, why it has none
-        self._measured: dict[str, tuple[str, Trial]] = {}  # the device of each, too
+        self._device: dict[int, str] = {}  # by trial, what it runs on
 
     def __enter__(self) -> Forecasts:
         if self._early is not None:
@@ -140,6 +152,9 @@ class Forecasts(Listener):
                 del self._pending[number]
                 self._take(sweep, number, self._forecaster.result(future, request))
 
+    def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
+        self._device[number] = str(facts.get("device"))
+
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
         self._say_why(sweep, number)
 
@@ -147,25 +162,32 @@ class Forecasts(Listener):
         state = sweep.states[number]
         if state.status is not TrialStatus.failed:
             self._say_why(sweep, number)
-        if state.status is TrialStatus.finished and (trial := _measured(state)) is not None:
-            self._measured[f"{sweep.folder.absolute()}/{number}"] = trial
+        if state.status is TrialStatus.finished and state.forecast is not None and state.forecast.speed is not None:
+            self._remember(sweep, number, state.forecast.speed)
 
     def _say_why(self, sweep: SweepRun, number: int) -> None:
         if (reason := self._without.pop(number, None)) is not None:
             sweep.say(f"{label(number, sweep.states)} has no forecast: {reason}")
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
-        self._remember(sweep)
         self._forecaster.__exit__()  # its process holds PyTorch in memory
 
-    def _remember(self, sweep: SweepRun) -> None:
-        """Let trials that were predicted correct later predictions of their device."""
-        for device in sorted({device for device, _ in self._measured.values()}):
-            own = {name: trial for name, (of, trial) in self._measured.items() if of == device}
-            try:
-                record_trials(device, own)
-            except (OSError, UserError) as error:
-                sweep.say(f"what these trials say of {device} is not kept for later forecasts: {error}")
+    def _remember(self, sweep: SweepRun, number: int, speed: Speed) -> None:
+        """Let a trial that was predicted correct later predictions of its device."""
+        state = sweep.states[number]
+        workers = engine.resolve_num_workers(state.trial.config.cluster)
+        (request,) = _requests([state], engine.num_gpus() > 0, workers)
+        if speed.parts is None or request.sheet is None or not ran_there(request, self._device.get(number)):
+            return
+        step_s = undisturbed_step_s(state.metrics, speed.samples, state.trial.config.report.others_cpu, request.cuda)
+        if step_s is None:
+            return
+        setting = sha256(request.key.encode()).hexdigest()[:16]
+        one = Observation(setting, speed.parts, step_s, torch_version(), digest(request.sheet))
+        try:
+            record_observation(speed.device, f"{sweep.folder.absolute()}/{number}", one)
+        except (OSError, UserError) as error:
+            sweep.say_once(f"what finished trials say of {speed.device} is not kept for later forecasts: {error}")
 
     def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
         """Publish a forecast, and skip the trial where it is not to be tried."""
@@ -190,15 +212,35 @@ class Forecasts(Listener):
             sweep.skip(number, f"{forecast.shortage}; forecast.prune=true does not start it")
 
 
-def _measured(state: TrialState) -> tuple[str, Trial] | None:
-    """The device and the step of a trial that had it to itself, beside what was predicted; None where nothing was."""
-    speed, metrics = state.forecast.speed if state.forecast else None, state.metrics
-    if speed is None or speed.parts is None or not metrics.get(SPEED):
+def ran_there(request: Request, device: str | None) -> bool:
+    """Whether a trial ran on what its speed was predicted for, as that was calibrated, and is one that is predicted as
+    it runs.
+
+    Args:
+        device: what rank 0 says that it ran on; None: nothing.
+    """
+    assert request.sheet is not None
+    config, measured = request.config, request.sheet.measured
+    if config.precision.float8 or config.compile_memory_budget is not None:
+        return False
+    if request.cuda:
+        return device == request.sheet.name
+    own = measured is None or measured.machine == cpu_name()
+    return own and config.cluster.address is None and config.cluster.cpus_per_worker in (None, 1.0)
+
+
+def undisturbed_step_s(metrics: Mapping[str, float], samples: int, others_cpu: float, cuda: bool) -> float | None:
+    """Return the seconds of a trial's step, without waiting for data; None where others used the cores, where no step
+    was timed, or where it is not known how much longer a GPU's steps were by waiting.
+
+    Args:
+        samples: of a step.
+        others_cpu: the share of the cores from which a trial was disturbed.
+    """
+    speed, waited = metrics.get(SPEED), metrics.get(DATA_WAIT, 0.0)
+    if not speed or metrics.get(OTHERS_CPU, 0.0) > others_cpu or (cuda and waited > _WAITED):
         return None
-    if metrics.get(OTHERS_CPU, 0.0) > state.trial.config.report.others_cpu:
-        return None
-    step_s = speed.samples / metrics[SPEED] * (1 - metrics.get(DATA_WAIT, 0.0))
-    return speed.device, Trial(speed.parts, step_s, version("torch"))
+    return samples / speed * (1.0 if cuda else 1 - waited)
 
 
 def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:

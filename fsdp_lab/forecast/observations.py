@@ -1,0 +1,61 @@
+"""The finished trials of each device, on disk, by which later forecasts are corrected. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config.conf import CALIBRATIONS, slug
+from fsdp_lab.files import read_json, report_damaged, write_json
+from fsdp_lab.locks import exclusive
+from fsdp_lab.speed.predict import Parts
+from fsdp_lab.speed.refine import Observation
+
+_MOST = 500  # that are kept of a device, the newest
+_WAIT_S = 10.0  # for another sweep that writes
+
+
+def observations_file(device: str) -> Path:
+    """Where the finished trials of a device are kept."""
+    return CALIBRATIONS / "trials" / f"{slug(device)}.json"
+
+
+def record_observation(device: str, name: str, one: Observation) -> None:
+    """Add a finished trial to those of a device.
+
+    Args:
+        name: which tells it from all others: one that is there already is replaced.
+
+    Raises:
+        OSError: the folder cannot be written.
+        InUse: another sweep has written for ten seconds.
+    """
+    file = observations_file(device)
+    with exclusive(file.with_suffix(".lock"), _WAIT_S):
+        known = {other: row for other, row in _content(file).items() if other != name}
+        write_json(file, dict(list({**known, name: asdict(one)}.items())[-_MOST:]))
+
+
+def read_observations(device: str, torch: str, digest: str) -> list[Observation]:
+    """Return the finished trials of a device with this version of PyTorch, that were predicted by these figures."""
+    found = []
+    for row in _content(observations_file(device)).values():
+        try:
+            one = Observation(**{**row, "parts": Parts(**row["parts"]), "measured_s": float(row["measured_s"])})
+            numbers = [one.measured_s, *map(float, vars(one.parts).values())]
+        except (KeyError, TypeError, ValueError):
+            continue  # of another version of fsdp_lab
+        if (one.torch, one.device) == (torch, digest) and all(map(math.isfinite, numbers)) and one.measured_s > 0:
+            found.append(one)
+    return found
+
+
+def _content(file: Path) -> dict[str, Any]:
+    try:
+        content = read_json(file)
+    except OSError as error:
+        report_damaged(file, error)
+        return {}
+    return content if isinstance(content, dict) else {}
