@@ -18,7 +18,7 @@ test: $(VENV)/.installed    ## the tests, but for those that take longest
 test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: kills, nights, every pair of settings
 	$(PYTEST) -m "long and not cluster"
 
-test-cluster: $(VENV)/.installed  ## sweeps over two nodes, as network namespaces: as root, elsewhere they are skipped
+test-cluster: $(VENV)/.installed  ## object storage, and sweeps over two nodes, as network namespaces: as root, elsewhere they are skipped
 	$(PY) -m pytest -m cluster
 
 test-fast: $(VENV)/.installed

@@ -28,6 +28,7 @@ from fsdp_lab.config import (
     check_float8,
     check_forecast,
     check_pytorch,
+    check_storage,
     conf_dir,
     default_num_workers,
     flatten,
@@ -250,6 +251,7 @@ def check(config: SweepConfig) -> None:
     config.check(num_workers)
     check_pytorch(config)
     check_float8(config)
+    check_storage(config)
     check_forecast(config)
     missing = config.data.missing()
     if missing and not config.data.download:  # else the first worker of a node downloads it

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 # What every package may import; it imports nothing of ours.
 FOR_ALL = {"installed", "metrics", "redact", "status", "wording"}
-SYSTEM = {"hardware", "files", "locks"}
+SYSTEM = {"hardware", "files", "locks", "storage"}
 # Package -> the packages that it may import besides itself and these. A new one is added here, with what it may see.
 MAY_IMPORT = {
     "installed": set(),
@@ -28,13 +28,24 @@ MAY_IMPORT = {
     "files": set(),
     "locks": {"config"},
     "private": set(),
+    "storage": {"config"},
     "compose": {"config"},
     "profile": set(),
     "layout": set(),
     "takehome": {"config", "layout"},
     "tracking": {"locks", "files", "config"},
     "workloads": {"locks", "private", "config"},
-    "training": {"cpu_contention", "hardware", "files", "private", "config", "layout", "profile", "workloads"},
+    "training": {
+        "cpu_contention",
+        "hardware",
+        "files",
+        "private",
+        "storage",
+        "config",
+        "layout",
+        "profile",
+        "workloads",
+    },
     "speed": {"config"},
     "forecast": {*SYSTEM, "config", "profile", "report", "speed", "terminal", "training", "workloads"},
     "calibrate": {"cpu_contention", "files", "hardware", "config", "forecast", "speed", "training", "workloads"},
@@ -65,6 +76,7 @@ OWNERS = {
     "ray": {"engine", "sweep"},
     "mlflow": {"tracking"},
     "hydra": {"compose", "__main__", "forecast.__main__", "nightly.__main__", "sweep", "hydra_plugins"},
+    "fsspec": {"storage"},
     "omegaconf": {"compose", "__main__", "sweep", "hydra_plugins"},
     "torch": {"workloads", "training", "forecast", "calibrate", "predict"},
     "torchvision": {"workloads"},

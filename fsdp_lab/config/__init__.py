@@ -3,11 +3,19 @@
 `TrialConfig` determines the training, `SweepConfig` adds what a sweep needs, `NightlyConfig` what its nights need.
 """
 
+from fsdp_lab.config.address import is_address
 from fsdp_lab.config.compare import effective_settings, may_change_speed, memory_settings, settings
 from fsdp_lab.config.convert import flatten, from_dict, part, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import Between, check_ranges
-from fsdp_lab.config.machine import check_float8, check_forecast, check_pytorch, default_num_workers, workers_of
+from fsdp_lab.config.machine import (
+    check_float8,
+    check_forecast,
+    check_pytorch,
+    check_storage,
+    default_num_workers,
+    workers_of,
+)
 from fsdp_lab.config.nightly import NightlyConfig
 from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.options import all_keys, conf_dir, split_config_dir, with_custom
@@ -17,8 +25,8 @@ from fsdp_lab.config.words import read_words
 
 __all__ = [
     "Between", "CombinationError", "ConfigError", "NightlyConfig", "SweepConfig", "TrialConfig", "UserError",
-    "all_keys", "check_float8", "check_forecast", "check_pytorch", "check_ranges", "conf_dir", "cpu_notes",
-    "default_num_workers", "effective_settings", "flatten", "from_dict", "may_change_speed", "memory_notes",
-    "memory_settings", "objectives", "part", "read_words", "settings", "sharding_notes", "split_config_dir",
-    "stops_on", "to_dict", "with_custom", "workers_of",
+    "all_keys", "check_float8", "check_forecast", "check_pytorch", "check_ranges", "check_storage", "conf_dir",
+    "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict", "is_address",
+    "may_change_speed", "memory_notes", "memory_settings", "objectives", "part", "read_words", "settings",
+    "sharding_notes", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 
+from fsdp_lab.config.address import SCHEMES, is_address, scheme_of
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig
 from fsdp_lab.config.trial import TrialConfig
@@ -101,6 +102,22 @@ def check_float8(config: SweepConfig) -> None:
         _check_float8_gpus()
     if importlib.util.find_spec("torchao") is None:
         raise UserError("precision=float8 needs torchao, which is not installed: pip install 'fsdp_lab[float8]'.")
+
+
+def check_storage(config: SweepConfig) -> None:
+    """Refuse an address in object storage that nothing here can read.
+
+    Raises:
+        UserError: with what is missing.
+    """
+    place = config.cluster.storage_path
+    if place is None or not is_address(place):
+        return
+    module, extra = SCHEMES[scheme_of(place)]
+    if importlib.util.find_spec(module) is None:
+        raise UserError(
+            f"cluster.storage_path={place} needs {module}, which is not installed: pip install 'fsdp_lab[{extra}]'."
+        )
 
 
 def _check_float8_gpus() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
 
+from fsdp_lab.config.address import check_address, is_address
 from fsdp_lab.config.conf import calibrations, device_file, is_device, known_devices
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import (
@@ -150,7 +151,8 @@ class Placement(Enum):
 class ClusterConfig:
     """`num_workers` null: the node's GPUs, or 2 on a CPU. `cpus_per_worker` null: 1 on a CPU; on GPU nodes the node's
     cores divided by its GPUs, 1 to 16. `placement`: of a trial's workers on nodes; with hybrid sharding, of its shard
-    groups, each of which is on one node where it fits. `address` null: Ray is started here.
+    groups, each of which is on one node where it fits. `address` null: Ray is started here. `storage_path`: a folder
+    that every node mounts, or the address of a bucket's prefix; null: the sweep's own folder.
     """
 
     num_workers: Optional[int] = key(None, at_least_one)
@@ -164,13 +166,10 @@ class ClusterConfig:
     def check(self) -> None:
         """
         Raises:
-            ConfigError: an address where a path is needed.
+            ConfigError: an address of no object storage.
         """
-        if self.storage_path is not None and "://" in self.storage_path:
-            raise ConfigError(
-                f"cluster.storage_path={self.storage_path}: checkpoints go to a mounted folder, not to an object "
-                "store; give a path that every node mounts."
-            )
+        if self.storage_path is not None and is_address(self.storage_path):
+            check_address("cluster.storage_path", self.storage_path)
 
 
 @dataclass

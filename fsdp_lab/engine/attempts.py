@@ -13,6 +13,7 @@ from fsdp_lab.engine.files import read_failures, read_progress, set_aside_failur
 from fsdp_lab.engine.nodes import dead_node_of
 from fsdp_lab.engine.ray_private import failed_to_be_placed
 from fsdp_lab.engine.worker import write_failure
+from fsdp_lab.storage import StorageAway, StorageRefused
 
 _PEER_S = 1.0
 _FINAL = ("oom", "timeout", "user")  # it would be so again
@@ -23,10 +24,11 @@ class Attempts:
 
     Args:
         begins: called when the workers of an attempt are about to start.
+        receive: has in the folder what the workers have put elsewhere; may raise OSError.
     """
 
-    def __init__(self, folder: Path, begins: Callable[[], None]) -> None:
-        self.folder, self._begins = folder, begins
+    def __init__(self, folder: Path, begins: Callable[[], None], receive: Callable[[], None] = lambda: None) -> None:
+        self.folder, self._begins, self._receive = folder, begins, receive
         self._kernel_kills_before = _kernel_kills()
 
     def begin(self) -> None:
@@ -40,12 +42,17 @@ class Attempts:
         Args:
             poll: waits so many seconds and gives the errors of the workers that are there yet, by rank.
         """
+        with suppress(OSError):
+            self._receive()
         self._note_deaths(getattr(error, "worker_failures", {}))
         failures = read_failures(self.folder)
         if failures and failures[0]["kind"] == "peer":
             # Who lost a peer knows it at once; that the peer was killed, and for want of what, takes Ray a moment.
             time.sleep(_PEER_S)
-            self._note_deaths(poll(_PEER_S))
+            errors = poll(_PEER_S)
+            with suppress(OSError):
+                self._receive()
+            self._note_deaths(errors)
             failures = read_failures(self.folder)
         return bool(failures and failures[0]["kind"] in _FINAL) or failed_to_be_placed(error)
 
@@ -69,6 +76,10 @@ def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kill
         step = read_progress(folder).get("step")
         where = f"rank {rank}" + (f", step {step:.0f}" if step else "")
         causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
+        if refused := next((cause for cause in causes if isinstance(cause, (StorageRefused, StorageAway))), None):
+            kind = "user" if isinstance(refused, StorageRefused) else "error"
+            write_failure(folder, rank, kind, f"{where}: {refused}", "".join(traceback.format_exception(error)))
+            continue
         node = dead_node_of(folder, rank)
         by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
         out_of_memory = by_ray or (node is None and _kernel_kills() > kernel_kills_before)

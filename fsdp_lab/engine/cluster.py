@@ -304,7 +304,7 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
     if nodes > 1 and cluster.storage_path is None:
         raise ConfigError(
             f"cluster.storage_path=null: the cluster has {nodes} nodes, and a trial's workers write into one folder; "
-            "set cluster.storage_path to a folder that all of them mount."
+            "set cluster.storage_path to a folder that all of them mount, or to s3://bucket/prefix."
         )
     num_workers = resolve_num_workers(cluster)
     total = ray.cluster_resources()

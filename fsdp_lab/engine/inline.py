@@ -11,9 +11,11 @@ from pathlib import Path
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine.files import Outcome, read_failures, set_aside_failures, write_outcome
 from fsdp_lab.engine.job import outcome_of
+from fsdp_lab.engine.mirror import Sender
 from fsdp_lab.engine.why import first_line
 from fsdp_lab.engine.worker import FolderReporter, check_gpu, train_and_record
 from fsdp_lab.hardware import num_gpus
+from fsdp_lab.storage import Storage
 
 
 class InlineReporter(FolderReporter):
@@ -25,19 +27,32 @@ class InlineReporter(FolderReporter):
         self.on_epoch()
 
 
-def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None]) -> None:
+def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], storage: str | None = None) -> None:
     """Train with one worker; leaves `outcome.json`, as a trial in processes of its own does. There is no second
     attempt, and nobody who ends a trial that hangs.
 
     Args:
         on_epoch: called when the folder has the metrics of one more epoch.
+        storage: the address of the trial's place in object storage, which gets its checkpoints and files too.
     """
     begun = time.time()
     set_aside_failures(folder)  # of a start before this one
     try:
         if num_gpus():
             check_gpu(str(folder), 0)
-        train_and_record(config, folder, 0, InlineReporter(folder, config.data.name, on_epoch), has_log=False)
+        sender = Sender(Storage(storage), folder) if storage else None
+
+        def told() -> None:
+            if sender:
+                sender.send()
+            on_epoch()
+
+        reporter = InlineReporter(folder, config.data.name, told)
+        try:
+            train_and_record(config, folder, 0, reporter, has_log=False, storage=storage)
+        finally:
+            if sender:
+                sender.end()
         outcome = outcome_of(read_failures(folder))
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
         with suppress(OSError):

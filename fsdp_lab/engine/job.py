@@ -27,12 +27,14 @@ from fsdp_lab.engine.files import (
     wait_until_alone,
     write_outcome,
 )
+from fsdp_lab.engine.mirror import Receiver
 from fsdp_lab.engine.nodes import keep_places, own_place
 from fsdp_lab.engine.rendezvous import meet, meeting_folder
 from fsdp_lab.engine.stacks import find_stuck
 from fsdp_lab.engine.why import report_of, why
 from fsdp_lab.engine.worker import check_gpu, train_worker, write_failure
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.25  # for reports, where Ray's controller is another process
@@ -45,7 +47,8 @@ class Job:
     """What a trial's processes are given. Plain values only: it crosses process borders.
 
     `config` is `to_dict` of a `TrialConfig`; `num_workers` and `cpus_per_worker` are what the keys of these names stand
-    for; `folder` is seen by every node; `launched_in` is where the command was typed, so that relative paths mean the
+    for; `folder` is seen by every node, or, with `storage`, the address of the trial's place in object storage, by the
+    driver's alone; `launched_in` is where the command was typed, so that relative paths mean the
     same in every process. `timeout_s` (None: never), `wait_timeout_s` and `max_failures` are `trial_timeout_s` and the
     `cluster` keys of these names. `ray_is_ours`: the driver started Ray, and it ends with the driver.
     `nodes`: ids of those that the sweep has seen alive. `placement`: a name of `Placement`, of places that hold
@@ -62,6 +65,7 @@ class Job:
     wait_timeout_s: float
     max_failures: int
     ray_is_ours: bool
+    storage: str | None = None
     nodes: Sequence[str] = ()
     placement: str = Placement.pack.name
     workers_per_place: int = 1
@@ -98,8 +102,8 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
         if not wait_until_alone(folder, _ALONE_LIMIT_S):
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
         set_aside_failures(folder)  # of a start before this one
-        with watched(folder, job.timeout_s, job.wait_timeout_s) as begins:
-            fit(job, report, begins)
+        with receiving(job) as receiver, watched(folder, job.timeout_s, job.wait_timeout_s) as begins:
+            fit(job, report, begins, receiver)
         outcome = outcome_of(read_failures(folder))
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
         with suppress(OSError):
@@ -118,7 +122,35 @@ def outcome_of(failures: list[dict[str, Any]]) -> Outcome:
     return Outcome(TrialStatus(kind) if kind in ("oom", "diverged") else TrialStatus.failed, failures[0]["message"])
 
 
-def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[], None] = lambda: None) -> None:
+@contextmanager
+def receiving(job: Job) -> Iterator[Receiver | None]:
+    """Get what the workers put into object storage, and at the end all that they have put; None where they write into
+    the trial's folder.
+
+    Raises:
+        StorageRefused, StorageAway: see there.
+    """
+    if job.storage is None:
+        yield None
+        return
+    receiver = Receiver(Storage(job.storage), Path(job.folder))
+    receiver.begin()
+    with receiver.watching():
+        try:
+            yield receiver
+        except Exception:
+            with suppress(StorageRefused, StorageAway):  # the error that ended the trial says more
+                receiver.receive_all()
+            raise
+        receiver.receive_all()
+
+
+def fit(
+    job: Job,
+    report: Callable[[dict[str, float]], None],
+    begins: Callable[[], None] = lambda: None,
+    receiver: Receiver | None = None,
+) -> None:
     """Train with Ray Train and wait for it. However this is left, the workers and their places are gone afterwards.
 
     Ray Train's controller runs here, in Tune's own process, and not in one more: it would import all of Ray Train
@@ -127,6 +159,7 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     Args:
         report: given `{"epoch": n}` when the folder has the metrics of one more.
         begins: called when the workers of an attempt are about to start.
+        receiver: of what the workers put into object storage.
 
     Raises:
         ray.train.TrainingFailedError: workers failed more than `cluster.max_failures` times, or could not be
@@ -134,13 +167,20 @@ def fit(job: Job, report: Callable[[dict[str, float]], None], begins: Callable[[
     """
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(job.wait_timeout_s)
     set_environment()
-    attempts = Attempts(Path(job.folder), begins)
+    receive = receiver.receive if receiver else lambda: None
+    attempts = Attempts(Path(job.folder), begins, receive)
+
+    def received(metrics: dict[str, float]) -> None:
+        with suppress(StorageAway):  # the next report finds it, or the end of the trial
+            receive()
+        report(metrics)
+
     try:
         with meeting_folder() as meeting:
             if ray_private.missing():
-                fit_by_ray(job, report, attempts, meeting)
+                fit_by_ray(job, received, attempts, meeting)
             else:
-                settings = trainer_settings(job, meeting, job.max_failures, [reporting(report)])
+                settings = trainer_settings(job, meeting, job.max_failures, [reporting(received)])
                 ray_private.fit_here(settings, job.folder, attempts, job.workers_per_place, job.ray_is_ours)
     except BaseException:  # Tune ends a trial by SystemExit
         attempts.stop()  # Ray forgets workers that started and then could not make their process group

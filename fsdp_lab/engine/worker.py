@@ -14,9 +14,11 @@ from typing import Any
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.target import user_line
 from fsdp_lab.engine.files import EpochLines, Progress, hold_alive, no_space
+from fsdp_lab.engine.mirror import Sender, scratch_folder
 from fsdp_lab.engine.stacks import StackDump, long_s
 from fsdp_lab.files import write_json
 from fsdp_lab.hardware import WORKER_CPUS, driver, num_gpus
+from fsdp_lab.storage import Storage
 
 
 class FolderReporter:
@@ -47,7 +49,7 @@ class FolderReporter:
         if self.first:
             self.progress.step(step)
 
-    def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
+    def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
         """Write the metrics into the folder, the only way by which they reach the driver, then wake it.
 
         Raises:
@@ -64,11 +66,17 @@ class FolderReporter:
 
 
 class RayReporter(FolderReporter):
-    """Ray gets no checkpoint: its manager would refuse a run whose older ones our retention removed."""
+    """Ray gets no checkpoint: its manager would refuse a run whose older ones our retention removed.
+
+    `sender`: of a folder that is this rank's alone."""
+
+    sender: Sender | None = None
 
     def wake(self, epoch: float) -> None:
         import ray.train
 
+        if self.sender is not None:
+            self.sender.send()  # the driver is to find the epoch
         ray.train.report({"epoch": epoch})
 
 
@@ -119,23 +127,42 @@ def train_worker(job: dict[str, Any]) -> None:
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
-    folder = Path(job["folder"])
     if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
         os.chdir(job["launched_in"])
+    os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
+    if job["storage"] is not None:
+        with scratch_folder() as scratch:
+            sender = Sender(Storage(job["storage"]), scratch)
+            sender.begin(rank)
+            try:
+                train_in(scratch, rank, job, sender)
+            finally:
+                sender.end()
+        return
+    folder = Path(job["folder"])
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is not on {socket.gethostname()}: it was removed, or that node does not mount it; set "
-            "cluster.storage_path to a folder on a disk that every node mounts"
+            "cluster.storage_path to a folder on a disk that every node mounts, or to an address in object storage"
         )
-    os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
+    train_in(folder, rank, job)
+
+
+def train_in(folder: Path, rank: int, job: dict[str, Any], sender: Sender | None = None) -> None:
+    """Train on this rank, which writes into a folder.
+
+    Args:
+        sender: of a folder that is this rank's alone.
+    """
     hold_alive(folder)
     redirect_output(folder / "logs" / f"rank{rank}.log")
     config = from_dict(TrialConfig, job["config"])
     stacks = StackDump(long_s(job["timeout_s"]))
     reporter = RayReporter(folder, rank, config.data.name, stacks)
+    reporter.sender = sender
     reporter.phase("importing PyTorch and joining the other workers")
     try:
-        train_and_record(config, folder, rank, reporter, on_cpu=not job["use_gpu"])
+        train_and_record(config, folder, rank, reporter, on_cpu=not job["use_gpu"], storage=job["storage"])
     finally:
         stacks.end()
 
@@ -147,19 +174,21 @@ def train_and_record(
     reporter: FolderReporter,
     on_cpu: bool = False,
     has_log: bool = True,
+    storage: str | None = None,
 ) -> None:
     """Train; what goes wrong is left in `failures/`, and raised where another attempt may go better.
 
     Args:
         on_cpu: whether the trial is meant to train on a CPU; a GPU that PyTorch sees all the same is an error.
         has_log: whether what this process prints is a log of the rank's own, and not the terminal.
+        storage: the address of the trial's place in object storage, see `train`.
     """
     try:
         from fsdp_lab.training import DivergedError, train
 
         if on_cpu:
             check_no_gpu()
-        train(config, folder, reporter)
+        train(config, folder, reporter, storage=storage)
     except UserError as error:
         record_failure(folder, rank, error, "user", has_log)
     except DivergedError as error:  # it would diverge again

@@ -89,7 +89,7 @@ def run(options: dict[str, str]) -> None:
     """
     from fsdp_lab.sweep.report import require_results, sweep_in, sweep_stored
     from fsdp_lab.sweep.store.record import find_folder
-    from fsdp_lab.sweep.store.trust import is_own, read_trust
+    from fsdp_lab.sweep.store.trust import check_address_trusted, is_own, read_trust
     from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
 
     which = options["sweep"].strip("'\"")
@@ -100,8 +100,10 @@ def run(options: dict[str, str]) -> None:
         sweep = sweep_stored(tracking, which)
         sweep, run_id = with_tolerances(sweep, options), which
     else:
+        trust = read_trust(options.get("trust"))
+        check_address_trusted(which, "sweep", trust)
         folder = find_folder(which, tracking, "sweep")
-        own = is_own(folder, "sweep", read_trust(options.get("trust")))
+        own = is_own(folder, "sweep", trust)
         sweep, record, config = sweep_in(folder)
         ui = options.get("tracking.ui", config.tracking.ui)
         tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)

@@ -13,6 +13,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config.words import as_typed
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.paths import copy_of
 from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
 GOES_ON = "FSDP_LAB_GOES_ON"  # set by a night for its sweep
@@ -73,8 +74,8 @@ def go_on_command(folder: Path) -> str:
 
 def resume_command(folder: Path) -> str:
     """Return it with the folder of the user's options, which no resume takes from a file."""
-    folders = config_dir_words(sys.argv[1:])
-    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *folders])
+    folders, trust = config_dir_words(sys.argv[1:]), ["trust=true"] if copy_of(folder) else []
+    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *trust, *folders])
 
 
 def ui_command(uri: str) -> str:

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, part
+from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, is_address, part
 from fsdp_lab.config.sweep import ReportConfig, SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.config.words import AUTO_REPEAT
 from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
@@ -262,9 +262,9 @@ def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: 
     options = hydra["runtime"]["choices"].items()
     choices = {k: str(v) for k, v in options if v and not k.startswith("hydra/")}
     config = saved_config(values)
-    if config.cluster.storage_path is not None and Path(launched_in).is_dir():
-        shared = str(Path(launched_in, config.cluster.storage_path))
-        config = replace(config, cluster=replace(config.cluster, storage_path=shared))
+    shared = config.cluster.storage_path
+    if shared is not None and not is_address(shared) and Path(launched_in).is_dir():
+        config = replace(config, cluster=replace(config.cluster, storage_path=str(Path(launched_in, shared))))
     return Trial(number, config, choices, list(overrides), folder, OmegaConf.create())
 
 

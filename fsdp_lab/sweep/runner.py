@@ -29,7 +29,7 @@ from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.paths import make_storage, storage
+from fsdp_lab.sweep.store.paths import make_storage, storage, trial_address
 from fsdp_lab.sweep.store.record import Record, add_trial, restore_hydra_folder, write_hydra_folder
 
 
@@ -216,6 +216,10 @@ class SweepRun:
     def folder_of(self, number: int) -> Path:
         """Where the processes of a trial write."""
         return storage(self.states[number].trial, self.folder)
+
+    def address_of(self, number: int) -> str | None:
+        """The place of a trial in object storage; None where it has none."""
+        return trial_address(self.states[number].trial, self.folder)
 
     def open(self) -> None:
         """

@@ -11,6 +11,7 @@ from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.listeners.report import Report
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
+from fsdp_lab.sweep.listeners.storage import StorageCopy
 from fsdp_lab.sweep.names import go_on_command, relative, ui_command
 from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
 
@@ -27,7 +28,9 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     runs = MlflowRuns(plan.config.tracking, console)
     report = Report(runs)
     # In this order: MLflow first, so that the table has the runs' ids; forecasts last, for they may skip a trial.
-    listeners = [runs, console, ResultsCsv(runs.run_id), report]
+    # Storage before them: a sweep that it does not take makes no runs.
+    copy = StorageCopy(console.say)
+    listeners = [copy, runs, console, ResultsCsv(runs.run_id), report]
     if plan.config.engine is Engine.ray:
         listeners.append(Forecasts(plan))
     code = run_sweep(plan, build_executor(plan.config.engine), listeners)

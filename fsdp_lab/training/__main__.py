@@ -42,7 +42,7 @@ class ConsoleReporter:
     def step(self, step: int) -> None:
         pass
 
-    def epoch(self, metrics: Metrics, checkpoint: Path | None) -> None:
+    def epoch(self, metrics: Metrics, checkpoint: Path | str | None) -> None:
         if self.speaks:
             print(json.dumps({key: round(value, 6) for key, value in metrics.items()}), flush=True)
 

@@ -1,21 +1,19 @@
-"""Checkpoints: DCP shards, written under a temporary name and renamed when whole.
+"""Checkpoints: DCP shards, written under a temporary name and made a checkpoint when whole.
 
 A folder of checkpoints holds `step_00000022/` and so on; each has DCP's files and `meta.json`, which says what wrote
 it and carries the metrics of the epochs so far. What has another name is not a checkpoint, and a damaged one is passed
-over for the one before: see `checkpoint_files.py`.
+over for the one before: see `checkpoint_files.py`; for object storage, `checkpoint_place.py`.
 
 DCP's own files are read with pickle: load only checkpoints that you or your jobs wrote.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,17 +38,9 @@ from fsdp_lab.config.key import Between, keys_of
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.layout import Layout
-from fsdp_lab.training.checkpoint_files import (
-    META,
-    all_whole,
-    best_of,
-    discard,
-    find_latest,
-    outdated,
-    publish,
-    read_meta,
-)
-from fsdp_lab.training.distributed import Ranks, sum_over_ranks
+from fsdp_lab.training.checkpoint_files import META
+from fsdp_lab.training.checkpoint_place import Where, place_of, reader, step_of, writer
+from fsdp_lab.training.distributed import Ranks
 
 Metrics = dict[str, float]
 _SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -130,17 +120,17 @@ class _AsSaved(dcp.DefaultLoadPlanner):
 
 
 class Checkpoints:
-    """The checkpoints of one trial, in one folder that all ranks see."""
+    """The checkpoints of one trial, in a folder that all ranks see or at an address in object storage."""
 
-    def __init__(self, folder: Path, config: TrialConfig, ranks: Ranks) -> None:
-        self.folder, self.config, self.ranks = folder, config, ranks
+    def __init__(self, place: Where, config: TrialConfig, ranks: Ranks) -> None:
+        self.place, self.config, self.ranks = place_of(place), config, ranks
         self.settings: CheckpointConfig = config.checkpoint
         self.notes: list[str] = []  # on what was loaded
-        self._newest: Path | None = None
-        self._writing: tuple[Future[Any], Path, dict[str, Any], float] | None = None
+        self._newest: Where | None = None
+        self._writing: tuple[Future[Any], Where, int, dict[str, Any], float] | None = None
         self._async_group: dist.ProcessGroup | None = None
 
-    def load(self, state: TrainState) -> Path | None:
+    def load(self, state: TrainState) -> Where | None:
         """Go on from this trial's own last checkpoint, else from `checkpoint.resume_from`, else not at all.
 
         Returns:
@@ -153,12 +143,12 @@ class Checkpoints:
         if source is None:
             return None
         check_meta(meta, source, self.config)
-        if source.parent.absolute() == self.folder.absolute():
+        if self.place.has(source):
             check_same_trial(meta, source, self.config)
             self._newest = source
         try:
             with ordinary_errors(f"loading the checkpoint {source}"):
-                dcp.load({"train": state}, checkpoint_id=source, planner=_AsSaved())
+                dcp.load({"train": state}, storage_reader=reader(place_of(source), source), planner=_AsSaved())
         except Exception as error:
             if not isinstance(error.__cause__, CheckpointException) or is_of_the_machine(error):
                 raise
@@ -170,28 +160,18 @@ class Checkpoints:
         state.history = meta["history"]
         return source
 
-    def _agree_on_source(self) -> tuple[Path | None, dict[str, Any], list[str]]:
+    def _agree_on_source(self) -> tuple[Where | None, dict[str, Any], list[str]]:
         """Rank 0 looks and tells the others: a slow shared disk must not split them.
 
         Returns:
             the checkpoint to load, its metadata, and a note where damaged ones were passed over.
         """
-        found: list[Any] = [None]
-        if self.ranks.is_first:
-            try:
-                found = [self._find_source()]
-            except (OSError, ValueError, UserError) as error:
-                found = [error]
-        dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        source, meta, notes = found[0]
-        return source, meta, notes
+        return self._on_first_rank(self._find_source)
 
-    def _find_source(self) -> tuple[Path | None, dict[str, Any], list[str]]:
-        source, damaged = find_latest(self.folder)
+    def _find_source(self) -> tuple[Where | None, dict[str, Any], list[str]]:
+        source, damaged = self.place.find_latest()
         if source is None and self.settings.resume_from is not None:
-            source, damaged_there = find_latest(Path(self.settings.resume_from))
+            source, damaged_there = place_of(self.settings.resume_from).find_latest()
             if source is None:
                 raise CheckpointError(
                     f"checkpoint.resume_from={self.settings.resume_from} holds no whole checkpoint; give a "
@@ -201,7 +181,7 @@ class Checkpoints:
             damaged += damaged_there
         instead = f"training starts from {source}" if source else "training starts anew"
         notes = [f"passed over a damaged checkpoint, {each}; {instead}" for each in damaged]
-        return source, read_meta(source) if source else {}, notes
+        return source, place_of(source).meta(source) if source else {}, notes
 
     def save(self, state: TrainState, metrics: Metrics) -> Metrics:
         """Save now (`sync`) or start to (`async`); every rank calls it.
@@ -214,8 +194,7 @@ class Checkpoints:
             return metrics
         begun = time.perf_counter()
         metrics.update(self.finish())
-        target = self.folder / f"step_{state.step:08d}"
-        making = self._make_folder(target)
+        making = self._begin(state.step)
         if self.settings.mode is CheckpointMode["async"]:
             if self._async_group is None:  # its own group: a thread must not mix with training's messages
                 group = dist.new_group(backend="gloo")
@@ -224,23 +203,23 @@ class Checkpoints:
             # Nothing copied ahead: by then every tensor is on the host, and the saving thread, which has no device of
             # its own, would ask for a stream of GPU 0 and so open a context there, on every rank. The writer is the
             # stager too, and blocks as the default one does.
-            writer = dcp.FileSystemWriter(making, per_thread_copy_ahead=0)
-            with ordinary_errors(f"saving the checkpoint {target}"):
-                future = dcp.async_save({"train": state}, storage_writer=writer, process_group=self._async_group)
+            stager = writer(making, per_thread_copy_ahead=0)
+            with ordinary_errors(f"saving the checkpoint {self.place.named(state.step)}"):
+                future = dcp.async_save({"train": state}, storage_writer=stager, process_group=self._async_group)
             assert isinstance(future, Future)
             metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
             state.remember(metrics)
-            self._writing = (future, target, self._meta(state), begun)
+            self._writing = (future, making, state.step, self._meta(state), begun)
             return metrics
-        with ordinary_errors(f"saving the checkpoint {target}"):
-            dcp.save({"train": state}, checkpoint_id=making)
+        with ordinary_errors(f"saving the checkpoint {self.place.named(state.step)}"):
+            dcp.save({"train": state}, storage_writer=writer(making))
         metrics["checkpoint/bytes"] = self._size(making)
         metrics["checkpoint/save_s"] = metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
         state.remember(metrics)
-        self._publish(making, target, self._meta(state))
+        self._publish(making, state.step, self._meta(state))
         return metrics
 
-    def last_whole(self) -> Path | None:
+    def last_whole(self) -> Where | None:
         """The newest finished checkpoint of this trial, of those that were loaded or saved here."""
         return self._newest
 
@@ -248,51 +227,56 @@ class Checkpoints:
         """Wait for a save in the making and publish it. Every rank calls it, also at the end of training."""
         if self._writing is None:
             return {}
-        future, target, meta, begun = self._writing
-        with ordinary_errors(f"saving the checkpoint {target}"):
+        future, making, step, meta, begun = self._writing
+        with ordinary_errors(f"saving the checkpoint {self.place.named(step)}"):
             future.result(timeout=1800)
         self._writing = None
-        making = _making(target)
         figures = {"checkpoint/save_s": time.perf_counter() - begun, "checkpoint/bytes": self._size(making)}
-        self._publish(making, target, meta)
+        self._publish(making, step, meta)
         return figures
 
     def load_best_weights(self, state: TrainState) -> int:
         """Give the model the weights of this trial's checkpoint with the least validation loss, and return their step;
         every rank calls it, at the end of training."""
-        found: list[Path] = [best_of(all_whole(self.folder))] if self.ranks.is_first else [self.folder]
-        dist.broadcast_object_list(found, src=0)
-        step = int(found[0].name.removeprefix("step_"))
-        if found[0] == self._newest:
+        best = self._on_first_rank(self.place.best)
+        step = step_of(best)
+        if best == self._newest:
             return step
         weights = get_model_state_dict(state.model)
-        with ordinary_errors(f"loading the checkpoint {found[0]}"):
-            dcp.load({"train": {"model": weights}}, checkpoint_id=found[0])
+        with ordinary_errors(f"loading the checkpoint {best}"):
+            dcp.load({"train": {"model": weights}}, storage_reader=reader(self.place, best))
         set_model_state_dict(state.model, weights)
         return step
 
-    def _make_folder(self, target: Path) -> Path:
-        making = _making(target)
+    def _on_first_rank(self, do: Callable[[], Any]) -> Any:
+        """Return on every rank what it returns on rank 0, or raise what it raises there."""
+        done: list[Any] = [None]
         if self.ranks.is_first:
-            for stale in self.folder.glob(".step_*"):  # what a killed run left behind
-                shutil.rmtree(stale, ignore_errors=True)
-            self.folder.mkdir(exist_ok=True)  # not its parents: where the trial's folder was removed, it has failed
-            making.mkdir()
-        dist.barrier()
-        return making
+            try:
+                done = [do()]
+            except (OSError, ValueError, UserError) as error:
+                done = [error]
+        dist.broadcast_object_list(done, src=0)
+        if isinstance(done[0], Exception):
+            raise done[0]
+        return done[0]
 
-    def _size(self, folder: Path) -> float:
-        """Bytes of a finished save. Only rank 0 looks: it is also the one that renames the folder."""
-        size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) if self.ranks.is_first else 0
-        return float(sum_over_ranks(torch.tensor(float(size), dtype=torch.float64, device=self.ranks.device)))
+    def _begin(self, step: int) -> Where:
+        return self._on_first_rank(lambda: self.place.begin(step))
 
-    def _publish(self, making: Path, target: Path, meta: dict[str, Any]) -> None:
-        """Rank 0 gives the checkpoint its name, and then removes what need not be kept."""
-        if self.ranks.is_first:
-            publish(making, target, meta)
-            discard(outdated(self.folder, self.settings.keep_last, self.settings.keep_best))
-        dist.barrier()
-        self._newest = target
+    def _size(self, making: Where) -> float:
+        """Bytes of a finished save. Only rank 0 looks: it is also the one that publishes it."""
+        return float(self._on_first_rank(lambda: self.place.size(making)))
+
+    def _publish(self, making: Where, step: int, meta: dict[str, Any]) -> None:
+        """Rank 0 makes it a checkpoint, and then removes what need not be kept."""
+
+        def publish() -> Where:
+            target = self.place.publish(making, step, meta)
+            self.place.prune(self.settings.keep_last, self.settings.keep_best)
+            return target
+
+        self._newest = self._on_first_rank(publish)
 
     def _meta(self, state: TrainState) -> dict[str, Any]:
         return {
@@ -307,16 +291,12 @@ class Checkpoints:
         }
 
 
-def _making(target: Path) -> Path:
-    return target.with_name(f".{target.name}.making")
-
-
 def is_of_the_machine(error: BaseException) -> bool:
     """Whether memory or a disk failed, and not what was read from it."""
     return isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
 
 
-def check_meta(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
+def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
     """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
 
     Raises:
@@ -345,7 +325,7 @@ def trial_identity(config: TrialConfig) -> dict[str, Any]:
     return settings(config, Between.CHECKPOINT)
 
 
-def check_same_trial(meta: dict[str, Any], source: Path, config: TrialConfig) -> None:
+def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
     """Refuse to go on in a folder that another trial was trained in.
 
     Raises:
@@ -362,8 +342,9 @@ def check_same_trial(meta: dict[str, Any], source: Path, config: TrialConfig) ->
     ]  # arguments of another callable
     other = [f"{k}={there.get(k)} there, {here.get(k)} here" for k in [*here, *gone] if there.get(k) != here.get(k)]
     if other:
+        folder = str(source).rpartition("/checkpoints/")[0]
         raise CheckpointError(
-            f"the folder {source.parent.parent} holds another trial ({'; '.join(other)}); use another folder, or "
+            f"the folder {folder} holds another trial ({'; '.join(other)}); use another folder, or "
             f"checkpoint.resume_from={source} in a new one to go on from its weights."
         )
 

@@ -80,7 +80,17 @@ def outdated(folder: Path, keep_last: int, keep_best: bool) -> list[Path]:
 
 def best_of(checkpoints: Sequence[Path]) -> Path:
     """Return the one with the least validation loss; of equals the first."""
-    return min(checkpoints, key=_val_loss)
+    return min(checkpoints, key=lambda checkpoint: val_loss(read_meta(checkpoint)))
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make the folder of a checkpoint in the making, and remove what killed runs left of others."""
+    for stale in folder.glob(".step_*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    folder.mkdir(exist_ok=True)  # not its parents: where the trial's folder was removed, it has failed
+    making = folder / f".step_{step:08d}.making"
+    making.mkdir()
+    return making
 
 
 def publish(making: Path, target: Path, meta: dict[str, Any]) -> None:
@@ -112,10 +122,20 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         OSError: the file is not there, or cannot be read.
         ValueError: it is not JSON, or not ours.
     """
-    meta = json.loads((checkpoint / META).read_text())
-    if not isinstance(meta, dict) or "history" not in meta:
-        raise ValueError("it lacks `history`")
-    return meta
+    return checked_meta((checkpoint / META).read_text(), "history")
+
+
+def checked_meta(text: str | bytes, *keys: str) -> dict[str, Any]:
+    """Return the metadata of a checkpoint with these keys.
+
+    Raises:
+        ValueError: as `read_meta`.
+    """
+    meta = json.loads(text)
+    for key in keys:
+        if not isinstance(meta, dict) or key not in meta:
+            raise ValueError(f"it lacks `{key}`")
+    return dict(meta)
 
 
 def _all(folder: Path) -> list[Path]:
@@ -123,6 +143,7 @@ def _all(folder: Path) -> list[Path]:
     return sorted(f for f in folder.glob("step_*") if f.is_dir()) if folder.is_dir() else []
 
 
-def _val_loss(checkpoint: Path) -> float:
-    history = read_meta(checkpoint)["history"]
+def val_loss(meta: dict[str, Any]) -> float:
+    """The one that a checkpoint was saved with."""
+    history = meta["history"]
     return history[-1].get("val/loss", float("inf")) if history else float("inf")

@@ -19,6 +19,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
+from fsdp_lab.training.checkpoint_place import Where
 from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import Ranks, build_parallel_dims, largest, setup_distributed
 from fsdp_lab.training.export import export_model
@@ -43,7 +44,7 @@ class Reporter(Protocol):
     def step(self, step: int) -> None:
         """Optimizer step `step`, counted from 1, begins."""
 
-    def epoch(self, metrics: Metrics, checkpoint: Path | None) -> None:
+    def epoch(self, metrics: Metrics, checkpoint: Where | None) -> None:
         """The metrics of a finished epoch, with `epoch` and `step` among them. After a resume the epochs
         before are told again, so that nothing is lost between a checkpoint and its report."""
 
@@ -53,6 +54,7 @@ def train(
     folder: Path,
     reporter: Reporter,
     on_step_losses: Callable[[list[float]], None] = lambda losses: None,
+    storage: str | None = None,
 ) -> None:
     """Train one trial; every rank calls this.
 
@@ -61,6 +63,8 @@ def train(
         folder: the trial's own folder, seen by all ranks: `checkpoints/` and `model.pt` come to be here.
             A run that was stopped goes on from the last checkpoint in it.
         on_step_losses: told the loss of every step of an epoch, over the global batch.
+        storage: the address of the trial's place in object storage; then the checkpoints are there, and the folder is
+            each rank's own.
 
     Raises:
         UserError: something that the user can mend.
@@ -94,7 +98,7 @@ def train(
         find_unused=leaves_some_unused(workload, config),
     )
     reporter.phase("loading a checkpoint")
-    checkpoints = Checkpoints(folder / "checkpoints", config, ranks)
+    checkpoints = Checkpoints(f"{storage}/checkpoints" if storage else folder / "checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
     facts = _facts(config, ranks, state, data, resumed_from)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
@@ -157,7 +161,7 @@ def _facts(
     ranks: Ranks,
     state: TrainState,
     data: Data,
-    resumed_from: Path | None,
+    resumed_from: Where | None,
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
     return {

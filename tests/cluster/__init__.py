@@ -1,1 +1,1 @@
-"""Sweeps over several nodes: network namespaces of this machine, with a raylet in each."""
+"""Sweeps over several nodes, as network namespaces of this machine with a raylet in each, and in object storage."""

@@ -22,7 +22,8 @@ class InlineExecutor:
             sweep.prepare(number)
             sweep.begin(number)
             config = part(sweep.states[number].trial.config, TrialConfig)
-            run_inline(config, folder, lambda number=number: sweep.look(number))  # type: ignore[misc]
+            on_epoch = lambda number=number: sweep.look(number)  # noqa: E731
+            run_inline(config, folder, on_epoch, sweep.address_of(number))  # type: ignore[misc]
             outcome = read_outcome(folder)
             if outcome is not None:
                 sweep.end(number, outcome.status, outcome.error)

@@ -87,7 +87,8 @@ class NextTrial(Searcher):
                 self._sweep.prepare(number)
                 self._sweep.end(number, TrialStatus.failed, str(error))  # the cluster cannot hold what was suggested
         self._sweep.prepare(number)
-        job = job_of(config, str(self._sweep.folder_of(number)), self._places.nodes)
+        folder, address = str(self._sweep.folder_of(number)), self._sweep.address_of(number)
+        job = job_of(config, folder, self._places.nodes, address)
         return {"number": number, "job": json.dumps(job.as_dict())}
 
     def _may_have_room(self) -> bool:
@@ -115,7 +116,7 @@ class NextTrial(Searcher):
         pass
 
 
-def job_of(config: SweepConfig, folder: str, watch: NodeWatch) -> Job:
+def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | None = None) -> Job:
     return Job(
         config=to_dict(part(config, TrialConfig)),
         folder=folder,
@@ -128,6 +129,7 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch) -> Job:
         max_failures=config.cluster.max_failures,
         placement=config.cluster.placement.name,
         ray_is_ours=config.cluster.address is None,
+        storage=address,
         nodes=sorted(watch.known),
         workers_per_place=workers_per_place(config),
     )

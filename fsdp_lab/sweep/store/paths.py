@@ -8,35 +8,62 @@ import uuid
 from pathlib import Path
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import UserError
+from fsdp_lab.config import UserError, is_address
 from fsdp_lab.files import write_text
 
 _STORAGE = ".storage"
+_COPY_OF = ".copy_of"
 
 
 def storage(trial: Trial, sweep_folder: Path) -> Path:
-    """Where the trial's processes write: its own folder, or the shared one of `cluster.storage_path`.
+    """Where the driver finds what the trial's processes write: its own folder, or the shared one of
+    `cluster.storage_path`. With object storage its own has a copy.
 
     Raises:
         UserError: the name of the sweep's folder there is lost.
     """
     shared = trial.config.cluster.storage_path
-    if shared is None:
+    if shared is None or is_address(shared):
         return trial.folder.absolute()
-    within = os.path.relpath(trial.folder, sweep_folder)  # "." for a trial alone
+    return (Path(shared).absolute() / _name(shared, sweep_folder) / _within(trial, sweep_folder)).resolve()
+
+
+def trial_address(trial: Trial, sweep_folder: Path) -> str | None:
+    """The trial's place in object storage, None where it has none. Raises as `storage`."""
+    above = sweep_address(trial.config.cluster.storage_path, sweep_folder)
+    within = _within(trial, sweep_folder)
+    return above if above is None or within == "." else f"{above}/{within}"
+
+
+def sweep_address(storage_path: str | None, sweep_folder: Path) -> str | None:
+    """The sweep's place in object storage. As `trial_address`."""
+    if storage_path is None or not is_address(storage_path):
+        return None
+    return f"{storage_path}/{_name(storage_path, sweep_folder)}"
+
+
+def _within(trial: Trial, sweep_folder: Path) -> str:
+    return os.path.relpath(trial.folder, sweep_folder)  # "." for a trial alone
+
+
+def _name(shared: str, sweep_folder: Path) -> str:
     name = _storage_name(sweep_folder)
     if name is None:
         raise UserError(
             f"{sweep_folder / _STORAGE} is damaged or gone; write into it what this sweep's folder below "
             f"cluster.storage_path={shared} is called (trials.jsonl names the folders there), or start the sweep anew."
         )
-    return (Path(shared).absolute() / name / within).resolve()
+    return name
 
 
-def name_storage(sweep_folder: Path) -> None:
+def name_storage(sweep_folder: Path, anew: bool = False) -> None:
     """What the sweep's folder below `cluster.storage_path` is called: kept in its own one, so that a resume finds it
-    from another node, and where the sweep's folder was moved."""
-    if not (sweep_folder / _STORAGE).exists():
+    from another node, and where the sweep's folder was moved.
+
+    Args:
+        anew: give it another name where it has one: nothing is cleared away in object storage.
+    """
+    if anew or not (sweep_folder / _STORAGE).exists():
         own = uuid.uuid4().hex[:8]  # others may have a folder of that name
         sweep_folder.mkdir(parents=True, exist_ok=True)
         name = f"{'-'.join(sweep_folder.absolute().parts[-2:])}-{own}"
@@ -50,6 +77,18 @@ def make_storage(trial: Trial, sweep_folder: Path) -> Path:
     for folder in (top, where):  # `Path.mkdir` makes those above as everybody's
         folder.mkdir(0o700, parents=True, exist_ok=True)
     return where
+
+
+def take_storage(sweep_folder: Path, address: str) -> None:
+    """Write down that a sweep's folder is a copy of what an address has."""
+    write_text(sweep_folder / _STORAGE, address.rpartition("/")[2], durable=True)
+    write_text(sweep_folder / _COPY_OF, address, durable=True)
+
+
+def copy_of(sweep_folder: Path) -> str | None:
+    """Return the address that a sweep's folder was copied from; None where it was made here."""
+    path = sweep_folder / _COPY_OF
+    return path.read_text(errors="replace").strip() if path.exists() else None
 
 
 def is_storage_of(where: Path, sweep_folder: Path) -> bool:

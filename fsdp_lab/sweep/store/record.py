@@ -35,6 +35,7 @@ from fsdp_lab.config import (
     SweepConfig,
     UserError,
     from_dict,
+    is_address,
     part,
     settings,
     workers_of,
@@ -45,8 +46,10 @@ from fsdp_lab.config.target import file_digest, source_digests
 from fsdp_lab.engine.files import append_line, clear_left_over
 from fsdp_lab.files import report_damaged, sync, whole, write_text
 from fsdp_lab.redact import redact, redact_strings
+from fsdp_lab.storage import Storage
+from fsdp_lab.sweep.store.fetch import fetch_sweep
 from fsdp_lab.sweep.store.passwords import config_to_write, resolved, words_to_write
-from fsdp_lab.sweep.store.paths import is_storage_of, make_storage, name_storage, storage
+from fsdp_lab.sweep.store.paths import is_storage_of, make_storage, name_storage, storage, trial_address
 from fsdp_lab.sweep.store.words import key_of
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
@@ -106,7 +109,7 @@ def begin_folder(folder: Path, trials: Sequence[Trial]) -> None:
     """Take away what makes an earlier sweep in this folder one: its record first, then its trials' results."""
     (folder / "sweep.json").unlink(missing_ok=True)
     (folder / "trials.jsonl").unlink(missing_ok=True)
-    name_storage(folder)
+    name_storage(folder, anew=any(is_address(trial.config.cluster.storage_path) for trial in trials))
     for trial in trials:
         clear_left_over(make_storage(trial, folder))
 
@@ -176,7 +179,7 @@ def add_trial(folder: Path, trial: Trial) -> None:
         "folder": os.path.relpath(trial.folder, folder),
     }
     if trial.config.cluster.storage_path is not None:
-        content["storage"] = str(storage(trial, folder))
+        content["storage"] = trial_address(trial, folder) or str(storage(trial, folder))
     append_line(folder / "trials.jsonl", json.dumps(content))
 
 
@@ -217,15 +220,32 @@ def drop_checkpoints(folder: Path) -> None:
     Raises:
         OSError: something cannot be taken away, or does not belong to the sweep; then nothing of it is touched.
     """
-    folders = [Path(line.get("storage") or folder / line["folder"]).resolve() for line in _lines(folder)]
-    for where in folders:
-        if not is_storage_of(where, folder):
-            raise OSError(f"{folder}/trials.jsonl names {where}, which is not below the sweep's folder or its storage")
-    for where in folders:
+    for where in _places(folder):
+        if is_address(str(where)):
+            storage = Storage(str(where))
+            storage.delete(name for name in storage.files() if name.startswith(("checkpoints/", "model/", "model.pt")))
+            continue
         if (where / "checkpoints").exists():
             shutil.rmtree(where / "checkpoints")
         (where / "model.pt").unlink(missing_ok=True)
         shutil.rmtree(where / "model", ignore_errors=True)
+
+
+def _places(folder: Path) -> list[Any]:
+    """The folders of a sweep's trials, and their addresses in object storage. Raises as `drop_checkpoints`."""
+    addresses = [line["storage"] for line in _lines(folder) if is_address(line.get("storage"))]
+    folders = [
+        (
+            folder / line["folder"]
+            if is_address(line.get("storage"))
+            else Path(line.get("storage") or folder / line["folder"])
+        ).resolve()
+        for line in _lines(folder)
+    ]
+    for where in (*folders, *addresses):
+        if not is_storage_of(Path(where), folder):
+            raise OSError(f"{folder}/trials.jsonl names {where}, which is not below the sweep's folder or its storage")
+    return [*folders, *addresses]
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
@@ -239,11 +259,12 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
 def _is_trial(content: Any) -> bool:
     if not isinstance(content, dict) or not _is_words(content.get("overrides")):
         return False
-    return isinstance(content.get("folder"), str) and isinstance(content.get("number", 0), int)
+    kinds = {"folder": str, "number": int, "storage": str}
+    return "folder" in content and all(isinstance(content.get(key, kind()), kind) for key, kind in kinds.items())
 
 
 def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
-    """The folder that `resume=...` stands for: a folder, the id of a parent run, or `last`.
+    """The folder that `resume=...` stands for: a folder, an address in storage, the id of a parent run, or `last`.
 
     Args:
         key: what it was given to on the command line.
@@ -266,6 +287,8 @@ def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Pa
                 "of its parent run."
             )
         return Path(last)
+    if is_address(named):
+        return fetch_sweep(named, key)
     folder = Path(named)
     if folder.is_dir():
         return folder.absolute()

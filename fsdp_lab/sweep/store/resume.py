@@ -23,7 +23,7 @@ from fsdp_lab.files import report_damaged
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.sweep.store.paths import storage
+from fsdp_lab.sweep.store.paths import copy_of, storage
 from fsdp_lab.sweep.store.record import (
     Record,
     changes_of_code,
@@ -34,7 +34,7 @@ from fsdp_lab.sweep.store.record import (
     read_trials,
     with_overrides,
 )
-from fsdp_lab.sweep.store.trust import check_store, check_words, is_own, read_trust
+from fsdp_lab.sweep.store.trust import check_address_trusted, check_store, check_words, is_own, read_trust
 from fsdp_lab.sweep.store.words import is_local_store, key_of, known_words, names_code
 
 
@@ -49,8 +49,12 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
     trust = read_trust(next((a.partition("=")[2] for a in arguments if a.startswith("trust=")), None))
     typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith(("resume=", "trust="))]
     uri = next((a.partition("=")[2] for a in typed if a.startswith("tracking.uri=")), TrackingConfig().uri)
-    folder = find_folder(resume.strip("'\""), TrackingConfig(uri=uri))
+    named = resume.strip("'\"")
+    check_address_trusted(named, "resume", trust)
+    folder = find_folder(named, TrackingConfig(uri=uri))
     own = is_own(folder, "resume", trust)
+    if (address := copy_of(folder)) and "cluster.storage_path" not in {key_of(word) for word in typed}:
+        typed.insert(0, f"cluster.storage_path={address.rpartition('/')[0]}")  # was typed, with the sweep's name
     record = read_record(folder)
     _check_words(record, folder, typed, own)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"

@@ -19,8 +19,9 @@ from typing import Any
 
 import yaml
 
-from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.config import ConfigError, UserError, is_address
 from fsdp_lab.redact import redact
+from fsdp_lab.sweep.store.paths import copy_of
 from fsdp_lab.sweep.store.words import Known, key_of, known_words, leads_away, names_code, refusal
 
 _OTHERS_ENTER, _OTHERS_WRITE, _GROUP_WRITES = 0o011, 0o002, 0o020
@@ -50,6 +51,8 @@ def is_own(folder: Path, key: str, trust: bool) -> bool:
     reason = why_foreign(folder)
     if reason is None:  # what it says of its other folders is this user's word by now
         reason = next((found for where in _elsewhere(folder) if (found := why_foreign(where))), None)
+    if reason is None and (address := copy_of(folder)):
+        reason = f"it is a copy of {address}"
     if reason is None:
         return True
     if not trust:
@@ -58,6 +61,19 @@ def is_own(folder: Path, key: str, trust: bool) -> bool:
             "Use one of your own; or, if you trust everybody who can write there, add trust=true."
         )
     return False
+
+
+def check_address_trusted(named: str, key: str, trust: bool) -> None:
+    """Refuse a sweep in object storage before anything of it is read: nobody can tell who may write there.
+
+    Raises:
+        UserError: it is not trusted.
+    """
+    if is_address(named) and not trust:
+        raise UserError(
+            f"{key}={named}: who can write there can have code run as you (a sweep's checkpoints are pickles); if that "
+            "is you and people whom you trust, add trust=true."
+        )
 
 
 def why_foreign(folder: Path) -> str | None:

@@ -89,6 +89,8 @@ def leads_away(word: str) -> bool:
     key, value = key_of(word), word.partition("=")[2].replace("\\", "")
     if key == "cluster.address":
         return value not in ("null", "")
+    if key == "cluster.storage_path":
+        return "://" in value
     return key == "tracking.uri" and not is_local_store(value)
 
 

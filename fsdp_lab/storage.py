@@ -1,0 +1,138 @@
+"""Object storage: whole objects below an address, through fsspec.
+
+A store has no rename, no append and no lock. What it has: an object is there whole or not at all, and a reader sees the
+last one that was put. What is written to it, and in which order, is in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config.address import scheme_of
+from fsdp_lab.config.errors import UserError
+
+# An object's size, and what changes when it is put again.
+Stamp = tuple[int, str]
+_STAMPS = ("ETag", "LastModified", "etag", "updated", "mtime")  # by the names of s3fs and gcsfs
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
+
+
+class StorageRefused(UserError):
+    """The store answers, and does not let this user do it."""
+
+
+class StorageAway(OSError):
+    """The store does not answer, for longer than requests are repeated."""
+
+
+class Storage:
+    """The objects below an address. Their names have slashes and no leading one.
+
+    Every method raises StorageRefused and StorageAway.
+    """
+
+    def __init__(self, address: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self.address = address
+        with _told(address):
+            self._fs, self._root = url_to_fs(address, **options(address))
+
+    def below(self, name: str) -> Storage:
+        """Return the objects whose names begin with `name/`; "." for all."""
+        return self if name == "." else Storage(f"{self.address}/{name}")
+
+    def put(self, file: Path, name: str) -> None:
+        """Make a local file an object; a large one comes to be there when all of it has arrived."""
+        with _told(self.address):
+            self._fs.put_file(str(file), f"{self._root}/{name}")
+
+    def write(self, name: str, content: bytes) -> None:
+        with _told(self.address):
+            self._fs.pipe_file(f"{self._root}/{name}", content)
+
+    def read(self, name: str) -> bytes:
+        """
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
+        with _told(self.address):
+            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+
+    def get(self, name: str, file: Path) -> None:
+        """Make an object a local file, whole or not at all. Raises as `read`."""
+        making = file.with_name(f".{file.name}.{os.getpid()}.making")
+        try:
+            with _told(self.address):
+                self._fs.get_file(f"{self._root}/{name}", str(making))
+            making.rename(file)
+        finally:
+            making.unlink(missing_ok=True)
+
+    def files(self, below: str = "") -> dict[str, Stamp]:
+        """The objects there are, by name."""
+        with _told(self.address):
+            found: dict[str, dict[str, Any]] = self._fs.find(f"{self._root}/{below}".rstrip("/"), detail=True)
+        return {
+            path.removeprefix(f"{self._root}/"): (int(info["size"]), " ".join(str(info.get(key)) for key in _STAMPS))
+            for path, info in found.items()
+            if path.startswith(f"{self._root}/")
+        }
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        for name in names:
+            with _told(self.address):
+                try:
+                    self._fs.rm_file(f"{self._root}/{name}")
+                except FileNotFoundError:
+                    continue
+
+
+def options(address: str) -> dict[str, Any]:
+    """What fsspec's file system for an address is made with: no listing is remembered, for others write there too, and
+    S3's requests are repeated for about a minute, unless the environment says how often."""
+    if scheme_of(address) != "s3":
+        return {"use_listings_cache": False}
+    settings: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 60}
+    if not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
+        settings["retries"] = {"mode": "standard", "max_attempts": 10}
+    return {"use_listings_cache": False, "config_kwargs": settings}
+
+
+@contextmanager
+def _told(address: str) -> Iterator[None]:
+    """Raise what a store's client raises as one of ours: each client has errors of its own."""
+    try:
+        yield
+    except PermissionError as error:
+        raise StorageRefused(
+            f"{address}: the store refuses ({_first_line(error)}); it takes the right to list, read, write and delete "
+            "below that address, by credentials from the environment, ~/.aws or the machine's role."
+        ) from error
+    except FileNotFoundError as error:
+        if _code(error) == "NoSuchBucket":
+            raise StorageRefused(f"{address}: there is no such bucket; make it, or name another one.") from error
+        raise
+    except Exception as error:
+        if type(error).__name__ in _NO_CREDENTIALS:
+            raise StorageRefused(
+                f"{address}: no credentials were found ({_first_line(error)}); they come from the environment, ~/.aws "
+                "or the machine's role, on every node."
+            ) from error
+        raise StorageAway(f"{address}: the store does not answer ({_first_line(error)})") from error
+
+
+def _code(error: BaseException) -> str | None:
+    """Return what S3 calls the error that s3fs made this one of."""
+    response = getattr(error.__cause__, "response", {})
+    return response.get("Error", {}).get("Code")  # type: ignore[no-any-return]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

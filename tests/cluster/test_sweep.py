@@ -1,0 +1,97 @@
+"""Sweeps whose storage is an S3 server on the loopback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.storage import Storage
+from fsdp_lab.sweep.store.paths import sweep_address
+from tests.conftest import run_cli
+from tests.s3 import SECRET, Faults, held_in
+from tests.sweep.conftest import PLAIN, TINY, history, runs, started, wait_for
+
+pytestmark = pytest.mark.cluster
+
+ALONE = ("engine=inline", *TINY, *PLAIN, "cluster.num_workers=1", "training.epochs=2")
+
+
+def epochs(trial: Path) -> list[int]:
+    return [json.loads(line)["epoch"] for line in (trial / "metrics.jsonl").read_text().splitlines()]
+
+
+def told(storage: Storage, trial: str) -> int:
+    """The number of epochs that storage has of a trial."""
+    name = f"{trial}/metrics.jsonl"
+    return storage.read(name).count(b"\n") if name in storage.files() else 0
+
+
+def test_a_sweep_that_was_killed_resumes_from_storage_alone(address: str, faults: Faults, tmp_path: Path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    faults.every, faults.delay_s = 10, 0.01
+    rates = ("-m", *TINY, *PLAIN, "optimizer.lr=1e-3,2e-3", "training.epochs=6", f"cluster.storage_path={address}")
+    with started(here, *rates) as process:
+        wait_for(lambda: (here / "out" / ".storage").exists(), process)
+        sweep = sweep_address(address, here / "out")
+        assert sweep is not None
+        storage = Storage(sweep)
+        wait_for(lambda: told(storage, "0"), process)
+        faults.away = True
+        threading.Timer(10.0, lambda: setattr(faults, "away", False)).start()
+        before = wait_for(lambda: count if (count := told(storage, "0")) > 1 else None, process)
+        process.kill()
+    assert before < 6 and "0/outcome.json" not in storage.files()
+    assert held_in(tmp_path, SECRET) == []
+    shutil.rmtree(here)
+
+    done = run_cli(there, f"resume={sweep}", "trust=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trial 0 starts, from epoch" in done.stdout
+    copy = there / "outputs" / "from_storage" / sweep.rpartition("/")[2]
+    assert [epochs(copy / number) for number in "01"] == [[*range(1, 7)]] * 2
+    assert [told(storage, number) for number in "01"] == [6, 6]
+    for run in runs(there)[1]:
+        assert [step for step, _ in history(there, run, "train/loss")] == [*range(1, 7)]
+    assert f"{sweep}/0/checkpoints/step_" in json.loads((copy / "0" / "facts.json").read_text())["resumed_from"]
+    assert not list(copy.glob("*/checkpoints")), "checkpoints are in storage alone"
+    assert held_in(tmp_path, SECRET) == []
+
+
+def test_a_trial_alone_is_taken_up_elsewhere_when_it_is_trusted(address: str, tmp_path: Path):
+    done = run_cli(tmp_path, *ALONE, f"cluster.storage_path={address}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    sweep = sweep_address(address, tmp_path / "out")
+    assert sweep is not None and f"resume={sweep} trust=true" in done.stdout
+    Storage(sweep).delete(["outcome.json"])
+    shutil.rmtree(tmp_path / "out")
+    done = run_cli(tmp_path, f"resume={sweep}")
+    assert done.returncode == 2 and "add trust=true" in done.stderr
+    done = run_cli(tmp_path, f"resume={sweep}", "trust=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "outcome.json" in Storage(sweep).files()
+
+
+def test_a_store_that_forbids_is_told_before_anything_starts(address: str, faults: Faults, tmp_path: Path):
+    faults.forbidden = "^PUT"
+    done = run_cli(tmp_path, *TINY, *PLAIN, f"cluster.storage_path={address}")
+    assert done.returncode == 2 and "the store refuses (Access Denied)" in done.stderr
+    assert "Ray starts" not in done.stdout and "Traceback" not in done.stderr
+    assert runs(tmp_path)[0] == [], "a sweep that was refused has no run"
+
+
+def test_a_checkpoint_that_is_forbidden_fails_its_trial_by_name(address: str, faults: Faults, tmp_path: Path):
+    faults.forbidden = "^PUT .*/checkpoints/step_00000008"
+    done = run_cli(tmp_path, *ALONE, f"cluster.storage_path={address}")
+    assert done.returncode == 1
+    assert (
+        "saving the checkpoint s3://" in done.stdout and "step_00000008: PermissionError: Access Denied" in done.stdout
+    )
+    sweep = sweep_address(address, tmp_path / "out")
+    assert sweep is not None and json.loads(Storage(sweep).read("outcome.json"))["status"] == "failed"
+    markers = [name for name in Storage(sweep).files() if name.startswith("checkpoints/") and name.endswith(".json")]
+    assert markers == ["checkpoints/step_00000004.json"]
