@@ -110,7 +110,7 @@ def test_a_gpu_that_pytorch_does_not_see_is_told(
 def test_a_gpu_that_nobody_counted_is_told(on_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Without a word the trial would train on the CPU, beside a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("fsdp_lab.training.train", lambda *args: None)
+    monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
     train_and_record(TrialConfig(), tmp_path, 0, FolderReporter(tmp_path, 0, "digits"), on_cpu=on_cpu)
     found = [(failure["kind"], failure["message"]) for failure in read_failures(tmp_path)]
     assert [kind for kind, _ in found] == (["user"] if on_cpu else [])

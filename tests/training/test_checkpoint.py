@@ -275,6 +275,7 @@ HANGS = """
 import sys, time
 from pathlib import Path
 import fsdp_lab.training.checkpoint as module
+import fsdp_lab.training.checkpoint_files as files
 from fsdp_lab.training import train
 from tests.ranks import Memo, config
 
@@ -296,9 +297,9 @@ if where == "written":
 if where == "async":
     hang_at_second_call(module.dcp, "async_save", lambda *a: write(*a).result())
 if where == "published":
-    hang_at_second_call(module, "outdated")
+    hang_at_second_call(files, "outdated")
 if where == "pruning":
-    hang_at_second_call(module.shutil, "rmtree", counts=lambda p, *a: p.name.endswith("trash"))
+    hang_at_second_call(files.shutil, "rmtree", counts=lambda p, *a: p.name.endswith("trash"))
 mode = "async" if where == "async" else "sync"
 epochs = ("training.epochs=4", "data.num_train=64")
 train(config(*epochs, "checkpoint.keep_best=false", f"checkpoint.mode={mode}"), folder, Memo())
