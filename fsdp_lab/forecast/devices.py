@@ -130,8 +130,8 @@ def _loaded(file: Path, changed: int) -> Device:
 
 
 def _calibrated(name: str, kind: DeviceKind) -> Device | None:
-    """The newest calibration of this device, with this PyTorch where there is one; of a CPU else of another machine. One
-    that cannot be read counts as absent."""
+    """The newest calibration of this device, with this PyTorch where there is one; of a CPU else of another machine.
+    What cannot be read counts as absent."""
     found = []
     for file in calibrations():
         try:
