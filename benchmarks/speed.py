@@ -157,13 +157,16 @@ def calibrate(folder: Path, limit_s: int) -> Path:
 @dataclass(frozen=True)
 class Judged:
     """`spearman`, and errors as `predicted / measured - 1`, over all settings; `chosen`: model -> the speed of the
-    setting that should be fastest, over that of the one that is."""
+    setting that should be fastest, over that of the one that is; `level`: the median of predicted / measured - 1, by
+    which the machine may have changed, and `rest_error` the median error without it."""
 
     spearman: float
     median_error: float
     p90_error: float
     inside: float
     chosen: dict[str, float]
+    level: float
+    rest_error: float
 
 
 def judge(some: list[Case], speeds: list[Speed], measured: list[float]) -> Judged:
@@ -178,7 +181,12 @@ def judge(some: list[Case], speeds: list[Speed], measured: list[float]) -> Judge
         rates = (batches / taken)[own]
         chosen[model] = float(rates[(batches / predicted)[own].argmax()] / rates.max())
     rank = float(spearmanr(batches / predicted, batches / taken).statistic)
-    return Judged(rank, float(np.median(errors)), float(np.quantile(errors, 0.9)), float(np.mean(inside)), chosen)
+    ratio = predicted / taken
+    level = float(np.median(ratio))
+    return Judged(
+        rank, float(np.median(errors)), float(np.quantile(errors, 0.9)), float(np.mean(inside)), chosen, level - 1,
+        float(np.median(np.abs(ratio / level - 1))),
+    )  # fmt: skip
 
 
 def write(file: Path, some: list[Case], speeds: list[Speed], measured: list[list[float]] | None = None) -> None:
@@ -222,6 +230,7 @@ def main() -> int:
     )
     print(f"Spearman {found.spearman:.3f}; error: median {found.median_error:.1%}, p90 {found.p90_error:.1%}")
     print(f"inside their intervals: {found.inside:.1%}")
+    print(f"common to all: {found.level:+.1%}, as where the machine changed; without it, median {found.rest_error:.1%}")
     for model, share in found.chosen.items():
         print(f"{model}: the setting that should be fastest has {share:.1%} of the speed of the fastest")
     print(f"table: {options.out / 'speed.csv'}")

@@ -29,6 +29,7 @@ def test_predictions_are_judged_by_hand():
     assert found.inside == 0.75
     errors = sorted([0.0, 6 / 6.5 - 1, 2 / 5 - 1, 0.0], key=abs)
     assert found.median_error == pytest.approx(np.median(np.abs(errors)))
+    assert found.level == pytest.approx((1 + 6 / 6.5) / 2 - 1), "of 0.4, 0.92, 1 and 1"
     assert found.spearman == pytest.approx(0.4), "ranks 3 1 4 2 and 4 1 2 3: 1 - 6 * 6 / (4 * 15)"
 
 
