@@ -29,11 +29,11 @@ from fsdp_lab.config.conf import CALIBRATIONS, DEVICE_KINDS, data_sheets, slug
 from fsdp_lab.cpu_contention import Others
 from fsdp_lab.hardware import num_cpus, num_gpus
 from fsdp_lab.speed.device import Device
+from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.wording import count
 
 KEYS = ("workers", "device", "limit_s", "name")
 _LIMIT_S = 120.0
-_MANY = 0.1  # of the cores, for others
 _FORECASTS_S = 25.0  # of the limit: for forecasts of what is measured, and the fit
 
 
@@ -118,7 +118,7 @@ def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
     print(f"trains small models on {count(options.workers, 'worker')} for about {options.limit_s:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder, Others() as others:
         found = _measure(options, settings, Path(folder), begun + max(options.limit_s - _FORECASTS_S, 0))
-    if others.share > _MANY:
+    if others.share > DISTURBED:
         print(
             f"warning: other processes used {others.share:.0%} of this machine's cores meanwhile: predictions will be "
             "too slow; run it again when the machine is quiet",
@@ -126,7 +126,7 @@ def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
         )
     print("forecasts the same steps, and fits one to the other", flush=True)
     steps, collectives = as_steps(found, settings, options.workers, options.cuda)
-    here = device_here(options.workers, options.cuda, steps, collectives)
+    here = device_here(options.workers, options.cuda, steps, collectives, others.share)
     return with_fit(here, fit(steps, collectives, here))
 
 

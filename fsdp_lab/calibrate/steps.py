@@ -83,15 +83,19 @@ def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator] | str:
         return str(error)
 
 
-def device_here(workers: int, cuda: bool, steps: Sequence[Steps], collectives: Sequence[Sample]) -> Device:
-    """Return this machine with the best rates that were seen."""
+def device_here(
+    workers: int, cuda: bool, steps: Sequence[Steps], collectives: Sequence[Sample], others: float = 0.0
+) -> Device:
+    """Return this machine with the best rates that were seen; `others`: the share of its cores that others had."""
     samples = [sample for one in steps for sample in one.samples]
     peaks: dict[str, float] = {}
     for sample in samples:
         if sample.kind == Kind.matmul and sample.seconds > 0:
             peaks[sample.dtype] = max(peaks.get(sample.dtype, 0.0), sample.flops / sample.seconds)
     name = gpus()[0].name if cuda else cpu_name()
-    measured = Measured(name, version("torch"), workers, {}, HostCosts(0.0, 0.0, 0.0, 0.0))
+    measured = Measured(
+        name, version("torch"), workers, num_cpus(), round(others, 3), {}, HostCosts(0.0, 0.0, 0.0, 0.0)
+    )
     unknown = KnownError(0.5, 0.9)
     source = f"python -m fsdp_lab.calibrate on {platform.node()}"
     if cuda and (sheet := sheet_of(name)) is not None:  # of which other nodes and the host were not measured

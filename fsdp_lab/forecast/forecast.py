@@ -30,7 +30,7 @@ from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.forecast.streams_page import write_streams
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
-from fsdp_lab.speed.device import Device
+from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.fuse import fuse
 from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
@@ -106,7 +106,17 @@ def forecast(
 def _price(
     program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
 ) -> tuple[Speed, Schedule]:
-    """How long the step of a program takes, what of the device the model uses, and when what runs."""
+    """How long the step of a program takes, what of the device the model uses, and when what runs.
+
+    Raises:
+        ConfigError: see `predict`; or a CPU was calibrated with a core for each worker, and there are fewer.
+    """
+    measured = sheet.measured
+    if measured is not None and sheet.kind is DeviceKind.cpu and num_workers > max(measured.cores, measured.workers):
+        raise ConfigError(
+            f"cluster.num_workers={num_workers} on the {measured.cores} cores of {sheet.name}: workers that share a "
+            f"core were not calibrated; use {measured.cores} or fewer for a predicted speed."
+        )
     looked_at = sheet.measured is not None or (
         num_workers <= sheet.node_size
         and config.sharding.granularity is Granularity.per_block

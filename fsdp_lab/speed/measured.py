@@ -11,6 +11,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.speed.program import Kind, Operator
 
 ANY = "any"  # stands for every dtype
+DISTURBED = 0.1  # the share of the cores that others may have while something is measured
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Measured:
         machine: on which it was measured.
         torch: the version of PyTorch.
         workers: how many ranks trained side by side.
+        cores: that they shared.
+        others: the share of these cores that other processes had meanwhile.
         operators: PyTorch's name, or a `Kind` for the operators without a line of their own -> dtype -> line.
         host: costs of Python.
     """
@@ -61,6 +64,8 @@ class Measured:
     machine: str
     torch: str
     workers: int
+    cores: int
+    others: float
     operators: Mapping[str, Mapping[str, Line]]
     host: HostCosts
 
@@ -133,7 +138,10 @@ def read_measured(content: Mapping[str, Any], where: str) -> Measured:
         }
         host = HostCosts(**{name: float(value) for name, value in content["host"].items()})
         names = {name: str(content[name]) for name in ("machine", "torch")}
-        found = Measured(**names, workers=int(content["workers"]), operators=operators, host=host)
+        found = Measured(
+            **names, workers=int(content["workers"]), cores=int(content["cores"]), others=float(content["others"]),
+            operators=operators, host=host,
+        )  # fmt: skip
         if unknown := set(content) - set(vars(found)):
             raise ValueError(f"unknown {sorted(unknown)}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -141,7 +149,7 @@ def read_measured(content: Mapping[str, Any], where: str) -> Measured:
             f"{where}: measured cannot be read ({error}); run python -m fsdp_lab.calibrate again."
         ) from None
     numbers = [value for lines in operators.values() for line in lines.values() for value in vars(line).values()]
-    if not all(0 <= number < math.inf for number in [*numbers, *vars(host).values()]):
+    if not all(0 <= number < math.inf for number in [*numbers, *vars(host).values(), found.others]):
         raise ConfigError(
             f"{where}: measured has a time that is negative or no number; run python -m fsdp_lab.calibrate again."
         )

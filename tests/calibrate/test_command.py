@@ -12,7 +12,7 @@ from fsdp_lab.calibrate.__main__ import Options, read_options, summary, write_de
 from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast.devices import check_here, data_sheet, data_sheet_here, device_notes, refined
 from fsdp_lab.forecast.observations import record_observation
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.run import Request, forecast_one
 from fsdp_lab.hardware import cpu_name, num_cpus
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.fitted import digest
@@ -55,9 +55,13 @@ def test_a_wrong_word_says_what_is_right(word: str, told: str, monkeypatch: pyte
     assert told in str(raised.value)
 
 
-def calibrated(folder: Path, name: str = "", torch: str = "", workers: int = 2, file: str = "here") -> None:
+def calibrated(
+    folder: Path, name: str = "", torch: str = "", workers: int = 2, file: str = "here", others: float = 0.0
+) -> None:
     name = name or cpu_name()
-    device = replace(HERE, name=name, measured=Measured(name, torch or version("torch"), workers, LINES, HOST))
+    device = replace(
+        HERE, name=name, measured=Measured(name, torch or version("torch"), workers, 2, others, LINES, HOST)
+    )
     write_device(folder / f"outputs/devices/{file}.yaml", device)
 
 
@@ -91,6 +95,23 @@ def test_a_calibration_of_another_machine_or_version_is_used_with_a_note(here: P
     assert "with PyTorch 2.11.0, and this is 2." in torch
     assert "with 8 workers, and this is for 2" in workers
     assert machine.endswith("python -m fsdp_lab.calibrate measures this machine.")
+
+
+def test_a_calibration_that_was_disturbed_is_used_with_a_note(here: Path):
+    calibrated(here, others=0.66)
+    (note,) = device_notes(config(), 2)
+    assert "The device was calibrated while other processes used 66% of the cores: expect larger errors" in note
+
+
+def test_workers_that_share_a_core_have_no_speed(here: Path):
+    calibrated(here)
+    few, many = (
+        forecast_one(Request(config("model=mlp", "precision=fp32"), workers, False, None, sheet=data_sheet(config())))
+        for workers in (2, 4)
+    )
+    assert few.speed is not None and few.speed.basis is Basis.calibration
+    assert many.speed is None and many.no_speed is not None
+    assert "cluster.num_workers=4 on the 2 cores of " in many.no_speed
 
 
 def test_a_damaged_calibration_counts_as_absent(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -133,10 +154,10 @@ def test_what_ran_elsewhere_or_is_not_predicted_as_it_runs_teaches_nothing(here:
 
 def test_waiting_is_no_part_of_a_step_and_disturbed_steps_are_none():
     metrics = {"perf/samples_per_s": 100.0, "perf/data_wait_share": 0.1}
-    assert undisturbed_step_s(metrics, 50, 0.1, cuda=False) == pytest.approx(0.45)
-    assert undisturbed_step_s(metrics, 50, 0.1, cuda=True) is None
-    assert undisturbed_step_s({**metrics, "perf/others_cpu": 0.2}, 50, 0.1, cuda=False) is None
-    assert undisturbed_step_s({}, 50, 0.1, cuda=False) is None
+    assert undisturbed_step_s(metrics, 50, cuda=False) == pytest.approx(0.45)
+    assert undisturbed_step_s(metrics, 50, cuda=True) is None
+    assert undisturbed_step_s({**metrics, "perf/others_cpu": 0.2}, 50, cuda=False) is None
+    assert undisturbed_step_s({}, 50, cuda=False) is None
 
 
 def test_finished_trials_correct_forecasts_by_the_calibration_that_predicted_them(here: Path):

@@ -16,7 +16,7 @@ from fsdp_lab.speed.program import Kind, Operator, Stream
 from tests.speed.test_costs import ROUND
 
 TRUE = Measured(
-    "made up", "2.15.0", 2,
+    "made up", "2.15.0", 2, 2, 0.0,
     {
         "aten.mm": {"float32": Line(2e-5, 1e-11, 0.0)},
         "matmul": {"float32": Line(2e-5, 1e-11, 0.0)},

@@ -23,10 +23,11 @@ LINES = {
     "memory": {"any": Line(2e-5, 0.0, 1e-10)},
     "aten.gelu": {"float32": Line(0.0, 0.0, 3e-10)},
     "gather": {"float32": Line(1e-3, 0.0, 1e-9), "any": Line(2e-3, 0.0, 1e-9)},
+    "scatter": {"any": Line(1e-3, 0.0, 1e-9)},
     "reduce": {"any": Line(1e-3, 0.0, 1e-9)},
 }
 HOST = HostCosts(operator_s=1e-6, collective_s=1e-3, microbatch_s=1e-4, step_s=1e-2)
-MEASURED = Measured("here", "2.15.0", 2, LINES, HOST)
+MEASURED = Measured("here", "2.15.0", 2, 2, 0.0, LINES, HOST)
 HERE = replace(
     ROUND, kind=DeviceKind.cpu, basis=Basis.calibration, measured=MEASURED, launch_s=1e-6, latency_s=1e-6,
     link_latency_s=1e-6, network_latency_s=1e-6,

@@ -27,6 +27,7 @@ from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, SPEED
 from fsdp_lab.speed.fitted import digest
+from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.speed.refine import Observation
 from fsdp_lab.status import TrialStatus
@@ -179,7 +180,7 @@ class Forecasts(Listener):
         (request,) = _requests([state], engine.num_gpus() > 0, workers)
         if speed.parts is None or request.sheet is None or not ran_there(request, self._device.get(number)):
             return
-        step_s = undisturbed_step_s(state.metrics, speed.samples, state.trial.config.report.others_cpu, request.cuda)
+        step_s = undisturbed_step_s(state.metrics, speed.samples, request.cuda)
         if step_s is None:
             return
         setting = sha256(request.key.encode()).hexdigest()[:16]
@@ -229,16 +230,15 @@ def ran_there(request: Request, device: str | None) -> bool:
     return own and config.cluster.address is None and config.cluster.cpus_per_worker in (None, 1.0)
 
 
-def undisturbed_step_s(metrics: Mapping[str, float], samples: int, others_cpu: float, cuda: bool) -> float | None:
+def undisturbed_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> float | None:
     """Return the seconds of a trial's step, without waiting for data; None where others used the cores, where no step
     was timed, or where it is not known how much longer a GPU's steps were by waiting.
 
     Args:
         samples: of a step.
-        others_cpu: the share of the cores from which a trial was disturbed.
     """
     speed, waited = metrics.get(SPEED), metrics.get(DATA_WAIT, 0.0)
-    if not speed or metrics.get(OTHERS_CPU, 0.0) > others_cpu or (cuda and waited > _WAITED):
+    if not speed or metrics.get(OTHERS_CPU, 0.0) > DISTURBED or (cuda and waited > _WAITED):
         return None
     return samples / speed * (1.0 if cuda else 1 - waited)
 
