@@ -13,7 +13,8 @@ import pytest
 from fsdp_lab.engine.files import read_latest, read_metrics
 from fsdp_lab.sweep.report import sweep_in
 from fsdp_lab.sweep.store.record import changes_of_config, code_digests, read_trials
-from fsdp_lab.training.checkpoint import CheckpointError, check_meta, check_same_trial, read_meta
+from fsdp_lab.training.checkpoint import CheckpointError, check_meta, check_same_trial
+from fsdp_lab.training.checkpoint_files import read_meta
 from tests.conftest import run_cli
 from tests.sweep.conftest import results
 
