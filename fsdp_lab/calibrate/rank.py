@@ -59,8 +59,8 @@ class TimedTrace(StepTrace):
         self._last = self._clock.since(begun)
         return result
 
-    def _add(self, *args: Any, **kwargs: Any) -> None:
-        super()._add(*args, **kwargs)
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        super().add(*args, **kwargs)
         self.seconds.append(self._last)
 
 

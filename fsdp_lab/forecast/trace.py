@@ -76,7 +76,7 @@ class StepTrace(TorchDispatchMode):
         def recorded(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else _world()
             tensors = [tensor]
-            self._add(
+            self.add(
                 ALL_REDUCE,
                 Kind.reduce,
                 Stream.scatter,
@@ -120,7 +120,7 @@ class StepTrace(TorchDispatchMode):
     def kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Record a fused kernel that PyTorch does not call here, but on a GPU."""
         if self._where is not None:
-            self._add(name, Kind.memory, Stream.compute, reads, writes, sum(map(_bytes, [*reads, *writes])))
+            self.add(name, Kind.memory, Stream.compute, reads, writes, sum(map(_bytes, [*reads, *writes])))
 
     def _collective(self, name: str, args: Any, result: Any) -> None:
         kind = _COLLECTIVES[name]
@@ -129,7 +129,7 @@ class StepTrace(TorchDispatchMode):
         self._reduced = True
         stream = Stream.gather if kind is Kind.gather else Stream.scatter
         num_bytes = max(map(_bytes, [*first, *others]))
-        self._add(name, kind, stream, others or first, written, num_bytes, dtype=_dtype(first), group=_ranks(args))
+        self.add(name, kind, stream, others or first, written, num_bytes, dtype=_dtype(first), group=_ranks(args))
 
     def _record(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = tensors_of((args, kwargs))
@@ -157,7 +157,7 @@ class StepTrace(TorchDispatchMode):
         shape = _product_shape(args) if name in _PRODUCTS else None
         if kind is Kind.attention:
             shape = _attention_shape(args, name.endswith("_backward"))
-        self._add(name, kind, stream, read, [*written, *made], num_bytes, flops, _dtype(given), shape)
+        self.add(name, kind, stream, read, [*written, *made], num_bytes, flops, _dtype(given), shape)
 
     def _stream(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> Stream:
         """On which stream FSDP2 runs it: the ranges that it marks say where the host is."""
@@ -174,10 +174,11 @@ class StepTrace(TorchDispatchMode):
         on_host = {t.device == self._host for t in (*read, *written)}
         return self._host is not None and len(on_host) > 1
 
-    def _add(
+    def add(
         self, name: str, kind: Kind, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor],
         num_bytes: float, flops: float = 0.0, dtype: str = "", shape: Any = None, group: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
+        """Record an operator, with where the host is."""
         assert self._where is not None
         read, written = self._sizes(reads), self._sizes(writes)
         operator = Operator(

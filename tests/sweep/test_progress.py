@@ -168,6 +168,8 @@ def test_workers_that_speak_are_not_said_to_start(sweep: SweepRun, monkeypatch: 
     monkeypatch.setattr(tuner, "_QUIET_S", -1.0)
     monkeypatch.setattr(tuner, "_REPEAT_S", -1.0)
     monkeypatch.setattr(tuner.engine, "unmet_request", lambda: False)  # there is no Ray here to ask
+    for module in ("fsdp_lab.engine.nodes", "fsdp_lab.sweep.executors.places"):
+        monkeypatch.setattr(f"{module}.nodes", list)
     said: list[str] = []
     monkeypatch.setattr(sweep, "say", said.append)
     callback = tuner.TuneCallback(sweep, tuner.Places())
