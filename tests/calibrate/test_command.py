@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fsdp_lab.calibrate.__main__ import Options, read_options, summary, write_device
 from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast.devices import check_here, data_sheet, data_sheet_here, device_notes, refined
-from fsdp_lab.forecast.observations import record_observation
+from fsdp_lab.forecast.observations import read_observations, record_observation
 from fsdp_lab.forecast.run import Request, forecast_one
 from fsdp_lab.hardware import cpu_name, num_cpus
 from fsdp_lab.speed.device import Basis
@@ -19,7 +20,8 @@ from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import Measured
 from fsdp_lab.speed.predict import Parts
 from fsdp_lab.speed.refine import Observation
-from fsdp_lab.sweep.listeners.forecasts import ran_there, undisturbed_step_s
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.listeners.forecasts import Forecasts, ran_there, undisturbed_step_s
 from tests.ranks import config
 from tests.speed.test_costs import ROUND
 from tests.speed.test_measured import HERE, HOST, LINES, MEASURED
@@ -184,3 +186,30 @@ def test_the_summary_has_rates_errors_and_the_file(here: Path):
     assert "gathers 100 GB/s" in told
     assert "error for unseen models: median 10%, nine of ten 20%" in told
     assert told.endswith("written: outputs/devices/here.yaml")
+
+
+@pytest.mark.parametrize(("others", "kept"), [(0.05, 1), (0.2, 0)])
+def test_a_trial_that_ends_is_kept_beside_its_prediction(
+    here: Path, monkeypatch: pytest.MonkeyPatch, others: float, kept: int
+):
+    """A hand-made state: Ray's part is in tests/sweep/test_forecasts.py, where other tests use the cores."""
+    calibrated(here)
+    settings = config("model=mlp", "precision=fp32", "training.global_batch_size=32")
+    forecast = forecast_one(Request(settings, 2, False, None, sheet=data_sheet(settings)))
+    metrics = {"perf/samples_per_s": 320.0, "perf/data_wait_share": 0.5, "perf/others_cpu": others}
+    state = SimpleNamespace(
+        trial=SimpleNamespace(config=settings), forecast=forecast, metrics=metrics, status=TrialStatus.finished
+    )
+    sweep = SimpleNamespace(states=[state], folder=here / "sweep", say=print, say_once=print)
+    monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.engine.num_gpus", lambda: 0)
+    monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.engine.resolve_num_workers", lambda cluster: 2)
+    plan = SimpleNamespace(config=settings, state=SimpleNamespace(trials=[]))
+    listener = Forecasts(plan)  # type: ignore[arg-type]
+    for _ in range(2):  # a resume may publish it again
+        listener.facts(sweep, 0, {"device": "cpu"})  # type: ignore[arg-type]
+        listener.ended(sweep, 0)  # type: ignore[arg-type]
+    sheet = data_sheet(settings)
+    assert sheet is not None and sheet.measured is not None
+    found = read_observations(sheet.name, sheet.measured.torch, digest(sheet))
+    assert [one.measured_s for one in found] == pytest.approx([32 / 320 * 0.5] * kept)
+    assert not found or found[0].parts == forecast.speed.parts  # type: ignore[union-attr]

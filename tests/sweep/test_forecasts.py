@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
 from tests.sweep.conftest import TINY, artifacts, results, runs
@@ -126,7 +127,11 @@ def test_only_the_most_promising_settings_are_measured_and_the_prediction_stands
     assert "forecast.keep left out 1 trial: the fastest by its prediction is" in report
     _, (run, _) = runs(tmp_path)
     assert run.data.metrics["perf/forecast_error"] == pytest.approx(error, rel=1e-3)
-    (kept,) = json.loads((tmp_path / "outputs/devices/trials/two_cores.json").read_text()).values()
+    file = tmp_path / "outputs/devices/trials/two_cores.json"
+    if run.data.metrics["perf/others_cpu"] > DISTURBED:
+        assert not file.exists(), "other tests ran beside it"
+        return
+    (kept,) = json.loads(file.read_text()).values()
     assert 0 < kept["measured_s"] <= 1.001 * 64 / float(large["perf/samples_per_s"])
     predicted_s = sum(seconds for part, seconds in kept["parts"].items() if part != "hidden")
     assert predicted_s == pytest.approx(64 / float(large["forecast/samples_per_s"]), rel=0.02)
