@@ -26,6 +26,7 @@ from statistics import median
 import numpy as np
 from scipy.stats import spearmanr
 
+from benchmarks.check_gpu.run import Run
 from fsdp_lab.calibrate.rank import SMALL
 from fsdp_lab.calibrate.steps import trace_all
 from fsdp_lab.cpu_contention import Others
@@ -88,21 +89,6 @@ def cases(small: bool = False) -> list[Case]:
     ]
 
 
-class _Last:
-    """A reporter that keeps the last metrics."""
-
-    metrics: dict[str, float]
-
-    def facts(self, facts: object) -> None: ...
-
-    def phase(self, name: str) -> None: ...
-
-    def step(self, step: int) -> None: ...
-
-    def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
-        self.metrics = metrics
-
-
 def _rank(rank: int, folder: str, settings: list[list[str]], rounds: int) -> None:
     """Train each setting in turn, as many times, and leave the median seconds of each run's steps."""
     import torch
@@ -119,10 +105,10 @@ def _rank(rank: int, folder: str, settings: list[list[str]], rounds: int) -> Non
         begun = time.time()
         for words, times in zip(settings, found, strict=True):
             config = read_config(None, [*SMALL, *words])
-            last = _Last()
+            run = Run()
             with tempfile.TemporaryDirectory() as own:
-                train(config, Path(own), last)
-            times.append(last.metrics["perf/step_time_p50_s"])
+                train(config, Path(own), run)
+            times.append(run.metrics["perf/step_time_p50_s"])
         if rank == 0:
             print(f"round {number + 1} of {rounds}: {time.time() - begun:.0f} s", flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))

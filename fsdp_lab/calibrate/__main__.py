@@ -120,8 +120,8 @@ def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
         found = _measure(options, settings, Path(folder), begun + max(options.limit_s - _FORECASTS_S, 0))
     if others.share > DISTURBED:
         print(
-            f"warning: other processes used {others.share:.0%} of this machine's cores meanwhile: predictions will be "
-            "too slow; run it again when the machine is quiet",
+            f"warning: other processes used {others.share:.0%} of this machine's cores meanwhile, so forecasts will be "
+            "less exact; run it again when the machine is quiet",
             file=sys.stderr,
         )
     print("forecasts the same steps, and fits one to the other", flush=True)

@@ -46,8 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Steps:
-    """A reference: its family, its operators as measured, its program as forecast, and the
-    seconds of a step."""
+    """A reference: its family, its operators as measured, its program as forecast, and the seconds of a step."""
 
     family: str
     samples: Sequence[Sample]

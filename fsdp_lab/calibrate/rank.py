@@ -23,7 +23,14 @@ from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.data import microbatch_size
-from fsdp_lab.training.distributed import Ranks, build_parallel_dims, join_by_file_store, largest, setup_distributed
+from fsdp_lab.training.distributed import (
+    Ranks,
+    backend_name,
+    build_parallel_dims,
+    join_by_file_store,
+    largest,
+    setup_distributed,
+)
 from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.base import Batch, Workload, tensors_of
@@ -149,7 +156,7 @@ def run_rank(rank: int, workers: int, folder: str, references: Sequence[Referenc
     torch.set_num_threads(1)
     if cuda:
         torch.cuda.set_device(rank)
-    join_by_file_store(f"{folder}/store", "cpu:gloo,cuda:nccl" if cuda else "gloo", rank, workers, _WAIT_S)
+    join_by_file_store(f"{folder}/store", backend_name("cuda" if cuda else "cpu"), rank, workers, _WAIT_S)
     ranks = setup_distributed()
 
     def say(what: str) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from fsdp_lab.config import ConfigError, SweepConfig, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS, calibrations, data_sheets, device_file
@@ -88,19 +85,13 @@ def refined(device: Device | None) -> Device | None:
     resume, would be another figure than after it."""
     if device is None:
         return None
-    seen = tuple(read_observations(device.name, torch_version(), digest(device)))
-    return replace(device, **_correction(repr(device), seen, lambda: refine(device, seen)))
+    key = (repr(device), tuple(read_observations(device.name, torch_version(), digest(device))))
+    if key not in _corrected:
+        _corrected[key] = refine(device, key[1])
+    return _corrected[key]
 
 
-_corrections: dict[tuple[str, tuple[Observation, ...]], dict[str, Any]] = {}  # a grid asks for each of its cells
-
-
-def _correction(device: str, seen: tuple[Observation, ...], refine: Callable[[], Device]) -> dict[str, Any]:
-    if (device, seen) not in _corrections:
-        found = refine()
-        names = ("basis", "factors", "error", "error_elsewhere")
-        _corrections[device, seen] = {name: getattr(found, name) for name in names}
-    return _corrections[device, seen]
+_corrected: dict[tuple[str, tuple[Observation, ...]], Device] = {}  # a grid asks for each of its cells
 
 
 def _claimed(config: SweepConfig) -> Device | None:
