@@ -58,6 +58,10 @@ _SHARED_BUNDLES = (
 )
 # Without it nobody is told of nodes that are draining.
 _DRAINING = (Name("ray._private.state", "GlobalState.get_draining_nodes", ("self",)),)
+# Without it a sweep ends, to be resumed, when Ray kills the process that Tune waits in for want of host memory.
+_MEMORY_KILLS = (
+    Name("ray.air.execution._internal", "RayActorManager._actor_task_failed", ("tracked_actor_task", "exception")),
+)
 # Without these something is slower, or one more line is printed; nothing fails.
 OTHERS = (
     # 2.54 has a policy that asks no coordinator; there is nothing to leave out
@@ -72,6 +76,7 @@ OTHERS = (
     Name(f"{_TRAIN}.exceptions", "WorkerGroupStartupFailedError"),
     *_SHARED_BUNDLES,
     *_DRAINING,
+    *_MEMORY_KILLS,
     # Tune's processes start anew instead of coming from those that Ray keeps ready
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
@@ -239,6 +244,31 @@ def keep_ready_processes() -> None:
 
     class_cache.DEFAULT_ENV_VARS.clear()
     class_cache.ENV_VARS_TO_PROPAGATE.clear()
+
+
+def survive_memory_kills() -> None:
+    """Let Tune take a process that Ray killed for want of host memory as any other that was killed.
+
+    Tune knows two kinds of errors, of an actor and of its task. `OutOfMemoryError` is neither, and ends the sweep.
+    """
+    if missing(_MEMORY_KILLS):
+        return
+    from ray.air.execution._internal import RayActorManager
+    from ray.exceptions import OutOfMemoryError, RayActorError
+
+    as_it_is = RayActorManager._actor_task_failed
+    if getattr(as_it_is, "survives_memory_kills", False):
+        return
+
+    def task_failed(self: Any, tracked_actor_task: Any, exception: Exception) -> None:
+        if isinstance(exception, OutOfMemoryError):
+            killed = RayActorError()
+            killed.__cause__ = exception
+            exception = killed
+        as_it_is(self, tracked_actor_task, exception)
+
+    task_failed.survives_memory_kills = True  # type: ignore[attr-defined]
+    RayActorManager._actor_task_failed = task_failed  # type: ignore[method-assign]
 
 
 def quiet_tune() -> list[Any]:

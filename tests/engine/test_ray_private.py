@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,51 @@ def test_what_is_missing_is_named(name: Name, lacking: str):
     assert missing([name, *CONTROLLER]) == [lacking]
     line = slower([lacking])
     assert line.startswith("Ray 2.") and line.endswith(f" lacks {lacking}; trials start a few seconds slower")
+
+
+# An actor that Ray kills while a task of Tune's manager waits for it: at a limit far below what is in use.
+_KILLED_FOR_MEMORY = """
+import os, sys, time
+
+os.environ |= {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "2000"}
+
+import ray
+from ray.air.execution import FixedResourceManager, ResourceRequest
+from ray.air.execution._internal import RayActorManager
+
+from fsdp_lab.engine.ray_private import survive_memory_kills
+
+survive_memory_kills()
+ray.init(address="local", num_cpus=1, include_dashboard=False)
+
+
+class Waits:
+    def wait(self):
+        time.sleep(60)
+
+
+errors, started = [], []
+until = time.monotonic() + 90
+while not errors and time.monotonic() < until:  # one that is killed as it starts tells nothing
+    manager = RayActorManager(FixedResourceManager({"CPU": 1}))
+    ended = []
+    manager.add_actor(Waits, {}, ResourceRequest([{"CPU": 1}]), on_start=started.append,
+                      on_error=lambda _, error: ended.append(error))
+    while not ended and time.monotonic() < until:
+        manager.next(1)
+        while started:
+            manager.schedule_actor_task(started.pop(), "wait")
+    errors += [error for error in ended if error.__cause__ is not None]
+print(*(type(at).__name__ for error in errors for at in (error, error.__cause__)))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_process_of_tunes_that_ray_kills_for_want_of_memory_is_an_actor_that_died():
+    """And not an exception that ends the sweep, as Tune has it."""
+    done = subprocess.run([sys.executable, "-c", _KILLED_FOR_MEMORY], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["RayActorError", "OutOfMemoryError"], done.stdout + done.stderr
 
 
 # Adds a name that no Ray has, in every process of the sweep.

@@ -77,11 +77,11 @@ def test_a_trial_without_progress_is_ended_and_the_next_one_runs(tmp_path: Path)
 def test_out_of_memory_on_the_host_is_an_outcome_without_a_second_attempt(tmp_path: Path):
     """Ray's own watch over the machine's memory kills, at a limit a little above what is in use now."""
     memory = psutil.virtual_memory()
-    limit = (memory.total - memory.available + 3 * 2**30) / memory.total  # Ray and a small trial take two
+    limit = (memory.total - memory.available + 5 * 2**30) / memory.total  # Ray, a small trial and another test take two
     if limit > 0.95:
-        pytest.skip("this machine has no 3 GiB to spare")
-    env = {**os.environ, "RAY_memory_usage_threshold": f"{limit:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
-    words = ["-m", *FAST, "model.hidden_dim=500000,64", "export=false"]
+        pytest.skip("this machine has no 5 GiB to spare")
+    env = {**os.environ, "RAY_memory_usage_threshold": f"{limit:.3f}"}
+    words = ["-m", *FAST, "model.hidden_dim=1000000,64", "export=false"]
     done = subprocess.run(command_line(*words), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     oom, finished = results(tmp_path)

@@ -59,6 +59,7 @@ class RayTuneExecutor:
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
         if sweep.config.cluster.address is None:
             ray_private.keep_ready_processes()
+        ray_private.survive_memory_kills()
         if missing := ray_private.missing():
             sweep.say(ray_private.slower(missing))
         try:
