@@ -125,9 +125,9 @@ def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
             file=sys.stderr,
         )
     print("forecasts the same steps, and fits one to the other", flush=True)
-    steps, collectives = as_steps(found, settings, options.workers, options.cuda)
-    here = device_here(options.workers, options.cuda, steps, collectives, others.share)
-    return with_fit(here, fit(steps, collectives, here))
+    steps, alone = as_steps(found, settings, options.workers, options.cuda)
+    here = device_here(options.workers, options.cuda, steps, alone, others.share)
+    return with_fit(here, fit(steps, alone, here))
 
 
 def _measure(options: Options, settings: Sequence[Reference], folder: Path, until: float) -> dict[str, list]:  # type: ignore[type-arg]

@@ -62,17 +62,18 @@ class Fitted:
     errors: Sequence[float]
 
 
-def fit(steps: Sequence[Steps], collectives: Sequence[Sample], device: Device) -> Fitted:
+def fit(steps: Sequence[Steps], alone: Sequence[Sample], device: Device) -> Fitted:
     """Return what was measured, and how far off it is for models that it has not seen.
 
     Args:
+        alone: collectives and attention that ran outside a model.
         device: all but what is measured. Its `measured` says of which machine.
     """
     assert device.measured is not None
     theta = _start()
 
     def lines_of(some: Sequence[Steps]) -> dict[str, dict[str, Line]]:
-        return fit_lines([*(sample for one in some for sample in one.samples), *collectives])
+        return fit_lines([*(sample for one in some for sample in one.samples), *alone])
 
     def logs(some: Sequence[Steps], lines: Mapping[str, Mapping[str, Line]], at: np.ndarray) -> np.ndarray:
         measured = _at(device.measured, lines, at)
@@ -130,7 +131,7 @@ def _line(samples: Sequence[Sample], prior: Line | None = None) -> Line:
     """The least squares of errors that grow with the square root of the seconds, without negative coefficients.
 
     Args:
-        prior: what holds for sizes that the samples do not tell of.
+        prior: what holds for sizes that the samples do not tell of, but for a factor: they say how fast this one is.
     """
     table = [[1.0, one.flops, one.num_bytes, one.items] for one in samples]
     target = [max(one.seconds, 1e-9) for one in samples]
@@ -138,8 +139,9 @@ def _line(samples: Sequence[Sample], prior: Line | None = None) -> Line:
     if prior is not None:
         largest = max(samples, key=lambda one: one.num_bytes)
         times = max(_BEYOND, _LARGE / max(largest.num_bytes, 1.0))
+        slower = largest.seconds / max(prior.seconds(largest.flops, largest.num_bytes, largest.items), 1e-9)
         table.append([1.0, largest.flops * times, largest.num_bytes * times, largest.items * times])
-        target.append(prior.seconds(*table[-1][1:]))
+        target.append(slower * prior.seconds(*table[-1][1:]))
         weights.append(_PRIOR_SAMPLES)
     rows, seconds = np.array(table), np.array(target)
     scaling = np.sqrt(np.array(weights) / seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.calibrate.reference import Reference
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.forecast.trace import StepTrace
-from fsdp_lab.speed.measured import items
+from fsdp_lab.speed.measured import amounts
 from fsdp_lab.speed.program import Kind, Operator
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.training.build import build, leaves_some_unused
@@ -42,6 +44,8 @@ _STEPS = 6  # of a reference in each round, after one that warms up
 _MOST_ROUNDS = 20
 _SENT = (2**12, 2**16, 2**19, 2**21, 2**23)  # bytes of the collectives that are timed
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ATTENTION = tuple(itertools.product((17, 64, 197), (32, 64), (False, True)))  # length, size of a head, causal or not
+_HEADS = 16  # of attention that is timed alone
 
 
 @dataclass
@@ -164,7 +168,7 @@ def run_rank(rank: int, workers: int, folder: str, references: Sequence[Referenc
             print(what, flush=True)
 
     torch.manual_seed(0)
-    collectives = time_collectives(ranks)
+    collectives, attention = time_collectives(ranks), time_attention(ranks)
     say(f"builds {len(references)} small models")
     subjects = [Subject(reference, ranks) for reference in references]
     for count in range(1, _MOST_ROUNDS + 1):
@@ -177,6 +181,7 @@ def run_rank(rank: int, workers: int, folder: str, references: Sequence[Referenc
             break
     found = {
         "collectives": collectives,
+        "attention": attention,
         "references": [
             {"steps": s.seconds.steps, "operators": _medians(s.program, s.seconds.operators)} for s in subjects
         ],
@@ -190,7 +195,7 @@ def _medians(program: Sequence[Operator], seconds: Sequence[Sequence[float]]) ->
     """`[name, kind, dtype, flops, bytes, items, seconds]` of each operator but collectives, which are timed alone."""
     columns = zip(program, zip(*seconds, strict=True), strict=True)
     return [
-        [o.name, o.kind.value, o.dtype, o.flops, o.num_bytes, items(o), undisturbed(times)]
+        [o.name, o.kind.value, o.dtype, *amounts(o), undisturbed(times)]
         for o, times in columns
         if not o.kind.is_collective
     ]
@@ -199,6 +204,26 @@ def _medians(program: Sequence[Operator], seconds: Sequence[Sequence[float]]) ->
 def undisturbed(times: Sequence[float]) -> float:
     """Return the lower quartile: others who compute now and then make some of the times longer, and none shorter."""
     return sorted(times)[len(times) // 4]
+
+
+def time_attention(ranks: Ranks, repeats: int = 7) -> list[list[Any]]:
+    """Return, as `_medians` does, attention forwards and backwards by the size of its heads: how long a sequence takes
+    is not told by shorter ones."""
+    found: list[list[Any]] = []
+    for dtype, (length, size, causal) in itertools.product(_DTYPES, _ATTENTION):
+        shape = (1, _HEADS, length, size)
+        query, key, value = (torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for _ in range(3))
+        times: list[list[float]] = []
+        program: list[Operator] = []
+        for _ in range(repeats):
+            trace = TimedTrace(ranks.device)
+            with trace.following(lambda: ("", "")):
+                scaled_dot_product_attention(query, key, value, is_causal=causal).backward(value)
+            program = trace.program
+            times.append(trace.seconds)
+        rows = _medians(program, times[1:])
+        found += [row for row in rows if row[1] == Kind.attention]
+    return found
 
 
 def time_collectives(ranks: Ranks) -> list[list[Any]]:

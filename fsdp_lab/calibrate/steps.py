@@ -45,11 +45,11 @@ def as_steps(
         for reference, one, program in zip(settings, found["references"], programs, strict=True)
     ]
     group = tuple(range(workers))
-    collectives = []
+    alone = [Sample(*row) for row in found["attention"]]
     for kind, dtype, num_bytes, seconds in found["collectives"]:
         sent = sent_bytes(Operator(kind, Kind(kind), Stream.gather, "", "", num_bytes=num_bytes, group=group))
-        collectives.append(Sample(kind, kind, dtype, 0.0, sent, 0.0, seconds))
-    return steps, collectives
+        alone.append(Sample(kind, kind, dtype, 0.0, sent, 0.0, seconds))
+    return steps, alone
 
 
 def trace_all(settings: Sequence[Sequence[str]], workers: int, cuda: bool) -> list[list[Operator]]:
@@ -84,7 +84,7 @@ def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator] | str:
 
 
 def device_here(
-    workers: int, cuda: bool, steps: Sequence[Steps], collectives: Sequence[Sample], others: float = 0.0
+    workers: int, cuda: bool, steps: Sequence[Steps], alone: Sequence[Sample], others: float = 0.0
 ) -> Device:
     """Return this machine with the best rates that were seen; `others`: the share of its cores that others had."""
     samples = [sample for one in steps for sample in one.samples]
@@ -103,7 +103,7 @@ def device_here(
             sheet, basis=Basis.calibration, error=unknown, error_elsewhere=unknown, source=source, measured=measured
         )
     memory = _best(sample for sample in samples if sample.kind == Kind.memory)
-    link = _best(sample for sample in collectives if sample.kind == Kind.gather)
+    link = _best(sample for sample in alone if sample.kind == Kind.gather)
     host = _PCIE if cuda else memory
     return Device(
         name=name,

@@ -11,6 +11,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.speed.program import Kind, Operator
 
 ANY = "any"  # stands for every dtype
+_TILE_COLUMNS = 512  # keys of a tile of attention
 DISTURBED = 0.1  # the share of the cores that others may have while something is measured
 
 
@@ -18,8 +19,8 @@ DISTURBED = 0.1  # the share of the cores that others may have while something i
 class Line:
     """Seconds of an operator: `fixed_s + flops * s_per_flop + bytes * s_per_byte + items * s_per_item`.
 
-    Of a collective the bytes are those that one rank sends. Items are the heads of all samples in attention, and the
-    matrices of a batched product.
+    Of a collective the bytes are those that one rank sends. Items are the matrices of a batched product, and in
+    attention the tiles of all heads.
     """
 
     fixed_s: float
@@ -76,7 +77,7 @@ class Measured:
             ConfigError: nothing was measured that computes in its dtype.
         """
         if not operator.kind.is_collective:
-            return self._line(operator).seconds(operator.flops, operator.num_bytes, items(operator))
+            return self._line(operator).seconds(*amounts(operator))
         ranks = len(operator.group)
         if ranks <= 1:
             return 0.0
@@ -113,9 +114,26 @@ class Measured:
         )
 
 
-def items(operator: Operator) -> float:
-    """Return how many equal parts an operator works on, one after the other."""
-    return float(operator.shape[0]) if operator.shape is not None else 0.0
+def amounts(operator: Operator) -> tuple[float, float, float]:
+    """Return the FLOPs, bytes and items of an operator, of which its seconds are a line.
+
+    PyTorch's attention on a CPU (`FlashAttentionKernel.cpp`) divides each head into tiles. Each has matrix products of
+    its own, which take the time of a call however small they are, and a causal mask spares only whole tiles.
+    """
+    flops, parts = operator.flops, 0.0
+    if operator.shape is not None:
+        heads, rows, columns, _ = operator.shape
+        parts = float(heads)
+        if operator.kind is Kind.attention:
+            parts *= math.ceil(rows / _tile_rows(rows)) * math.ceil(columns / _TILE_COLUMNS)
+            if "_for_cpu" in operator.name and columns <= _TILE_COLUMNS:
+                products = 5 if operator.name.endswith("_backward") else 2
+                flops = products * 2.0 * math.prod(operator.shape)
+    return flops, float(operator.num_bytes), parts
+
+
+def _tile_rows(queries: int) -> int:
+    return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
 def sent_bytes(operator: Operator) -> float:

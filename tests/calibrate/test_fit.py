@@ -88,6 +88,16 @@ def test_a_line_is_never_negative_and_has_its_kinds_slope_where_its_own_is_unkno
     assert all(value >= 0 for some in lines.values() for line in some.values() for value in vars(line).values())
 
 
+def test_a_slow_operator_of_a_kind_stays_slow_at_sizes_that_were_not_measured():
+    """As attention backwards in bfloat16, which takes ten times as long as forwards: for its kind the mean holds."""
+    sizes = (16.0, 32.0, 64.0, 96.0, 128.0)
+    fast = [Sample("aten.fast", "attention", "bfloat16", n * 1e5, n * 8e3, n, n * 6e-6) for n in sizes]
+    slow = [Sample("aten.slow", "attention", "bfloat16", n * 1e5, n * 8e3, n, n * 6e-5) for n in sizes]
+    line = fit_lines([*fast, *slow])["aten.slow"]["bfloat16"]
+    assert line.seconds(192 * 1e5, 192 * 8e3, 192) == pytest.approx(192 * 6e-5, rel=0.02)
+    assert line.seconds(16 * 1e5, 16 * 8e3, 16) == pytest.approx(16 * 6e-5, rel=0.02)
+
+
 def test_arithmetic_in_one_dtype_says_nothing_of_another():
     fast = Sample("aten.mm", "matmul", "bfloat16", 1e9, 1e6, 0.0, 1e-3)
     lines = fit_lines([fast, replace(fast, dtype="float32", seconds=1e-1)])

@@ -12,7 +12,7 @@ from fsdp_lab.calibrate.__main__ import write_device
 from fsdp_lab.config import ConfigError
 from fsdp_lab.speed.costs import host_seconds, seconds
 from fsdp_lab.speed.device import Basis, DeviceKind, Factors, load_device
-from fsdp_lab.speed.measured import HostCosts, Line, Measured
+from fsdp_lab.speed.measured import HostCosts, Line, Measured, amounts
 from fsdp_lab.speed.predict import predict, step_seconds
 from fsdp_lab.speed.program import Kind, Operator, Stream
 from tests.speed.test_costs import ROUND, gather, operator
@@ -37,9 +37,31 @@ HERE = replace(
 def test_an_operator_costs_what_its_line_says():
     product = operator(Kind.matmul, flops=1e9, num_bytes=1e6, dtype="float32")
     assert seconds(product, HERE) == pytest.approx(1e-5 + 1e-2)
-    heads = operator(Kind.attention, flops=1e9, dtype="float32", shape=(32, 128, 128, 64))
+    heads = operator(Kind.attention, flops=1e9, dtype="float32", shape=(32, 17, 17, 64))
     assert seconds(heads, HERE) == pytest.approx(32 * 1e-4)
     assert seconds(replace(product, kind=Kind.memory), HERE) == pytest.approx(2e-5 + 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "tiles"), [(17, 17, 1), (32, 32, 1), (33, 33, 2), (197, 197, 4), (197, 600, 8), (1024, 1024, 8)]
+)
+def test_attention_on_a_cpu_is_of_tiles_as_pytorch_makes_them(queries: int, keys: int, tiles: int):
+    """Of 32, 64 or 256 queries, from 192 and 768 on, and 512 keys: `FlashAttentionKernel.cpp`."""
+    name = "aten._scaled_dot_product_flash_attention_for_cpu"
+    some = replace(operator(Kind.attention, shape=(10, queries, keys, 64)), name=name)
+    assert amounts(some)[2] == 10 * tiles
+
+
+def test_a_causal_mask_spares_a_cpu_no_part_of_a_tile():
+    shape = (16, 64, 64, 32)
+    forward, backward = 4 * 16 * 64 * 64 * 32, 10 * 16 * 64 * 64 * 32
+    name = "aten._scaled_dot_product_flash_attention_for_cpu"
+    masked = replace(operator(Kind.attention, flops=forward / 2, shape=shape), name=name)
+    assert amounts(masked)[0] == forward
+    assert amounts(replace(masked, flops=backward / 2, name=f"{name}_backward"))[0] == backward
+    assert amounts(replace(masked, name="aten._scaled_dot_product_flash_attention"))[0] == forward / 2
+    long = replace(masked, flops=1.0, shape=(16, 1024, 1024, 32))
+    assert amounts(long)[0] == 1.0, "whole tiles are left out"
 
 
 def test_an_operator_without_a_line_of_its_own_has_that_of_its_kind():
