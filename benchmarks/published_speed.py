@@ -32,6 +32,7 @@ from benchmarks.speed_fit import Row, Step, constant, fit, refit, roofline
 from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.forecast.run import forecast_all
 from fsdp_lab.speed.device import Efficiency, Reached, load_device
+from fsdp_lab.speed.pairs import pair_error
 from fsdp_lab.speed.program import Operator
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.wording import count
@@ -45,12 +46,13 @@ TRACED_BY = (
     "fsdp_lab/speed/program.py", "fsdp_lab/speed/fuse.py", "benchmarks/mpt.py", "conf/**/*.yaml",
 )  # fmt: skip
 DEPTHS = (3, 5)  # a step is linear in its equal blocks from here on
+_MOST_LAUNCHES = 8
 WHOLE = (1, 35, 105)  # rows that are traced with all their blocks, too: 30B, 7B, and 350M on 128 GPUs
 MOST_MEDIAN, MOST_P90, LEAST_ORDER = 0.03, 0.08, 0.99
 # Tokens a second and GPU: benchmarks/llama3_h100_202412_torchtitan.md, table 1.
 LLAMA_TOKENS = {"compile=false": 5762, "compile=true": 6667}
 _FILES = {"h100_80gb": "h100_sxm", "a100_80gb": "a100_80gb", "a100_40gb": "a100_40gb"}
-_HEAD = "| | rows | median | p90 | max | Spearman |\n| --- | --- | --- | --- | --- | --- |"
+_HEAD = "| | rows | median | p90 | max | Spearman | ratios: median | p90 |\n" + "| --- " * 8 + "|"
 
 Program = list[Operator]
 
@@ -120,12 +122,20 @@ def predicted(rows: Sequence[Row], efficiency: Efficiency) -> list[float]:
     return [row.seconds(efficiency) for row in rows]
 
 
-def told(what: str, rows: Sequence[Row], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Print a line of a table; return the median, the 90th percentile and the rank correlation."""
+def told(
+    what: str, rows: Sequence[Row], seconds: Sequence[float], splits: Sequence[int] | None = None
+) -> tuple[float, float, float]:
+    """Print a line of a table; return the median, the 90th percentile and the rank correlation. The line ends with the
+    errors of ratios: of each two rows of one model that were predicted by one fit, which `splits` tells apart."""
     errors = np.abs([found / row.measured - 1 for row, found in zip(rows, seconds, strict=True)])
     median, p90 = float(np.median(errors)), float(np.quantile(errors, 0.9))
     order = float(spearmanr([row.measured for row in rows], seconds).statistic)
-    cells = [what, str(len(rows)), f"{median:.1%}", f"{p90:.1%}", f"{errors.max():.1%}", f"{order:.4f}"]
+    models: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row, found, split in zip(rows, seconds, splits or [0] * len(rows), strict=True):
+        models[row.facts["model"], split].append(found / row.measured)
+    pairs = pair_error(models.values())
+    ratios = [f"{pairs.median:.1%}", f"{pairs.p90:.1%}"] if pairs else ["", ""]
+    cells = [what, str(len(rows)), f"{median:.1%}", f"{p90:.1%}", f"{errors.max():.1%}", f"{order:.4f}", *ratios]
     print("| " + " | ".join(cells) + " |", flush=True)
     return median, p90, order
 
@@ -139,6 +149,16 @@ def residuals(rows: Sequence[Row], seconds: Sequence[float]) -> None:
         for value, errors in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
             signed, size = float(np.median(errors)), float(np.median(np.abs(errors)))
             print(f"| {column} | {value} | {len(errors)} | {signed:+.1%} | {size:.1%} |")
+
+
+def launches(rows: Sequence[Row], seconds: Sequence[float], learned: Mapping[str, Efficiency]) -> None:
+    """Print the rows of which launches bound the largest shares, by their predictions."""
+    shares = [row.launch_share(learned[row.facts["gpu"]]) for row in rows]
+    found = [(share, row, second / row.measured - 1) for share, row, second in zip(shares, rows, seconds, strict=True)]
+    print("\n| GPU | model | sequence | microbatch | bound by launches | error |\n" + "| --- " * 6 + "|")
+    for share, row, error in sorted(found, key=lambda one: -one[0])[:_MOST_LAUNCHES]:
+        cells = [row.facts[key] for key in ("gpu", "model", "seq_len", "microbatch_size")]
+        print("| " + " | ".join([*cells, f"{share:.2%}", f"{error:+.1%}"]) + " |", flush=True)
 
 
 def against_rows(path: Path) -> bool:
@@ -164,6 +184,7 @@ def against_rows(path: Path) -> bool:
     print("\n| column | value | rows | median error | median of absolute errors |\n| --- | --- | --- | --- | --- |")
     found = [row.seconds(learned[row.facts["gpu"]]) for row in everything]
     residuals(everything, found)
+    launches(everything, found, learned)
     transfer(halves["a100_80gb"], halves["h100_80gb"])
     write(lines)
     whole_depth(rows, learned, traces)
@@ -188,7 +209,8 @@ def other_splits(rows: Sequence[Row], fitted: Efficiency) -> None:
     for what, splits in (("sizes of models that were left out", sizes), ("random halves that were left out", halves)):
         left = [rows[i] for out in splits for i in out]
         found = [predicted([rows[i] for i in out], of([i for i in everyone if i not in out])) for out in splits]
-        told(what, left, [seconds for one in found for seconds in one])
+        numbers = [number for number, out in enumerate(splits) for _ in out]
+        told(what, left, [seconds for one in found for seconds in one], numbers)
     print(f"fitted to all rows, for the device's file: {of(everyone)}")
 
 

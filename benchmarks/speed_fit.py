@@ -11,7 +11,7 @@ import numpy as np
 from scipy.optimize import least_squares, nnls
 
 from fsdp_lab.speed.device import Device, Efficiency
-from fsdp_lab.speed.predict import step_seconds
+from fsdp_lab.speed.predict import predict, step_seconds
 from fsdp_lab.speed.program import Kind, Operator, Stream
 
 START = Efficiency(matmul=0.85, attention=0.6, memory=0.6, link=0.6, network=0.4)
@@ -74,6 +74,22 @@ class Row:
             )
 
         return float(self.along_depth(of))
+
+    def launch_share(self, efficiency: Efficiency) -> float:
+        """Return the share of the predicted step that launches bound."""
+        device = replace(self.device, efficiency=efficiency)
+        repeats = int(self.facts["grad_accum_steps"]) - 2
+
+        def of(step: Step) -> np.ndarray:
+            found = np.zeros(2)
+            for program, times in ((step.whole, 1), (step.again or [], repeats)):
+                if program:
+                    speed, _ = predict(program, device)
+                    found += times * speed.step_s * np.array([speed.shares["launch"], 1.0])
+            return found
+
+        launch, step_s = self.along_depth(of)
+        return float(launch / step_s)
 
 
 def fit(rows: Sequence[Row], start: Efficiency = START) -> Efficiency:

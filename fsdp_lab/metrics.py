@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
-PREDICTED_SPEED = "forecast/samples_per_s"
+PREDICTED_SPEED, RATIO_ERROR = "forecast/samples_per_s", "forecast/ratio_error"
 OTHERS_CPU = "perf/others_cpu"
 DATA_WAIT = "perf/data_wait_share"
 _SPEEDS = {
@@ -289,6 +289,10 @@ METRICS = (
         "forecast/samples_per_s_high", "predicted samples/s, at most", "samples/s", "which nine of ten do not "
         "exceed",
         form="{:.0f}", objective=False,
+    ),
+    Metric(
+        RATIO_ERROR, "error of ratios", "", "of the ratio of two predicted speeds; nine of ten do not exceed it",
+        form="{:.3f}", objective=False,
     ),
     Metric(
         "perf/forecast_error", "speed forecast error", "", "`predicted / measured - 1`, of the seconds of a step",

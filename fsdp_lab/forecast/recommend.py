@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fsdp_lab.forecast.keep import Predicted
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.verdict import GIB, named
 from fsdp_lab.report.choice import departures
@@ -72,8 +73,8 @@ def _answer(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list
     told = f"{_rate(speed, best)}, step {_seconds(speed)}, {needs}, bound by {_bounds(speed)}"
     of_what = " of what fits" if any(row.forecast.fits is False for row in rows) else ""
     head = f"Should be fastest{of_what}: {named(best, names)}: {told}." if len(rows) > 1 else f"Predicted: {told}."
-    slowest = speed.high_s / speed.samples
-    close = [row for row in ranked[1:] if _speed(row).low_s / _speed(row).samples < slowest]
+    mine = Predicted.of(speed)
+    close = [row for row in ranked[1:] if Predicted.of(_speed(row)).may_reach(mine)]
     answer = [head, _basis(speed), *([_may_be_as_fast(best, close, names)] if close else [])]
     faster = [r for r in rows if r.forecast.tight and r.forecast.speed and _pace(r) < _pace(best)]
     return [*answer, *([_tight(sorted(faster, key=_pace), names)] if faster else [])]
@@ -94,7 +95,8 @@ def _pace(row: Row) -> float:
 
 
 def _may_be_as_fast(best: Row, close: Sequence[Row], swept: Sequence[str]) -> str:
-    """As `2 other settings may be as fast, for the ranges overlap: ddp (3 % slower as predicted), root (the same).`"""
+    """As `2 other settings may be as fast, for the ranges overlap: ddp (3 % slower as predicted), root (the same).`
+    Where the error of ratios is known: `for ratios of predictions are known to ±8 %`."""
 
     def told(row: Row) -> str:
         ratio = _speed(row).samples_per_s / _speed(best).samples_per_s - 1
@@ -107,7 +109,14 @@ def _may_be_as_fast(best: Row, close: Sequence[Row], swept: Sequence[str]) -> st
     smaller = ""
     if _speed(close[0]).samples_per_s > _speed(best).samples_per_s:
         smaller = " The recommended one needs the least memory of those within report.speed_tolerance."
-    return f"{which} may be as fast, for the ranges overlap: {', '.join(map(told, close[:_MOST_TOLD]))}{more}.{smaller}"
+    ratios = [Predicted.of(_speed(row)).ratio_error(Predicted.of(_speed(best))) for row in close]
+    sure = [ratio for ratio in ratios if ratio is not None]
+    why = (
+        f"ratios of predictions are known to ±{max(sure) * 100:.2g} %"
+        if len(sure) == len(close)
+        else "the ranges overlap"
+    )
+    return f"{which} may be as fast, for {why}: {', '.join(map(told, close[:_MOST_TOLD]))}{more}.{smaller}"
 
 
 def _scaling(apart: Mapping[tuple[str, int], Sequence[Row]], swept: Sequence[str], tolerance: float) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.metrics import OTHERS_CPU, PREDICTED_SPEED, SPEED
@@ -69,14 +70,27 @@ def _passed_over(sweep: Sweep, choice: Choice) -> list[str]:
         return []
     fastest = max(skipped, key=lambda trial: trial.figures[PREDICTED_SPEED])
     predicted = fastest.figures[PREDICTED_SPEED]
-    factor = value(sweep, choice.speeds, choice.setting, SPEED) / predicted
-    head = f"forecast.keep left out {count(len(skipped), 'trial')}: the fastest by its prediction is `{fastest.name}`"
+    level = _level(sweep)
+    factor = value(sweep, choice.speeds, choice.setting, SPEED) / (predicted * level)
+    head = (
+        f"forecast.keep left out {count(len(skipped), 'trial')}: the fastest by its prediction is `{fastest.name}`, "
+        f"predicted {figures_text(predicted)} samples/s"
+    )
+    if abs(level - 1) >= 0.005:  # what is common to all predictions decides nothing between two
+        head += f", {figures_text(predicted * level)} by how far the others were off"
     if factor <= 1:
-        return [f"{head}, predicted {figures_text(predicted)} samples/s, more than was measured here: try it, too."]
-    return [
-        f"{head}, predicted {figures_text(predicted)} samples/s: it would have to be {times_text(Interval(factor))} as "
-        "fast as predicted to change the answer."
+        return [f"{head}, more than was measured here: try it, too."]
+    return [f"{head}: it would have to be {times_text(Interval(factor))} as fast as that to change the answer."]
+
+
+def _level(sweep: Sweep) -> float:
+    """Measured over predicted speed, the median of the trials that have both; 1 without any."""
+    ratios = [
+        t.figures[SPEED] / t.figures[PREDICTED_SPEED]
+        for t in sweep.trials
+        if t.status is TrialStatus.finished and t.figures.get(SPEED) and t.figures.get(PREDICTED_SPEED)
     ]
+    return median(ratios) if ratios else 1.0
 
 
 def _which(trials: Sequence[Trial], sweep: Sweep) -> str:

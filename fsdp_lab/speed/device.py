@@ -111,6 +111,8 @@ class Device:
         error: of predictions for this device on this basis, of the steps that were looked at: sharded in blocks, in
             bfloat16, on one node.
         error_elsewhere: of predictions of any other step.
+        relative: of the ratio of two predictions of the steps that were looked at, for one model on this device:
+            what is common to all of them, as the level of a machine, is not in it. None: not known.
         source: where the figures are from.
         measured: by a calibration, in place of what the peaks and efficiencies say; None: there was none.
         factors: by which trials that ran on it correct the rest; in no file.
@@ -136,6 +138,7 @@ class Device:
     efficiency: Efficiency
     error: KnownError
     error_elsewhere: KnownError
+    relative: KnownError | None = None
     source: str = field(default="", compare=False)
     measured: Measured | None = None
     factors: Factors = Factors()
@@ -155,7 +158,8 @@ class Device:
             ) from None
 
 
-_OPTIONAL = {"measured"}
+_OPTIONAL = {"measured", "relative"}
+_ERRORS = ("error", "error_elsewhere", "relative")
 _FIELDS = {each.name: each.type for each in fields(Device) if each.name != "factors"}
 
 
@@ -172,12 +176,9 @@ def load_device(path: Path) -> Device:
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} cannot be read as YAML: {' '.join(str(error).split())}") from error
     content = _checked(read, set(_FIELDS), path.name, _OPTIONAL)
-    for key, of in (
-        ("reached", Reached),
-        ("efficiency", Efficiency),
-        ("error", KnownError),
-        ("error_elsewhere", KnownError),
-    ):
+    content = {key: value for key, value in content.items() if key not in _OPTIONAL or value is not None}
+    parts = {"reached": Reached, "efficiency": Efficiency} | {key: KnownError for key in _ERRORS if key in content}
+    for key, of in parts.items():
         content[key] = of(**_checked(content[key], {each.name for each in fields(of)}, f"{path.name}: {key}"))
     for key, choices in (("kind", DeviceKind), ("basis", Basis)):
         try:
@@ -186,7 +187,7 @@ def load_device(path: Path) -> Device:
             known = ", ".join(choices)
             raise ConfigError(f"{path.name}: {key}={content[key]} is none of {known}; use one of these.") from None
     _check_numbers(content, path.name)
-    if content.get("measured") is not None:
+    if "measured" in content:
         content["measured"] = read_measured(content["measured"], path.name)
     return Device(**content)
 
@@ -199,9 +200,10 @@ def _check_numbers(content: Mapping[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: peak_flops={content['peak_flops']} is no mapping of dtypes to FLOP/s.")
     numbers = {key: value for key, value in content.items() if _FIELDS[key] in ("float", "int")}
     numbers |= {f"peak_flops.{dtype}": peak for dtype, peak in dict(content["peak_flops"]).items()}
-    for key in ("reached", "efficiency", "error", "error_elsewhere"):
+    errors = [key for key in _ERRORS if key in content]
+    for key in ("reached", "efficiency", *errors):
         numbers |= {f"{key}.{name}": value for name, value in vars(content[key]).items()}
-    for group in ("error", "error_elsewhere"):
+    for group in errors:
         for key, value in vars(content[group]).items():
             if isinstance(value, int | float) and value >= 1:
                 raise ConfigError(f"{where}: {group}.{key}={value} is a share of a step's time; use a number below 1.")

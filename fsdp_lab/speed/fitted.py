@@ -28,4 +28,4 @@ def believed(device: Device) -> Device:
     and its error that of a step unlike those that were looked at."""
     if device.basis is not Basis.fitted or DIGESTS.get(device.name) == digest(device):
         return device
-    return replace(device, basis=Basis.data_sheet, error=device.error_elsewhere)
+    return replace(device, basis=Basis.data_sheet, error=device.error_elsewhere, relative=None)

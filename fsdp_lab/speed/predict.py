@@ -42,6 +42,7 @@ class Speed:
         low_s: with a chance of nine in ten the measured step is between this
         high_s: and this, by the errors that predictions on this basis had.
         error: of such a prediction, as a share of what is measured, which nine of ten do not exceed.
+        relative: the same of the ratio of two such steps of one model; None where that is not known.
         basis: where the device's figures are from.
         device: its name.
         samples: that all workers train on in the step.
@@ -64,6 +65,7 @@ class Speed:
     busy: dict[str, float] = field(default_factory=dict)
     parts: Parts | None = None
     settings: int = 0
+    relative: float | None = None
 
     @property
     def bound(self) -> str:
@@ -118,6 +120,7 @@ def predict(
         busy={stream.value: busy for stream, busy in found.busy().items()},
         parts=_parts(exposed, hidden, device.factors),
         settings=device.factors.settings,
+        relative=device.relative.p90 if looked_at and device.relative is not None else None,
     )
     return speed, found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from fsdp_lab.speed.device import Basis, Device, Factors, KnownError
+from fsdp_lab.speed.pairs import pair_error
 from fsdp_lab.speed.predict import Parts
 
 _FOR_ERRORS = 8  # settings, from which their own errors are known
@@ -39,7 +40,7 @@ def refine(device: Device, observations: Iterable[Observation]) -> Device:
     """Return the device as finished trials correct it; the same where there are none.
 
     The factors minimise the squares of the relative errors, and stay near 1 where the trials do not tell. With eight
-    settings or more the error is what each has by the factors of the others, at least half of what it was.
+    settings or more the errors are what each has by the factors of the others, at least half of what they were.
     """
     settings = _settings(observations)
     if not settings:
@@ -47,13 +48,17 @@ def refine(device: Device, observations: Iterable[Observation]) -> Device:
     refined = replace(device, basis=Basis.trials, factors=_fit(settings))
     if len(settings) < _FOR_ERRORS:
         return refined
-    errors = sorted(
-        abs(_predicted(one, _fit([*settings[:place], *settings[place + 1 :]])) / one.measured_s - 1)
+    ratios = [
+        _predicted(one, _fit([*settings[:place], *settings[place + 1 :]])) / one.measured_s
         for place, one in enumerate(settings)
-    )
+    ]
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
     p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
     error = KnownError(_within(median(errors)), _within(max(p90, device.error.p90 / 2)))
-    return replace(refined, error=error, error_elsewhere=error)
+    pairs = pair_error([ratios])
+    assert pairs is not None  # eight settings make 28
+    relative = KnownError(pairs.median, _within(max(pairs.p90, (device.relative or device.error).p90 / 2)))
+    return replace(refined, error=error, error_elsewhere=error, relative=relative)
 
 
 def _within(error: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_SPEED, SPEED
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_SPEED, RATIO_ERROR, SPEED
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
 
@@ -77,6 +77,7 @@ class TrialState:
             figures[PREDICTED_SPEED] = found.speed.samples_per_s
             figures["forecast/samples_per_s_low"] = found.speed.samples / found.speed.high_s
             figures["forecast/samples_per_s_high"] = found.speed.samples / found.speed.low_s
+            figures |= {RATIO_ERROR: found.speed.relative} if found.speed.relative is not None else {}
         return {key: float(value) for key, value in figures.items()}
 
     def figures(self, metrics: dict[str, float] | None = None) -> dict[str, float]:

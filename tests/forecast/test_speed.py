@@ -24,7 +24,7 @@ from fsdp_lab.forecast.devices import (
 )
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.forecast import forecast, forecast_step
-from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over
+from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over, why_all
 from fsdp_lab.forecast.plot import write_scaling
 from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
@@ -290,6 +290,11 @@ def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
     return Row([setting], Forecast(True, 8, peaks, capacity_bytes=1000 if fits else 50, data_sheet="X", speed=speed))
 
 
+def with_ratio(row: Row, error: float) -> Row:
+    assert row.forecast.speed is not None
+    return replace(row, forecast=replace(row.forecast, speed=replace(row.forecast.speed, relative=error)))
+
+
 def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
     rows = [row("ddp", 1.0, fits=False), row("root", 1.2, 300), row("per_block", 1.21, 100), row("other", 2.0)]
     assert [r.settings[0] for r in recommend(rows, ["sharding"], 0.03)] == ["per_block", "root", "other"]
@@ -299,6 +304,11 @@ def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
     assert "with efficiencies fitted to published steps: nine of ten predictions of this kind were within 10 %" in told
     assert "One other setting may be as fast, for the ranges overlap: root (0.83 % faster as predicted)." in told
     assert "needs the least memory of those within report.speed_tolerance" in told
+    related = [with_ratio(each, 0.3) for each in rows]
+    assert "One other setting may be as fast, for ratios of predictions are known to ±30 %: root" in " ".join(
+        speed_verdict(related, ["sharding"], 0.03)
+    )
+    assert "may be as fast" not in " ".join(speed_verdict([rows[1], rows[3]], ["sharding"], 0.0))
     assert speed_verdict(rows[:1], ["sharding"], 0.03) == ["No setting fits, so none is recommended."]
 
 
@@ -337,6 +347,39 @@ def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep:
     assert set(left_out) == expected
     if 4 in left_out:
         assert "predicted 3.333 samples/s (3 to 3.667)" in left_out[4] and f"forecast.keep={keep}" in left_out[4]
+
+
+def test_what_is_common_to_all_predictions_keeps_no_setting():
+    """Each is known to ±40 %, which would keep all but the last; their ratios to ±8 %."""
+    alone = predicted(1.0, 1.05, 1.2, 1.5, 3.0, error=0.4)
+    settings = {number: str(number) for number in alone}
+    assert set(passed_over(alone, settings, "1")) == {4}
+    related = {n: replace(f, speed=replace(f.speed, relative=0.08)) for n, f in alone.items() if f.speed}
+    left_out = passed_over(related, settings, "1")
+    assert set(left_out) == {2, 3, 4}
+    assert left_out[2] == (
+        "predicted 8.333 samples/s, 17% below the last of the most promising, and the ratio of two predictions is "
+        "known to ±8%; forecast.keep=1 does not start it"
+    )
+    assert set(passed_over({**related, 2: alone[2]}, settings, "1")) == {3, 4}, "of one the ratio is not known"
+    before = {0: Predicted(10.0, 7.0, 16.0, 0.08)}
+    assert set(passed_over({n: related[n] for n in (1, 2)}, settings, "1", before)) == {2}
+
+
+def test_a_sweep_says_why_it_skips_nothing():
+    forecasts = predicted(1.0, 1.1, 1.2)
+    settings = {0: "a", 1: "b", 2: "c"}
+    assert passed_over(forecasts, settings, "2") == {}
+    assert why_all(forecasts, settings, "2") == (
+        "nothing is skipped: each of the 3 settings may be one of the 2 fastest, for predictions are known to ±10%"
+    )
+    related = {n: replace(f, speed=replace(f.speed, relative=0.15)) for n, f in forecasts.items() if f.speed}
+    assert why_all(related, settings, "2").endswith("for their ratios are known to ±15%")
+    assert why_all(forecasts, settings, "3") == (
+        "nothing is skipped: 3 settings with a predicted speed, and 3 are wanted"
+    )
+    without = {0: replace(forecasts[0], speed=None)}
+    assert why_all(without, settings, "1") == "nothing is skipped: no setting has a predicted speed"
 
 
 def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not_ranked():

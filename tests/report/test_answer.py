@@ -500,7 +500,7 @@ def test_a_terminal_shows_some_lines_and_says_where_the_others_are():
 @pytest.mark.parametrize(
     ("predicted", "figures", "objectives", "expected"),
     [
-        (800.0, {}, [], "it would have to be 1.25× as fast as predicted to change the answer."),
+        (800.0, {}, [], "it would have to be 1.25× as fast as that to change the answer."),
         (1250.0, {}, [], "more than was measured here: try it, too."),
         (1250.0, {"forecast/needed_bytes": 9.0, "forecast/capacity_bytes": 1.0}, [], None),  # it cannot fit
         (1250.0, {}, [("val/loss", "min")], None),  # speed decides nothing
@@ -515,3 +515,12 @@ def test_what_a_prediction_left_out_is_told_with_how_wrong_it_would_have_to_be(
         note for note in answer(sweep([ran, left], axes=["sharding"], objectives=objectives)).notes if "keep" in note
     ]
     assert [note.endswith(expected or "") for note in told] == ([True] if expected else [])
+
+
+def test_how_far_all_predictions_were_off_says_nothing_of_the_one_that_was_left_out():
+    """By their predictions the two differ by a fifth, whatever the level of the machine was."""
+    ran = trial(0, **{SPEED: 1000.0, "forecast/samples_per_s": 2000.0})
+    ran = dataclasses.replace(ran, setting={"sharding": "root"})
+    left = Trial(1, {"sharding": "ddp"}, TrialStatus.skipped, {"forecast/samples_per_s": 1600.0})
+    (told,) = [note for note in answer(sweep([ran, left], axes=["sharding"])).notes if "keep" in note]
+    assert "predicted 1,600 samples/s, 800 by how far the others were off: it would have to be 1.25× as fast" in told

@@ -62,6 +62,18 @@ def test_the_error_is_that_of_settings_which_the_factors_have_not_seen():
     assert exact.error_elsewhere == exact.error
 
 
+def test_a_level_that_all_trials_share_is_no_error_of_their_ratios():
+    """Launches are not corrected: where they take long, all trials are off by the same factor."""
+    slow = [
+        replace(one, parts=Parts(0.0, 0.0, one.parts.compute, 0.0), measured_s=2 * one.parts.compute)
+        for one in observations(12, Factors())
+    ]
+    found = refine(replace(ROUND, error=KnownError(0.01, 0.02)), slow)
+    assert found.relative is not None and found.relative.p90 < found.error.p90 / 2
+    few = refine(replace(ROUND, relative=KnownError(0.1, 0.2)), slow[:3])
+    assert few.relative == KnownError(0.1, 0.2), "as its file has it"
+
+
 def test_runs_of_one_setting_count_once():
     first, *_ = observations(1, Factors())
     again = [replace(first, measured_s=first.measured_s * factor) for factor in (0.9, 1.0, 5.0)]

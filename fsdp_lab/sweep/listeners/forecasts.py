@@ -21,11 +21,11 @@ from fsdp_lab.forecast.devices import (
     torch_version,
 )
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.forecast.keep import Predicted, passed_over
+from fsdp_lab.forecast.keep import Predicted, passed_over, why_all
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
-from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, SPEED
+from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, RATIO_ERROR, SPEED
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.predict import Speed
@@ -127,9 +127,9 @@ class Forecasts(Listener):
         for number, reason in left_out.items():
             sweep.skip(number, reason)
         kept = len({settings[n] for n in forecasts if n not in left_out})
-        sweep.say(
-            f"forecast.keep={asked.keep}: {count(kept, 'setting')} to measure, {count(len(left_out), 'trial')} skipped"
-        )
+        skipped = f"{count(len(left_out), 'trial')} skipped"
+        why = skipped if left_out else why_all(forecasts, settings, asked.keep, before)
+        sweep.say(f"forecast.keep={asked.keep}: {count(kept, 'setting')} to measure, {why}")
 
     def added(self, sweep: SweepRun, number: int) -> None:
         """Forecast a suggested trial: first with `forecast.prune`, which may skip it, else while it starts."""
@@ -254,7 +254,8 @@ def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:
 def _predicted(figures: Mapping[str, float]) -> Predicted | None:
     """What an earlier start has predicted of a trial; None where it has not."""
     try:
-        return Predicted(*(figures[f"{PREDICTED_SPEED}{end}"] for end in ("", "_low", "_high")))
+        speed, low, high = (figures[f"{PREDICTED_SPEED}{end}"] for end in ("", "_low", "_high"))
+        return Predicted(speed, low, high, figures.get(RATIO_ERROR))
     except KeyError:
         return None
 
