@@ -158,7 +158,7 @@ def launches(rows: Sequence[Row], seconds: Sequence[float], learned: Mapping[str
     print("\n| GPU | model | sequence | microbatch | bound by launches | error |\n" + "| --- " * 6 + "|")
     for share, row, error in sorted(found, key=lambda one: -one[0])[:_MOST_LAUNCHES]:
         cells = [row.facts[key] for key in ("gpu", "model", "seq_len", "microbatch_size")]
-        print("| " + " | ".join([*cells, f"{share:.2%}", f"{error:+.1%}"]) + " |", flush=True)
+        print("| " + " | ".join([*cells, f"{share:.4%}", f"{error:+.1%}"]) + " |", flush=True)
 
 
 def against_rows(path: Path) -> bool:

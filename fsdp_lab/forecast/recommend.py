@@ -169,6 +169,12 @@ def _bounds(speed: Speed) -> str:
 
 def _basis(speed: Speed) -> str:
     by = _BASES.get(speed.basis) or f"as corrected by {count(speed.settings, 'setting')} that ran on it"
+    if speed.bound_unseen:
+        return (
+            f"Predicted for {speed.device} {by}: launches bound {speed.shares['launch'] * 100:.0f} % of this step, and "
+            "hardly anything of the steps that these figures were compared with. How far off it is is not known; the "
+            f"range is {speed.error * 100:.2g} %, within which nine of ten predictions for another device were."
+        )
     return (
         f"Predicted for {speed.device} {by}: nine of ten predictions of this kind were within "
         f"{speed.error * 100:.2g} % of what was measured."

@@ -158,6 +158,7 @@ class Device:
             ) from None
 
 
+SETTINGS_FOR_ERRORS = 8  # that have run, from which their own errors are known
 _OPTIONAL = {"measured", "relative"}
 _ERRORS = ("error", "error_elsewhere", "relative")
 _FIELDS = {each.name: each.type for each in fields(Device) if each.name != "factors"}

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from fsdp_lab.speed.device import Basis, Device, Factors, KnownError
+from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, Factors, KnownError
 from fsdp_lab.speed.pairs import pair_error
 from fsdp_lab.speed.predict import Parts
 
-_FOR_ERRORS = 8  # settings, from which their own errors are known
 _NOISE = 0.1  # of a trial, as a relative error
 # How far from 1 a factor may well be, before a trial has run.
 _COMPUTE, _COMMUNICATION, _OVERLAP = 0.3, 0.5, 0.5
@@ -46,7 +45,7 @@ def refine(device: Device, observations: Iterable[Observation]) -> Device:
     if not settings:
         return device
     refined = replace(device, basis=Basis.trials, factors=_fit(settings))
-    if len(settings) < _FOR_ERRORS:
+    if len(settings) < SETTINGS_FOR_ERRORS:
         return refined
     ratios = [
         _predicted(one, _fit([*settings[:place], *settings[place + 1 :]])) / one.measured_s

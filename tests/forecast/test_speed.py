@@ -29,7 +29,7 @@ from fsdp_lab.forecast.plot import write_scaling
 from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, in_order, write_csv
-from fsdp_lab.speed.device import Basis, Device, load_device
+from fsdp_lab.speed.device import Basis, Device, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.workloads.build import build_workload
 from tests.ranks import config
@@ -245,10 +245,27 @@ def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_nv
     ],
 )
 def test_the_error_is_that_of_the_steps_that_were_looked_at(words: list[str], workers: int, known: bool):
-    device = sheet("h100_sxm")
+    device = replace(sheet("h100_sxm"), launch_s=1e-9)
     speed = forecast(config(*LANGUAGE, *words), workers, cuda=True, sheet=device).speed
-    assert speed is not None
+    assert speed is not None and device.relative is not None
     assert speed.error == (device.error if known else device.error_elsewhere).p90
+    assert speed.relative == (device.relative.p90 if known else None)
+
+
+@pytest.mark.parametrize("name", ["h100_sxm", "h200"])
+def test_of_a_step_that_launches_bound_no_error_is_claimed(name: str):
+    device = sheet(name)
+    small = forecast(config(*LANGUAGE), 8, cuda=True, sheet=device)
+    assert small.speed is not None and small.speed.shares["launch"] > 0.5
+    assert small.speed.bound_unseen and small.speed.relative is None
+    assert small.speed.error == device.error_elsewhere.p90
+    (_, told) = speed_verdict([Row([], small)], [], 0.03)
+    assert re.search(
+        r"launches bound \d+ % of this step, and hardly anything of the .* not known; the range is 15 %", told
+    )
+    seen = replace(device, factors=Factors(settings=8))
+    corrected = forecast(config(*LANGUAGE), 8, cuda=True, sheet=seen).speed
+    assert corrected is not None and not corrected.bound_unseen, "the error of trials is that of such steps, too"
 
 
 def test_each_number_of_workers_has_its_own_recommendation():
