@@ -14,6 +14,7 @@ from typing import Literal
 
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
 PREDICTED_SPEED, RATIO_ERROR = "forecast/samples_per_s", "forecast/ratio_error"
+PREDICTED_BY = "predicted_by"  # a trial's tag: the basis of its predicted speed
 OTHERS_CPU = "perf/others_cpu"
 DATA_WAIT = "perf/data_wait_share"
 _SPEEDS = {

@@ -31,6 +31,7 @@ from typing import Any
 
 from fsdp_lab.files import read_json, report_damaged, sync, write_json, write_text
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
+from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.status import TrialStatus
 
 _ENDS_AGAIN = "the trial counts as not ended; resume ends it again, from its last checkpoint"
@@ -84,6 +85,12 @@ def read_numbers(path: Path, apart: str = "") -> dict[str, float]:
         report_damaged(path, "it holds other things than numbers")
         return {}
     return content
+
+
+def read_predicted_by(folder: Path) -> str:
+    """Return the basis of a trial's predicted speed; "" without one."""
+    basis = (read_object(folder / "forecast.json") or {}).get(PREDICTED_BY)
+    return basis if isinstance(basis, str) else ""
 
 
 def _are_numbers(content: dict[str, Any]) -> bool:

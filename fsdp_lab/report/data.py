@@ -30,6 +30,7 @@ class Trial:
         run_id: of its MLflow run, "" where it has none.
         device: what it ran on, `cpu` or the name of the GPU; "" where it did not come so far.
         setup: what it takes to write its setting for other programs; None where that is not known.
+        predicted_by: the basis of its predicted speed; "" where that is not known, or it has none.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Trial:
     seconds: float | None = None
     device: str = ""
     setup: Setup | None = None
+    predicted_by: str = ""
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.metrics import OTHERS_CPU, PREDICTED_SPEED, SPEED
 from fsdp_lab.report.choice import Choice, candidates, choose, too_large, value
 from fsdp_lab.report.data import REPEATS, Setting, Sweep, Trial, words
+from fsdp_lab.report.predictions import predictions_sentence
 from fsdp_lab.report.speed import Basis, Interval
 from fsdp_lab.report.texts import figures_text, times_text
 from fsdp_lab.status import TrialStatus
@@ -53,6 +54,7 @@ def notes_on(sweep: Sweep, choice: Choice) -> list[str]:
             )
     if choice.timed and len(choice.able) > 1 and choice.speeds.basis is not Basis.repeats:
         notes.append(_what_one_run_cannot_show(sweep))
+    notes += [sentence] if (sentence := predictions_sentence(sweep)) else []
     notes += _passed_over(sweep, choice)
     if sweep.repeat_max is not None and not sweep.unfinished:
         notes += _why_auto_stopped(sweep, sweep.repeat_max)

@@ -23,6 +23,7 @@ from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, is_a
 from fsdp_lab.config.sweep import ReportConfig, SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.config.words import AUTO_REPEAT
 from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
+from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.redact import redact
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
@@ -64,6 +65,7 @@ def sweep_of(
             state.seconds,
             str(facts.get("device", "")),
             read_setup(_title(number, state), part(state.trial.config, TrialConfig), facts),
+            state.predicted_by,
         )
         for number, state in enumerate(states)
         for facts in [read_any_facts(storage(state.trial, folder)) or {}]
@@ -179,6 +181,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
             run.run_id,
             run.seconds,
             run.tags.get("device", ""),
+            predicted_by=run.tags.get(PREDICTED_BY, ""),
         )
         for number, (run, overrides) in enumerate(zip(runs, typed_overrides, strict=True))
         for words in [{o.partition("=")[0].lstrip("+"): o.partition("=")[2] for o in overrides}]

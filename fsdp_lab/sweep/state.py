@@ -36,6 +36,7 @@ class TrialState:
         goes_on: an earlier start has left something of it.
         epochs_before: the epochs that an earlier start has trained.
         forecast_before: the figures of a forecast that an earlier start has made.
+        predicted_by_before: the basis of its speed; "" where it had none.
         place_free_since: when the trial before it on its place reported for the last time, in seconds since 1970.
         turnaround_s: from then to its first step.
     """
@@ -50,12 +51,21 @@ class TrialState:
     epochs_before: int = 0
     forecast: Forecast | None = None
     forecast_before: dict[str, float] = field(default_factory=dict)
+    predicted_by_before: str = ""
     place_free_since: float | None = None
     turnaround_s: float | None = None
 
     @property
     def ended(self) -> bool:
         return self.status.ended
+
+    @property
+    def predicted_by(self) -> str:
+        """The basis of the predicted speed (`fsdp_lab.speed.device.Basis`); "" without one."""
+        found = self.forecast
+        if found is None or found.error:
+            return self.predicted_by_before
+        return found.speed.basis.value if found.speed is not None else ""
 
     @property
     def forecast_figures(self) -> dict[str, float]:

@@ -19,6 +19,7 @@ from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import said_by_option
 from fsdp_lab.config.sweep import SweepConfig
+from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.redact import redact
 
 _FOR_SAMPLERS = ("search.num_trials", "search.seed")  # a grid has all its cells
@@ -135,7 +136,7 @@ def _found_by(sweep_id: str, number: str = "") -> dict[str, str]:
 
 def fact_tags(facts: Mapping[str, Any]) -> dict[str, str]:
     """The tags of what a trial told before its first step; what it did not tell has no tag."""
-    tags = {key: facts.get(key) for key in ("device", "world_size", "num_params", "resumed_from")}
+    tags = {key: facts.get(key) for key in ("device", "world_size", "num_params", "resumed_from", PREDICTED_BY)}
     tags["note"] = " ".join(facts.get("notes") or ()) or None
     return _cut({key: value for key, value in tags.items() if value is not None})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import math
 import shlex
@@ -15,6 +16,9 @@ from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import candidates
 from fsdp_lab.report.data import Trial
 from fsdp_lab.report.effects import Effect, effects
+from fsdp_lab.report.markdown import to_markdown
+from fsdp_lab.report.page import to_html
+from fsdp_lab.report.predictions import predictions_sentence
 from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import ROWS, sweep, trial
 
@@ -515,6 +519,47 @@ def test_what_a_prediction_left_out_is_told_with_how_wrong_it_would_have_to_be(
         note for note in answer(sweep([ran, left], axes=["sharding"], objectives=objectives)).notes if "keep" in note
     ]
     assert [note.endswith(expected or "") for note in told] == ([True] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("speeds", "basis", "expected"),
+    [  # predicted and measured
+        ([(1000.0, 900.0), (800.0, 760.0), (500.0, 570.0)], "calibration",
+         "Speeds were predicted by the calibration of this machine (nine of ten such predictions are within 20 %): "
+         "of 3 trials, the median prediction was off by 10 % (largest 14 %), and the predicted fastest was the "
+         "fastest measured."),
+        ([(1000.0, 900.0), (800.0, 1000.0)], "data sheet",
+         "by the device's data sheet (nine of ten such predictions are within 20 %): of 2 trials, the median "
+         "prediction was off by 18 % (largest 25 %), and the predicted fastest was 10 % slower than the fastest "
+         "measured."),
+        ([(1000.0, 960.0)], "fitted",
+         "published steps on this device (nine of ten such predictions are within 20 %): the one of the trial that "
+         "was measured was off by 4 %."),
+        ([(1000.0, 900.0), (1000.0, 1000.0)], "",
+         "Speeds were predicted (nine of ten such predictions are within 20 %): of 2 trials, the median prediction was "
+         "off by 5 % (largest 10 %), and the predicted fastest was the fastest measured."),
+    ],
+)  # fmt: skip
+def test_by_what_speeds_were_predicted_and_how_well(speeds: list[tuple[float, float]], basis: str, expected: str):
+    trials = []
+    for number, (predicted, measured) in enumerate(speeds):
+        figures = {"forecast/samples_per_s": predicted, "forecast/samples_per_s_low": predicted * 0.8, SPEED: measured}
+        one = trial(number, **figures)
+        trials.append(dataclasses.replace(one, setting={"sharding": f"s{number}"}, predicted_by=basis))
+    found = sweep(trials, axes=["sharding"])
+    assert predictions_sentence(found).endswith(expected)
+    assert predictions_sentence(found) in answer(found).notes
+    assert predictions_sentence(found) in to_markdown(found, answer(found))
+    assert html.escape(predictions_sentence(found)) in to_html(found, answer(found))
+
+
+def test_a_speed_that_does_not_count_is_not_compared_and_without_predictions_nothing_is_said():
+    assert predictions_sentence(sweep()) == ""
+    figures = {"forecast/samples_per_s": 900.0, SPEED: 100.0, OTHERS_CPU: 0.9}
+    shared = dataclasses.replace(trial(0, **figures), device="cpu", predicted_by="calibration")
+    assert predictions_sentence(sweep([shared])) == (
+        "Speeds were predicted by the calibration of this machine; none was measured that counts."
+    )
 
 
 def test_how_far_all_predictions_were_off_says_nothing_of_the_one_that_was_left_out():

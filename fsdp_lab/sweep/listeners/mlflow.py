@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.files import read_any_facts, read_metrics
+from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
@@ -166,6 +167,8 @@ class MlflowRuns(Listener):
         run = self._run_of(sweep, number)
         if figures := sweep.states[number].forecast_figures:
             self._tracker.log_epoch(run, {"epoch": 0.0, **figures})
+        if basis := sweep.states[number].predicted_by:
+            self._tracker.log_facts(run, {PREDICTED_BY: basis})
 
     def _finish(self, sweep: SweepRun, number: int, ended: int | None = None) -> None:
         state, folder, run = sweep.states[number], sweep.folder_of(number), self._run_of(sweep, number)

@@ -1,0 +1,76 @@
+"""How good the predicted speeds of a sweep were, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from fsdp_lab.metrics import PREDICTED_SPEED, SPEED
+from fsdp_lab.report.data import Setting, Sweep, Trial
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.wording import count
+
+# The values of `fsdp_lab.speed.device.Basis`, which an older or newer version may have written otherwise.
+_BY = {
+    "data sheet": "by the device's data sheet",
+    "fitted": "by efficiencies fitted to published steps on this device",
+    "calibration": "by the calibration of this machine",
+    "trials": "by earlier trials on this device",
+}
+
+
+def predictions_sentence(sweep: Sweep) -> str:
+    """Return by what speeds were predicted, how far off they were, and whether the predicted fastest was the fastest;
+    "" where none was predicted. Speeds that do not count are not compared."""
+    predicted = [trial for trial in sweep.trials if trial.figures.get(PREDICTED_SPEED)]
+    if not predicted:
+        return ""
+    bases = {_BY.get(trial.predicted_by, "") for trial in predicted} - {""}
+    by = f" {' and '.join(sorted(bases))}" if bases else ""
+    head = f"Speeds were predicted{by}{_known(predicted)}"
+    both = [t for t in predicted if _measured(sweep, t)]
+    if not both:
+        return f"{head}; none was measured that counts."
+    errors = [abs(t.figures[SPEED] / t.figures[PREDICTED_SPEED] - 1) for t in both]
+    if len(errors) == 1:
+        return f"{head}: the one of the trial that was measured was off by {_percent(errors[0])}."
+    return (
+        f"{head}: of {count(len(errors), 'trial')}, the median prediction was off by {_percent(median(errors))} "
+        f"(largest {_percent(max(errors))}){_fastest(sweep)}."
+    )
+
+
+def _measured(sweep: Sweep, trial: Trial) -> bool:
+    return trial.status is TrialStatus.finished and bool(trial.figures.get(SPEED)) and not sweep.shared(trial)
+
+
+def _known(predicted: Sequence[Trial]) -> str:
+    """As ` (nine of ten such predictions are within 15 %)`: the error that was known before."""
+    ends = [(t.figures[PREDICTED_SPEED], t.figures.get(f"{PREDICTED_SPEED}_low")) for t in predicted]
+    errors = [1 - low / speed for speed, low in ends if low]
+    return f" (nine of ten such predictions are within {_percent(max(errors))})" if errors else ""
+
+
+def _fastest(sweep: Sweep) -> str:
+    """Whether the setting that was predicted to be the fastest was; of those with equal predictions the best counts."""
+    speeds = [(_predicted(s), found) for s in sweep.settings if (found := _speed(sweep, s)) and _predicted(s)]
+    if len(speeds) < 2:
+        return ""
+    most = max(predicted for predicted, _ in speeds)
+    chosen = max(measured for predicted, measured in speeds if predicted == most)
+    best = max(measured for _, measured in speeds)
+    if chosen == best:
+        return ", and the predicted fastest was the fastest measured"
+    return f", and the predicted fastest was {_percent(1 - chosen / best)} slower than the fastest measured"
+
+
+def _predicted(setting: Setting) -> float:
+    return median(setting.of(PREDICTED_SPEED) or [0.0])
+
+
+def _speed(sweep: Sweep, setting: Setting) -> float:
+    return median([t.figures[SPEED] for t in setting.trials if _measured(sweep, t)] or [0.0])
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.2g} %" if share < 0.095 else f"{share * 100:.0f} %"
