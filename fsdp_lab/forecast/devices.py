@@ -125,19 +125,33 @@ def _loaded(file: Path, changed: int) -> Device:
 def _calibrated(name: str, kind: DeviceKind) -> Device | None:
     """The newest calibration of this device, with this PyTorch where there is one; of a CPU else of another machine.
     What cannot be read counts as absent."""
-    found = []
+    found, damaged = [], {}
     for file in calibrations():
         try:
             device = _load(file)
         except ConfigError as error:
-            report_damaged(file, error)
+            damaged[file] = str(error).removeprefix(file.name).lstrip(": ").partition("; run ")[0]
             continue
         if device.kind is kind and device.measured is not None:
             found.append(device)
     if kind is DeviceKind.cuda or any(device.name == name for device in found):
         found = [device for device in found if device.name == name]
     fitting = [device for device in found if device.measured and device.measured.torch == torch_version()]
-    return next(iter(fitting or found), None)
+    taken = next(iter(fitting or found), None)
+    for file, why in damaged.items():
+        report_damaged(file, why, _without(name, kind, taken))
+    return taken
+
+
+def _without(name: str, kind: DeviceKind, taken: Device | None) -> str:
+    """What is used in place of a damaged calibration, and how to mend it."""
+    if taken is not None:
+        instead = f"another calibration of {taken.name} is used"
+    elif kind is DeviceKind.cuda and sheet_of(name) is not None:
+        instead = "the data sheet of this GPU is used"
+    else:
+        instead = "no speed is predicted"
+    return f"it is ignored, and {instead}; delete it, or run python -m fsdp_lab.calibrate again"
 
 
 @cache

@@ -14,6 +14,7 @@ from fsdp_lab.speed.predict import Parts
 from fsdp_lab.speed.refine import Observation
 
 _MOST = 500  # that are kept of a device, the newest
+_WITHOUT = "it is ignored: finished trials do not correct predictions; delete it, the next trial writes it anew"
 _WAIT_S = 10.0  # for another sweep that writes
 
 
@@ -54,8 +55,10 @@ def read_observations(device: str, torch: str, digest: str) -> list[Observation]
 
 def _content(file: Path) -> dict[str, Any]:
     try:
-        content = read_json(file)
+        content = read_json(file, _WITHOUT)
     except OSError as error:
-        report_damaged(file, error)
+        report_damaged(file, error.strerror, _WITHOUT)
         return {}
+    if content is not None and not isinstance(content, dict):
+        report_damaged(file, "it is no JSON object", _WITHOUT)
     return content if isinstance(content, dict) else {}

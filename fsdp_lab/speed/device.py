@@ -174,7 +174,9 @@ def load_device(path: Path) -> Device:
 
     try:
         read = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} cannot be read as YAML: {' '.join(str(error).split())}") from error
     content = _checked(read, set(_FIELDS), path.name, _OPTIONAL)
     content = {key: value for key, value in content.items() if key not in _OPTIONAL or value is not None}

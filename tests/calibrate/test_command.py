@@ -121,7 +121,16 @@ def test_a_damaged_calibration_counts_as_absent(here: Path, capsys: pytest.Captu
     (here / "outputs/devices/here.yaml").write_text("name: [")
     (here / "outputs/devices/gone.yaml").symlink_to("nowhere")
     assert data_sheet(config()) is None
-    assert "here.yaml is damaged" in capsys.readouterr().err
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.endswith(
+        "); it is ignored, and no speed is predicted; delete it, or run python -m fsdp_lab.calibrate again"
+    )
+    assert told.count("here.yaml") == 1 and "here.yaml is damaged (cannot be read as YAML: while parsing" in told
+    calibrated(here, file="second")
+    (here / "outputs/devices/third.yaml").write_text((here / "outputs/devices/second.yaml").read_text() + "\nhost: 1")
+    assert data_sheet(config()) is not None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "it is ignored, and another calibration of " in line and " is used; delete it, or run " in line
 
 
 def test_of_several_calibrations_that_with_this_pytorch_counts(here: Path):
