@@ -177,7 +177,7 @@ def _floats(value: object) -> object:
 def summary(device: Device, file: Path) -> str:
     assert device.measured is not None
     rates = ", ".join(f"{dtype} {rate / 1e9:,.3g}" for dtype, rate in device.peak_flops.items())
-    host = device.measured.host
+    host, ratio = device.measured.host, device.relative
     return "\n".join(
         [
             f"{device.name}, PyTorch {device.measured.torch}, {device.measured.workers} workers:",
@@ -185,6 +185,7 @@ def summary(device: Device, file: Path) -> str:
             *([f"  gathers {device.link_bandwidth / 1e9:,.3g} GB/s"] if device.measured.workers > 1 else []),
             f"  Python: {host.operator_s * 1e6:,.3g} us an operator, {host.collective_s * 1e6:,.3g} us a collective",
             f"  error for unseen models: median {device.error.median:.0%}, nine of ten {device.error.p90:.0%}",
+            *([f"  of the ratio of two settings of a model: nine of ten {ratio.p90:.0%}"] if ratio is not None else []),
             f"written: {file}",
         ]
     )

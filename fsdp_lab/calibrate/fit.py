@@ -11,6 +11,7 @@ from scipy.optimize import least_squares, nnls
 
 from fsdp_lab.speed.device import Device, KnownError
 from fsdp_lab.speed.measured import ANY, HostCosts, Line, Measured
+from fsdp_lab.speed.pairs import pair_error
 from fsdp_lab.speed.predict import step_seconds
 from fsdp_lab.speed.program import Kind, Operator
 
@@ -46,9 +47,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Steps:
-    """A reference: its family, its operators as measured, its program as forecast, and the seconds of a step."""
+    """A reference: its family, its model, its operators as measured, its program as forecast, and the seconds of a
+    step."""
 
     family: str
+    model: str
     samples: Sequence[Sample]
     program: Sequence[Operator]
     seconds: float
@@ -56,10 +59,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Fitted:
-    """`errors`: predicted / measured - 1 of each reference, by a fit that has not seen its family."""
+    """`errors`: predicted / measured - 1 of each reference, by a fit that has not seen its family. `relative`: the error
+    of the ratio of two such predictions for one model; None of too few."""
 
     measured: Measured
     errors: Sequence[float]
+    relative: KnownError | None
 
 
 def fit(steps: Sequence[Steps], alone: Sequence[Sample], device: Device) -> Fitted:
@@ -92,7 +97,11 @@ def fit(steps: Sequence[Steps], alone: Sequence[Sample], device: Device) -> Fitt
         own = _solve(_linear(lambda at, lines=lines, seen=seen: logs(seen, lines, at), theta), theta)  # type: ignore[misc]
         found = logs(list(unseen.values()), lines, own)
         errors |= dict(zip(unseen, np.expm1(found).tolist(), strict=True))
-    return Fitted(_at(device.measured, everything, theta), [errors[n] for n in sorted(errors)])
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for number, error in errors.items():
+        ratios[steps[number].model].append(1 + error)
+    measured = _at(device.measured, everything, theta)
+    return Fitted(measured, [errors[n] for n in sorted(errors)], pair_error(ratios.values()))
 
 
 def known_error(errors: Sequence[float]) -> KnownError:

@@ -17,14 +17,19 @@ _MLP = ("model=mlp", "data=synthetic")
 @dataclass(frozen=True)
 class Reference:
     """A setting that is measured. `family`: of the model; how well a fit predicts models that it has not seen is found
-    by leaving one family out."""
+    by leaving one family out. `model`: what builds it, the same for all of its settings."""
 
     family: str
-    words: tuple[str, ...]
+    model: tuple[str, ...]
+    setting: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (*self.model, *self.setting)
 
 
 def _some(family: str, model: tuple[str, ...], *settings: str) -> list[Reference]:
-    return [Reference(family, (*model, *setting.split())) for setting in settings]
+    return [Reference(family, model, tuple(setting.split())) for setting in settings]
 
 
 def _batch(size: int) -> str:
@@ -47,7 +52,7 @@ def references(workers: int) -> list[Reference]:
             "llama", _LLAMA_128,
             f"{block} {plain} {always} {each[8]}", f"{block} {plain} {always} {full} {each[8]}",
             f"{block} {plain} {never} {each[4]}", f"{block} {mixed} {always} {each[8]}",
-            f"{ddp} {mixed} {each[8]}", f"{root} {plain} {twice} {each[4]}",
+            f"{ddp} {mixed} {each[8]}", f"{root} {plain} {twice} {each[4]}", f"{ddp} {plain} {each[16]}",
         ),
         *_some(
             "llama", _LLAMA_256,
@@ -62,7 +67,7 @@ def references(workers: int) -> list[Reference]:
         *_some(
             "vit", _VIT_192,
             f"{block} {plain} {always} {each[16]}", f"{block} {plain} {never} {full} {each[16]}",
-            f"{block} {mixed} {always} {each[32]}", f"{ddp} {mixed} {twice} {each[32]}",
+            f"{block} {mixed} {always} {each[32]}", f"{ddp} {mixed} {twice} {each[32]}", f"{ddp} {plain} {each[64]}",
         ),
         *_some(
             "vit", _VIT_384,

@@ -41,9 +41,12 @@ def as_steps(
     """
     programs = trace_all([reference.words for reference in settings], workers, cuda)
     steps = [
-        Steps(reference.family, [Sample(*row) for row in one["operators"]], program, undisturbed(one["steps"]))
+        Steps(
+            reference.family, " ".join(reference.model), [Sample(*row) for row in one["operators"]], program,
+            undisturbed(one["steps"]),
+        )
         for reference, one, program in zip(settings, found["references"], programs, strict=True)
-    ]
+    ]  # fmt: skip
     group = tuple(range(workers))
     alone = [Sample(*row) for row in found["attention"]]
     for kind, dtype, num_bytes, seconds in found["collectives"]:
@@ -137,4 +140,4 @@ def _best(samples: Any) -> float:
 
 def with_fit(device: Device, fitted: Fitted) -> Device:
     error = known_error(fitted.errors)
-    return replace(device, measured=fitted.measured, error=error, error_elsewhere=error)
+    return replace(device, measured=fitted.measured, error=error, error_elsewhere=error, relative=fitted.relative)

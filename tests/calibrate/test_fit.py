@@ -49,7 +49,7 @@ def made_up(count: int, noise: float = 0.0) -> tuple[list[Steps], list[Sample]]:
             if not o.kind.is_collective
         ]
         seconds = step_seconds(program, HERE) * draw.uniform(1 - noise, 1 + noise)
-        steps.append(Steps("ab"[number % 2], samples, program, seconds))
+        steps.append(Steps("ab"[number % 2], f"model {number % 4}", samples, program, seconds))
     sizes = (1e4, 1e6, 8e6)
     sent = [Sample("gather", "gather", "float32", 0.0, size, 0.0, 1e-3 + size * 1e-9) for size in sizes]
     return steps, sent
@@ -72,10 +72,19 @@ def test_the_errors_are_those_of_families_left_out():
     assert 0.05 < float(np.median(np.abs(found.errors))) < 0.2
 
 
+def test_what_is_common_to_all_steps_of_a_model_is_no_error_of_their_ratios():
+    """Every step of one model takes half as long again as all that it does, and of another two thirds."""
+    steps, collectives = made_up(24)
+    levels = {"model 0": 1.5, "model 1": 1.0, "model 2": 0.67, "model 3": 1.0}
+    found = fit([replace(one, seconds=one.seconds * levels[one.model]) for one in steps], collectives, HERE)
+    assert known_error(found.errors).p90 > 0.3
+    assert found.relative is not None and found.relative.p90 < 0.1
+
+
 def test_one_family_alone_has_no_known_error():
     steps, collectives = made_up(8)
     found = fit([replace(one, family="a") for one in steps], collectives, HERE)
-    assert found.errors == []
+    assert found.errors == [] and found.relative is None
     assert known_error(found.errors).p90 == 0.5
 
 

@@ -124,7 +124,10 @@ def test_only_the_most_promising_settings_are_measured_and_the_prediction_stands
     error = float(large["perf/samples_per_s"]) / float(large["forecast/samples_per_s"]) - 1
     assert float(large["perf/forecast_error"]) == pytest.approx(error, rel=1e-3, abs=1e-3)
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "Speeds were predicted by the calibration of this machine (nine of ten such predictions are within 20 %): " in report
+    assert (
+        "Speeds were predicted by the calibration of this machine (nine of ten such predictions are within 20 %): "
+        in report
+    )
     assert "Speeds were predicted by the calibration of this machine" in done.stdout
     assert json.loads((tmp_path / "out" / "0" / "forecast.json").read_text())["predicted_by"] == "calibration"
     assert "forecast.keep left out 1 trial: the fastest by its prediction is" in report
