@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -110,20 +111,34 @@ def _calibrated(bench: Bench) -> Any:
     """Calibrate in a process of its own, which gives the GPUs back."""
     from fsdp_lab.speed.device import load_device
 
-    file = bench.prepared / CALIBRATIONS / "here.yaml"
+    name = f"here_x{bench.workers}"
+    file = bench.prepared / CALIBRATIONS / f"{name}.yaml"
     if file.is_file():
         return load_device(file)
-    command = [sys.executable, "-m", "fsdp_lab.calibrate", f"workers={bench.workers}", "device=cuda", "name=here"]
+    command = [sys.executable, "-m", "fsdp_lab.calibrate", f"workers={bench.workers}", "device=cuda", f"name={name}"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     try:
-        subprocess.run(
-            [*command, f"limit_s={_CALIBRATE_S}"], cwd=bench.prepared, env=environment, check=True,
-            timeout=_CALIBRATE_LIMIT_S,
-        )  # fmt: skip
+        run_group([*command, f"limit_s={_CALIBRATE_S}"], bench.prepared, environment, _CALIBRATE_LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"speeds are predicted by the data sheet: the calibration failed: {error}", flush=True)
         return None
     return load_device(file)
+
+
+def run_group(command: list[str], folder: Path, environment: dict[str, str], limit_s: float) -> None:
+    """Run a command to its end, and end all of its processes when it takes longer: a rank that is left holds a GPU.
+
+    Raises:
+        SubprocessError: it failed, or took too long.
+    """
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True) as process:
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def _file(bench: Bench, workers: int) -> Path:

@@ -118,3 +118,13 @@ def test_known_errors_stay_within_what_a_file_may_say():
     assert known_error([0.0] * 10).p90 == 0.02
     assert known_error([5.0] * 10).p90 == 0.9
     assert known_error([-0.1, 0.2, -0.3, 0.4]).p90 == 0.4
+
+
+def test_nine_of_ten_further_errors_are_within_the_known_one():
+    """Drawn again and again: the 90th percentile of so few errors alone would hold for 87 % of them."""
+    draw = random.Random(0)
+    held = []
+    for _ in range(2000):
+        known = known_error([draw.expovariate(10.0) for _ in range(31)])
+        held.append(draw.expovariate(10.0) <= known.p90)
+    assert 0.89 < np.mean(held) < 0.93
