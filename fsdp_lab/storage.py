@@ -7,7 +7,7 @@ last one that was put. What is written to it, and in which order, is in CONTRIBU
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,12 @@ class Storage:
         """
         with _told(self.address):
             return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+
+    def read_all(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Read objects side by side. Raises as `read`."""
+        with _told(self.address):
+            found = self._fs.cat([f"{self._root}/{name}" for name in names]) if names else {}
+        return {path.removeprefix(f"{self._root}/"): bytes(content) for path, content in found.items()}
 
     def get(self, name: str, file: Path) -> None:
         """Make an object a local file, whole or not at all. Raises as `read`."""

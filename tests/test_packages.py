@@ -66,7 +66,7 @@ MAY_IMPORT = {
         "terminal",
         "tracking",
     },
-    "nightly": {"cpu_contention", "locks", "files", "config", "report", "sweep", "terminal", "tracking"},
+    "nightly": {"cpu_contention", "locks", "files", "config", "report", "storage", "sweep", "terminal", "tracking"},
     "nightly.__main__": {"locks", "hardware", "config", "compose", "nightly", "sweep", "terminal", "tracking"},
     "predict": {"config", "training", "tracking", "workloads"},
     "__main__": {"locks", "files", "config", "compose", "training", "engine", "sweep", "tracking"},

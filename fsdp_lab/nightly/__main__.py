@@ -52,6 +52,7 @@ from fsdp_lab.config import (
     ConfigError,
     all_keys,
     conf_dir,
+    is_address,
     settings,
     split_config_dir,
     with_custom,
@@ -64,8 +65,9 @@ from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
 from fsdp_lab.nightly.night import accept, run_night
-from fsdp_lab.nightly.nights import Night, read_nights, read_since
+from fsdp_lab.nightly.nights import Night, read_since
 from fsdp_lab.nightly.schedule import Schedule
+from fsdp_lab.nightly.shared import read_all
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.verdict import baseline_of
 from fsdp_lab.redact import redact
@@ -100,7 +102,7 @@ def main() -> int:
             return run_once(study, schedule, only_go_on=option == "--continue")
         with locked(study.folder, "nightly.folder", ".schedule"):
             nightly = study.nightly
-            baseline_of(study, read_nights(study.folder))  # now, not in the night
+            baseline_of(study, read_all(study))  # now, not in the night
             since = read_since(study.folder, time.time())
             loop(
                 schedule, lambda: nights_of(study), lambda due: run_locked(study, due), since, WallClock(),
@@ -123,7 +125,7 @@ def main() -> int:
 
 def nights_of(study: Study) -> list[Night]:
     """All in its folder, but for one of another study that was interrupted: nobody goes on with it."""
-    return [night for night in read_nights(study.folder) if night.over or night.study == study.settings]
+    return [night for night in read_all(study) if night.over or night.study == study.settings]
 
 
 def run_locked(study: Study, due: float) -> int:
@@ -253,7 +255,11 @@ def read_study(overrides: list[str]) -> Study:
     secret = [word for word in overrides if word.lstrip("+").partition("=")[0] in secret_keys()]
     shown = [f"{word.partition('=')[0]}=***" if word in secret else word for word in overrides]
     go_on = redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *folder, *shown]))
-    return Study(name, Path(nightly.folder) / name, nightly, config.tracking, arguments, shared, shares_cores, go_on)
+    path = config.cluster.storage_path
+    return Study(
+        name, Path(nightly.folder) / name, nightly, config.tracking, arguments, shared, shares_cores, go_on,
+        storage=path if is_address(path) else None,
+    )  # fmt: skip
 
 
 def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
@@ -262,8 +268,8 @@ def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
     Raises:
         UserError: the baseline cannot be compared with.
     """
-    baseline = baseline_of(study, read_nights(study.folder))
-    print(f"study:    {study.name}, in {study.folder}")
+    baseline = baseline_of(study, read_all(study))
+    print(f"study:    {study.name}, in {study.where}")
     print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *study.arguments]))}")
     told = f"{baseline.id} ({baseline.verdict})" if baseline else "none yet: the first good night will be"
     busy = " but for its speeds, as others used the machine" if baseline and baseline.busy else ""

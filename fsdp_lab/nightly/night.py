@@ -7,7 +7,9 @@ import getpass
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
 from fsdp_lab.config import UserError
 from fsdp_lab.cpu_contention import Others
@@ -20,15 +22,15 @@ from fsdp_lab.nightly.nights import (
     REGRESSION,
     Night,
     night_id,
-    read_nights,
-    write_night,
 )
 from fsdp_lab.nightly.page import write_page
+from fsdp_lab.nightly.shared import mark_pruned, put_page, read_all, send_missing, write
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.tell import tag, tell
 from fsdp_lab.nightly.verdict import baseline_of, gate_text, judge
 from fsdp_lab.report.data import Sweep
 from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.sweep.store.paths import sweep_address
 from fsdp_lab.tracking import TrackingError, find_sweep_run
 from fsdp_lab.tracking.tags import machine_tags
 
@@ -49,7 +51,7 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
         UserError: the baseline cannot be compared with, or the night waits for something that is to be mended.
         KeyboardInterrupt: the next start within the same night goes on with it.
     """
-    nights = read_nights(study.folder)
+    nights = read_all(study)
     baseline = baseline_of(study, nights)
     night = _begin(study, nights, due, now, say)
     night, status = _sweep(study, night, say)
@@ -65,14 +67,11 @@ def run_night(study: Study, due: float, say: Callable[[str], None], now: Callabl
                 f"{study.nightly.others_cpu:g}: speed is not judged tonight"
             )
         night = judge(study, dataclasses.replace(night, busy=busy), nights, baseline, sweep, now)
-    night = dataclasses.replace(night, run_id=_run_of(study, sweep_id, say))
+    night = dataclasses.replace(night, run_id=_run_of(study, sweep_id, say), sweeps=_addresses(study, night))
     # all that leaves word of it first: a kill before the verdict is written makes the next start say it again
     tell(study, night, say)
-    write_night(study.folder, night)
-    try:
-        write_page(study.folder / "nights.html", study.name, read_nights(study.folder), study.nightly.tolerance)
-    except (OSError, UserError) as error:
-        say(f"the page of the nights is not up to date: {error}")
+    write(study, night, say)
+    _page(study, say)
     prune(study, say)
     say(f"night {night.id}: {night.verdict}   page: {study.folder / 'nights.html'}")
     if night.verdict == FAILED:
@@ -89,14 +88,14 @@ def _sweep(study: Study, night: Night, say: Callable[[str], None]) -> tuple[Nigh
         if set_aside_if_changed(folder, say):
             night = dataclasses.replace(night, attempts=0, others=0.0)  # nothing is measured yet
         if not (folder / "sweep.json").exists():
-            night = _keep(study, night, **_origin(study))
+            night = _keep(study, night, say, **_origin(study))
         others = Others()
         try:
             with others:
                 status = run_sweep(study.arguments, folder, study.go_on)
             night = dataclasses.replace(night, attempts=night.attempts + 1)  # it ended by itself, we were not ended
         finally:  # of a night in several parts, the worst
-            night = _keep(study, night, others=max(night.others, round(others.share, 4)))
+            night = _keep(study, night, say, others=max(night.others, round(others.share, 4)))
         sweep, _ = results_in(folder)
         if status == ExitCode.refused or (sweep is not None and not _lacks_results(sweep)):
             break
@@ -108,10 +107,28 @@ def _lacks_results(sweep: Sweep) -> bool:
     return any(not status.is_result for status in sweep.statuses)
 
 
-def _keep(study: Study, night: Night, **changed: Any) -> Night:
+def _keep(study: Study, night: Night, say: Callable[[str], None], **changed: Any) -> Night:
     night = dataclasses.replace(night, **changed)
-    write_night(study.folder, night)
+    write(study, night, say)
     return night
+
+
+def _addresses(study: Study, night: Night) -> list[str]:
+    """Of its sweeps in object storage, those with other code too."""
+    found = []
+    for path in sorted((study.folder / night.id).glob("sweep*/.storage")):
+        with suppress(UserError):  # a damaged name: its checkpoints stay
+            found.append(sweep_address(study.storage, path.parent))
+    return [address for address in found if address is not None]
+
+
+def _page(study: Study, say: Callable[[str], None]) -> None:
+    page = study.folder / "nights.html"
+    try:
+        write_page(page, study.name, read_all(study), study.nightly.tolerance)
+        put_page(study, page)
+    except (OSError, UserError) as error:
+        say(f"the page of the nights is not up to date: {error}")
 
 
 def _begin(
@@ -124,12 +141,15 @@ def _begin(
         if not night.over:
             say(f"night {night.id} was interrupted, and is another night or study by now: it is left as it is")
             _, sweep_id = results_in(study.folder / night.id / "sweep")
-            night = dataclasses.replace(night, verdict=LEFT, run_id=_run_of(study, sweep_id, say))
+            run_id, sweeps = _run_of(study, sweep_id, say), _addresses(study, night)
+            night = dataclasses.replace(night, verdict=LEFT, run_id=run_id, sweeps=sweeps)
             tell(study, night, say)
-            write_night(study.folder, night)
+            write(study, night, say)
+    send_missing(study)
     begun = now()
-    night = Night(night_id(begun), due, begun, study=study.settings, **_origin(study))
-    write_night(study.folder, night)
+    own = "" if study.shared is None else f"-{uuid4().hex[:4]}"  # another machine may begin in the same second
+    night = Night(night_id(begun) + own, due, begun, study=study.settings, **_origin(study))
+    write(study, night, say)
     say(f"night {night.id} begins")
     return night
 
@@ -158,12 +178,12 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
     Raises:
         UserError: there is no night with results, or no reason.
     """
-    every = read_nights(study.folder)
+    every = read_all(study)
     nights = [night for night in every if night.over and night.verdict != LEFT]
     if not reason.strip():
         raise UserError('--accept takes a reason, which is recorded: --accept "the new model is larger".')
     if not nights or not nights[-1].results:
-        which = f"night {nights[-1].id} has no results" if nights else f"no night is over in {study.folder}"
+        which = f"night {nights[-1].id} has no results" if nights else f"no night is over in {study.where}"
         raise UserError(f"--accept: {which}, so there is nothing to accept; run one with --once.")
     try:
         who = getpass.getuser()
@@ -176,23 +196,25 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
     night = dataclasses.replace(nights[-1], verdict=ACCEPTED, accepted=accepted)
     tag(study, night, [], say)
     write_text(study.folder / night.id / "gate.md", gate_text(night))
-    write_night(study.folder, night)
-    write_page(study.folder / "nights.html", study.name, read_nights(study.folder), study.nightly.tolerance)
+    write(study, night, say)
+    _page(study, say)
     say(f"night {night.id} is the baseline from now on: {accepted['reason']}")
 
 
 def prune(study: Study, say: Callable[[str], None]) -> None:
     """Take away the checkpoints and models of old nights: all but the newest `nightly.keep`. Metrics stay."""
-    from fsdp_lab.sweep.store.record import drop_checkpoints
+    from fsdp_lab.sweep.store.record import drop_checkpoints, drop_stored_checkpoints
 
-    over = [night for night in read_nights(study.folder) if night.over]
+    over = [night for night in read_all(study) if night.over]
     for night in over[: -study.nightly.keep]:
         if night.pruned:
             continue
         try:
             for sweep in (study.folder / night.id).glob("sweep*"):  # those with other code too
                 drop_checkpoints(sweep)
-        except OSError as error:
+            for address in night.sweeps:  # another machine's
+                if address.startswith(f"{study.storage}/"):
+                    drop_stored_checkpoints(address)
+            mark_pruned(study, night)
+        except (OSError, UserError) as error:
             say(f"the checkpoints of night {night.id} are still there: {error}")
-        else:
-            _keep(study, night, pruned=True)

@@ -42,6 +42,7 @@ class Night:
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
         attempts: how often its sweep came to an end by itself.
         pruned: its checkpoints were taken away.
+        sweeps: the addresses of its sweeps in object storage.
         others, busy: the share of all cores that others had, and whether that was too much to judge speed.
         speed_baseline: the night whose speeds it was compared with; None where speed was not judged.
     """
@@ -65,6 +66,7 @@ class Night:
     busy: bool = False
     speed_baseline: str | None = None
     pruned: bool = False
+    sweeps: list[str] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
@@ -93,24 +95,31 @@ def read_nights(folder: Path) -> list[Night]:
     """All that began, the oldest first. A folder that was killed before its first word is none.
 
     Raises:
-        UserError: a night that cannot be read; keys of a newer version are left out.
+        UserError: a night that cannot be read.
     """
-    found = []
-    known = {f.name for f in fields(Night)}
-    for path in sorted(folder.glob("*/night.json")):
-        try:
-            content = {key: value for key, value in json.loads(path.read_text()).items() if key in known}
-            content["results"] = {
-                setting: Result([TrialStatus(status) for status in result["statuses"]], result["values"])
-                for setting, result in content["results"].items()
-            }
-            found.append(Night(**content))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"{path} cannot be read ({error}); put it right, or move the night's folder away: without it nights "
-                "would be compared with an older one."
-            ) from None
+    found = [night_of(path.read_text(errors="replace"), str(path)) for path in sorted(folder.glob("*/night.json"))]
     return sorted(found, key=lambda night: night.begun)
+
+
+def night_of(text: str, source: str) -> Night:
+    """Return the night that a `night.json` tells of; keys of a newer version are left out.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    known = {f.name for f in fields(Night)}
+    try:
+        content = {key: value for key, value in json.loads(text).items() if key in known}
+        content["results"] = {
+            setting: Result([TrialStatus(status) for status in result["statuses"]], result["values"])
+            for setting, result in content["results"].items()
+        }
+        return Night(**content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{source} cannot be read ({error}); put it right, or move it away: without it nights would be compared "
+            "with an older one."
+        ) from None
 
 
 def read_since(folder: Path, now: float) -> float:

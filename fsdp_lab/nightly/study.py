@@ -20,6 +20,7 @@ class Study:
         settings: what all its trials share.
         go_on: the command that goes on with an interrupted night.
         shares_cores: it computes on this machine's cores, so that what others do there is felt.
+        storage: where its sweeps are in object storage; None: nowhere.
     """
 
     name: str
@@ -30,3 +31,14 @@ class Study:
     settings: dict[str, Any]
     shares_cores: bool
     go_on: str
+    storage: str | None = None
+
+    @property
+    def shared(self) -> str | None:
+        """The address of its nights, for all machines."""
+        return None if self.storage is None else f"{self.storage}/nights/{self.name}"
+
+    @property
+    def where(self) -> str:
+        """Where its nights are, in words."""
+        return str(self.folder) if self.shared is None else f"{self.folder} and {self.shared}"

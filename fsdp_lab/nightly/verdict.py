@@ -31,7 +31,7 @@ def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
         found = next((night for night in nights if night.id == named), None)
         if found is None or not found.results:
             known = ", ".join(night.id for night in nights[-5:] if night.results) or "none yet"
-            raise UserError(f"nightly.baseline={named} is no night of {study.folder} with results; the last: {known}.")
+            raise UserError(f"nightly.baseline={named} is no night of {study.where} with results; the last: {known}.")
     if found is not None:
         here, there = study.settings, found.study
         # a key that one of them does not have is of other code, but for an axis: that one varied nothing
@@ -42,9 +42,10 @@ def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
             if there.get(k) != here.get(k)
         ]
         if others:
+            place = "nightly.folder" if study.storage is None else "cluster.storage_path"
             raise UserError(
                 f"the baseline, night {found.id}, is of another study: {'; '.join(others[:5])}. Put that back, give "
-                "this study a folder of its own with nightly.folder=..., or move the old nights away."
+                f"this study a place of its own with {place}=..., or move the old nights away."
             )
     return found
 

@@ -55,6 +55,7 @@ from fsdp_lab.sweep.store.words import key_of
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
 # Set while a resume works in another folder than the one it was typed in.
 TYPED_ELSEWHERE = "FSDP_LAB_TYPED_ELSEWHERE"
+_OF_CHECKPOINTS = re.compile(r"([\w.-]+/)?(checkpoints/.+|model/.+|model\.pt)")  # objects, of a sweep or of a trial
 _MOST_NAMED = 10  # of trials that are missing: a number may be damaged, too
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 
@@ -222,13 +223,24 @@ def drop_checkpoints(folder: Path) -> None:
     """
     for where in _places(folder):
         if is_address(str(where)):
-            storage = Storage(str(where))
-            storage.delete(name for name in storage.files() if name.startswith(("checkpoints/", "model/", "model.pt")))
+            drop_stored_checkpoints(str(where))
             continue
         if (where / "checkpoints").exists():
             shutil.rmtree(where / "checkpoints")
         (where / "model.pt").unlink(missing_ok=True)
         shutil.rmtree(where / "model", ignore_errors=True)
+
+
+def drop_stored_checkpoints(address: str) -> None:
+    """As `drop_checkpoints`, in object storage: of a sweep, or of a trial of one.
+
+    Raises:
+        StorageRefused, StorageAway: see there.
+    """
+    storage = Storage(address)
+    # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
+    names = sorted(name for name in storage.files() if _OF_CHECKPOINTS.fullmatch(name))
+    storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))
 
 
 def _places(folder: Path) -> list[Any]:

@@ -1,0 +1,49 @@
+"""Nights on machines that have nothing in common but object storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.storage import Storage
+from tests import forked
+from tests.nightly.test_night import INLINE
+from tests.s3 import SECRET, held_in
+from tests.servers import lay_store
+
+pytestmark = pytest.mark.cluster
+
+SHORT = (*INLINE, "precision=fp32", "nightly.repeats=1", "nightly.keep=1")
+
+
+def nightly(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    lay_store(folder)
+    return forked.run(folder, "fsdp_lab.nightly", *arguments, environment={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_tonight_on_another_machine_is_compared_with_last_night(address: str, tmp_path: Path):
+    one, other, third = (tmp_path / name for name in ("one", "other", "third"))
+    words = (*SHORT, f"cluster.storage_path={address}")
+    done = nightly(one, "--once", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shared = Storage(f"{address}/nights/nightly")
+    (first,) = (name.removesuffix(".json") for name in shared.files() if name.endswith(".json"))
+    done = nightly(other, "--once", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"against {first}: nothing got worse" in done.stdout
+    nights = [json.loads(shared.read(name)) for name in sorted(shared.files()) if name.endswith(".json")]
+    assert [(night["verdict"], night["baseline"]) for night in nights] == [("good", None), ("good", first)]
+    assert f"{first}.pruned" in shared.files() and "nights.html" in shared.files()
+    checkpoints = [Storage(night["sweeps"][0]).files("0/checkpoints") for night in nights]
+    assert not checkpoints[0] and checkpoints[1], "of the first machine's night they are gone, by the second"
+    done = nightly(third, "--accept", "as good as it gets", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = nightly(one, "--check", *words)
+    assert f"baseline: {nights[1]['id']} (accepted)" in done.stdout
+    assert f"in nights/nightly and {shared.address}" in done.stdout
+    assert held_in(tmp_path, SECRET) == []

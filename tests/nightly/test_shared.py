@@ -1,0 +1,151 @@
+"""Nights in storage: what other machines find there, and what a kill at any moment leaves. Objects in memory stand for
+the store; a real one, with nights that train, is in tests/cluster/test_nights.py."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.config import UserError
+from fsdp_lab.config.nightly import NightConfig
+from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.nightly import night as night_module
+from fsdp_lab.nightly import shared
+from fsdp_lab.nightly.gate import Result
+from fsdp_lab.nightly.nights import ACCEPTED, GOOD, LEFT, REGRESSION, RUNNING, Night, night_id, read_nights
+from fsdp_lab.nightly.study import Study
+from fsdp_lab.nightly.verdict import baseline_of
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage import Storage, StorageAway
+
+ON = {"device": "cpu", "workers": 1}
+RESULTS = {"a": Result([TrialStatus.finished], {"loss": [1.0]})}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[..., Study]:
+    """`machine(name)`: the study on a machine with a folder of its own; all have one storage."""
+    address = f"memory://bucket/{uuid.uuid4().hex[:8]}"
+
+    def study(name: str, stored: bool = True, keep: int = 1) -> Study:
+        config = NightConfig(keep=keep)
+        return Study("s", tmp_path / name, config, TrackingConfig(), [], ON, False, "", address if stored else None)
+
+    return study
+
+
+def a_night(moment: float, verdict: str = GOOD, **more: object) -> Night:
+    return Night(night_id(moment), moment, moment, verdict=verdict, results=RESULTS, **more)  # type: ignore[arg-type]
+
+
+def test_a_night_that_is_over_is_the_baseline_on_another_machine(machine: Callable[..., Study]):
+    one, other = machine("one"), machine("other")
+    shared.write(one, a_night(0.0), print)
+    shared.write(one, a_night(86400.0, RUNNING), print)
+    assert shared.read_all(other) == [a_night(0.0)], "nobody else's: it may run"
+    assert [night.verdict for night in shared.read_all(one)] == [GOOD, RUNNING]
+    assert baseline_of(other, shared.read_all(other)) == a_night(0.0)
+
+
+def test_a_kill_before_the_verdict_is_in_storage_leaves_it_interrupted_and_after_it_over(
+    machine: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+):
+    one = machine("one")
+    shared.write(one, a_night(0.0, RUNNING), print)
+
+    def killed(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            shared.write(one, a_night(0.0), print)
+    assert [night.verdict for night in shared.read_all(one)] == [RUNNING]
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "write_night", killed)
+        with pytest.raises(KeyboardInterrupt):
+            shared.write(one, a_night(0.0), print)
+    assert read_nights(one.folder)[0].verdict == RUNNING
+    assert [night.verdict for night in shared.read_all(one)] == [GOOD], "it is not judged again"
+
+
+def test_a_verdict_waits_for_a_store_that_is_away_and_the_night_for_the_verdict(
+    machine: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+):
+    one, said, tries = machine("one"), list[str](), list[str]()
+
+    def away(self: Storage, name: str, content: bytes) -> None:
+        tries.append(name)
+        if len(tries) != 2:
+            raise StorageAway(f"{self.address}: gone")
+
+    monkeypatch.setattr(Storage, "write", away)
+    monkeypatch.setattr(shared, "_PAUSE_S", 0.0)
+    shared.write(one, a_night(0.0), said.append)
+    assert len(tries) == 2 and "the verdict waits up to 300 s" in said[0]
+    with pytest.raises(UserError, match=r"memory://.*gone; the night is not over until it is there: start it again"):
+        shared.write(one, a_night(1.0), said.append, patience_s=-1.0)
+    assert [night.begun for night in read_nights(one.folder)] == [0.0]
+
+
+def test_what_another_machine_accepts_is_accepted_here(machine: Callable[..., Study]):
+    one, other = machine("one"), machine("other")
+    shared.write(one, a_night(0.0), print)
+    shared.write(one, a_night(86400.0, REGRESSION), print)
+    night_module.accept(other, "the data grew", print)
+    assert read_nights(one.folder)[-1].verdict == REGRESSION, "what its own folder has is older"
+    found = shared.read_all(one)[-1]
+    assert found.verdict == ACCEPTED and found.accepted is not None and found.accepted["reason"] == "the data grew"
+    assert "nights.html" in Storage(str(one.shared)).files()
+
+
+def test_nights_from_before_there_was_storage_are_put_when_the_next_begins(machine: Callable[..., Study]):
+    alone, one = machine("one", stored=False), machine("one")
+    for moment, verdict in ((0.0, GOOD), (86400.0, RUNNING)):
+        shared.write(alone, a_night(moment, verdict), print)
+    assert shared.read_all(machine("other")) == []
+    begun = night_module._begin(one, shared.read_all(one), 172800.0, lambda: 172800.0, print)
+    assert [night.verdict for night in shared.read_all(machine("other"))] == [GOOD, LEFT]
+    assert begun.id.startswith(night_id(172800.0) + "-"), "two machines may begin in one second"
+
+
+def test_checkpoints_of_old_nights_go_whoever_ran_them(machine: Callable[..., Study]):
+    one, other = machine("one"), machine("other")
+    sweep, elsewhere = f"{one.storage}/a-sweep-1", f"memory://bucket/{uuid.uuid4().hex}"
+    names = ("0/checkpoints/step_1.json", "0/checkpoints/step_1.x/a", "0/model.pt", "0/metrics.jsonl", "0/model/w",
+             "sweep.json", "forecast/model.json")  # fmt: skip
+    for address in (sweep, elsewhere):
+        for name in names:
+            Storage(address).write(name, b"1")
+    shared.write(one, a_night(0.0, sweeps=[sweep, elsewhere]), print)
+    shared.write(one, a_night(86400.0), print)
+    night_module.prune(other, print)
+    assert sorted(Storage(sweep).files()) == ["0/metrics.jsonl", "forecast/model.json", "sweep.json"]
+    assert len(Storage(elsewhere).files()) == len(names), "not below this study's storage"
+    assert [night.pruned for night in shared.read_all(one)] == [True, False]
+    assert read_nights(other.folder) == []
+
+
+def test_an_object_that_is_no_night_is_refused_by_its_address(machine: Callable[..., Study]):
+    one = machine("one")
+    shared.write(one, a_night(0.0), print)
+    storage = Storage(str(one.shared))
+    storage.write("2026.json", b'{"id": "../../x", "due": 0, "begun": 0, "results": {}}')
+    with pytest.raises(UserError, match=r"2026\.json says that it is night '../../x'; remove that object"):
+        shared.read_all(one)
+    storage.write("2026.json", b"{")
+    with pytest.raises(UserError, match=rf"{one.shared}/2026\.json cannot be read"):
+        shared.read_all(one)
+
+
+def test_a_study_without_storage_stays_in_its_folder(machine: Callable[..., Study]):
+    alone = machine("one", stored=False)
+    shared.write(alone, a_night(0.0), print)
+    shared.write(alone, a_night(86400.0), print)
+    night_module.prune(alone, print)
+    assert [night.pruned for night in read_nights(alone.folder)] == [True, False]
+    assert alone.where == str(alone.folder) and replace(alone, storage="s3://b").where.endswith(" and s3://b/nights/s")
