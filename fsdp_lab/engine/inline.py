@@ -13,7 +13,7 @@ from fsdp_lab.engine.files import Outcome, read_failures, set_aside_failures, wr
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.mirror import Sender
 from fsdp_lab.engine.why import first_line
-from fsdp_lab.engine.worker import FolderReporter, check_gpu, train_and_record
+from fsdp_lab.engine.worker import FolderReporter, refuse_unseen_gpus, train_and_record, unseen_gpu
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.storage import Storage
 
@@ -39,7 +39,7 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
     set_aside_failures(folder)  # of a start before this one
     try:
         if num_gpus():
-            check_gpu(str(folder), 0)
+            refuse_unseen_gpus(folder, [unseen_gpu(0)])
         sender = Sender(Storage(storage), folder) if storage else None
 
         def told() -> None:

@@ -32,7 +32,7 @@ from fsdp_lab.engine.nodes import keep_places, own_place
 from fsdp_lab.engine.rendezvous import meet, meeting_folder
 from fsdp_lab.engine.stacks import find_stuck
 from fsdp_lab.engine.why import report_of, why
-from fsdp_lab.engine.worker import check_gpu, train_worker, write_failure
+from fsdp_lab.engine.worker import refuse_unseen_gpus, train_worker, unseen_gpu, write_failure
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
@@ -262,7 +262,8 @@ def torch_config(job: Job, meeting: str) -> Any:
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             if job.use_gpu:
                 ranks = range(len(worker_group))
-                ray.get([worker_group.execute_single_async(rank, check_gpu, job.folder, rank) for rank in ranks])
+                found = ray.get([worker_group.execute_single_async(rank, unseen_gpu, rank) for rank in ranks])
+                refuse_unseen_gpus(Path(job.folder), found)
             nodes = keep_places(Path(job.folder), worker_group)
             meet(worker_group, nodes, here, meeting, backend_config.backend, backend_config.timeout_s)
 

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,29 +81,43 @@ class RayReporter(FolderReporter):
         ray.train.report({"epoch": epoch})
 
 
-def check_gpu(folder: str, rank: int) -> None:
+def unseen_gpu(rank: int) -> str | None:
     """Compare the GPU that this worker was given with what PyTorch sees, before NCCL is started on it.
 
-    Raises:
-        UserError: PyTorch sees none. It is left in `failures/`, too.
+    Returns:
+        what is wrong; None where PyTorch sees it.
     """
     from fsdp_lab.training.distributed import sees_cuda
 
     available, built_for = sees_cuda()
     if available:
-        return
+        return None
     found, visible = driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
     count = f"the driver's NVML counts {num_gpus()}"
     if found is not None:
         count += f" ({found.version}, up to CUDA {'.'.join(map(str, found.cuda or ('?',)))})"
-    error = UserError(
+    return (
         f"rank {rank} on {socket.gethostname()} was given a GPU and PyTorch sees none: torch.cuda.is_available() is "
         f"False, torch.version.cuda={built_for}, CUDA_VISIBLE_DEVICES={visible}, {count}; `python -c 'import "
         "torch; torch.cuda.init()'` there says why. Update the driver or install a PyTorch built for its CUDA, or hide "
         'the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU.'
     )
-    record_failure(Path(folder), rank, error, "user")
-    raise error
+
+
+def refuse_unseen_gpus(folder: Path, found: Sequence[str | None]) -> None:
+    """
+    Args:
+        folder: the trial's, on this node; workers may not have it.
+        found: what `unseen_gpu` returned, by rank.
+
+    Raises:
+        UserError: some PyTorch sees no GPU. It is left in `failures/`, too.
+    """
+    wrong = {rank: message for rank, message in enumerate(found) if message is not None}
+    for rank, message in wrong.items():
+        write_failure(folder, rank, "user", message, "")
+    for message in wrong.values():
+        raise UserError(message)
 
 
 def check_no_gpu() -> None:

@@ -22,7 +22,14 @@ from fsdp_lab.engine.files import (
     why_unwritten,
 )
 from fsdp_lab.engine.inline import run_inline
-from fsdp_lab.engine.worker import FolderReporter, check_gpu, kind_of, record_failure, train_and_record
+from fsdp_lab.engine.worker import (
+    FolderReporter,
+    kind_of,
+    record_failure,
+    refuse_unseen_gpus,
+    train_and_record,
+    unseen_gpu,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,20 +97,22 @@ def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pyt
 def test_a_gpu_that_pytorch_does_not_see_is_told(
     fake_nvml: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """With all that is needed to find out which of those who count is wrong; and it would be so again."""
+    """With all that is needed to find out which of those who count is wrong. A worker has no folder in common with the
+    trial where there is object storage: the trial's own process writes it down, and it would be so again."""
     fake_nvml(gpus=4, driver="580.65.06", cuda=13000)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_gpu(str(tmp_path), 1)
+    refuse_unseen_gpus(tmp_path, [unseen_gpu(0), unseen_gpu(1)])
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError) as told:
-        check_gpu(str(tmp_path), 1)
+    message = unseen_gpu(1)
     for words in ("rank 1 on ", "torch.cuda.is_available() is False", f"torch.version.cuda={torch.version.cuda}",
                   "CUDA_VISIBLE_DEVICES=2,3", "NVML counts 2 (580.65.06, up to CUDA 13.0)"):  # fmt: skip
-        assert words in str(told.value)
+        assert words in str(message)
+    with pytest.raises(UserError) as told:
+        refuse_unseen_gpus(tmp_path, [None, message])
     (failure,) = read_failures(tmp_path)
-    assert (failure["kind"], failure["message"]) == ("user", str(told.value))
+    assert (failure["rank"], failure["kind"], failure["message"]) == (1, "user", message) and str(told.value) == message
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
