@@ -24,6 +24,7 @@ from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.metrics import can_be_objective, objective_keys
+from fsdp_lab.redact import redact
 
 
 class Engine(Enum):
@@ -166,8 +167,15 @@ class ClusterConfig:
     def check(self) -> None:
         """
         Raises:
-            ConfigError: an address of no object storage.
+            ConfigError: an address of Ray Client or of Ray's job server; or of no object storage.
         """
+        if self.address is not None and self.address.startswith(("ray://", "http://", "https://")):
+            raise ConfigError(
+                f"cluster.address={redact(self.address)}: Ray Tune and Ray Train do not run through Ray Client or the "
+                "job server. Type the command on a node of the cluster with cluster.address=<head>:6379, or send it "
+                "there: `ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab ... "
+                "cluster.address=auto`."
+            )
         if self.storage_path is not None and is_address(self.storage_path):
             check_address("cluster.storage_path", self.storage_path)
 

@@ -43,3 +43,13 @@ def test_an_address_with_credentials_is_refused_without_repeating_them(address: 
     with pytest.raises(ConfigError) as caught:
         check_address("resume", address)
     assert "credentials come from the environment" in str(caught.value) and "pass4711" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265", "https://head:8265"])
+def test_rays_other_addresses_are_refused_with_what_to_use(address: str):
+    with pytest.raises(ConfigError) as caught:
+        ClusterConfig(address=address).check()
+    assert str(caught.value).startswith(f"cluster.address={address}: Ray Tune and Ray Train do not run through")
+    assert "cluster.address=<head>:6379" in str(caught.value) and "ray job submit" in str(caught.value)
+    for good in ("auto", "head:6379", "[::1]:6379", None):
+        ClusterConfig(address=good).check()
