@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import shutil
 import socket
 import sys
@@ -22,6 +21,7 @@ from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.config.target import user_root
+from fsdp_lab.engine.ray_token import check_token, is_refusal, set_own_token, wrong_token
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
 from fsdp_lab.engine.session import claim_session, keep_session
 
@@ -47,8 +47,6 @@ ENVIRONMENT = {
 }
 
 _PROBE_TIMEOUT_S = 8.0
-_TOKEN_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # in Ray's log, or in its error
-
 
 _servers: dict[str, psutil.Process] = {}  # of a Ray that was started here
 _own_folders: list[Path] = []  # what it writes in the folder for temporary files: logs and sockets
@@ -81,7 +79,7 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
             import it from where it is.
 
     Raises:
-        UserError: no Ray answers at the address.
+        UserError: no Ray answers at the address, or not to this process's token.
     """
     set_environment()
     if cluster.address is None:
@@ -90,7 +88,10 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         set_own_token()
     else:
+        check_token(cluster.address)
         probe(cluster.address)
+        # Ray asks once a second, twenty times, also one that answers and refuses the token
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -109,8 +110,8 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
         try:
             ray.init(address=cluster.address, runtime_env=code_environment(code), **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            refused = any(sign in printed() + str(error) for sign in _TOKEN_REFUSED)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            refused = is_refusal(printed() + str(error))
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
 
 
@@ -119,18 +120,6 @@ def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
     with one, workers that Ray has started in advance are of no use."""
     roots = sorted({str(root) for path in code if (root := user_root(path)) is not None})
     return {"py_modules": roots} if roots else None
-
-
-_own_token = secrets.token_hex(32)
-
-
-def set_own_token() -> None:
-    """Let a Ray that is started here answer only to those who have this process's token, which is in the environment
-    of its processes and nowhere else. Ray's own lies in the home folder for everybody to read. One who turned
-    authentication off (RAY_AUTH_MODE=disabled) has it off; a Ray without authentication takes no notice."""
-    if "ray" not in sys.modules:  # else it has read the mode, and from 2.59 on asks for tokens by itself
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ["RAY_AUTH_TOKEN"] = _own_token  # it comes before a path
 
 
 @contextmanager
@@ -159,12 +148,12 @@ def kept_stderr() -> Iterator[Callable[[], str]]:
 
 
 def probe(address: str) -> None:
-    """Knock at `host:port`, or `ray://host:port`: Ray itself would try for minutes.
+    """Knock at `host:port`: Ray itself would try for minutes.
 
     Raises:
         UserError: nobody opens.
     """
-    host, _, port = address.rpartition("://")[2].rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return  # `auto`, for which Ray looks on this machine, and whatever else it understands
     try:
@@ -177,17 +166,6 @@ def no_ray(address: str, error: Exception) -> UserError:
     return UserError(
         f"cluster.address={address}: no Ray answers there ({str(error).splitlines()[0]}); start one with "
         "`ray start --head`, or leave cluster.address=null to have it started here."
-    )
-
-
-def wrong_token(address: str) -> UserError:
-    given = "the one in the environment is another one" if os.environ.get("RAY_AUTH_TOKEN") else "none was given"
-    if os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        given = "the one in RAY_AUTH_TOKEN_PATH is another one"
-    return UserError(
-        f"cluster.address={address}: this Ray cluster asks for an authentication token, and {given}; set "
-        "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the cluster's: `ray get-auth-token` on its "
-        "head node prints it."
     )
 
 
