@@ -19,6 +19,7 @@ test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: kills, 
 	$(PYTEST) -m "long and not cluster"
 
 test-cluster: $(VENV)/.installed  ## object storage, and sweeps over two nodes, as network namespaces: as root, elsewhere they are skipped
+	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,jobs]"
 	$(PY) -m pytest -m cluster
 
 test-fast: $(VENV)/.installed

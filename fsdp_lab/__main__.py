@@ -8,6 +8,7 @@ import fsdp_lab.installed  # noqa: F401
 import atexit
 import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -19,6 +20,7 @@ from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.config.words import check_repeat, for_hydra
 from fsdp_lab.engine.cluster import stop_ray
+from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.status import ExitCode
 
 _SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead of running
@@ -98,7 +100,8 @@ def leave(error: Exception) -> NoReturn:
 
 def resume_first(arguments: list[str]) -> tuple[list[str], str]:
     """With `resume=...` the command line that it stands for, typed where that was typed; else the same. And the folder
-    in which the user's modules lie: of a sweep that is somebody else's, where `resume=...` was typed."""
+    in which the user's modules lie: of a sweep that is somebody else's, where `resume=...` was typed. A job of Ray's
+    stays in the files that came with it, for those of an earlier job may be gone."""
     typed_in = os.getcwd()
     if not any(a.startswith("resume=") for a in arguments):
         return arguments, typed_in
@@ -107,7 +110,8 @@ def resume_first(arguments: list[str]) -> tuple[list[str], str]:
     from fsdp_lab.sweep.store.trust import enter
 
     meant, launched_in, own = resume_arguments(arguments)
-    if os.path.isdir(launched_in) and not os.path.samefile(launched_in, "."):
+    came_along = is_rays_copy(Path.cwd())
+    if not came_along and os.path.isdir(launched_in) and not os.path.samefile(launched_in, "."):
         os.environ[TYPED_ELSEWHERE] = typed_in
         enter(launched_in)
     return meant, os.getcwd() if own else typed_in

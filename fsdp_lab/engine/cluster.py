@@ -21,6 +21,7 @@ from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.config.target import user_root
+from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_token import check_token, is_refusal, set_own_token, wrong_token
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
 from fsdp_lab.engine.session import claim_session, keep_session
@@ -117,8 +118,9 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
 
 def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
     """Return the runtime environment that brings the packages of dotted paths to every node; None where there are none:
-    with one, workers that Ray has started in advance are of no use."""
-    roots = sorted({str(root) for path in code if (root := user_root(path)) is not None})
+    with one, workers that Ray has started in advance are of no use. What came with a job is on every node already."""
+    found = {root for path in code if (root := user_root(path)) is not None}
+    roots = sorted(str(root) for root in found if not is_rays_copy(root))
     return {"py_modules": roots} if roots else None
 
 

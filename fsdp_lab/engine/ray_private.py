@@ -62,6 +62,14 @@ _DRAINING = (Name("ray._private.state", "GlobalState.get_draining_nodes", ("self
 _MEMORY_KILLS = (
     Name("ray.air.execution._internal", "RayActorManager._actor_task_failed", ("tracked_actor_task", "exception")),
 )
+# Of a driver that `ray job submit` started: a variable that says so, and the folder of the files that it came with.
+# Without them such a sweep runs as one that is typed on the head node.
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+RUNTIME_ENV_FOLDER = "runtime_resources"
+_JOB = (
+    Name("ray._private.runtime_env.constants", "RAY_JOB_CONFIG_JSON_ENV_VAR"),
+    Name("ray._private.ray_constants", "DEFAULT_RUNTIME_ENV_DIR_NAME"),
+)
 # Without these something is slower, or one more line is printed; nothing fails.
 OTHERS = (
     # 2.54 has a policy that asks no coordinator; there is nothing to leave out
@@ -77,6 +85,7 @@ OTHERS = (
     *_SHARED_BUNDLES,
     *_DRAINING,
     *_MEMORY_KILLS,
+    *_JOB,
     # Tune's processes start anew instead of coming from those that Ray keeps ready
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),

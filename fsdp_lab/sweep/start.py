@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_lab.config.machine import check_driver
 from fsdp_lab.config.sweep import Engine
+from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.listeners.console import Console
@@ -20,8 +21,9 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     """Run a sweep and print what came of it.
 
     Raises:
-        UserError: see `run_sweep`; or PyTorch cannot use this machine's GPUs.
+        UserError: see `run_sweep`; PyTorch cannot use this machine's GPUs; or a job of Ray's would lose its results.
     """
+    check_job(plan.config, plan.folder, plan.record.multirun)
     if plan.config.cluster.address is None:  # another machine's driver is for its workers to ask
         check_driver()
     console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)

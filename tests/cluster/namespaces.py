@@ -1,7 +1,8 @@
-"""Two nodes on one machine: network namespaces that share the disk, joined by a cable."""
+"""Two nodes on one machine: network namespaces that share the disk but for Ray's folder, joined by a cable."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -60,10 +61,14 @@ class Cluster:
     def start(self, node: Node) -> None:
         """Start Ray on a node and wait until the cluster has it."""
         ray = str(Path(sys.executable).with_name("ray"))
-        head = ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={self.folder / 'ray'}"]
+        jobs = bool(importlib.util.find_spec("aiohttp_cors"))  # ray[default]: the job server is the dashboard's
+        head = ["--head", f"--port={_PORT}", f"--temp-dir={self.folder / 'ray'}", f"--include-dashboard={jobs}",
+                "--dashboard-host=127.0.0.1"]  # fmt: skip
         where = head if node is self.nodes[0] else [f"--address={self.address}"]
         command = [ray, "start", *where, f"--node-ip-address={node.address}", f"--num-cpus={node.cpus}", "--num-gpus=0",
                    "--block", "--disable-usage-stats"]  # fmt: skip
+        if node is not self.nodes[0]:
+            command = self._own_disk(node, command)
         with (self.folder / f"{node.name}.log").open("ab") as log:
             node.raylet = subprocess.Popen(
                 node.command(*command), env=self.environment, cwd=self.folder, stdout=log, stderr=log
@@ -78,6 +83,13 @@ class Cluster:
             assert node.raylet.poll() is None, (self.folder / f"{node.name}.log").read_text()
             assert time.monotonic() < end, f"{node.name} did not join within {_START_S} s"
             time.sleep(0.2)
+
+    def _own_disk(self, node: Node, command: list[str]) -> list[str]:
+        """That command, for which Ray's folder is another one: nodes that shared it would delete each other's copies of
+        a job's files. `ip netns exec` gives it a mount namespace of its own."""
+        own, shared = self.folder / node.name, self.folder / "ray"
+        own.mkdir(exist_ok=True)
+        return ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(own), str(shared), *command]
 
     def ask(self, expression: str) -> Any:
         """The value of a Python expression about `ray`, in a process that has joined the cluster."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.engine.cluster import set_environment
-from fsdp_lab.engine.ray_private import CONTROLLER, OTHERS, missing, slower
+from fsdp_lab.engine.ray_private import CONTROLLER, JOB_VARIABLE, OTHERS, RUNTIME_ENV_FOLDER, missing, slower
 from fsdp_lab.private import Name
 from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for, workers_of
 
@@ -20,6 +20,13 @@ set_environment()  # the second Ray Train is the one that is asked
 @pytest.mark.parametrize("name", [*CONTROLLER, *OTHERS], ids=lambda name: f"{name.module}.{name.name}")
 def test_ray_has_the_name_as_we_use_it(name: Name):
     assert name.lacks() is None, f"this Ray lacks {name.lacks()}: see fsdp_lab/engine/ray_private.py"
+
+
+def test_ray_calls_what_it_gives_to_a_job_as_we_do():
+    from ray._private.ray_constants import DEFAULT_RUNTIME_ENV_DIR_NAME
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    assert (RAY_JOB_CONFIG_JSON_ENV_VAR, DEFAULT_RUNTIME_ENV_DIR_NAME) == (JOB_VARIABLE, RUNTIME_ENV_FOLDER)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""A sweep as a job of a Ray cluster (`ray job submit`): what it shares with that, and what of it would be lost."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fsdp_lab.config import ConfigError, is_address
+from fsdp_lab.config.sweep import Engine, SweepConfig
+from fsdp_lab.engine.ray_private import JOB_VARIABLE, RUNTIME_ENV_FOLDER
+
+
+def in_job() -> bool:
+    """Whether this process was started by Ray's job server."""
+    return JOB_VARIABLE in os.environ
+
+
+def is_rays_copy(path: Path) -> bool:
+    """Whether a path lies in a copy that Ray made of a `working_dir` or of `py_modules`. Every node has one, and Ray
+    deletes it."""
+    return in_job() and RUNTIME_ENV_FOLDER in path.absolute().parts
+
+
+def check_job(config: SweepConfig, folder: Path, multirun: bool) -> None:
+    """Refuse a sweep that leaves its cluster unused, or whose results would go with the job's files.
+
+    Args:
+        folder: the sweep's.
+
+    Raises:
+        ConfigError: in a job of Ray's only.
+    """
+    if not in_job():
+        return
+    if config.engine is Engine.ray and config.cluster.address is None:
+        raise ConfigError(
+            "cluster.address=null starts a Ray beside the cluster that this is a job of; add cluster.address=auto."
+        )
+    storage, uri = config.cluster.storage_path, config.tracking.uri
+    lost = []
+    if storage is not None and not is_address(storage) and is_rays_copy(Path(storage)):
+        lost.append("cluster.storage_path=/shared/fsdp_lab")
+    if not is_address(storage) and is_rays_copy(folder):
+        lost.append(f"hydra.{'sweep' if multirun else 'run'}.dir=/shared/fsdp_lab/<a name>")
+    if uri.startswith("sqlite:///") and is_rays_copy(Path(uri.removeprefix("sqlite:///"))):
+        lost.append("tracking.uri=sqlite:////shared/fsdp_lab/mlflow.db")
+    if lost:
+        raise ConfigError(
+            f"this job stands in Ray's copy of its files ({Path.cwd()}), which Ray deletes; add folders that stay, for "
+            f"example {' '.join(lost)}"
+        )
