@@ -17,11 +17,25 @@ import torch.multiprocessing as mp
 from fsdp_lab.config import NightlyConfig
 from fsdp_lab.training.__main__ import read_config
 
+# What ranks import while they train, and pytest, which the files with the tests import.
+_IMPORTED = [
+    "fsdp_lab.training", "fsdp_lab.training.__main__", "fsdp_lab.workloads.vision.vit",
+    "fsdp_lab.workloads.vision.mlp", "fsdp_lab.workloads.vision.digits", "fsdp_lab.workloads.vision.classification",
+    "fsdp_lab.cpu_contention", "torchvision.models", "torch.utils.serialization", "yaml", "pytest", "tests.ranks",
+]  # fmt: skip
+
+
+def forkserver() -> multiprocessing.context.BaseContext:
+    """Processes that are forked from one that has imported PyTorch, once: that takes longer than most of what they
+    do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks, with torchrun's ranks in the environment; results in rank order."""
-    # Ranks are forked from a process that has imported PyTorch, once: that takes longer than most of what they do.
-    multiprocessing.set_forkserver_preload(["fsdp_lab.training", "fsdp_lab.workloads.vision.vit", "tests.ranks"])
+    forkserver()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (world_size, folder, function, args), nprocs=world_size, start_method="forkserver")
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.config import UserError
 from fsdp_lab.training.checkpoint import CheckpointError, check_meta
 from fsdp_lab.training.checkpoint_files import discard, latest, outdated, publish, whole
-from tests.ranks import Memo, config, run_ranks
+from tests.ranks import Memo, config, forkserver, run_ranks
 from tests.training.reference import apart
 
 STEPS = 2  # in an epoch
-REPO = Path(__file__).parents[2]
+# Two blocks: what is saved, loaded and gathered costs by the block, and there has to be more than one.
+SMALL = ("data.num_train=64", "model.num_layers=2")
+NUM_PARAMS = 139_018 - 2 * 33_472
 
 
 @dataclass
@@ -46,7 +50,7 @@ def train_in(jobs: list[tuple[str, list[str]]]) -> list[Told]:
         losses: list[float] = []
         memo, error = Memo(), ""
         try:
-            train(config("training.epochs=3", "data.num_train=64", *overrides), Path(folder), memo, losses.extend)
+            train(config("training.epochs=3", *SMALL, *overrides), Path(folder), memo, losses.extend)
         except UserError as told:
             error = f"{type(told).__name__}: {told}"
         results.append(Told(losses, memo.told, memo.known, error))
@@ -185,7 +189,7 @@ def test_save_figures(runs: Runs) -> None:
         newest = latest(runs.folder / f"{name}_whole" / "checkpoints")
         assert newest is not None
         on_disk = sum(f.stat().st_size for f in newest.iterdir() if f.name != "meta.json")
-        assert last["checkpoint/bytes"] == on_disk > 139_018 * 4 * 3  # weights and Adam's two moments
+        assert last["checkpoint/bytes"] == on_disk > NUM_PARAMS * 4 * 3  # weights and Adam's two moments
     assert "checkpoint/blocked_s" not in runs.two["from folder"].epochs[-1] or not runs.two["from folder"].losses
 
 
@@ -207,7 +211,7 @@ def test_resume_from_nowhere(runs: Runs) -> None:
 
 
 def test_another_model_or_optimizer_is_refused(runs: Runs) -> None:
-    assert "model.num_layers=4 there, 3 here" in runs.two["other model"].error
+    assert "model.num_layers=2 there, 3 here" in runs.two["other model"].error
     assert "optimizer=adam there, sgd here" in runs.two["other optimizer"].error
     assert all(runs.two[name].error.startswith("CheckpointError") for name in ("other model", "other optimizer"))
 
@@ -223,13 +227,14 @@ def test_another_pytorch_is_refused(runs: Runs) -> None:
     source = latest(runs.folder / "adam" / "checkpoints")
     assert source is not None
     meta = json.loads((source / "meta.json").read_text())
-    check_meta(meta, source, TrialConfig())
+    trial = config(*SMALL)
+    check_meta(meta, source, trial)
     meta["torch_version"] = "2.4.1"
     with pytest.raises(CheckpointError, match=r"written by PyTorch 2\.4\.1, this is") as caught:
-        check_meta(meta, source, TrialConfig())
+        check_meta(meta, source, trial)
     assert torch.__version__ in str(caught.value)
     assert "checkpoint.any_torch_version=true" in str(caught.value)
-    check_meta(meta, source, config("checkpoint.any_torch_version=true"))
+    check_meta(meta, source, config(*SMALL, "checkpoint.any_torch_version=true"))
 
 
 def make(folder: Path, step: int, val_loss: float | None = None) -> Path:
@@ -270,40 +275,50 @@ def test_outdated(tmp_path: Path, losses: list[float | None], keep_last: int, ke
     assert [i for i, f in enumerate(made) if f not in gone] == left
 
 
-# A real training that stops for ever inside its second save, where the test kills it.
-HANGS = """
-import sys, time
-from pathlib import Path
-import fsdp_lab.training.checkpoint as module
-import fsdp_lab.training.checkpoint_files as files
-from fsdp_lab.training import train
-from tests.ranks import Memo, config
-
-def hang_at_second_call(owner, name, first=lambda *a: None, counts=lambda *a: True):
+def hang_at_second_call(
+    say: Connection,
+    owner: Any,
+    name: str,
+    first: Callable[..., Any] = lambda *a, **k: None,
+    counts: Callable[..., bool] = lambda *a: True,
+) -> None:
+    """Stop for ever in the second call that counts, and say so."""
     real, calls = getattr(owner, name), []
-    def wrapper(*args, **kwargs):
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         calls.extend([1] if counts(*args) else [])
         if len(calls) < 2 or not counts(*args):
             return real(*args, **kwargs)
         first(real, args, kwargs)
-        print("HANGS", flush=True)
+        say.send("hangs")
         time.sleep(600)
+
     setattr(owner, name, wrapper)
 
-where, folder = sys.argv[1], Path(sys.argv[2])
-write = lambda real, args, kwargs: real(*args, **kwargs)
-if where == "written":
-    hang_at_second_call(module.dcp, "save", write)
-if where == "async":
-    hang_at_second_call(module.dcp, "async_save", lambda *a: write(*a).result())
-if where == "published":
-    hang_at_second_call(files, "outdated")
-if where == "pruning":
-    hang_at_second_call(files.shutil, "rmtree", counts=lambda p, *a: p.name.endswith("trash"))
-mode = "async" if where == "async" else "sync"
-epochs = ("training.epochs=4", "data.num_train=64")
-train(config(*epochs, "checkpoint.keep_best=false", f"checkpoint.mode={mode}"), folder, Memo())
-"""
+
+def train_and_hang(where: str, folder: Path, say: Connection) -> None:
+    """A real training that stops for ever inside its second save, where the test kills it."""
+    import fsdp_lab.training.checkpoint as module
+    import fsdp_lab.training.checkpoint_files as files
+    from fsdp_lab.training import train
+
+    def write(real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return real(*args, **kwargs)
+
+    torch.set_num_threads(1)
+    if where == "written":
+        hang_at_second_call(say, module.dcp, "save", write)
+    if where == "async":
+        hang_at_second_call(say, module.dcp, "async_save", lambda *call: write(*call).result())
+    if where == "published":
+        hang_at_second_call(say, files, "outdated")
+    if where == "pruning":
+        hang_at_second_call(say, files.shutil, "rmtree", counts=lambda path, *a: path.name.endswith("trash"))
+    mode = "async" if where == "async" else "sync"
+    keep = ("checkpoint.keep_best=false", f"checkpoint.mode={mode}")
+    train(config("training.epochs=4", *SMALL, *keep), folder, Memo())
+
+
 # Where it was killed -> the step of the checkpoint that the next start has to find.
 KILLED = {"written": 2, "async": 2, "published": 4, "pruning": 6}
 
@@ -311,19 +326,18 @@ KILLED = {"written": 2, "async": 2, "published": 4, "pruning": 6}
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Told]]:
     folder = tmp_path_factory.mktemp("killed")
-    processes = {}
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     for where in KILLED:
-        command = [sys.executable, "-c", HANGS, where, str(folder / where)]
-        processes[where] = subprocess.Popen(
-            command, cwd=REPO, stdout=subprocess.PIPE, text=True, env={**env, "OMP_NUM_THREADS": "1"}
-        )
-    for where, process in processes.items():
-        assert process.stdout is not None
-        said = next((line for line in process.stdout if "HANGS" in line), "")
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, where
-        assert said, f"{where}: ended before its second save"
+        heard, say = multiprocessing.Pipe(duplex=False)
+        process = forkserver().Process(target=train_and_hang, args=(where, folder / where, say))
+        process.start()
+        say.close()
+        try:
+            assert heard.poll(100), f"{where}: no second save within 100 s"
+            assert heard.recv() == "hangs"  # EOFError: it ended before its second save
+        finally:
+            process.kill()
+            process.join()
+        assert process.exitcode == -signal.SIGKILL, where
         found = latest(folder / where / "checkpoints")
         assert found is not None, where
         assert int(found.name.removeprefix("step_")) == KILLED[where], where
