@@ -45,5 +45,6 @@ def sharding_notes(config: TrialConfig) -> Iterator[str]:
     if config.sharding.granularity is Granularity.root:
         yield (
             "sharding=root makes one unit of the whole model: all parameters are gathered at once, so the peak "
-            "holds the full model and no communication overlaps with computation; sharding=per_block does better."
+            "holds the full model and no communication overlaps with computation; sharding=per_block gathers block by "
+            "block."
         )

@@ -11,8 +11,8 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
   forecast.capacity_gib        memory of one device: adds whether it fits
   forecast.largest_microbatch  true: the most images that one worker could take at once
   forecast.folder              where the CSV and the timelines go; null: outputs/forecast/<date>/<time>
-  forecast.prune, forecast.keep, forecast.enabled   for sweeps: leave out what cannot fit, or is not among the fastest;
-                               forecast at all
+  forecast.keep                a number or a share: says which settings a sweep with this key would measure
+  forecast.prune, forecast.enabled   for sweeps: leave out what cannot fit; forecast at all
 
 The table, for the worker that holds most, when it holds most; the smallest peak first, or the fastest:
   workers      how many train together, where that differs; else the title says it
@@ -27,7 +27,7 @@ The table, for the worker that holds most, when it holds most; the smallest peak
   fits         yes: `needs` is within the capacity; tight: only without what the allocator caches, so that it may run,
                slower, or run out of memory; no: not even then. The recommendation and the largest microbatch take
                `yes` alone; forecast.prune leaves out `no`
-  step ms      a device: the predicted optimizer step; tokens/s or samples/s follow from it
+  step ms      a device: the predicted optimizer step; tokens/s or samples/s of a device follow from it
   MFU          the model's FLOPs over what the device could do in that time
   bound        what the step would be shortened by most: compute, gather, scatter, transfer (offload), launch
 """
@@ -40,6 +40,7 @@ import fsdp_lab.installed  # noqa: F401
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -65,10 +66,13 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.config.options import option_values
+from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.workload import ModelConfig, UserData, UserModel
 from fsdp_lab.forecast.devices import check_device, device_notes
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
+from fsdp_lab.forecast.streams_page import streams_page
+from fsdp_lab.forecast.table import Row
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan, plan_sweep
@@ -134,7 +138,7 @@ def check(config: SweepConfig) -> None:
     config.check(workers(config))
     check_pytorch(config)
     config.data.check_files()
-    check_forecast(config)
+    check_forecast(replace(config, forecast=replace(config.forecast, keep=None)))  # which needs no speeds to be ignored
     check_device(config, workers(config))
 
 
@@ -145,9 +149,9 @@ def workers(config: SweepConfig) -> int:
 def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
     from fsdp_lab.forecast.plot import write_plot, write_scaling  # these import PyTorch: a typo is told before
-    from fsdp_lab.forecast.recommend import speed_verdict
-    from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
-    from fsdp_lab.forecast.verdict import verdict
+    from fsdp_lab.forecast.recommend import kept_sentences, speed_verdict
+    from fsdp_lab.forecast.table import forecast_table, in_order, write_csv
+    from fsdp_lab.forecast.verdict import blocks_against_root, verdict
 
     console = open_console()
     for line in plan.notes():
@@ -162,25 +166,11 @@ def run(plan: Plan, swept: list[str]) -> int:
     tell_what(console, plan.trials, requests, swept)
     found = [forecast_one(requests[0])] if len(requests) == 1 else with_progress(console, requests)
 
-    pages: dict[str, Path | None] = {}
-    for request in requests:  # those that share a forecast share its page
-        pages.setdefault(request.key, request.page)
-    rows = in_order(
-        [
-            Row(
-                [str(setting(trial, key)) for key in swept],
-                forecast,
-                None if forecast.error else pages[request.key],
-                trial.config.training.global_batch_size
-                // request.num_workers
-                // trial.config.training.grad_accum_steps,
-            )
-            for trial, request, forecast in zip(plan.trials, requests, found, strict=True)
-        ]
-    )
+    every = _rows(plan.trials, requests, found, swept)
+    rows = in_order(_shown(plan.trials, every, swept))
     console.print(forecast_table(rows, swept))
     tell_allowances(console, found)
-    write_csv(folder / "forecast.csv", rows, swept)
+    write_csv(folder / "forecast.csv", in_order(every), swept)
     drawn = "forecast.png, " if swept and write_plot(folder / "forecast.png", rows, swept) else ""
     drawn += "scaling.png, " if write_scaling(folder / "scaling.png", rows, swept) else ""
     pages_written = len(list(folder.glob("timeline_*.html")))
@@ -192,10 +182,45 @@ def run(plan: Plan, swept: list[str]) -> int:
     console.print(Text(verdict(rows, swept, items), style="bold"))
     for sentence in speed_verdict(rows, swept, first.report.speed_tolerance):
         console.print(Text(sentence, style="bold" if "Should be fastest" in sentence else ""))
+    more = [blocks_against_root(rows, swept)]
+    more += kept_sentences(rows, swept, first.forecast.keep) if first.forecast.keep is not None else []
+    for sentence in filter(None, more):
+        console.print(Text(sentence))
     for reason in sorted({reason for f in found for reason in (f.error, f.no_speed) if reason}):
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)
     asked = first.forecast.device not in DEVICE_KINDS  # else the speed comes with a calibration that is there
     return 1 if any(f.error or (f.no_speed and asked) for f in found) else 0
+
+
+def _rows(
+    trials: Sequence[Trial], requests: Sequence[Request], found: Sequence[Forecast], swept: Sequence[str]
+) -> list[Row]:
+    """One for each setting, in the order of the grid; those that share a forecast share its pages."""
+    pages: dict[str, Path | None] = {}
+    for request in requests:
+        pages.setdefault(request.key, request.page)
+    rows = []
+    for trial, request, forecast in zip(trials, requests, found, strict=True):
+        training = trial.config.training
+        page = None if forecast.error else pages[request.key]
+        streams = streams_page(page) if page is not None and forecast.speed is not None else None
+        microbatch = training.global_batch_size // request.num_workers // training.grad_accum_steps
+        rows.append(Row([str(setting(trial, key)) for key in swept], forecast, page, microbatch, streams))
+    return rows
+
+
+def _shown(trials: Sequence[Trial], rows: Sequence[Row], swept: Sequence[str]) -> list[Row]:
+    """The rows without those that differ in a key that means nothing to them: how DDP, which shards nothing, is to
+    gather again."""
+    found: dict[tuple[str, ...], Row] = {}
+    for trial, row in zip(trials, rows, strict=True):
+        idle = trial.config.sharding.granularity is Granularity.ddp
+        values = [
+            "any" if idle and key.partition(".")[0] == "reshard_after_forward" else value
+            for key, value in zip(swept, row.settings, strict=True)
+        ]
+        found.setdefault(tuple(values), replace(row, settings=values))
+    return list(found.values())
 
 
 def with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
@@ -235,6 +260,8 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
     console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)
     kind = "GPUs" if cuda else "CPUs; forecast.device=cuda forecasts for GPUs"
+    if cuda and not all(request.cuda for request in requests):
+        kind = "GPUs and CPUs, by forecast.device"
     console.print(f"for {kind}; the second optimizer step, on the worker that needs most memory", highlight=False)
     notes = [note for r in requests for note in (*sharding_notes(r.config), *(() if r.cuda else cpu_notes(r.config)))]
     if any(request.config.compile for request in requests):
@@ -258,8 +285,6 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
             f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
     notes += [note for request in requests for note in device_notes(request.config, request.num_workers)]
-    if any(request.config.forecast.keep is not None for request in requests):
-        notes.append("forecast.keep is for sweeps: every setting is forecast here.")
     if not cuda and any(request.capacity_bytes for request in requests):
         notes.append("the capacity is compared with a CPU worker's tensors; for GPUs add forecast.device=cuda.")
     for note in dict.fromkeys(notes):

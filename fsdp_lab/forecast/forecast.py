@@ -27,7 +27,7 @@ from fsdp_lab.forecast.allocator import allocator_peaks
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
 from fsdp_lab.forecast.kernels import cuda_kernels
-from fsdp_lab.forecast.streams_page import write_streams
+from fsdp_lab.forecast.streams_page import streams_page, write_streams
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
 from fsdp_lab.speed.device import Device, DeviceKind
@@ -134,11 +134,6 @@ def _price(
         mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,
     )
     return speed, schedule
-
-
-def streams_page(page: Path) -> Path:
-    """Where the page of the streams goes, beside the timeline of the memory."""
-    return page.with_name(page.name.replace("timeline", "streams"))
 
 
 def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, capacity: int | None) -> Forecast:

@@ -28,7 +28,7 @@ def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
     rows = [row for row in rows if not row.forecast.error]
     if not rows:
         return False
-    figure = _over_workers(pyplot, rows, swept) if WORKERS in swept else _stacked(pyplot, rows)
+    figure = _over_workers(pyplot, rows, swept) if WORKERS in swept else stacked(pyplot, rows)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
@@ -121,9 +121,15 @@ def _over_workers(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any
     return figure
 
 
-def _stacked(pyplot: Any, rows: Sequence[Row]) -> Any:
+def stacked(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Return a figure of what each setting's peak is made of, and of its predicted speed, where one is known."""
     rows = sorted(rows, key=lambda row: row.forecast.peak_bytes)[:_MOST_BARS]
-    figure, axis = pyplot.subplots(figsize=(10, 1.4 + 0.28 * len(rows)), constrained_layout=True)
+    speeds = any(row.forecast.speed for row in rows)
+    figure, axes = pyplot.subplots(
+        1, 1 + speeds, figsize=(10 + 4 * speeds, 1.4 + 0.28 * len(rows)), sharey=True, squeeze=False,
+        constrained_layout=True,
+    )  # fmt: skip
+    axis = axes[0, 0]
     labels = [" ".join(row.settings) or "this configuration" for row in rows]
     left = [0.0] * len(rows)
     for name, categories in COLUMNS.items():
@@ -134,4 +140,18 @@ def _stacked(pyplot: Any, rows: Sequence[Row]) -> Any:
     axis.invert_yaxis()
     axis.set_xlabel("MiB at the peak of one device")
     axis.legend(fontsize=8)
+    if speeds:
+        _speed_bars(axes[0, 1], rows)
     return figure
+
+
+def _speed_bars(axis: Any, rows: Sequence[Row]) -> None:
+    """The predicted speed of a device, in the order of the other bars, with its range."""
+    known = [(place, row.forecast.num_workers, row.forecast.speed) for place, row in enumerate(rows)]
+    for place, workers, speed in known:
+        if speed is not None:
+            items = (speed.tokens or 1) * speed.samples / workers
+            rate, low, high = (items / seconds for seconds in (speed.step_s, speed.high_s, speed.low_s))
+            axis.barh(place, rate, color="C0", xerr=[[rate - low], [high - rate]], ecolor="gray", capsize=2)
+    unit = "tokens" if any(speed is not None and speed.tokens for *_, speed in known) else "samples"
+    axis.set_xlabel(f"predicted {unit}/s per device")

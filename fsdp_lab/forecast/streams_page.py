@@ -32,6 +32,11 @@ class _Bar(NamedTuple):
     label: str
 
 
+def streams_page(page: Path) -> Path:
+    """Where the page of the streams goes, beside the timeline of the memory."""
+    return page.with_name(page.name.replace("timeline", "streams"))
+
+
 def write_streams(path: Path, speed: Speed, schedule: Schedule, title: str, facts: Mapping[str, str]) -> None:
     """Write the page of a step.
 

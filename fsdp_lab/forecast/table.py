@@ -27,34 +27,37 @@ COLUMNS = {
 _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered", "rest")
 # Of the CSV.
 SPEEDS = (
-    "step_s", "step_low_s", "step_high_s", "samples_per_s", "tokens_per_s", "mfu", "bound",
-    *(f"{name}_share" for name in BOUNDS), "basis",
+    "step_s", "step_low_s", "step_high_s", "samples_per_s_per_device", "tokens_per_s_per_device",
+    "samples_per_s_of_all", "tokens_per_s_of_all", "mfu", "bound", *(f"{name}_share" for name in BOUNDS),
+    "basis", "error_p90", "ratio_error_p90",
 )  # fmt: skip
 _UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration: `settings` are the values of the swept keys; `page` its timeline, where there is one;
-    `microbatch` how many samples a worker takes at once."""
+    """A configuration: `settings` are the values of the swept keys; `page` its timeline and `streams` the page of its
+    streams, where there is one; `microbatch` how many samples a worker takes at once."""
 
     settings: list[str]
     forecast: Forecast
     page: Path | None = None
     microbatch: int = 0
+    streams: Path | None = None
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """What fits before what is tight, and that before what does not fit, the fastest first where speeds were predicted,
-    else the smallest peak; what has no forecast last."""
+    """Where speeds were predicted, each number of workers for itself: what fits before what is tight, and that before
+    what does not fit, the fastest first. Else the smallest peak first. What has no forecast comes last."""
 
     def place(row: Row) -> tuple[float, ...]:
         found = row.forecast
         if found.error:
-            return (2, 0)
+            return (1,)
         if found.speed is not None:
-            return ((found.fits is False) + (found.fits is False and not found.tight), -found.speed.samples_per_s)
-        return (0, found.peak_bytes)
+            room = (found.fits is False) + (found.fits is False and not found.tight)
+            return (0, found.num_workers, room, -_each(found, found.speed.samples_per_s))
+        return (0, 0, 0, found.peak_bytes)
 
     return sorted(rows, key=place)
 
@@ -117,17 +120,16 @@ def _add_speed(add: Callable[[str, Callable[[Forecast], str]], None], speeds: Se
     if any(speed.tokens is not None for speed in speeds):
         add("tokens/s per device", cell(lambda speed, workers: f"{(speed.tokens_per_s or 0) / workers:,.0f}"))
     else:
-        add("samples/s", cell(lambda speed, workers: f"{speed.samples_per_s:,.4g}"))
+        add("samples/s per device", cell(lambda speed, workers: f"{speed.samples_per_s / workers:,.4g}"))
     if any(speed.mfu is not None for speed in speeds):
         add("MFU", cell(lambda speed, workers: "" if speed.mfu is None else f"{speed.mfu * 100:.0f} %"))
     add("bound", cell(lambda speed, workers: speed.bound))
 
 
 def _unit(having: Sequence[Forecast]) -> tuple[str, int]:
-    """What the table is in, and how many bytes that is."""
-    highest = max((found.peak_bytes for found in having), default=0)
-    asked_in_gib = any((found.capacity_bytes or 0) >= 2**30 for found in having)
-    return next((name, size) for name, size, at_least in _UNITS if highest >= at_least or asked_in_gib)
+    """What the table is in, by its largest value, and how many bytes that is."""
+    highest = max((max(found.needed_bytes, found.host_bytes) for found in having), default=0)
+    return next((name, size) for name, size, at_least in _UNITS if highest >= at_least)
 
 
 def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
@@ -151,8 +153,9 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
                 "fits",
                 "largest_microbatch",
                 "timeline",
+                "streams",
                 *SPEEDS,
-                "error",
+                "no_forecast",
             ]
         )
         for row in rows:
@@ -164,7 +167,8 @@ def _cells(row: Row, with_workers: bool) -> list[object]:
     kind = "cuda" if found.cuda else "cpu"
     start: list[object] = [*([found.num_workers] if with_workers else []), kind, found.data_sheet or ""]
     if found.error:
-        return [*start, *[""] * (2 * len(CATEGORIES) + 8), row.page or "", *[""] * len(SPEEDS), found.error]
+        pages = [row.page or "", row.streams or ""]
+        return [*start, *[""] * (2 * len(CATEGORIES) + 8), *pages, *[""] * len(SPEEDS), found.error]
     device, host = found.peaks["device"], found.peaks.get("host", {})
     return [
         *start,
@@ -179,15 +183,23 @@ def _cells(row: Row, with_workers: bool) -> list[object]:
         _whether(found, "true", "tight", "false"),
         "" if found.largest_microbatch is None else found.largest_microbatch,
         row.page or "",
+        row.streams or "",
         *_speed_cells(found),
-        "",
+        found.no_speed or "",
     ]
+
+
+def _each(found: Forecast, of_all: float) -> float:
+    """A device's part of what all workers do together."""
+    return of_all / found.num_workers
 
 
 def _speed_cells(found: Forecast) -> list[object]:
     speed = found.speed
     if speed is None:
         return [""] * len(SPEEDS)
-    cells = [speed.step_s, speed.low_s, speed.high_s, speed.samples_per_s, speed.tokens_per_s, speed.mfu, speed.bound]
+    rates = [speed.samples_per_s, speed.tokens_per_s]
+    each = [None if rate is None else _each(found, rate) for rate in rates]
+    cells = [speed.step_s, speed.low_s, speed.high_s, *each, *rates, speed.mfu, speed.bound]
     shares = [f"{speed.shares[name]:.4f}" for name in BOUNDS]
-    return ["" if cell is None else cell for cell in [*cells, *shares, speed.basis]]
+    return ["" if cell is None else cell for cell in [*cells, *shares, speed.basis, speed.error, speed.relative]]

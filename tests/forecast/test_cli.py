@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fsdp_lab.forecast.__main__ import plan_forecasts, with_progress
+from fsdp_lab.forecast.__main__ import plan_forecasts, tell_what, with_progress
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.training.__main__ import read_config
@@ -84,6 +84,43 @@ def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path
     assert len(pages) == 2 * 2 + 1, "one learning rate is as good as another, and DDP reshards nothing"
     assert all((tmp_path / page).is_file() for page in pages)
     assert (tmp_path / "here" / "forecast.png").is_file()
+
+
+def test_speeds_of_a_grid_and_what_a_sweep_would_keep_of_it(forecast: Command, tmp_path: Path):
+    """DDP is shown once, for it gathers nothing again; the CSV has every cell."""
+    done = forecast(
+        "-m", "model=mlp", "sharding=ddp,root", "reshard_after_forward=always,never", "precision=bf16_mixed",
+        "offload=none", "cluster.num_workers=8", "forecast.device=h100_sxm", "forecast.keep=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = written(tmp_path)
+    assert len(rows) == 4 and all(float(row["samples_per_s_per_device"]) > 0 for row in rows)
+    assert all((tmp_path / row["streams"]).is_file() for row in rows)
+    shown = [line.split()[:2] for line in done.stdout.splitlines()]
+    assert [words for words in shown if words[:1] == ["ddp"]] == [["ddp", "any"]]
+    text = " ".join(done.stdout.split())
+    assert "forecast.keep=1: " in text and "forecast peak of one of 8 workers, MiB" in text
+    assert "gathers block by block" in text and "better" not in text
+
+
+def test_without_speeds_a_keep_is_no_error(forecast: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = forecast("model=mlp", "forecast.keep=2", "cluster.num_workers=2")
+    assert done.returncode == 0, done.stderr
+    told = " ".join(done.stdout.split())
+    assert "forecast.keep=2: no speed is predicted here, so a sweep would measure every setting." in told
+
+
+def test_a_grid_of_devices_says_that_it_is_for_both(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    told = []
+    plan, swept = plan_forecasts(["model=mlp", "sharding=ddp", "cluster.num_workers=2"], False)
+    for devices in (["cpu", "h100_sxm"], ["h100_sxm", "h100_sxm"], ["cpu", "cpu"]):
+        shown = io.StringIO()
+        requests = [Request.of(config("model=mlp", f"forecast.device={device}"), 2) for device in devices]
+        tell_what(Console(file=shown, width=200), plan.trials * 2, requests, swept)
+        told.append(next(line for line in shown.getvalue().splitlines() if line.startswith("for ")).partition(";")[0])
+    assert told == ["for GPUs and CPUs, by forecast.device", "for GPUs", "for CPUs"]
 
 
 PRESET = """# @package _global_

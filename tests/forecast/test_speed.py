@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rich.console import Console
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
 from fsdp_lab.config.conf import device_file, known_devices
@@ -25,10 +27,10 @@ from fsdp_lab.forecast.devices import (
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over, why_all
-from fsdp_lab.forecast.plot import write_scaling
-from fsdp_lab.forecast.recommend import recommend, speed_verdict
+from fsdp_lab.forecast.plot import stacked, write_scaling
+from fsdp_lab.forecast.recommend import kept_sentences, recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
-from fsdp_lab.forecast.table import Row, in_order, write_csv
+from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.speed.device import Basis, Device, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.workloads.build import build_workload
@@ -317,7 +319,9 @@ def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
     assert [r.settings[0] for r in recommend(rows, ["sharding"], 0.03)] == ["per_block", "root", "other"]
     assert recommend(rows, ["sharding"], 0.0)[0].settings == ["root"]
     told = " ".join(speed_verdict(rows, ["sharding"], 0.03))
-    assert told.startswith("Should be fastest of what fits: per_block: 82.6 samples/s, step 1.21 s (1.1 to 1.34)")
+    assert told.startswith(
+        "Should be fastest of what fits: per_block: 10.3 samples/s per device, step 1.21 s (1.1 to 1.34)"
+    )
     assert "with efficiencies fitted to published steps: nine of ten predictions of this kind were within 10 %" in told
     assert "One other setting may be as fast, for the ranges overlap: root (0.83 % faster as predicted)." in told
     assert "needs the least memory of those within report.speed_tolerance" in told
@@ -335,7 +339,62 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
     write_csv(tmp_path / "f.csv", rows, ["sharding"])
     (first, *_) = csv.DictReader((tmp_path / "f.csv").open())
     assert (first["device"], first["data_sheet"]) == ("cuda", "X")
-    assert float(first["step_s"]) == 1.0 and float(first["samples_per_s"]) == 100 and first["basis"] == "fitted"
+    assert float(first["step_s"]) == 1.0 and first["basis"] == "fitted"
+    assert (first["error_p90"], first["ratio_error_p90"], first["no_forecast"]) == ("0.1", "", "")
+
+
+def test_the_table_and_the_csv_have_the_speed_of_a_device_and_the_csv_that_of_all(tmp_path: Path):
+    rows = [row("root", 1.0), with_ratio(row("ddp", 2.0), 0.1)]
+    rows = [replace(each, streams=Path("streams_0.html")) for each in rows]
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(forecast_table(rows, ["sharding"]))
+    write_csv(tmp_path / "f.csv", rows, ["sharding"])
+    lines = shown.getvalue().splitlines()[-2:]
+    for line, cells in zip(lines, csv.DictReader((tmp_path / "f.csv").open()), strict=True):
+        assert float(cells["samples_per_s_of_all"]) == 8 * float(cells["samples_per_s_per_device"])
+        assert f"{float(cells['samples_per_s_per_device']):,.4g}" in line.split()
+        assert cells["streams"] == "streams_0.html" and cells["tokens_per_s_of_all"] == ""
+    assert cells["ratio_error_p90"] == "0.1"
+    assert "12.5 samples/s per device" in speed_verdict(rows, ["sharding"], 0.03)[0]
+
+
+def test_the_rows_of_each_number_of_workers_are_sorted_by_what_is_shown():
+    rows = []
+    for workers, step_s in ((8, 1.0), (2, 1.5), (8, 0.5), (2, 3.0)):
+        one = row(f"{workers} {step_s}", step_s)
+        rows.append(replace(one, forecast=replace(one.forecast, num_workers=workers)))
+    assert [r.settings[0] for r in in_order(rows)] == ["2 1.5", "2 3.0", "8 0.5", "8 1.0"]
+
+
+def test_the_forecast_says_what_a_sweep_would_measure():
+    rows = [row("root", 1.0), row("per_block", 1.05), row("ddp", 3.0)]
+    assert kept_sentences(rows, ["sharding"], "1") == [
+        "forecast.keep=1: a sweep would measure 2 of 3 settings: root, per_block."
+    ]
+    (all_of_them,) = kept_sentences(rows, ["sharding"], "3")
+    assert "nothing is skipped: 3 settings with a predicted speed, and 3 are wanted" in all_of_them
+    without = [replace(each, forecast=replace(each.forecast, speed=None)) for each in rows]
+    assert "no speed is predicted here" in kept_sentences(without, ["sharding"], "1")[0]
+    many = [replace(each, forecast=replace(each.forecast, num_workers=16)) for each in rows]
+    told = kept_sentences([*rows, *many], ["sharding"], "1")
+    assert [sentence.partition(".")[0] for sentence in told] == ["8 × X", "16 × X"]
+
+
+def test_the_picture_has_the_speed_beside_the_memory():
+    """With its range, in the order of the bars of the memory."""
+    from matplotlib import pyplot
+
+    rows = [row("large", 1.0, peak=2**30), row("small", 2.0, peak=2**20)]
+    figure = stacked(pyplot, rows)
+    memory, speed = figure.axes
+    assert [label.get_text() for label in memory.get_yticklabels()] == ["small", "large"]
+    assert [bar.get_width() for bar in speed.patches] == [100 / 8 / 2.0, 100 / 8 / 1.0]
+    assert speed.get_xlabel() == "predicted samples/s per device"
+    pyplot.close(figure)
+    without = [replace(each, forecast=replace(each.forecast, speed=None)) for each in rows]
+    figure = stacked(pyplot, without)
+    assert len(figure.axes) == 1
+    pyplot.close(figure)
 
 
 def predicted(*seconds: float, error: float = 0.1) -> dict[int, Forecast]:

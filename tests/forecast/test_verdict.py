@@ -12,7 +12,9 @@ from rich.console import Console
 
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.table import Row, forecast_table
-from fsdp_lab.forecast.verdict import verdict
+from fsdp_lab.forecast.verdict import blocks_against_root, verdict
+from fsdp_lab.speed.device import Basis
+from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
 AXES = ["sharding", "precision", "activation_checkpointing"]
@@ -104,6 +106,32 @@ def test_one_setting_and_failed_forecasts():
     told = verdict([row(["root"], 9, 80), failed], ["sharding"])
     assert told.endswith(": everything fits; every setting takes up to 80; no forecast of ddp.")
     assert verdict([failed], ["sharding"]) == "Nothing could be forecast."
+
+
+def fast(row: Row, step_s: float) -> Row:
+    speed = Speed(step_s, {"compute": 1.0}, step_s, step_s, 0.1, Basis.fitted, "X", samples=8)
+    return replace(row, forecast=replace(row.forecast, speed=speed))
+
+
+def test_blocks_do_better_than_the_root_only_where_the_forecasts_say_so():
+    axes = ["sharding", "precision"]
+    rows = [row((s, p), gib) for p in ("bf16", "fp32") for s, gib in (("per_block", 2), ("root", 3), ("ddp", 1))]
+    assert blocks_against_root(rows, axes) == "sharding=per_block needs less memory than root, whatever else is set."
+    assert "and should be at least as fast" in blocks_against_root([fast(each, 1.0) for each in rows], axes)
+    slow = [fast(each, 2.0 if each.settings == ["per_block", "fp32"] else 1.0) for each in rows]
+    assert blocks_against_root(slow, axes) == ""
+    assert blocks_against_root([*rows[:3], row(("per_block", "fp32"), 9), row(("root", "fp32"), 3)], axes) == ""
+    assert blocks_against_root(rows[1:3], axes) == "" and blocks_against_root(rows, ["x", "precision"]) == ""
+
+
+def test_a_table_has_the_unit_of_its_largest_value():
+    def title(*rows: Row) -> str:
+        out = io.StringIO()
+        Console(file=out, width=120).print(forecast_table(rows, ["sharding"]))
+        return out.getvalue().splitlines()[0].strip()
+
+    assert title(row(["root"], 0.03, capacity=80), row(["ddp"], 0.02, capacity=80)).endswith("MiB")
+    assert title(row(["root"], 0.03), row(["ddp"], 30)).endswith("GiB")
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
