@@ -109,3 +109,25 @@ def test_a_draining_node_is_reported(whole: Cluster, tmp_path: Path):
         process.terminate()
         process.wait(60)
     whole.kill(node)
+
+
+_HOLD = "ray.get(ray.util.placement_group([{'CPU': 3}, {'CPU': 2}], name='held').ready(), timeout=30) is not None"
+_FREE = "ray.util.remove_placement_group(ray.util.get_placement_group('held'))"
+_WAIT = "[1 for group in ray.util.placement_group_table().values() if group['state'] in ('PENDING', 'RESCHEDULING')]"
+
+
+def test_a_sweep_that_waits_for_room_is_interrupted_and_resumed(whole: Cluster, tmp_path: Path):
+    """Somebody else has every core; what is interrupted leaves no request behind."""
+    assert whole.ask(_HOLD)
+    try:
+        with running(whole, tmp_path, *TWO_NODES) as process:
+            wait_for(lambda: "waits for 4 CPU (0 of 5 free)" in said(tmp_path), process, 60)
+            process.terminate()
+            assert process.wait(20) == 130, said(tmp_path)
+        assert "to resume: python -m fsdp_lab resume=out" in said(tmp_path)
+        assert whole.ask(_WAIT) == [], "a request for room is left"
+    finally:
+        whole.ask(_FREE)
+    with running(whole, tmp_path, "resume=out") as process:
+        assert process.wait(120) == 0, said(tmp_path)
+    assert [row["status"] for row in results(tmp_path)] == ["finished"]
