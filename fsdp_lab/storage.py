@@ -52,8 +52,11 @@ class Storage:
             self._fs.put_file(str(file), f"{self._root}/{name}")
 
     def write(self, name: str, content: bytes) -> None:
-        with _told(self.address):
-            self._fs.pipe_file(f"{self._root}/{name}", content)
+        try:
+            with _told(self.address):
+                self._fs.pipe_file(f"{self._root}/{name}", content)
+        except FileNotFoundError as error:  # as gcsfs says it
+            raise _no_bucket(self.address) from error
 
     def read(self, name: str) -> bytes:
         """
@@ -122,7 +125,7 @@ def _told(address: str) -> Iterator[None]:
         ) from error
     except FileNotFoundError as error:
         if _code(error) == "NoSuchBucket":
-            raise StorageRefused(f"{address}: there is no such bucket; make it, or name another one.") from error
+            raise _no_bucket(address) from error
         raise
     except Exception as error:
         if type(error).__name__ in _NO_CREDENTIALS:
@@ -131,6 +134,10 @@ def _told(address: str) -> Iterator[None]:
                 "or the machine's role, on every node."
             ) from error
         raise StorageAway(f"{address}: the store does not answer ({_first_line(error)})") from error
+
+
+def _no_bucket(address: str) -> StorageRefused:
+    return StorageRefused(f"{address}: there is no such bucket; make it, or name another one.")
 
 
 def _code(error: BaseException) -> str | None:

@@ -2,8 +2,10 @@
 
 python -m fsdp_lab.report sweep=last
 python -m fsdp_lab.report sweep=<folder of a sweep, or the MLflow id of its parent run>
+python -m fsdp_lab.report sweep=s3://bucket/prefix/<sweep> trust=true
 
-Writes report.html, report.md and report.csv into the sweep's folder and to its run in MLflow. Takes also
+Writes report.html, report.md and report.csv into the sweep's folder (of one in object storage, a copy here) and to its
+run in MLflow. Takes also
   report.loss_tolerance    a setting has learned when its loss is within this ratio of the best (0.02)
   report.speed_tolerance   settings within this ratio of the fastest tie, and the smallest wins (0.03)
   report.others_cpu        on a CPU a run's speed decides nothing while others had more of the cores (0.25)
