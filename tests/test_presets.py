@@ -56,17 +56,19 @@ NEEDS = {
     "model=hf_seq2seq": HF["t5"],
     "model=hf_image_classification": HF["vit"],
     # With all their layers two steps take up to minutes on two cores, and 8 GB.
-    "model=vit_b_16": [*LARGE, "model.num_layers=2"],
-    "model=vit_l_16": [*LARGE, "model.num_layers=2"],
-    "model=vit_h_14": [*LARGE, "model.num_layers=2"],
+    "model=vit_b_16": [*LARGE, "model.num_layers=1"],
+    "model=vit_l_16": [*LARGE, "model.num_layers=1"],
+    "model=vit_h_14": [*LARGE, "model.num_layers=1"],
 }
 PRESETS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
 OPTIONS = sorted(f"{folder.name}={file.stem}" for folder in group_dirs() for file in folder.glob("*.yaml"))
 
 
 def composed(option: str) -> SweepConfig:
+    says_the_model = option.partition("=")[0] in ("model", "data", "task", "experiment")
+    words = [*TWO_STEPS, *([] if says_the_model else ["model.num_layers=2"]), option, *NEEDS.get(option, [])]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return typed_config(compose("config", with_custom([*TWO_STEPS, option, *NEEDS.get(option, [])])))
+        return typed_config(compose("config", with_custom(words)))
 
 
 def has_its_images(config: SweepConfig) -> bool:

@@ -78,16 +78,19 @@ def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, 
     assert found == []
 
 
+SHALLOW = "model.num_layers=2"
+
+
 def test_hybrid_sharding_over_four_ranks_is_forecast_to_the_byte():
-    mesh = ["sharding.dp_replicate=2", "sharding=per_block"]
+    mesh = ["sharding.dp_replicate=2", "sharding=per_block", SHALLOW]
     cases = [mesh, [*mesh, "training.grad_accum_steps=2", "precision=bf16_mixed"]]
-    cases.append(["sharding=per_block", "reshard_after_forward=to_size", "reshard_after_forward.size=2"])
+    cases.append(["sharding=per_block", "reshard_after_forward=to_size", "reshard_after_forward.size=2", SHALLOW])
     assert differences(cases, world_size=4) == []
 
 
 def test_gradients_that_are_reduced_for_each_microbatch_are_forecast_to_the_byte():
     """And they take less: without it a rank holds the whole model's gradients between two microbatches."""
-    accumulate = ["sharding=per_block", "training.grad_accum_steps=3", "training.global_batch_size=24"]
+    accumulate = ["sharding=per_block", "training.grad_accum_steps=3", "training.global_batch_size=24", SHALLOW]
     cases = [[*accumulate, f"training.sync_each_microbatch={each}", f"precision={p}"]
              for each, p in (("true", "fp32"), ("true", "bf16_mixed"), ("false", "fp32"))]  # fmt: skip
     assert differences(cases, ranks=1) == []
