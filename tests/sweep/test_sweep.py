@@ -178,8 +178,9 @@ def test_the_exported_model_predicts_what_the_trial_measured(swept: Swept, child
 def one_fails(tmp_path_factory: pytest.TempPathFactory) -> Swept:
     """2000 is more than the images, which only the reader of the images knows."""
     folder = tmp_path_factory.mktemp("one-fails")
-    tiny = [a for a in TINY if not a.startswith("training.global")]
-    words = ("training.global_batch_size=32,2000", "training.epochs=1", "forecast.enabled=false", "-m")
+    tiny = [a for a in TINY if not a.startswith(("training.global", "cluster."))]
+    alone = ("cluster.num_workers=1", "model=mlp", "forecast.enabled=false")  # side by side, with a worker each
+    words = ("training.global_batch_size=32,2000", "training.epochs=1", *alone, "-m")
     return Swept(folder, run_cli(folder, *PLAIN, *tiny, *words, timeout=390))
 
 
@@ -206,8 +207,9 @@ def test_an_error_of_the_users_is_not_tried_again(one_fails: Swept):
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Swept:
     folder = tmp_path_factory.mktemp("single")
-    tiny = [a for a in TINY if not a.startswith("hydra.")]
-    return Swept(folder, run_cli(folder, *PLAIN, *tiny, "training.max_steps=2", timeout=390))
+    tiny = [a for a in TINY if not a.startswith(("hydra.", "cluster."))]
+    words = ("cluster.num_workers=1", "training.max_steps=2")
+    return Swept(folder, run_cli(folder, *PLAIN, *tiny, *words, timeout=390))
 
 
 def test_a_trial_alone_is_a_plain_run(single: Swept):
