@@ -10,7 +10,8 @@ sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after
 	$(PY) -m fsdp_lab $(SWEEP)
 
 # Two files of tests side by side: much of a test is waiting for processes to start.
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile
+# tests/conftest.py says which files begin.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed    ## the tests, but for those that take longest
 	$(PYTEST) -m "not long and not cluster"

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,18 +28,26 @@ for name in ("COLUMNS", "LINES"):
 STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
-# Calls `main` and says afterwards how long it worked, and which of the slow libraries came to be imported.
+# Calls `main` and says afterwards which of the slow libraries came to be imported.
 _MAIN_THAT_TELLS = """
-import sys, time
+import sys
 from fsdp_lab.__main__ import main
 try:
     main()
 finally:
-    print(f"worked: {time.process_time()}", file=sys.stderr)
     print("imported:", *[m for m in ("ray", "torch", "mlflow") if m in sys.modules], file=sys.stderr)
 """
 # What a command imports that looks at its words alone.
 _QUICK = ("fsdp_lab.__main__", "hydra_plugins.fsdp_lab_sweeper.sweeper")
+# And one that looks at somebody's code or files: PyTorch, too. With it torch is among what came to be imported.
+LOOKS = (
+    *_QUICK,
+    "fsdp_lab.sweep.multirun",
+    "fsdp_lab.sweep.grid",
+    "fsdp_lab.workloads.build",
+    "fsdp_lab.workloads.language.text",
+    "torch.distributed.checkpoint",
+)
 
 
 def command_line(*arguments: str) -> list[str]:
@@ -47,17 +55,21 @@ def command_line(*arguments: str) -> list[str]:
 
 
 def run_cli(
-    cwd: Path, *arguments: str, tell_imports: bool = False, timeout: float = 200
+    cwd: Path,
+    *arguments: str,
+    tell_imports: bool = False,
+    imported: Sequence[str] = _QUICK,
+    timeout: float = 200,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m fsdp_lab <arguments>` in `cwd`, to its end; in a fork of a process that has imported what it needs.
 
     Args:
-        tell_imports: it ends with two lines: the seconds that it worked, and the slow libraries that it imported.
+        tell_imports: it ends with a line, the slow libraries that it imported. imported: what it finds imported then.
     """
     if STORE in arguments:
         lay_store(cwd)
     if tell_imports:
-        return forked.run(cwd, "-c", _MAIN_THAT_TELLS, *arguments, seconds=timeout, imported=_QUICK)
+        return forked.run(cwd, "-c", _MAIN_THAT_TELLS, *arguments, seconds=timeout, imported=imported)
     return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
 
 
@@ -90,6 +102,24 @@ def fake_nvml(nvml_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     hardware._machine.cache_clear()
 
 
+# The files that take longest, in minutes of `make test` or `make test-long`; those of one or two tests first, of which
+# xdist gives a worker several at a time.
+LONGEST = (
+    "benchmarks/test_speed.py", "sweep/test_chaos.py", "sweep/test_damage_round.py", "engine/test_ray_private.py",
+    "test_fuzz.py", "nightly/test_night.py", "sweep/test_outcomes.py", "sweep/test_forecasts.py",
+    "sweep/test_repeats.py", "engine/test_loopback.py", "benchmarks/test_check_gpu.py", "test_presets.py",
+    "training/test_parity.py", "sweep/test_sweep.py", "forecast/test_equality.py", "training/test_checkpoint.py",
+    "workloads/test_every_workload.py", "workloads/user/test_command.py", "workloads/hf/test_models.py",
+    "forecast/test_forecast.py", "engine/test_cluster.py",
+)  # fmt: skip
+
+
+def _begins(item: pytest.Item) -> int:
+    """Which file begins when: at the end nobody is to wait for a long one."""
+    name = item.nodeid.partition("::")[0].removeprefix("tests/")
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 def _no_browser() -> str:
     """Why the tests in a browser are left out; "" where they run."""
     if os.environ.get("FSDP_LAB_UI") != "1":
@@ -100,6 +130,7 @@ def _no_browser() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_begins)
     marked = [item for item in items if item.get_closest_marker("ui")]
     if marked and (reason := _no_browser()):
         for item in marked:

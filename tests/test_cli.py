@@ -100,13 +100,12 @@ ONLY_SWEPT = {
 def assert_told_at_once(cli, arguments: list[str], words: list[str]):
     """One message, no traceback, and nothing slow imported: that, unlike seconds, holds on a busy machine."""
     done = cli(*arguments, tell_imports=True, timeout=100)
-    *message, worked, imported = done.stderr.splitlines()
+    *message, imported = done.stderr.splitlines()
     assert imported == "imported:"
     assert done.returncode in (1, 2)
     assert "Traceback" not in done.stderr and done.stdout == ""
     assert len(message) == 1 and message[0].startswith("fsdp_lab: ")
     assert [word for word in words if word not in message[0]] == []
-    assert float(worked.removeprefix("worked: ")) < 3  # 0.2 s on a machine that does nothing else
 
 
 @pytest.mark.parametrize(("arguments", "words"), [*BAD.values(), *ONLY_ALONE.values()], ids=[*BAD, *ONLY_ALONE])
@@ -171,8 +170,7 @@ def test_what_a_word_implies_may_stand_with_an_option(cli):
 def help_text(tmp_path_factory) -> str:
     done = run_cli(tmp_path_factory.mktemp("help"), "--help", tell_imports=True)
     assert done.returncode == 0
-    worked, imported = done.stderr.splitlines()
-    assert worked.startswith("worked: ") and imported == "imported:"
+    assert done.stderr == "imported:\n"
     return done.stdout
 
 

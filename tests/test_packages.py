@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import LONGEST, ROOT
 
 # What every package may import; it imports nothing of ours.
 FOR_ALL = {"installed", "metrics", "redact", "status", "wording"}
@@ -185,3 +185,7 @@ def test_no_module_imports_one_that_imports_it():
 )
 def test_a_cycle_is_found_however_long(sources: dict[str, str], expected: dict[str, set[str]]):
     assert cycles(sources) == expected
+
+
+def test_the_files_of_tests_that_begin_are_there():
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from fsdp_lab.forecast.__main__ import main as forecast
-from tests.conftest import STORE, run_cli
+from tests.conftest import LOOKS, STORE, run_cli
 from tests.workloads.user.project import write_project
 
 NET = ("model._target_=my_project.net.Net", "model.width=16")
@@ -97,15 +98,15 @@ def test_a_resume_with_another_argument_is_refused(project: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
-    words = (*THEIRS, "sharding=ddp,per_block", *ONE_CELL[1:], *HERE[2:], "cluster.num_workers=2")
-    done = run_cli(project, "-m", *words, "training.epochs=2", timeout=400)
+    """What it learns in other shardings is in test_every_workload.py."""
+    words = (*THEIRS, *ONE_CELL, *HERE[2:], "cluster.num_workers=2", "training.epochs=2")
+    done = run_cli(project, "-m", *words, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    ddp, per_block = (last_metrics(project / "out" / trial) for trial in "01")
-    assert ddp["val/loss"] == pytest.approx(per_block["val/loss"], rel=1e-5)
     assert "forecast" in done.stdout
-    for trial in "01":
-        forecast_of = json.loads((project / "out" / trial / "forecast.json").read_text())
-        assert forecast_of["forecast/peak_bytes"] == last_metrics(project / "out" / trial)["memory/peak_bytes"]
+    metrics = last_metrics(project / "out" / "0")
+    assert metrics["epoch"] == 2 and math.isfinite(metrics["val/loss"])
+    forecast_of = json.loads((project / "out" / "0" / "forecast.json").read_text())
+    assert forecast_of["forecast/peak_bytes"] == metrics["memory/peak_bytes"]
 
 
 @pytest.mark.slow
@@ -230,8 +231,8 @@ REFUSED = {
 @pytest.mark.parametrize("flag", [[], ["-m"]], ids=["trial", "sweep"])
 @pytest.mark.parametrize(("words", "told"), REFUSED.values(), ids=REFUSED)
 def test_bad_input_is_told_before_ray_starts(project: Path, words: list[str], told: list[str], flag: list[str]) -> None:
-    done = run_cli(project, *words, *ONE_CELL, *flag, tell_imports=True, timeout=60)
-    *message, _, imported = done.stderr.splitlines()
+    done = run_cli(project, *words, *ONE_CELL, *flag, tell_imports=True, imported=LOOKS, timeout=60)
+    *message, imported = done.stderr.splitlines()
     assert done.returncode in (1, 2) and len(message) == 1 and message[0].startswith("fsdp_lab: "), done.stderr
     assert [word for word in told if word not in message[0]] == []
     assert "ray" not in imported and "mlflow" not in imported
