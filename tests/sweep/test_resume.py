@@ -151,7 +151,7 @@ def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
     ) as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out" / "0"), process)
         process.terminate()
-        stdout, stderr = process.communicate(timeout=15)
+        stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
     assert "to resume: python -m fsdp_lab resume=out" in stdout
