@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,34 +21,42 @@ _ANSWER = '<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Me
 
 
 @contextmanager
-def s3_server(folder: Path, bucket: str = "bucket") -> Iterator[int]:
-    """The port of a server with an empty bucket; its log is `s3.log` in the folder."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+def s3_server(
+    folder: Path, port: int | None = None, host: str = "127.0.0.1", within: Sequence[str] = ()
+) -> Iterator[int]:
+    """The port of a server with an empty bucket, `bucket`; its log is `s3.log` in the folder.
+
+    Args:
+        within: what begins each command that is to reach it.
+    """
+    port = port or free_port()
+    command = [*within, sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
     with (folder / "s3.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=folder)
     try:
-        _make_bucket(process, f"http://127.0.0.1:{port}/{bucket}")
+        deadline = time.monotonic() + 60
+        make = [*within, sys.executable, "-c", _MAKE_BUCKET, f"http://{host}:{port}/bucket"]
+        while subprocess.run(make, timeout=20, check=False).returncode:
+            assert process.poll() is None and time.monotonic() < deadline, "moto's server does not start"
+            time.sleep(0.2)
         yield port
     finally:
         end(process)
 
 
-def _make_bucket(process: subprocess.Popen[bytes], address: str) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(urllib.request.Request(address, method="PUT"), timeout=5).close()
-            return
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline, "moto's server does not start"
-            time.sleep(0.2)
+_MAKE_BUCKET = """
+import sys, urllib.request
+try:
+    urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="PUT"), timeout=5).close()
+except OSError:
+    sys.exit(1)
+"""
 
 
-def settings(port: int) -> dict[str, str]:
+def settings(port: int, host: str = "127.0.0.1") -> dict[str, str]:
     """The environment of who uses it."""
     return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
     }  # fmt: skip
 

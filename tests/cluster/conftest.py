@@ -10,18 +10,41 @@ from collections.abc import Iterator
 import pytest
 from s3fs import S3FileSystem
 
-from tests.cluster.namespaces import Cluster, cluster_over, two_namespaces, why_not
+from tests.cluster.namespaces import TWO_NODES, Cluster, cluster_over, two_namespaces, why_not
+from tests.conftest import run_cli
 from tests.s3 import Faults, faulty, s3_server, settings
+from tests.sweep.conftest import results
+
+S3_PORT = 9000  # in a network namespace nobody else has it
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """A node with three cores and one with two, as far as Ray knows; they ask who comes for a token."""
+def one_cluster() -> Iterator[Cluster]:
+    """A node with three cores and one with two, as far as Ray knows; they ask who comes for a token. An S3 server on
+    the first is reached from both, once it is started."""
     if reason := why_not():
         pytest.skip(reason)
-    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with two_namespaces() as nodes, cluster_over(nodes, variables) as cluster:
-        yield cluster
+    with two_namespaces() as nodes:
+        variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        with cluster_over(nodes, {**variables, **settings(S3_PORT, nodes[0].address)}) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+def cluster(one_cluster: Cluster) -> Cluster:
+    """The cluster; nodes that the test before has killed are there again."""
+    one_cluster.revive()
+    return one_cluster
+
+
+@pytest.fixture(scope="session")
+def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The row of `results.csv` of what is compared with two nodes."""
+    folder = tmp_path_factory.mktemp("one")
+    done = run_cli(folder, *TWO_NODES, "cluster.cpus_per_worker=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = results(folder)
+    return row
 
 
 @pytest.fixture(scope="session")

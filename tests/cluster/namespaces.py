@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces that share the disk but for Ray's folder, joined by a cable."""
+"""Two nodes on one machine: network namespaces that share the disk but for two folders, joined by a cable."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from typing import Any
 import psutil
 
 from tests.processes import descendants
+from tests.sweep.conftest import PLAIN, TINY
+
+# A worker with two cores: either node has room for one.
+TWO_NODES = (*PLAIN, *TINY, "model=mlp", "forecast.enabled=false", "training.epochs=2", "cluster.cpus_per_worker=2")
 
 _PORT = 6399
 _START_S = 90
@@ -43,12 +47,21 @@ class Node:
 
 @dataclass
 class Cluster:
-    """A Ray cluster over namespaces; the first node is its head. `environment`: of all that is to reach it."""
+    """A Ray cluster over namespaces; the first node is its head.
+
+    Attributes:
+        environment: of all that is to reach it.
+        local: a folder that is another disk on the second node; workers have their temporary files there.
+    """
 
     nodes: list[Node]
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     _asked: subprocess.Popen[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.local = self.folder / "local"
+        self.local.mkdir()
 
     @property
     def address(self) -> str:
@@ -67,12 +80,11 @@ class Cluster:
         where = head if node is self.nodes[0] else [f"--address={self.address}"]
         command = [ray, "start", *where, f"--node-ip-address={node.address}", f"--num-cpus={node.cpus}", "--num-gpus=0",
                    "--block", "--disable-usage-stats"]  # fmt: skip
-        if node is not self.nodes[0]:
-            command = self._own_disk(node, command)
         with (self.folder / f"{node.name}.log").open("ab") as log:
             node.raylet = subprocess.Popen(
-                node.command(*command), env=self.environment, cwd=self.folder, stdout=log, stderr=log
-            )
+                node.command(*self._on_its_disk(node), *command), cwd=self.folder, stdout=log, stderr=log,
+                env={**self.environment, "TMPDIR": str(self.local)},
+            )  # fmt: skip
         end = time.monotonic() + _START_S
         if node is self.nodes[0]:
             while subprocess.run(node.command(sys.executable, "-c", _KNOCK, node.address), check=False).returncode:
@@ -84,12 +96,21 @@ class Cluster:
             assert time.monotonic() < end, f"{node.name} did not join within {_START_S} s"
             time.sleep(0.2)
 
-    def _own_disk(self, node: Node, command: list[str]) -> list[str]:
-        """That command, for which Ray's folder is another one: nodes that shared it would delete each other's copies of
-        a job's files. `ip netns exec` gives it a mount namespace of its own."""
-        own, shared = self.folder / node.name, self.folder / "ray"
-        own.mkdir(exist_ok=True)
-        return ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(own), str(shared), *command]
+    def _on_its_disk(self, node: Node) -> list[str]:
+        """What starts a command that sees the node's own disk: `ip netns exec` has a mount namespace for each. Nodes
+        that shared Ray's folder would delete each other's copies of a job's files."""
+        if node is self.nodes[0]:
+            return []
+        own = 'mount -t tmpfs tmpfs "$0" && mount -t tmpfs tmpfs "$1" && shift && exec "$@"'
+        return ["sh", "-c", own, str(self.local), str(self.folder / "ray")]
+
+    def revive(self) -> None:
+        """Start the nodes that were killed; all of them where the head was."""
+        if self.nodes[0].raylet is None:
+            self.end()
+        for node in self.nodes:
+            if node.raylet is None:
+                self.start(node)
 
     def ask(self, expression: str) -> Any:
         """The value of a Python expression about `ray`, in a process that has joined the cluster."""
@@ -122,6 +143,7 @@ class Cluster:
         if self._asked is not None:
             self._asked.kill()
             self._asked.communicate()
+            self._asked = None
         for node in self.nodes:
             if node.raylet is not None:
                 self.kill(node)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.namespaces import Cluster
-from tests.cluster.test_nodes import TWO_NODES, words
+from tests.cluster.namespaces import TWO_NODES, Cluster
+from tests.cluster.test_nodes import words
 from tests.sweep.conftest import has_trained_an_epoch, results, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -43,21 +43,13 @@ def trains(folder: Path) -> bool:
     return any(has_trained_an_epoch(file.parent) for file in folder.glob("storage/**/metrics.jsonl"))
 
 
-@pytest.fixture
-def whole(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, whose second node is there again afterwards."""
-    yield cluster
-    if cluster.nodes[1].address not in cluster.alive():
-        cluster.start(cluster.nodes[1])
-
-
-def test_a_trial_goes_on_when_its_node_is_back(whole: Cluster, tmp_path: Path):
-    node = whole.nodes[1]
-    with running(whole, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
+def test_a_trial_goes_on_when_its_node_is_back(cluster: Cluster, tmp_path: Path):
+    node = cluster.nodes[1]
+    with running(cluster, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
         wait_for(lambda: trains(tmp_path), process, 120)
-        whole.kill(node)
+        cluster.kill(node)
         wait_for(lambda: f"node {node.address} (" in said(tmp_path), process, 60)
-        whole.start(node)
+        cluster.start(node)
         assert process.wait(200) == 0, said(tmp_path)
     assert "went down with 2 CPU" in said(tmp_path) and "joined with 2 CPU" in said(tmp_path)
     (metrics,) = tmp_path.glob("storage/**/metrics.jsonl")
@@ -66,12 +58,12 @@ def test_a_trial_goes_on_when_its_node_is_back(whole: Cluster, tmp_path: Path):
     assert (metrics.parent / "failures.1").is_dir() or list(metrics.parent.glob("failures.*")), "there was a failure"
 
 
-def test_a_trial_whose_node_stays_away_names_it(whole: Cluster, tmp_path: Path):
-    node = whole.nodes[1]
+def test_a_trial_whose_node_stays_away_names_it(cluster: Cluster, tmp_path: Path):
+    node = cluster.nodes[1]
     settings = (f"training.epochs={_EPOCHS}", "cluster.wait_timeout_s=5")
-    with running(whole, tmp_path, *TWO_NODES, *settings) as process:
+    with running(cluster, tmp_path, *TWO_NODES, *settings) as process:
         wait_for(lambda: trains(tmp_path), process, 120)
-        whole.kill(node)
+        cluster.kill(node)
         assert process.wait(120) == 1, said(tmp_path)
     (row,) = results(tmp_path)
     assert row["error"].startswith("no place for 2 workers of 2 CPU each within cluster.wait_timeout_s=5 s: node ")
@@ -80,35 +72,35 @@ def test_a_trial_whose_node_stays_away_names_it(whole: Cluster, tmp_path: Path):
     assert f"its node {node.address} (" in json.loads(failure.read_text())["message"]
 
 
-def test_a_node_that_joins_is_used_by_the_next_trial(whole: Cluster, tmp_path: Path):
-    node = whole.nodes[1]
+def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path: Path):
+    node = cluster.nodes[1]
     if node.raylet is not None:
-        whole.kill(node)
+        cluster.kill(node)
     one_worker = ("cluster.num_workers=1", f"training.epochs={_EPOCHS},{_EPOCHS + 1},2")
-    with running(whole, tmp_path, "-m", *TWO_NODES, *one_worker) as process:
+    with running(cluster, tmp_path, "-m", *TWO_NODES, *one_worker) as process:
         wait_for(lambda: trains(tmp_path), process, 120)
-        whole.start(node)
+        cluster.start(node)
         assert process.wait(250) == 0, said(tmp_path)
     used = [json.loads(file.read_text())["addresses"] for file in sorted(tmp_path.glob("storage/**/places.json"))]
-    assert used[0] == [whole.nodes[0].address] and [node.address] in used[1:], said(tmp_path)
+    assert used[0] == [cluster.nodes[0].address] and [node.address] in used[1:], said(tmp_path)
 
 
-def test_a_draining_node_is_reported(whole: Cluster, tmp_path: Path):
+def test_a_draining_node_is_reported(cluster: Cluster, tmp_path: Path):
     """It is told while it drains; Ray then takes it away, and the trial that needs it fails by its name."""
-    node = whole.nodes[1]
-    (number,) = whole.ask(
+    node = cluster.nodes[1]
+    (number,) = cluster.ask(
         f"[n['NodeID'] for n in ray.nodes() if n['Alive'] and n['NodeManagerAddress'] == {node.address!r}]"
     )
-    with running(whole, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
+    with running(cluster, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
         wait_for(lambda: trains(tmp_path), process, 120)
-        drain = whole.ray("drain-node", f"--address={whole.address}", f"--node-id={number}",
+        drain = cluster.ray("drain-node", f"--address={cluster.address}", f"--node-id={number}",
                           "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test")  # fmt: skip
-        subprocess.run(drain, env=whole.environment, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+        subprocess.run(drain, env=cluster.environment, cwd=tmp_path, check=True, timeout=60, capture_output=True)
         wait_for(lambda: f"node {node.address} (" in said(tmp_path), process, 60)
         assert "is draining: it gets no new workers" in said(tmp_path)
         process.terminate()
         process.wait(60)
-    whole.kill(node)
+    cluster.kill(node)
 
 
 _HOLD = "ray.get(ray.util.placement_group([{'CPU': 3}, {'CPU': 2}], name='held').ready(), timeout=30) is not None"
@@ -116,18 +108,18 @@ _FREE = "ray.util.remove_placement_group(ray.util.get_placement_group('held'))"
 _WAIT = "[1 for group in ray.util.placement_group_table().values() if group['state'] in ('PENDING', 'RESCHEDULING')]"
 
 
-def test_a_sweep_that_waits_for_room_is_interrupted_and_resumed(whole: Cluster, tmp_path: Path):
+def test_a_sweep_that_waits_for_room_is_interrupted_and_resumed(cluster: Cluster, tmp_path: Path):
     """Somebody else has every core; what is interrupted leaves no request behind."""
-    assert whole.ask(_HOLD)
+    assert cluster.ask(_HOLD)
     try:
-        with running(whole, tmp_path, *TWO_NODES) as process:
+        with running(cluster, tmp_path, *TWO_NODES) as process:
             wait_for(lambda: "waits for 4 CPU (0 of 5 free)" in said(tmp_path), process, 60)
             process.terminate()
             assert process.wait(20) == 130, said(tmp_path)
         assert "to resume: python -m fsdp_lab resume=out" in said(tmp_path)
-        assert whole.ask(_WAIT) == [], "a request for room is left"
+        assert cluster.ask(_WAIT) == [], "a request for room is left"
     finally:
-        whole.ask(_FREE)
-    with running(whole, tmp_path, "resume=out") as process:
+        cluster.ask(_FREE)
+    with running(cluster, tmp_path, "resume=out") as process:
         assert process.wait(120) == 0, said(tmp_path)
     assert [row["status"] for row in results(tmp_path)] == ["finished"]

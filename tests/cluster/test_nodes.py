@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.namespaces import Cluster
-from tests.conftest import run_cli
+from tests.cluster.namespaces import TWO_NODES, Cluster
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, TINY, results
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
-
-# A worker with two cores: either node has room for one.
-TWO_NODES = (*PLAIN, *TINY, "model=mlp", "forecast.enabled=false", "training.epochs=2", "cluster.cpus_per_worker=2")
 
 
 def words(cluster: Cluster, folder: Path) -> tuple[str, ...]:
@@ -39,17 +35,19 @@ def addresses(folder: Path) -> list[list[str]]:
     return [json.loads(file.read_text())["addresses"] for file in sorted(folder.glob("storage/**/places.json"))]
 
 
-def test_two_nodes_give_the_losses_of_one(cluster: Cluster, tmp_path: Path):
+def losses(row: dict[str, str]) -> list[str]:
+    return [row["val/loss"], row["train/loss"]]
+
+
+def test_two_nodes_give_the_losses_of_one(cluster: Cluster, on_one_node: dict[str, str], tmp_path: Path):
     """Host names resolve to the loopback on both, and nobody has named an interface."""
-    (two := tmp_path / "two").mkdir()
-    (one := tmp_path / "one").mkdir()
-    done = sweep(cluster, two, *TWO_NODES)
+    done = sweep(cluster, tmp_path, *TWO_NODES)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = run_cli(one, *TWO_NODES, "cluster.cpus_per_worker=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(addresses(two)[0]) == [node.address for node in cluster.nodes]
-    (there,), (here,) = results(two), results(one)
-    assert there["val/loss"] == here["val/loss"] and there["train/loss"] == here["train/loss"]
+    assert sorted(addresses(tmp_path)[0]) == [node.address for node in cluster.nodes]
+    (there,) = results(tmp_path)
+    assert [there[key] for key in ("val/loss", "train/loss")] == [
+        on_one_node[key] for key in ("val/loss", "train/loss")
+    ]
 
 
 def test_workers_are_placed_as_asked(cluster: Cluster, tmp_path: Path):
