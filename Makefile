@@ -14,17 +14,18 @@ sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed    ## the tests, but for those that take longest
-	$(PYTEST) -m "not long and not cluster"
+	$(PYTEST) -m "not long and not cluster and not alone"
 
 test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: kills, nights, every pair of settings
 	$(PYTEST) -m "long and not cluster"
+	$(PY) -m pytest -m alone
 
 test-cluster: $(VENV)/.installed  ## object storage, and sweeps over two nodes, as network namespaces: as root, elsewhere they are skipped
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,jobs]"
 	$(PY) -m pytest -m cluster
 
 test-fast: $(VENV)/.installed
-	$(PYTEST) -m "not slow and not long and not cluster"
+	$(PYTEST) -m "not slow and not long and not cluster and not alone"
 
 test-oldest: $(VENV)/.installed ## a sweep with the oldest versions that pyproject.toml declares, in an environment of its own
 	$(PY) -m tests.oldest

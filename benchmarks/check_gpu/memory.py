@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,9 @@ def run_group(command: list[str], folder: Path, environment: dict[str, str], lim
     with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True) as process:
         try:
             code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        except BaseException:  # an interrupt, too: the terminal sends it to this process's group alone
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             raise
     if code:
         raise subprocess.CalledProcessError(code, command)

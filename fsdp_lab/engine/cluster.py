@@ -22,7 +22,7 @@ from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.ray_job import is_rays_copy
-from fsdp_lab.engine.ray_token import check_token, is_refusal, set_own_token, wrong_token
+from fsdp_lab.engine.ray_token import check_token, is_refusal, sends_token, set_own_token, wrong_token
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
 from fsdp_lab.engine.session import claim_session, keep_session
 
@@ -91,8 +91,8 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     else:
         check_token(cluster.address)
         probe(cluster.address)
-        # Ray asks once a second, twenty times, also one that answers and refuses the token
-        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
+        if sends_token():  # else Ray asks once a second, twenty times, also one that answers and refuses the token
+            os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}

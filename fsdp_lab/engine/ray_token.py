@@ -33,7 +33,7 @@ def check_token(address: str) -> None:
     Raises:
         UserError: there is none.
     """
-    if _sends_token() and _token_place() is None:
+    if sends_token() and _token_place() is None:
         path = os.environ.get("RAY_AUTH_TOKEN_PATH")
         where = f"the file of RAY_AUTH_TOKEN_PATH={path} is empty or cannot be read" if path else "no token is there"
         raise UserError(f"cluster.address={address}: RAY_AUTH_MODE=token, and {where}; {_HOW}")
@@ -49,7 +49,7 @@ def wrong_token(address: str) -> UserError:
     place = _token_place()
     if place is None:
         given = "none was given"
-    elif _sends_token():
+    elif sends_token():
         given = f"the one in {place} is another one"
     else:
         given = f"the one in {place} is not sent without RAY_AUTH_MODE=token"
@@ -58,7 +58,8 @@ def wrong_token(address: str) -> UserError:
     )
 
 
-def _sends_token() -> bool:
+def sends_token() -> bool:
+    """Whether this process gives a token to the cluster that it reaches: not by itself."""
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 

@@ -12,6 +12,7 @@ from fsdp_lab.speed.program import Kind, Operator
 
 ANY = "any"  # stands for every dtype
 _TILE_COLUMNS = 512  # keys of a tile of attention
+_VERSION = 2  # of what the lines are through: since 2 attention has tiles
 DISTURBED = 0.1  # the share of the cores that others may have while something is measured
 
 
@@ -150,6 +151,8 @@ def read_measured(content: Mapping[str, Any], where: str) -> Measured:
         ConfigError: a key is missing or unknown, or a value is none of its key's.
     """
     try:
+        if content.get("version") != _VERSION:
+            raise ValueError("an earlier version wrote it")
         operators = {
             str(name): {str(dtype): Line(*map(float, line)) for dtype, line in lines.items()}
             for name, lines in content["operators"].items()
@@ -160,7 +163,7 @@ def read_measured(content: Mapping[str, Any], where: str) -> Measured:
             **names, workers=int(content["workers"]), cores=int(content["cores"]), others=float(content["others"]),
             operators=operators, host=host,
         )  # fmt: skip
-        if unknown := set(content) - set(vars(found)):
+        if unknown := set(content) - set(vars(found)) - {"version"}:
             raise ValueError(f"unknown {sorted(unknown)}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -176,7 +179,7 @@ def read_measured(content: Mapping[str, Any], where: str) -> Measured:
 
 def plain_measured(measured: Measured) -> dict[str, Any]:
     """Return what `read_measured` reads, as plain values."""
-    content = {each.name: getattr(measured, each.name) for each in fields(Measured)}
+    content = {"version": _VERSION, **{each.name: getattr(measured, each.name) for each in fields(Measured)}}
     content["operators"] = {
         name: {dtype: list(vars(line).values()) for dtype, line in sorted(lines.items())}
         for name, lines in sorted(measured.operators.items())

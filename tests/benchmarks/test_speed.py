@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks import speed
+from fsdp_lab.cpu_contention import Others
 from fsdp_lab.speed.device import Basis
+from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.predict import Speed
 from tests.conftest import ROOT
 
@@ -44,14 +46,17 @@ def in_order(rows: list[dict[str, str]], seconds: str) -> list[dict[str, str]]:
     return sorted(rows, key=lambda row: float(row["batch"]) / float(row[seconds]))
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.alone
+@pytest.mark.timeout(900)
 def test_settings_whose_speeds_lie_far_apart_are_predicted_in_their_order(tmp_path: Path):
     """A calibration in a hurry, six predictions, six trials. Within a model the order is that of the batch's cost."""
     arguments = ["--small", "--rounds", "2", "--calibrate-s", "40", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.speed", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
+    with Others() as others:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
+    if others.share > DISTURBED:
+        pytest.skip(f"others used {others.share:.0%} of the cores: what was measured says nothing of this machine")
     rows = list(csv.DictReader((tmp_path / "speed.csv").open()))
     assert len(rows) == 6
     for model in ("gpt", "vit"):

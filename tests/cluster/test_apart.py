@@ -18,7 +18,7 @@ from tests.s3 import s3_server
 from tests.servers import lay_store
 from tests.sweep.conftest import results, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 _EPOCHS = 6
 _BUCKET = "s3://bucket/apart"

@@ -15,7 +15,7 @@ from tests.cluster.namespaces import TWO_NODES, Cluster
 from tests.cluster.test_nodes import words
 from tests.sweep.conftest import has_trained_an_epoch, results, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 _EPOCHS = 60
 
@@ -115,7 +115,7 @@ def test_a_sweep_that_waits_for_room_is_interrupted_and_resumed(cluster: Cluster
         with running(cluster, tmp_path, *TWO_NODES) as process:
             wait_for(lambda: "waits for 4 CPU (0 of 5 free)" in said(tmp_path), process, 60)
             process.terminate()
-            assert process.wait(20) == 130, said(tmp_path)
+            assert process.wait(60) == 130, said(tmp_path)
         assert "to resume: python -m fsdp_lab resume=out" in said(tmp_path)
         assert cluster.ask(_WAIT) == [], "a request for room is left"
     finally:

@@ -22,7 +22,7 @@ from tests.workloads.user.project import write_project
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not importlib.util.find_spec("aiohttp_cors"), reason="no ray[default]: make test-cluster installs it"
     ),
@@ -32,7 +32,7 @@ _MINE = (
     "--config-dir=conf_of_mine", "model=mine", "data._target_=my_project.data.Corpus", *PLAIN,
     "training.global_batch_size=32", "training.timing_warmup_steps=1", "forecast.enabled=false",
 )  # fmt: skip
-_EPOCHS = 25
+_EPOCHS = 40
 
 
 def job(cluster: Cluster, folder: Path, *words: str) -> str:

@@ -13,7 +13,7 @@ from tests.cluster.namespaces import TWO_NODES, Cluster
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, TINY, results
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def words(cluster: Cluster, folder: Path) -> tuple[str, ...]:

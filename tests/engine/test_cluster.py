@@ -249,8 +249,9 @@ def test_a_trial_on_a_busy_cluster_says_what_it_waits_for_and_then_runs(cluster:
     [({"RAY_AUTH_MODE": "disabled"}, "none was given"), ({"RAY_AUTH_TOKEN": "0" * 64}, "is another one")],
 )
 def test_a_cluster_that_wants_another_token_is_told_and_nothing_else(
-    cluster: str, cli, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], given: str
+    cluster: str, cli, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], given: str, tmp_path: Path
 ):
+    monkeypatch.setenv("HOME", str(tmp_path))  # somebody's own may have a token
     if "RAY_AUTH_TOKEN" not in environment:
         monkeypatch.delenv("RAY_AUTH_TOKEN")
     for name, value in environment.items():

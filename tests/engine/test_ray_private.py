@@ -47,7 +47,7 @@ def test_what_is_missing_is_named(name: Name, lacking: str):
 _KILLED_FOR_MEMORY = """
 import os, sys, time
 
-os.environ |= {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "2000"}
+os.environ |= {"RAY_memory_usage_threshold": "0.0", "RAY_memory_monitor_refresh_ms": "2000"}
 
 import ray
 from ray.air.execution import FixedResourceManager, ResourceRequest

@@ -78,7 +78,7 @@ def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, 
     assert found == []
 
 
-SHALLOW = "model.num_layers=2"
+SHALLOW = "model.num_layers=3"  # the middle one has neighbours on both sides
 
 
 def test_hybrid_sharding_over_four_ranks_is_forecast_to_the_byte():

@@ -145,6 +145,7 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
         ("host", {"operator_s": 1.0}, "cannot be read"),
         ("other", 1, "unknown"),
         ("workers", None, "cannot be read"),
+        ("version", 1, "an earlier version wrote it"),
         ("host", {"operator_s": float("nan"), "collective_s": 0, "microbatch_s": 0, "step_s": 0}, "no number"),
     ],
 )
