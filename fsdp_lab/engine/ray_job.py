@@ -21,11 +21,12 @@ def is_rays_copy(path: Path) -> bool:
     return in_job() and RUNTIME_ENV_FOLDER in path.absolute().parts
 
 
-def check_job(config: SweepConfig, folder: Path, multirun: bool) -> None:
+def check_job(config: SweepConfig, folder: Path, key: str) -> None:
     """Refuse a sweep that leaves its cluster unused, or whose results would go with the job's files.
 
     Args:
         folder: the sweep's.
+        key: what sets it on the command line.
 
     Raises:
         ConfigError: in a job of Ray's only.
@@ -41,7 +42,7 @@ def check_job(config: SweepConfig, folder: Path, multirun: bool) -> None:
     if storage is not None and not is_address(storage) and is_rays_copy(Path(storage)):
         lost.append("cluster.storage_path=/shared/fsdp_lab")
     if not is_address(storage) and is_rays_copy(folder):
-        lost.append(f"hydra.{'sweep' if multirun else 'run'}.dir=/shared/fsdp_lab/<a name>")
+        lost.append(f"{key}=/shared/fsdp_lab/<a name>")
     if uri.startswith("sqlite:///") and is_rays_copy(Path(uri.removeprefix("sqlite:///"))):
         lost.append("tracking.uri=sqlite:////shared/fsdp_lab/mlflow.db")
     if lost:

@@ -72,6 +72,13 @@ def go_on_command(folder: Path) -> str:
     return os.environ.get(GOES_ON) or resume_command(folder)
 
 
+def folder_key(multirun: bool) -> str:
+    """What sets a sweep's folder on the command line; a night gives its sweep one, below its own."""
+    if GOES_ON in os.environ:
+        return "nightly.folder"
+    return "hydra.sweep.dir" if multirun else "hydra.run.dir"
+
+
 def resume_command(folder: Path) -> str:
     """Return it with the folder of the user's options, which no resume takes from a file."""
     folders, trust = config_dir_words(sys.argv[1:]), ["trust=true"] if copy_of(folder) else []

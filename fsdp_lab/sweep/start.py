@@ -13,7 +13,7 @@ from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.listeners.report import Report
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
 from fsdp_lab.sweep.listeners.storage import StorageCopy
-from fsdp_lab.sweep.names import go_on_command, relative, ui_command
+from fsdp_lab.sweep.names import folder_key, go_on_command, relative, ui_command
 from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
 
 
@@ -23,7 +23,7 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     Raises:
         UserError: see `run_sweep`; PyTorch cannot use this machine's GPUs; or a job of Ray's would lose its results.
     """
-    check_job(plan.config, plan.folder, plan.record.multirun)
+    check_job(plan.config, plan.folder, folder_key(plan.record.multirun))
     if plan.config.cluster.address is None:  # another machine's driver is for its workers to ask
         check_driver()
     console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)

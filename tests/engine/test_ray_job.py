@@ -4,6 +4,7 @@ tests/cluster/test_jobs.py."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,9 @@ from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig, TrackingCo
 from fsdp_lab.engine.cluster import code_environment
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.engine.ray_private import JOB_VARIABLE
+from fsdp_lab.sweep.names import GOES_ON, folder_key
+from fsdp_lab.sweep.start import start_sweep
+from fsdp_lab.sweep.store.record import Record
 from tests.workloads.user.project import importable, write_project
 
 _STAYS = TrackingConfig(uri="sqlite:////shared/mlflow.db")
@@ -40,24 +44,35 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_would_go_with_the_jobs_files_is_refused(storage: str | None, uri: str, folder: str, words: str):
     config = SweepConfig(cluster=ClusterConfig(address="auto", storage_path=storage), tracking=TrackingConfig(uri=uri))
     with pytest.raises(ConfigError, match="which Ray deletes; add folders that stay") as caught:
-        check_job(config, Path(folder), multirun=True)
+        check_job(config, Path(folder), "hydra.sweep.dir")
     assert words in str(caught.value)
+
+
+@pytest.mark.usefixtures("copy")
+def test_a_night_is_told_what_it_takes(monkeypatch: pytest.MonkeyPatch):
+    config = SweepConfig(cluster=ClusterConfig(address="auto"), tracking=_STAYS)
+    assert [folder_key(multirun) for multirun in (True, False)] == ["hydra.sweep.dir", "hydra.run.dir"]
+    monkeypatch.setenv(GOES_ON, "python -m fsdp_lab.nightly --continue")
+    record = Record("", [], True, "", 1)
+    plan = SimpleNamespace(config=config, folder=Path("outputs/nightly/x/sweep"), record=record)
+    with pytest.raises(ConfigError, match=r"for example nightly\.folder=/shared/fsdp_lab/<a name>$"):
+        start_sweep(plan)  # type: ignore[arg-type]  # refused before more of it is read
 
 
 @pytest.mark.usefixtures("copy")
 def test_a_ray_of_its_own_is_refused_beside_the_cluster():
     with pytest.raises(ConfigError, match=r"add cluster\.address=auto"):
-        check_job(SweepConfig(tracking=_STAYS), Path("/shared/x"), multirun=False)
-    check_job(SweepConfig(engine=Engine.inline, tracking=_STAYS), Path("/shared/x"), multirun=False)
+        check_job(SweepConfig(tracking=_STAYS), Path("/shared/x"), "hydra.run.dir")
+    check_job(SweepConfig(engine=Engine.inline, tracking=_STAYS), Path("/shared/x"), "hydra.run.dir")
 
 
 @pytest.mark.usefixtures("copy")
 def test_a_job_whose_results_stay_starts(monkeypatch: pytest.MonkeyPatch):
     auto = ClusterConfig(address="auto", storage_path="s3://bucket/x")
     server = TrackingConfig(uri="http://mlflow:5000")
-    check_job(SweepConfig(cluster=auto, tracking=server), Path("outputs/x"), multirun=True)
+    check_job(SweepConfig(cluster=auto, tracking=server), Path("outputs/x"), "hydra.sweep.dir")
     monkeypatch.delenv(JOB_VARIABLE)
-    check_job(SweepConfig(), Path("outputs/x"), multirun=True)
+    check_job(SweepConfig(), Path("outputs/x"), "hydra.sweep.dir")
 
 
 def test_code_that_came_with_a_job_is_not_sent_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
