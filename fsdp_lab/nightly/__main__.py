@@ -30,6 +30,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from fsdp_lab.compose import (
 from fsdp_lab.config import (
     Between,
     ConfigError,
+    UserError,
     all_keys,
     conf_dir,
     is_address,
@@ -65,7 +67,7 @@ from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
 from fsdp_lab.nightly.night import accept, run_night
-from fsdp_lab.nightly.nights import Night, read_since
+from fsdp_lab.nightly.nights import Night, read_nights, read_since
 from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.shared import read_all
 from fsdp_lab.nightly.study import Study
@@ -110,7 +112,7 @@ def main() -> int:
             )  # fmt: skip
             return 0
     except KeyboardInterrupt:
-        unfinished = running and due_unfinished(schedule, nights_of(study), time.time()) is not None
+        unfinished = running and is_unfinished_here(study, schedule)
         until = f"{schedule.after(datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}" if unfinished else ""
         how = f", in a night; to resume it, start again until {until}, or: {study.go_on}" if unfinished else ""
         print(f"fsdp_lab.nightly: ended{how}")
@@ -124,8 +126,19 @@ def main() -> int:
 
 
 def nights_of(study: Study) -> list[Night]:
-    """All in its folder, but for one of another study that was interrupted: nobody goes on with it."""
-    return [night for night in read_all(study) if night.over or night.study == study.settings]
+    """All that there are, but for one of another study that was interrupted: nobody goes on with it."""
+    return _of_study(study, read_all(study))
+
+
+def is_unfinished_here(study: Study, schedule: Schedule) -> bool:
+    """Whether a night is left to go on with. Asks no store: one that is away may be why somebody ends this."""
+    with suppress(UserError):  # a damaged file, which the next start tells
+        return due_unfinished(schedule, _of_study(study, read_nights(study.folder)), time.time()) is not None
+    return False
+
+
+def _of_study(study: Study, nights: list[Night]) -> list[Night]:
+    return [night for night in nights if night.over or night.study == study.settings]
 
 
 def run_locked(study: Study, due: float) -> int:

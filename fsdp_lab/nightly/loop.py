@@ -79,6 +79,7 @@ def loop(
     """Run what is due, wait for the next, and so on.
 
     Args:
+        read: the nights; an OSError or a UserError of it, as of `run`, is told, and it is tried again.
         run: gets when the night was to be.
         nights: end after so many; None: never.
     """
@@ -86,22 +87,25 @@ def loop(
     # one that was waited for is late by the jitter and by a nap, which is not what late_s is about
     allowed = None if late_s is None else late_s + jitter_s + _LONGEST_NAP_S
     while nights is None or done < nights:
-        due = due_now(schedule, read(), since, clock.now(), allowed)
-        if due is not None:
-            late = clock.now() - due
-            if late > jitter_s + _LONGEST_NAP_S:
-                say(f"the night of {_moment(due).astimezone():%Y-%m-%d %H:%M} was missed or interrupted: now it runs")
-            try:
+        due = None
+        try:
+            due = due_now(schedule, read(), since, clock.now(), allowed)
+            if due is not None:
+                if clock.now() - due > jitter_s + _LONGEST_NAP_S:
+                    when = f"{_moment(due).astimezone():%Y-%m-%d %H:%M}"
+                    say(f"the night of {when} was missed or interrupted: now it runs")
                 run(due)
-            except (OSError, UserError) as error:  # a full disk, another start at work: until it is mended
-                say(f"the night could not be run: {error}; it is tried again in {_AFTER_TROUBLE_S:g} s")
-                _wait(clock, clock.now() + _AFTER_TROUBLE_S)
-            done += 1
-            continue
-        start = schedule.after(_moment(clock.now())).timestamp()
-        with_jitter = start + (random.uniform(0, jitter_s) if jitter_s else 0.0)
-        say(f"the next night is {_moment(start).astimezone():%Y-%m-%d %H:%M:%S %Z}")
-        _wait(clock, with_jitter)
+        except (OSError, UserError) as error:  # a full disk, a store that is away, another start: until it is mended
+            what = "the nights could not be read" if due is None else "the night could not be run"
+            say(f"{what}: {error}; it is tried again in {_AFTER_TROUBLE_S:g} s")
+            _wait(clock, clock.now() + _AFTER_TROUBLE_S)
+        else:
+            if due is None:
+                start = schedule.after(_moment(clock.now())).timestamp()
+                with_jitter = start + (random.uniform(0, jitter_s) if jitter_s else 0.0)
+                say(f"the next night is {_moment(start).astimezone():%Y-%m-%d %H:%M:%S %Z}")
+                _wait(clock, with_jitter)
+        done += due is not None
 
 
 def _wait(clock: Clock, until: float) -> None:

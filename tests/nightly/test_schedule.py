@@ -188,6 +188,20 @@ def test_a_night_that_cannot_be_run_is_tried_again_and_does_not_end_the_schedule
     assert "No space left" in said[1] and "was missed or interrupted" in said[2] and "mend it" in said[3]
 
 
+def test_nights_that_cannot_be_read_are_read_again_and_do_not_end_the_schedule():
+    clock, said, reads, ran = FakeClock(at("21T02:00")), [], [], []
+
+    def read() -> list[Night]:
+        reads.append(clock.now())
+        if len(reads) < 3:
+            raise UserError("the store does not answer")
+        return []
+
+    loop(DAILY, read, lambda due: ran.append(due) or 0, at("20T12:00"), clock, said.append, nights=1)
+    assert [t - reads[0] for t in reads] == [0, 600.0, 1200.0] and ran == [at("21T02:00")]
+    assert said[:2] == ["the nights could not be read: the store does not answer; it is tried again in 600 s"] * 2
+
+
 def test_while_another_start_is_at_work_no_second_night_begins():
     clock, nights, tries = FakeClock(at("21T01:59")), [], []
 

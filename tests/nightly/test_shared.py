@@ -3,6 +3,7 @@ the store; a real one, with nights that train, is in tests/cluster/test_nights.p
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from fsdp_lab.config import UserError
 from fsdp_lab.config.nightly import NightConfig
 from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.nightly import __main__ as main_module
 from fsdp_lab.nightly import night as night_module
 from fsdp_lab.nightly import shared
 from fsdp_lab.nightly.gate import Result
@@ -128,6 +130,39 @@ def test_checkpoints_of_old_nights_go_whoever_ran_them(machine: Callable[..., St
     assert len(Storage(elsewhere).files()) == len(names), "not below this study's storage"
     assert [night.pruned for night in shared.read_all(one)] == [True, False]
     assert read_nights(other.folder) == []
+
+
+@pytest.fixture
+def goes_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """`goes_away()`: from then on the store does not answer."""
+
+    def away(self: Storage, *arguments: object) -> None:
+        raise StorageAway(f"{self.address}: gone")
+
+    return lambda: [monkeypatch.setattr(Storage, name, away) for name in ("files", "write", "put")] and None
+
+
+@pytest.mark.parametrize(
+    ("ended_in", "status", "words"), [("a night", 130, "ended, in a night"), ("a wait", 0, "ended")]
+)
+def test_ctrl_c_while_the_store_is_away_ends_as_ever(
+    ended_in: str, status: int, words: str, machine: Callable[..., Study], goes_away: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    one = machine("one")
+
+    def interrupted(*arguments: object) -> None:
+        if ended_in == "a night":
+            shared.write(one, replace(a_night(time.time(), RUNNING), study=one.settings), print)
+        goes_away()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "read_study", lambda words: one)  # no command line takes an address in memory
+    monkeypatch.setattr(main_module, "run_night", interrupted)
+    monkeypatch.setattr(main_module.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr("sys.argv", ["nightly", "--once"])
+    assert main_module.main() == status
+    assert f"fsdp_lab.nightly: {words}" in capsys.readouterr().out
 
 
 def test_an_object_that_is_no_night_is_refused_by_its_address(machine: Callable[..., Study]):
