@@ -202,19 +202,28 @@ def accept(study: Study, reason: str, say: Callable[[str], None], now: Callable[
 
 
 def prune(study: Study, say: Callable[[str], None]) -> None:
-    """Take away the checkpoints and models of old nights: all but the newest `nightly.keep`. Metrics stay."""
-    from fsdp_lab.sweep.store.record import drop_checkpoints, drop_stored_checkpoints
-
-    over = [night for night in read_all(study) if night.over]
+    """Take away the checkpoints and models of old nights: all but the newest `nightly.keep`. Metrics stay. Each machine
+    does so in its own folder; in storage, the first that comes by."""
+    try:
+        over = [night for night in read_all(study) if night.over]
+    except (OSError, UserError) as error:
+        say(f"the checkpoints of old nights are still there: {error}")
+        return
     for night in over[: -study.nightly.keep]:
-        if night.pruned:
-            continue
         try:
-            for sweep in (study.folder / night.id).glob("sweep*"):  # those with other code too
-                drop_checkpoints(sweep)
-            for address in night.sweeps:  # another machine's
-                if address.startswith(f"{study.storage}/"):
-                    drop_stored_checkpoints(address)
-            mark_pruned(study, night)
+            _prune(study, night)
         except (OSError, UserError) as error:
             say(f"the checkpoints of night {night.id} are still there: {error}")
+
+
+def _prune(study: Study, night: Night) -> None:
+    from fsdp_lab.sweep.store.record import drop_checkpoints, drop_stored_sweep
+
+    for sweep in (study.folder / night.id).glob("sweep*"):  # those with other code too
+        drop_checkpoints(sweep, stored=not night.pruned)  # another machine's mark says nothing of this folder
+    if night.pruned:
+        return
+    for address in night.sweeps:  # another machine's
+        if address.startswith(f"{study.storage}/"):
+            drop_stored_sweep(address)
+    mark_pruned(study, night)

@@ -41,7 +41,7 @@ class Night:
         machine: host, device and workers.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
         attempts: how often its sweep came to an end by itself.
-        pruned: its checkpoints were taken away.
+        pruned: its checkpoints were taken away; where nights are in storage, those there.
         sweeps: the addresses of its sweeps in object storage.
         others, busy: the share of all cores that others had, and whether that was too much to judge speed.
         speed_baseline: the night whose speeds it was compared with; None where speed was not judged.

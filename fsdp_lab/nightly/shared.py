@@ -3,7 +3,7 @@
 | object below `<cluster.storage_path>/nights/<study>` | what |
 | --- | --- |
 | `<night>.json` | the night: put when it is over, and again when it is accepted |
-| `<night>.pruned` | its checkpoints were taken away |
+| `<night>.pruned` | its checkpoints below `<cluster.storage_path>` were taken away |
 | `nights.html` | the last thirty |
 
 A night is put before its own folder calls it over, so a kill leaves it in storage, or interrupted here. One that is
@@ -68,8 +68,8 @@ def send_missing(study: Study) -> None:
 
 
 def mark_pruned(study: Study, night: Night) -> None:
-    """Write down that a night's checkpoints are gone. In storage by an object of its own: another machine may accept
-    the night meanwhile. Raises as `read_all`."""
+    """Write down that a night's checkpoints are gone. In storage by an object of its own, since another machine may
+    accept the night meanwhile; it says nothing of folders, of which each machine has its own. Raises as `read_all`."""
     if study.shared is None:
         write_night(study.folder, dataclasses.replace(night, pruned=True))
         return

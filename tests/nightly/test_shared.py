@@ -3,11 +3,13 @@ the store; a real one, with nights that train, is in tests/cluster/test_nights.p
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,21 +117,56 @@ def test_nights_from_before_there_was_storage_are_put_when_the_next_begins(machi
     assert begun.id.startswith(night_id(172800.0) + "-"), "two machines may begin in one second"
 
 
-def test_checkpoints_of_old_nights_go_whoever_ran_them(machine: Callable[..., Study]):
+def a_sweep(address: str, trial: str, *more: str) -> list[str]:
+    """Put the objects of a sweep with a trial; return the names of those that stay."""
+    stay = ["sweep.json", "trials.jsonl", "forecast/model.json", f"{trial}/metrics.jsonl", *more]
+    gone = [f"{trial}/{name}" for name in ("checkpoints/step_1.json", "checkpoints/step_1.x/a", "model.pt", "model/w")]
+    for name in [*stay, *gone]:
+        Storage(address).write(name, json.dumps({"overrides": [], "folder": trial}).encode())
+    return sorted(stay)
+
+
+@pytest.mark.parametrize("trial", ["0", "precision=fp32,offload=none/0", "checkpoints/0"])
+def test_checkpoints_of_old_nights_go_whoever_ran_them(trial: str, machine: Callable[..., Study]):
     one, other = machine("one"), machine("other")
     sweep, elsewhere = f"{one.storage}/a-sweep-1", f"memory://bucket/{uuid.uuid4().hex}"
-    names = ("0/checkpoints/step_1.json", "0/checkpoints/step_1.x/a", "0/model.pt", "0/metrics.jsonl", "0/model/w",
-             "sweep.json", "forecast/model.json")  # fmt: skip
-    for address in (sweep, elsewhere):
-        for name in names:
-            Storage(address).write(name, b"1")
+    stay = a_sweep(sweep, trial, "of_no_trial/checkpoints/x")
+    a_sweep(elsewhere, trial)
+    before = Storage(elsewhere).files()
     shared.write(one, a_night(0.0, sweeps=[sweep, elsewhere]), print)
     shared.write(one, a_night(86400.0), print)
     night_module.prune(other, print)
-    assert sorted(Storage(sweep).files()) == ["0/metrics.jsonl", "forecast/model.json", "sweep.json"]
-    assert len(Storage(elsewhere).files()) == len(names), "not below this study's storage"
+    assert sorted(Storage(sweep).files()) == stay
+    assert Storage(elsewhere).files() == before, "not below this study's storage"
     assert [night.pruned for night in shared.read_all(one)] == [True, False]
     assert read_nights(other.folder) == []
+
+
+def test_a_machine_prunes_its_own_folder_though_another_pruned_the_storage(machine: Callable[..., Study]):
+    one, other = machine("one"), machine("other")
+    for moment in (0.0, 86400.0):
+        shared.write(one, a_night(moment), print)
+        trial = one.folder / night_id(moment) / "sweep/0"
+        (trial / "checkpoints/step_1").mkdir(parents=True)
+        (trial / "model.pt").write_text("")
+        (trial.parent / "trials.jsonl").write_text(json.dumps({"overrides": [], "folder": "0"}))
+    night_module.prune(other, print)
+    assert [night.pruned for night in shared.read_all(one)] == [True, False]
+    night_module.prune(one, print)
+    left = [len(list((one.folder / night_id(moment) / "sweep/0").iterdir())) for moment in (0.0, 86400.0)]
+    assert left == [0, 2]
+
+
+def test_a_sweep_whose_trials_are_not_known_is_told_and_not_marked(machine: Callable[..., Study]):
+    one, said = machine("one"), list[str]()
+    sweep = f"{one.storage}/a-sweep-1"
+    a_sweep(sweep, "0")
+    Storage(sweep).delete(["trials.jsonl"])
+    shared.write(one, a_night(0.0, sweeps=[sweep]), print)
+    shared.write(one, a_night(86400.0), print)
+    night_module.prune(one, said.append)
+    assert f"are still there: {sweep} has checkpoints, and its trials.jsonl names no trial" in said[0]
+    assert not any(night.pruned for night in shared.read_all(one))
 
 
 @pytest.fixture
@@ -140,6 +177,28 @@ def goes_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise StorageAway(f"{self.address}: gone")
 
     return lambda: [monkeypatch.setattr(Storage, name, away) for name in ("files", "write", "put")] and None
+
+
+def test_a_store_that_goes_away_after_the_verdict_changes_nothing_of_it(
+    machine: Callable[..., Study], goes_away: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+):
+    one, said = machine("one"), list[str]()
+    monkeypatch.setattr(night_module, "run_sweep", lambda *arguments: 0)
+    monkeypatch.setattr(
+        night_module, "results_in", lambda folder: (SimpleNamespace(statuses=[TrialStatus.finished]), "")
+    )
+    monkeypatch.setattr(night_module, "judge", lambda study, night, *more: replace(night, verdict=REGRESSION))
+    monkeypatch.setattr(night_module, "tell", lambda *arguments: None)
+    put = shared.write
+
+    def written(study: Study, night: Night, say: Callable[[str], None]) -> None:
+        put(study, night, say)
+        if night.over:
+            goes_away()
+
+    monkeypatch.setattr(night_module, "write", written)
+    assert night_module.run_night(one, 0.0, said.append) == night_module.REGRESSED
+    assert any(text.startswith("the checkpoints of old nights are still there: ") for text in said)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ from fsdp_lab.sweep.store.words import key_of
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
 # Set while a resume works in another folder than the one it was typed in.
 TYPED_ELSEWHERE = "FSDP_LAB_TYPED_ELSEWHERE"
-_OF_CHECKPOINTS = re.compile(r"([\w.-]+/)?(checkpoints/.+|model/.+|model\.pt)")  # objects, of a sweep or of a trial
+_OF_CHECKPOINTS = re.compile(r"checkpoints/.+|model/.+|model\.pt")  # objects of a trial
+_ANY_CHECKPOINT = re.compile(r"(^|/)checkpoints/")
 _MOST_NAMED = 10  # of trials that are missing: a number may be damaged, too
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 
@@ -213,17 +214,21 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
     return [(lines[number]["overrides"], folder / lines[number]["folder"]) for number in range(count)]
 
 
-def drop_checkpoints(folder: Path) -> None:
+def drop_checkpoints(folder: Path, stored: bool = True) -> None:
     """Take away the checkpoints and exported models of a sweep with which nobody goes on; what it measured stays.
 
     Reads nothing but `trials.jsonl`: the configs may be of other code.
+
+    Args:
+        stored: those in object storage, too.
 
     Raises:
         OSError: something cannot be taken away, or does not belong to the sweep; then nothing of it is touched.
     """
     for where in _places(folder):
         if is_address(str(where)):
-            drop_stored_checkpoints(str(where))
+            if stored:
+                _drop_stored(Storage(str(where)), ["."])
             continue
         if (where / "checkpoints").exists():
             shutil.rmtree(where / "checkpoints")
@@ -231,15 +236,31 @@ def drop_checkpoints(folder: Path) -> None:
         shutil.rmtree(where / "model", ignore_errors=True)
 
 
-def drop_stored_checkpoints(address: str) -> None:
-    """As `drop_checkpoints`, in object storage: of a sweep, or of a trial of one.
+def drop_stored_sweep(address: str) -> None:
+    """As `drop_checkpoints`, of a sweep in object storage, by its `trials.jsonl` there.
 
     Raises:
+        UserError: it has checkpoints, and nothing says of which trials.
         StorageRefused, StorageAway: see there.
     """
-    storage = Storage(address)
+    storage, trials = Storage(address), ""
+    with suppress(FileNotFoundError):  # a sweep that was refused has none
+        trials = storage.read("trials.jsonl").decode(errors="replace")
+    folders = [line["folder"] for line in _parsed(trials)]
+    if not folders and any(_ANY_CHECKPOINT.search(name) for name in storage.files()):
+        raise UserError(f"{address} has checkpoints, and its trials.jsonl names no trial; remove them by hand.")
+    _drop_stored(storage, folders)
+
+
+def _drop_stored(storage: Storage, folders: Sequence[str]) -> None:
+    """
+    Args:
+        folders: of trials, seen from the storage; "." is all of it.
+    """
+    below = [re.escape(f"{folder}/") if folder != "." else "" for folder in folders]
+    ours = re.compile(f"({'|'.join(below)})({_OF_CHECKPOINTS.pattern})")
     # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
-    names = sorted(name for name in storage.files() if _OF_CHECKPOINTS.fullmatch(name))
+    names = sorted(name for name in storage.files() if folders and ours.fullmatch(name))
     storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))
 
 
@@ -262,7 +283,11 @@ def _places(folder: Path) -> list[Any]:
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / "trials.jsonl"
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    return _parsed(path.read_text(errors="replace") if path.exists() else "")
+
+
+def _parsed(trials: str) -> Iterator[dict[str, Any]]:
+    for line in trials.splitlines():
         with suppress(json.JSONDecodeError):
             if _is_trial(content := json.loads(line)):
                 yield content
