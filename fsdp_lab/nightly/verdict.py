@@ -42,10 +42,11 @@ def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
             if there.get(k) != here.get(k)
         ]
         if others:
-            place = "nightly.folder" if study.storage is None else "cluster.storage_path"
+            # nights here and in storage are read together: one of the two anew would still find the old baseline
+            place = "nightly.folder=..." if study.storage is None else "cluster.storage_path=... and nightly.folder=..."
             raise UserError(
                 f"the baseline, night {found.id}, is of another study: {'; '.join(others[:5])}. Put that back, give "
-                f"this study a place of its own with {place}=..., or move the old nights away."
+                f"this study a place of its own with {place}, or move the old nights away."
             )
     return found
 

@@ -224,6 +224,20 @@ def test_ctrl_c_while_the_store_is_away_ends_as_ever(
     assert f"fsdp_lab.nightly: {words}" in capsys.readouterr().out
 
 
+def test_another_study_needs_both_places_anew(machine: Callable[..., Study]):
+    one, other = machine("one"), machine("other")
+    shared.write(one, replace(a_night(0.0), study={**ON, "workers": 2}), print)
+    told = r"a place of its own with cluster\.storage_path=\.\.\. and nightly\.folder=\.\.\., or move"
+    elsewhere = f"memory://bucket/{uuid.uuid4().hex}"
+    for study in (replace(one, storage=elsewhere), other):  # one of the two anew
+        with pytest.raises(UserError, match=told):
+            baseline_of(study, shared.read_all(study))
+    assert baseline_of(replace(other, storage=elsewhere), shared.read_all(replace(other, storage=elsewhere))) is None
+    alone = replace(one, storage=None)
+    with pytest.raises(UserError, match=r"of its own with nightly\.folder=\.\.\., or move"):
+        baseline_of(alone, shared.read_all(alone))
+
+
 def test_an_object_that_is_no_night_is_refused_by_its_address(machine: Callable[..., Study]):
     one = machine("one")
     shared.write(one, a_night(0.0), print)
