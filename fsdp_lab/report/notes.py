@@ -86,11 +86,14 @@ def _passed_over(sweep: Sweep, choice: Choice) -> list[str]:
 
 
 def _level(sweep: Sweep) -> float:
-    """Measured over predicted speed, the median of the trials that have both; 1 without any."""
+    """Measured over predicted speed, the median of the trials that have both, if they count; 1 without any."""
     ratios = [
         t.figures[SPEED] / t.figures[PREDICTED_SPEED]
         for t in sweep.trials
-        if t.status is TrialStatus.finished and t.figures.get(SPEED) and t.figures.get(PREDICTED_SPEED)
+        if t.status is TrialStatus.finished
+        and t.figures.get(SPEED)
+        and t.figures.get(PREDICTED_SPEED)
+        and not sweep.shared(t)
     ]
     return median(ratios) if ratios else 1.0
 

@@ -562,6 +562,18 @@ def test_a_speed_that_does_not_count_is_not_compared_and_without_predictions_not
     )
 
 
+def test_speeds_that_do_not_count_say_nothing_of_how_far_predictions_were_off():
+    """One trial was quiet and as predicted, two were disturbed and half as fast."""
+    trials = []
+    for number, others in enumerate((0.0, 0.9, 0.9)):
+        figures = {SPEED: 500.0 if others else 1000.0, "forecast/samples_per_s": 1000.0, OTHERS_CPU: others}
+        one = dataclasses.replace(trial(number, **figures), device="cpu")
+        trials.append(dataclasses.replace(one, setting={"sharding": f"s{number}"}))
+    trials.append(Trial(3, {"sharding": "ddp"}, TrialStatus.skipped, {"forecast/samples_per_s": 800.0}))
+    (told,) = [note for note in answer(sweep(trials, axes=["sharding"])).notes if "keep" in note]
+    assert "predicted 800 samples/s: it would have to be 1.25× as fast" in told
+
+
 def test_how_far_all_predictions_were_off_says_nothing_of_the_one_that_was_left_out():
     """By their predictions the two differ by a fifth, whatever the level of the machine was."""
     ran = trial(0, **{SPEED: 1000.0, "forecast/samples_per_s": 2000.0})
