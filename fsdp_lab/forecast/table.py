@@ -156,6 +156,7 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
                 "streams",
                 *SPEEDS,
                 "no_forecast",
+                "no_speed",
             ]
         )
         for row in rows:
@@ -168,7 +169,7 @@ def _cells(row: Row, with_workers: bool) -> list[object]:
     start: list[object] = [*([found.num_workers] if with_workers else []), kind, found.data_sheet or ""]
     if found.error:
         pages = [row.page or "", row.streams or ""]
-        return [*start, *[""] * (2 * len(CATEGORIES) + 8), *pages, *[""] * len(SPEEDS), found.error]
+        return [*start, *[""] * (2 * len(CATEGORIES) + 8), *pages, *[""] * len(SPEEDS), found.error, ""]
     device, host = found.peaks["device"], found.peaks.get("host", {})
     return [
         *start,
@@ -185,6 +186,7 @@ def _cells(row: Row, with_workers: bool) -> list[object]:
         row.page or "",
         row.streams or "",
         *_speed_cells(found),
+        "",
         found.no_speed or "",
     ]
 

@@ -341,6 +341,13 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
     assert (first["device"], first["data_sheet"]) == ("cuda", "X")
     assert float(first["step_s"]) == 1.0 and first["basis"] == "fitted"
     assert (first["error_p90"], first["ratio_error_p90"], first["no_forecast"]) == ("0.1", "", "")
+    no_peak = replace(rows[0].forecast, speed=None, no_speed="no peak")
+    none = Forecast(True, 8, error="asks for a value")
+    write_csv(tmp_path / "f.csv", [replace(rows[0], forecast=found) for found in (no_peak, none)], ["sharding"])
+    told = [
+        (row["peak_bytes"], row["no_forecast"], row["no_speed"]) for row in csv.DictReader((tmp_path / "f.csv").open())
+    ]
+    assert told == [("100", "", "no peak"), ("", "asks for a value", "")]
 
 
 def test_the_table_and_the_csv_have_the_speed_of_a_device_and_the_csv_that_of_all(tmp_path: Path):
