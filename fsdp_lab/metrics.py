@@ -15,6 +15,8 @@ from typing import Literal
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
 PREDICTED_SPEED, RATIO_ERROR = "forecast/samples_per_s", "forecast/ratio_error"
 PREDICTED_BY = "predicted_by"  # a trial's tag: the basis of its predicted speed
+RATIO_GROUP = "ratio_group"  # of the predictions that its own is compared with by the error of their ratio
+FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # what of a forecast is no number
 OTHERS_CPU = "perf/others_cpu"
 DATA_WAIT = "perf/data_wait_share"
 _SPEEDS = {

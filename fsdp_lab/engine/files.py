@@ -31,7 +31,7 @@ from typing import Any
 
 from fsdp_lab.files import read_json, report_damaged, sync, write_json, write_text
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
-from fsdp_lab.metrics import PREDICTED_BY
+from fsdp_lab.metrics import FORECAST_WORDS
 from fsdp_lab.status import TrialStatus
 
 _ENDS_AGAIN = "the trial counts as not ended; resume ends it again, from its last checkpoint"
@@ -77,20 +77,22 @@ def read_object(path: Path, what_now: str = "it counts as absent", **required: A
     return content
 
 
-def read_numbers(path: Path, apart: str = "") -> dict[str, float]:
-    """Return the named numbers in a file without the key `apart`; empty as `read_object` returns None."""
+def read_numbers(path: Path, *apart: str) -> dict[str, float]:
+    """Return the named numbers in a file without the keys `apart`; empty as `read_object` returns None."""
     content = read_object(path) or {}
-    content.pop(apart, None)
+    content = {key: value for key, value in content.items() if key not in apart}
     if not _are_numbers(content):
         report_damaged(path, "it holds other things than numbers")
         return {}
     return content
 
 
-def read_predicted_by(folder: Path) -> str:
-    """Return the basis of a trial's predicted speed; "" without one."""
-    basis = (read_object(folder / "forecast.json") or {}).get(PREDICTED_BY)
-    return basis if isinstance(basis, str) else ""
+def read_forecast(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
+    """Return what was forecast of a trial: its figures, and its `FORECAST_WORDS`; both empty without a forecast."""
+    path = folder / "forecast.json"
+    figures = read_numbers(path, *FORECAST_WORDS)
+    content = (read_object(path) or {}) if figures else {}
+    return figures, {key: content[key] for key in FORECAST_WORDS if isinstance(content.get(key), str)}
 
 
 def _are_numbers(content: dict[str, Any]) -> bool:
@@ -226,7 +228,7 @@ class Progress:
 def read_progress(folder: Path) -> dict[str, float]:
     """`step`, the first of this attempt `from_step`, and in seconds since 1970 `first_step`, `time` and `reported`;
     what is not known yet is not there."""
-    return read_numbers(folder / "progress.json", apart="phase")
+    return read_numbers(folder / "progress.json", "phase")
 
 
 def read_phase(folder: Path) -> str | None:

@@ -26,11 +26,12 @@ from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.allocator import allocator_peaks
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
+from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.forecast.streams_page import streams_page, write_streams
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
-from fsdp_lab.speed.device import Device, DeviceKind
+from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Device, DeviceKind
 from fsdp_lab.speed.fuse import fuse
 from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
@@ -124,11 +125,15 @@ def _price(
         and config.offload.target is OffloadTarget.none
     )  # as in experiments/published_speed
     speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group, looked_at)
+    untrained = config.compile or (sheet.kind is DeviceKind.cuda and config.offload.target is not OffloadTarget.none)
+    if measured is not None and untrained and sheet.factors.settings < SETTINGS_FOR_ERRORS:
+        speed = replace(speed, relative=None)  # a calibration has neither among what it trains
     samples = config.training.global_batch_size
     flops = workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.param_dtype.value) if flops else None
     speed = replace(
         speed,
+        group=ratio_group(config, num_workers, sheet),
         samples=samples,
         tokens=workload.shaped_tokens(),
         mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from hashlib import sha256
 
+from fsdp_lab.config import TrialConfig, flatten, memory_settings
 from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.speed.device import Device, DeviceKind
+from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.wording import count
 
@@ -15,17 +20,18 @@ from fsdp_lab.wording import count
 @dataclass(frozen=True)
 class Predicted:
     """Samples/s: as predicted, and between which nine of ten such predictions lie. `relative`: by how much the ratio of
-    two of them is off, for nine of ten; None: not known."""
+    two of one group is off, for nine of ten; None: not known. `group`: see `ratio_group`; "": not known."""
 
     speed: float
     low: float
     high: float
     relative: float | None = None
+    group: str = ""
 
     @staticmethod
     def of(speed: Speed) -> Predicted:
         low, high = speed.samples / speed.high_s, speed.samples / speed.low_s
-        return Predicted(speed.samples_per_s, low, high, speed.relative)
+        return Predicted(speed.samples_per_s, low, high, speed.relative, speed.group)
 
     def may_reach(self, other: Predicted) -> bool:
         """Whether it may be as fast: by the error of their ratio, or where that is not known by both ranges."""
@@ -33,10 +39,21 @@ class Predicted:
         return self.high >= other.low if sure is None else self.speed * (1 + sure) >= other.speed
 
     def ratio_error(self, other: Predicted) -> float | None:
-        """Return by how much the ratio of the two may be off; None where that is not known."""
-        if self.relative is None or other.relative is None:
+        """Return by how much the ratio of the two may be off; None where that is not known: what is common to all
+        predictions of a group need not be common to those of two."""
+        if self.relative is None or other.relative is None or not self.group or self.group != other.group:
             return None
         return max(self.relative, other.relative)
+
+
+def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
+    """Return what tells groups of predictions apart: the error of a ratio is known for two with the same model, data,
+    task, number of workers, compilation and offloading, by the same figures of a device."""
+    known = memory_settings(config, num_workers).items()
+    what = {name: value for name, value in known if name.partition(".")[0] in ("model", "data")}
+    offload = config.offload.target.value if device.kind is DeviceKind.cuda else ""  # on a CPU it does nothing
+    told = [what, flatten(config.task), num_workers, config.compile, offload, digest(device)]
+    return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def passed_over(

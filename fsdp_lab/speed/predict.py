@@ -45,7 +45,8 @@ class Speed:
         low_s: with a chance of nine in ten the measured step is between this
         high_s: and this, by the errors that predictions on this basis had.
         error: of such a prediction, as a share of what is measured, which nine of ten do not exceed.
-        relative: the same of the ratio of two such steps of one model; None where that is not known.
+        relative: the same of the ratio of two such steps of one group; None where that is not known.
+        group: of the steps that `relative` compares; "": it is compared with none.
         basis: where the device's figures are from.
         device: its name.
         samples: that all workers train on in the step.
@@ -70,6 +71,7 @@ class Speed:
     parts: Parts | None = None
     settings: int = 0
     relative: float | None = None
+    group: str = ""
     bound_unseen: bool = False
 
     @property

@@ -25,7 +25,6 @@ from fsdp_lab.engine.files import (
 )
 from fsdp_lab.files import sync, write_json
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
@@ -323,9 +322,8 @@ class SweepRun:
     def _write_forecast(self, number: int) -> None:
         state = self.states[number]
         if figures := state.forecast_figures:
-            basis = {PREDICTED_BY: state.predicted_by} if state.predicted_by else {}
             with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-                write_json(self.folder_of(number) / "forecast.json", {**figures, **basis}, parents=False)
+                write_json(self.folder_of(number) / "forecast.json", {**figures, **state.forecast_words}, parents=False)
 
     def is_training(self, number: int) -> bool:
         return self.states[number].ended or (self.folder_of(number) / "facts.json").exists()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.forecast.fits import Forecast
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_SPEED, RATIO_ERROR, SPEED
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
 
@@ -36,7 +36,7 @@ class TrialState:
         goes_on: an earlier start has left something of it.
         epochs_before: the epochs that an earlier start has trained.
         forecast_before: the figures of a forecast that an earlier start has made.
-        predicted_by_before: the basis of its speed; "" where it had none.
+        words_before: its `FORECAST_WORDS`.
         place_free_since: when the trial before it on its place reported for the last time, in seconds since 1970.
         turnaround_s: from then to its first step.
     """
@@ -51,7 +51,7 @@ class TrialState:
     epochs_before: int = 0
     forecast: Forecast | None = None
     forecast_before: dict[str, float] = field(default_factory=dict)
-    predicted_by_before: str = ""
+    words_before: dict[str, str] = field(default_factory=dict)
     place_free_since: float | None = None
     turnaround_s: float | None = None
 
@@ -62,10 +62,17 @@ class TrialState:
     @property
     def predicted_by(self) -> str:
         """The basis of the predicted speed (`fsdp_lab.speed.device.Basis`); "" without one."""
+        return self.forecast_words.get(PREDICTED_BY, "")
+
+    @property
+    def forecast_words(self) -> dict[str, str]:
+        """By what its speed was predicted, and in which group its ratios are known; empty without a speed."""
         found = self.forecast
         if found is None or found.error:
-            return self.predicted_by_before
-        return found.speed.basis.value if found.speed is not None else ""
+            return self.words_before
+        if found.speed is None:
+            return {}
+        return {PREDICTED_BY: found.speed.basis.value, RATIO_GROUP: found.speed.group}
 
     @property
     def forecast_figures(self) -> dict[str, float]:

@@ -116,6 +116,19 @@ def test_workers_that_share_a_core_have_no_speed(here: Path):
     assert "cluster.num_workers=4 on the 2 cores of " in many.no_speed
 
 
+def test_of_ratios_of_what_no_calibration_trains_no_error_is_claimed(here: Path):
+    calibrated(here)
+    known = data_sheet(config())
+    assert known is not None
+    known = replace(known, relative=known.error)
+    eager, compiled = (
+        forecast_one(Request(config("model=mlp", "precision=fp32", word), 2, False, None, sheet=known)).speed
+        for word in ("compile=false", "compile=true")
+    )
+    assert eager is not None and eager.relative == known.error.p90 and eager.group
+    assert compiled is not None and compiled.relative is None
+
+
 def test_a_damaged_calibration_counts_as_absent(here: Path, capsys: pytest.CaptureFixture[str]):
     calibrated(here)
     (here / "outputs/devices/here.yaml").write_text("name: [")

@@ -26,12 +26,12 @@ from fsdp_lab.forecast.devices import (
 )
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.forecast import forecast, forecast_step
-from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over, why_all
+from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over, ratio_group, why_all
 from fsdp_lab.forecast.plot import stacked, write_scaling
 from fsdp_lab.forecast.recommend import kept_sentences, recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
-from fsdp_lab.speed.device import Basis, Device, Factors, load_device
+from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.workloads.build import build_workload
 from tests.ranks import config
@@ -304,14 +304,16 @@ def test_steps_of_different_sizes_are_compared_by_their_samples():
 
 
 def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
-    speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), step_s / 1.1, step_s / 0.9, 0.1, Basis.fitted, "X", samples=100)
+    shares = dict.fromkeys(BOUNDS, 0.2)
+    speed = Speed(step_s, shares, step_s / 1.1, step_s / 0.9, 0.1, Basis.fitted, "X", samples=100, group="one model")
     peaks = {"device": {"total": peak}}
     return Row([setting], Forecast(True, 8, peaks, capacity_bytes=1000 if fits else 50, data_sheet="X", speed=speed))
 
 
-def with_ratio(row: Row, error: float) -> Row:
+def with_ratio(row: Row, error: float, group: str = "one model") -> Row:
     assert row.forecast.speed is not None
-    return replace(row, forecast=replace(row.forecast, speed=replace(row.forecast.speed, relative=error)))
+    speed = replace(row.forecast.speed, relative=error, group=group)
+    return replace(row, forecast=replace(row.forecast, speed=speed))
 
 
 def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
@@ -330,6 +332,12 @@ def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
         speed_verdict(related, ["sharding"], 0.03)
     )
     assert "may be as fast" not in " ".join(speed_verdict([rows[1], rows[3]], ["sharding"], 0.0))
+    close = [with_ratio(row("root", 1.0), 0.02), with_ratio(row("ddp", 1.05), 0.02)]
+    assert "may be as fast" not in " ".join(speed_verdict(close, ["sharding"], 0.03)), "though the ranges overlap"
+    close[1] = with_ratio(close[1], 0.02, "another model")
+    assert (
+        "One other setting may be as fast, for the ranges overlap: ddp" in speed_verdict(close, ["sharding"], 0.03)[2]
+    )
     assert speed_verdict(rows[:1], ["sharding"], 0.03) == ["No setting fits, so none is recommended."]
 
 
@@ -408,7 +416,7 @@ def predicted(*seconds: float, error: float = 0.1) -> dict[int, Forecast]:
     found = {}
     for number, step_s in enumerate(seconds):
         low, high = step_s / (1 + error), step_s / (1 - error)
-        speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), low, high, error, Basis.fitted, "X", samples=10)
+        speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), low, high, error, Basis.fitted, "X", samples=10, group="one")
         found[number] = Forecast(True, 8, {"device": {"total": 10}}, capacity_bytes=100, speed=speed)
     return found
 
@@ -445,8 +453,35 @@ def test_what_is_common_to_all_predictions_keeps_no_setting():
         "known to ±8%; forecast.keep=1 does not start it"
     )
     assert set(passed_over({**related, 2: alone[2]}, settings, "1")) == {3, 4}, "of one the ratio is not known"
-    before = {0: Predicted(10.0, 7.0, 16.0, 0.08)}
-    assert set(passed_over({n: related[n] for n in (1, 2)}, settings, "1", before)) == {2}
+    for group, expected in (("one", {2}), ("another", set()), ("", set())):
+        before = {0: Predicted(10.0, 7.0, 16.0, 0.08, group)}
+        assert set(passed_over({n: related[n] for n in (1, 2)}, settings, "1", before)) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "same"),
+    [
+        (["sharding=root", "precision=bf16", "training.global_batch_size=32", "data.num_train=64"], 8, True),
+        (["model.num_layers=24"], 8, False),
+        (["model=mlp"], 8, False),
+        (["compile=true"], 8, False),
+        (["offload=cpu"], 8, False),
+        ([], 16, False),
+    ],
+)
+def test_a_group_is_of_one_model_on_so_many_workers(words: list[str], workers: int, same: bool):
+    gpu = sheet("h100_sxm")
+    mine = ratio_group(config("sharding=per_block", "precision=fp32"), 8, gpu)
+    assert (ratio_group(config("sharding=per_block", "precision=fp32", *words), workers, gpu) == mine) is same
+
+
+def test_the_figures_of_a_device_tell_groups_apart_and_on_a_cpu_nothing_is_offloaded():
+    gpu = sheet("h100_sxm")
+    cpu = replace(gpu, kind=DeviceKind.cpu)
+    assert ratio_group(config(), 8, gpu) != ratio_group(config(), 8, replace(gpu, launch_s=1e-9))
+    assert ratio_group(config("sharding=root", "offload=cpu"), 8, cpu) == ratio_group(config(), 8, cpu)
+    longer = [*LANGUAGE, "data.seq_len=32"]
+    assert ratio_group(config(*LANGUAGE), 8, gpu) != ratio_group(config(*longer), 8, gpu)
 
 
 def test_a_sweep_says_why_it_skips_nothing():

@@ -25,7 +25,7 @@ from fsdp_lab.forecast.keep import Predicted, passed_over, why_all
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
-from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, RATIO_ERROR, SPEED
+from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.predict import Speed
@@ -121,7 +121,7 @@ class Forecasts(Listener):
             return
         others = zip(ended, _requests(list(ended.values()), first.cuda, first.num_workers), strict=True)
         settings = {n: request.key for n, request in [*requests.items(), *others]}
-        before = {n: found for n, state in ended.items() if (found := _predicted(state.forecast_figures)) is not None}
+        before = {n: found for n, state in ended.items() if (found := _predicted(state)) is not None}
         forecasts = {n: self._known[settings[n]] for n in requests if not sweep.states[n].ended}
         left_out = passed_over(forecasts, settings, asked.keep, before)
         for number, reason in left_out.items():
@@ -251,11 +251,12 @@ def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:
         sweep.fail(number, f"for the same reason as {label(first, sweep.states)}")
 
 
-def _predicted(figures: Mapping[str, float]) -> Predicted | None:
+def _predicted(state: TrialState) -> Predicted | None:
     """What an earlier start has predicted of a trial; None where it has not."""
+    figures = state.forecast_figures
     try:
         speed, low, high = (figures[f"{PREDICTED_SPEED}{end}"] for end in ("", "_low", "_high"))
-        return Predicted(speed, low, high, figures.get(RATIO_ERROR))
+        return Predicted(speed, low, high, figures.get(RATIO_ERROR), state.forecast_words.get(RATIO_GROUP, ""))
     except KeyError:
         return None
 

@@ -15,13 +15,12 @@ from fsdp_lab.engine.files import (
     Outcome,
     missing_epochs,
     read_any_facts,
+    read_forecast,
     read_latest,
     read_numbers,
     read_outcome,
-    read_predicted_by,
 )
 from fsdp_lab.files import report_damaged
-from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.state import TrialState
@@ -106,8 +105,7 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
         outcome = _believed(read_outcome(where), where)
         if outcome is not None and outcome.status is TrialStatus.failed and config.resume_failed:
             outcome = None  # it is taken away when the trial begins
-        state.forecast_before = read_numbers(where / "forecast.json", apart=PREDICTED_BY)
-        state.predicted_by_before = read_predicted_by(where)
+        state.forecast_before, state.words_before = read_forecast(where)
         state.turnaround_s = read_numbers(where / "turnaround.json").get("turnaround_s")
         if outcome is not None:
             state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
