@@ -11,7 +11,8 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
   forecast.capacity_gib        memory of one device: adds whether it fits
   forecast.largest_microbatch  true: the most images that one worker could take at once
   forecast.folder              where the CSV and the timelines go; null: outputs/forecast/<date>/<time>
-  forecast.keep                a number or a share: says which settings a sweep with this key would measure
+  forecast.keep                a number or a share: says which trials a sweep with this key would start, by the same
+                               predictions, which finished trials do not correct
   forecast.prune, forecast.enabled   for sweeps: leave out what cannot fit; forecast at all
 
 The table, for the worker that holds most, when it holds most; the smallest peak first, or the fastest:
@@ -68,7 +69,7 @@ from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.workload import ModelConfig, UserData, UserModel
-from fsdp_lab.forecast.devices import check_device, device_notes
+from fsdp_lab.forecast.devices import check_device, device_notes, refined
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.streams_page import streams_page
@@ -148,8 +149,9 @@ def workers(config: SweepConfig) -> int:
 
 def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
+    from fsdp_lab.forecast.kept import kept_sentences
     from fsdp_lab.forecast.plot import write_plot, write_scaling  # these import PyTorch: a typo is told before
-    from fsdp_lab.forecast.recommend import kept_sentences, speed_verdict
+    from fsdp_lab.forecast.recommend import speed_verdict
     from fsdp_lab.forecast.table import forecast_table, in_order, write_csv
     from fsdp_lab.forecast.verdict import blocks_against_root, verdict
 
@@ -183,7 +185,9 @@ def run(plan: Plan, swept: list[str]) -> int:
     for sentence in speed_verdict(rows, swept, first.report.speed_tolerance):
         console.print(Text(sentence, style="bold" if "Should be fastest" in sentence else ""))
     more = [blocks_against_root(rows, swept)]
-    more += kept_sentences(rows, swept, first.forecast.keep) if first.forecast.keep is not None else []
+    if first.forecast.keep is not None:
+        cells = [_as_shown(t, row, swept) for t, row in zip(plan.trials, every, strict=True)]
+        more += kept_sentences(cells, requests, swept, first.forecast.keep)
     for sentence in filter(None, more):
         console.print(Text(sentence))
     for reason in sorted({reason for f in found for reason in (f.error, f.no_speed) if reason}):
@@ -214,13 +218,18 @@ def _shown(trials: Sequence[Trial], rows: Sequence[Row], swept: Sequence[str]) -
     gather again."""
     found: dict[tuple[str, ...], Row] = {}
     for trial, row in zip(trials, rows, strict=True):
-        idle = trial.config.sharding.granularity is Granularity.ddp
-        values = [
-            "any" if idle and key.partition(".")[0] == "reshard_after_forward" else value
-            for key, value in zip(swept, row.settings, strict=True)
-        ]
-        found.setdefault(tuple(values), replace(row, settings=values))
+        shown = _as_shown(trial, row, swept)
+        found.setdefault(tuple(shown.settings), shown)
     return list(found.values())
+
+
+def _as_shown(trial: Trial, row: Row, swept: Sequence[str]) -> Row:
+    idle = trial.config.sharding.granularity is Granularity.ddp
+    values = [
+        "any" if idle and key.partition(".")[0] == "reshard_after_forward" else value
+        for key, value in zip(swept, row.settings, strict=True)
+    ]
+    return replace(row, settings=values)
 
 
 def with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
@@ -285,6 +294,8 @@ def tell_what(console: Console, trials: list[Trial], requests: list[Request], sw
             f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
     notes += [note for request in requests for note in device_notes(request.config, request.num_workers)]
+    if any(r.config.forecast.keep is not None and refined(r.sheet) != r.sheet for r in requests):
+        notes.append("with forecast.keep finished trials correct no prediction, for they correct none of a sweep's.")
     if not cuda and any(request.capacity_bytes for request in requests):
         notes.append("the capacity is compared with a CPU worker's tensors; for GPUs add forecast.device=cuda.")
     for note in dict.fromkeys(notes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fsdp_lab.forecast.keep import Predicted, passed_over, why_all
+from fsdp_lab.forecast.keep import Predicted
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.verdict import named, size_text
 from fsdp_lab.report.choice import departures
@@ -14,7 +14,7 @@ from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.wording import count
 
-_MOST_TOLD, _MOST_KEPT = 3, 8
+_MOST_TOLD = 3
 _CONDITIONS = ("cluster.num_workers", "forecast.device")  # of which each has an answer of its own
 _BASES = {
     Basis.data_sheet: "from its data sheet",
@@ -59,34 +59,6 @@ def speed_verdict(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -
         answer = _answer(some, swept, tolerance)
         found += [f"{workers:,} × {device}. {answer[0]}", *answer[1:]]
     return [*found, *_scaling(apart, swept, tolerance)]
-
-
-def kept_sentences(rows: Sequence[Row], swept: Sequence[str], keep: str) -> list[str]:
-    """Return which settings a sweep with `forecast.keep` would measure, for each number of workers and each device."""
-    apart: dict[tuple[str, int], dict[int, Row]] = {}
-    for row in rows:
-        if row.forecast.speed is not None:
-            some = apart.setdefault((row.forecast.speed.device, row.forecast.num_workers), {})
-            some[len(some)] = row
-    if not apart:
-        return [f"forecast.keep={keep}: no speed is predicted here, so a sweep would measure every setting."]
-    found = []
-    for (device, workers), some in sorted(apart.items()):
-        where = f"{workers:,} × {device}. " if len(apart) > 1 else ""
-        found.append(f"{where}forecast.keep={keep}: {_kept(some, swept, keep)}.")
-    return found
-
-
-def _kept(rows: Mapping[int, Row], swept: Sequence[str], keep: str) -> str:
-    forecasts = {number: row.forecast for number, row in rows.items()}
-    settings = {number: str(number) for number in rows}
-    left_out = passed_over(forecasts, settings, keep)
-    if not left_out:
-        return f"of {count(len(rows), 'setting')} {why_all(forecasts, settings, keep)}"
-    kept = sorted((row for number, row in rows.items() if number not in left_out), key=_pace)
-    names = ", ".join(named(row, swept) for row in kept[:_MOST_KEPT])
-    more = f" and {len(kept) - _MOST_KEPT} more" if len(kept) > _MOST_KEPT else ""
-    return f"a sweep would measure {len(kept)} of {count(len(rows), 'setting')}: {names}{more}"
 
 
 def _answer(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:

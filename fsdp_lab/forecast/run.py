@@ -39,9 +39,11 @@ class Request:
 
     @staticmethod
     def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
-        """One outside of a sweep, whose device is corrected by finished trials."""
-        cuda = for_cuda(config)
-        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, refined(data_sheet(config)))
+        """One outside of a sweep, whose device is corrected by finished trials; not so with `forecast.keep`, which asks
+        what a sweep would do."""
+        cuda, sheet = for_cuda(config), data_sheet(config)
+        sheet = refined(sheet) if config.forecast.keep is None else sheet
+        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, sheet)
 
     @property
     def key(self) -> str:

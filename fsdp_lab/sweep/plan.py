@@ -71,7 +71,7 @@ def plan_sweep(
                 raise
             plan.left_out.setdefault(str(reason), []).append(cell)
             continue
-        key = json.dumps(effective_settings(trial.config, workers_of(trial.config)), sort_keys=True)
+        key = effect(trial.config, workers_of(trial.config))
         if fold and key in seen:
             plan.folded.append((cell, seen[key]))
             continue
@@ -80,6 +80,11 @@ def plan_sweep(
     if not plan.trials:
         raise ConfigError(" / ".join(plan.left_out) or "the sweep has no trials: an axis has no values.")
     return plan
+
+
+def effect(config: SweepConfig, num_workers: int) -> str:
+    """Return what is equal for cells that one trial stands for; see `effective_settings`."""
+    return json.dumps(effective_settings(config, num_workers), sort_keys=True)
 
 
 def varies(keys: Sequence[str], swept: Sequence[str], fixed: Collection[str]) -> bool:

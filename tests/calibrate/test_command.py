@@ -129,6 +129,17 @@ def test_of_ratios_of_what_no_calibration_trains_no_error_is_claimed(here: Path)
     assert compiled is not None and compiled.relative is None
 
 
+def test_with_a_keep_forecasts_are_those_of_a_sweep(here: Path):
+    calibrated(here)
+    sheet = data_sheet(config())
+    assert sheet is not None and sheet.measured is not None
+    slow = Observation("a", Parts(0.1, 0.05, 0.0, 0.0), 0.3, sheet.measured.torch, digest(sheet))
+    record_observation(sheet.name, "a", slow)
+    corrected = Request.of(config(), 2).sheet
+    assert corrected is not None and corrected.basis is Basis.trials
+    assert Request.of(config("forecast.keep='2'"), 2).sheet == sheet
+
+
 def test_a_damaged_calibration_counts_as_absent(here: Path, capsys: pytest.CaptureFixture[str]):
     calibrated(here)
     (here / "outputs/devices/here.yaml").write_text("name: [")

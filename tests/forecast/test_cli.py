@@ -99,7 +99,7 @@ def test_speeds_of_a_grid_and_what_a_sweep_would_keep_of_it(forecast: Command, t
     shown = [line.split()[:2] for line in done.stdout.splitlines()]
     assert [words for words in shown if words[:1] == ["ddp"]] == [["ddp", "any"]]
     text = " ".join(done.stdout.split())
-    assert "forecast.keep=1: " in text and "forecast peak of one of 8 workers, MiB" in text
+    assert "forecast.keep=1: " in text and " of 3 trials" in text and "forecast peak of one of 8 workers, MiB" in text
     assert "gathers block by block" in text and "better" not in text
 
 
@@ -108,7 +108,7 @@ def test_without_speeds_a_keep_is_no_error(forecast: Command, monkeypatch: pytes
     done = forecast("model=mlp", "forecast.keep=2", "cluster.num_workers=2")
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.split())
-    assert "forecast.keep=2: no speed is predicted here, so a sweep would measure every setting." in told
+    assert "forecast.keep=2: no speed is predicted here, and a sweep refuses the key without;" in told
 
 
 def test_a_grid_of_devices_says_that_it_is_for_both(monkeypatch: pytest.MonkeyPatch):

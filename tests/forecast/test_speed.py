@@ -27,8 +27,9 @@ from fsdp_lab.forecast.devices import (
 from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over, ratio_group, why_all
+from fsdp_lab.forecast.kept import kept_sentences
 from fsdp_lab.forecast.plot import stacked, write_scaling
-from fsdp_lab.forecast.recommend import kept_sentences, recommend, speed_verdict
+from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
@@ -381,18 +382,59 @@ def test_the_rows_of_each_number_of_workers_are_sorted_by_what_is_shown():
     assert [r.settings[0] for r in in_order(rows)] == ["2 1.5", "2 3.0", "8 0.5", "8 1.0"]
 
 
-def test_the_forecast_says_what_a_sweep_would_measure():
+def asked(*words: str, workers: int = 8) -> Request:
+    return Request(config("model=mlp", "sharding=ddp", *words), workers, True, None, sheet=sheet())
+
+
+def test_the_forecast_says_which_trials_a_sweep_would_start():
     rows = [row("root", 1.0), row("per_block", 1.05), row("ddp", 3.0)]
-    assert kept_sentences(rows, ["sharding"], "1") == [
-        "forecast.keep=1: a sweep would measure 2 of 3 settings: root, per_block."
+    requests = [asked(f"sharding={each.settings[0]}") for each in rows]
+    assert kept_sentences(rows, requests, ["sharding"], "1") == [
+        "forecast.keep=1: a sweep would start 2 of 3 trials: root, per_block."
     ]
-    (all_of_them,) = kept_sentences(rows, ["sharding"], "3")
-    assert "nothing is skipped: 3 settings with a predicted speed, and 3 are wanted" in all_of_them
-    without = [replace(each, forecast=replace(each.forecast, speed=None)) for each in rows]
-    assert "no speed is predicted here" in kept_sentences(without, ["sharding"], "1")[0]
-    many = [replace(each, forecast=replace(each.forecast, num_workers=16)) for each in rows]
-    told = kept_sentences([*rows, *many], ["sharding"], "1")
-    assert [sentence.partition(".")[0] for sentence in told] == ["8 × X", "16 × X"]
+    assert kept_sentences(rows, requests, ["sharding"], "3") == [
+        "forecast.keep=3: of 3 trials nothing is skipped: 3 settings with a predicted speed, and 3 are wanted."
+    ]
+    rows[2] = replace(rows[2], forecast=replace(rows[2].forecast, speed=None))
+    rows[1] = row("per_block", 2.0)
+    assert kept_sentences(rows, requests, ["sharding"], "1") == [
+        "forecast.keep=1: a sweep would start 2 of 3 trials: root, ddp."
+    ], "what has no speed is kept"
+    unknown = [replace(request, sheet=None) for request in requests]
+    (told,) = kept_sentences(rows, unknown, ["sharding"], "1")
+    assert "no speed is predicted here, and a sweep refuses the key without" in told
+
+
+def test_what_cannot_differ_in_speed_takes_one_place_of_those_that_a_sweep_keeps():
+    """And what is one trial of a sweep, as DDP that reshards or does not, is told once."""
+    axes = ["sharding", "optimizer.lr"]
+    rows, requests = [], []
+    for name, step_s in (("root", 1.0), ("ddp", 1.5), ("per_block", 3.0)):
+        for rate in ("0.1", "0.2"):
+            rows.append(replace(row(name, step_s), settings=[name, rate]))
+            requests.append(asked(f"sharding={name}", f"optimizer.lr={rate}"))
+    rows.append(rows[2])
+    requests.append(asked("optimizer.lr=0.1", "reshard_after_forward=never"))
+    assert kept_sentences(rows, requests, axes, "2") == [
+        "forecast.keep=2: a sweep would start 4 of 6 trials, which have 3 settings that differ in speed: "
+        "root optimizer.lr=0.1, root optimizer.lr=0.2, ddp optimizer.lr=0.1, ddp optimizer.lr=0.2."
+    ]
+
+
+def test_a_sweep_ranks_all_numbers_of_workers_together_and_each_device_alone():
+    rows, requests = [], []
+    for workers, step_s in ((8, 1.0), (8, 1.05), (16, 0.4), (16, 0.42)):
+        one = row("root", step_s)
+        rows.append(replace(one, settings=[str(workers), str(step_s)]))
+        requests.append(asked(f"training.max_grad_norm={step_s}", workers=workers))
+    axes = ["cluster.num_workers", "training.max_grad_norm"]
+    (told,) = kept_sentences(rows, requests, axes, "1")
+    assert "start 2 of 4 trials" in told and "cluster.num_workers=8" not in told
+    other = [asked("forecast.device=h100_sxm", f"training.max_grad_norm={n}") for n in (1, 2)]
+    told = kept_sentences(rows[1:], [requests[1], *other], axes, "1")
+    assert [sentence.partition(":")[0] for sentence in told] == [
+        "forecast.keep=1 with forecast.device=auto", "forecast.keep=1 with forecast.device=h100_sxm",
+    ]  # fmt: skip
 
 
 def test_the_picture_has_the_speed_beside_the_memory():

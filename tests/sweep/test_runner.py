@@ -13,14 +13,20 @@ import pytest
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
-from fsdp_lab.engine.files import append_line, read_outcome
+from fsdp_lab.engine.files import append_line, read_forecast, read_outcome
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.kept import kept_sentences
+from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.table import Row
+from fsdp_lab.speed.device import Basis
+from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.record import Record
+from tests.sweep.test_forecasts import CPU
 
 Compose = Callable[[Sequence[str], int], Trial]
 LOSS = [("val/loss", "min")]
@@ -210,6 +216,80 @@ def test_prune_starts_what_is_tight_and_says_so(
     (told,) = (text for text in writes.said if "tight" in text)
     assert told.startswith("trial 0 starts though it is tight: needs 1024.00 MiB of 1024.00 MiB a device")
     assert ("ended", 1, "skipped") in hears.heard
+
+
+class Rests(Acts):
+    def run(self, sweep: SweepRun) -> None: ...
+
+
+def of_speeds(*steps: float, group: str = "one") -> list[Forecast]:
+    """By hand, for a CPU: each is known to ±40 %, and ratios to ±5 %."""
+    found = []
+    for step_s in steps:
+        low, high = step_s / 1.4, step_s / 0.6
+        speed = Speed(step_s, {}, low, high, 0.4, Basis.calibration, "X", samples=10, relative=0.05, group=group)
+        found.append(Forecast(False, 2, {"device": {"total": 10}}, data_sheet="X", speed=speed))
+    return found
+
+
+@pytest.fixture
+def keeping(compose_trial: Compose, tmp_path: Path) -> Callable[..., SweepPlan]:
+    """The plan of a sweep of three shardings with two learning rates each."""
+    (tmp_path / "cpu.yaml").write_text(CPU)
+
+    def plan(keep: str) -> SweepPlan:
+        common = [f"forecast.device={tmp_path}/cpu.yaml", f"forecast.keep='{keep}'", "model=mlp"]
+        cells = [[f"sharding={name}", f"optimizer.lr={lr}"] for name in ("root", "ddp", "per_block") for lr in (1, 2)]
+        trials = [compose_trial([*common, *cell], number) for number, cell in enumerate(cells)]
+        states = SweepState([TrialState(trial) for trial in trials], LOSS)
+        return SweepPlan(states, trials[0].config, tmp_path, ["sharding"], Record.of([], True, trials[0].config))
+
+    return plan
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize(
+    ("keep", "skipped", "said", "told"),
+    [
+        ("2", [4, 5], "2 settings to measure, 2 trials skipped", "would start 4 of 6 trials, "),
+        ("3", [], "3 settings to measure, nothing is skipped: 3 settings with", "of 6 trials nothing is skipped: 3 s"),
+    ],
+)
+def test_keep_starts_what_the_command_for_forecasts_says(
+    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, keep: str, skipped: list[int], said: str,
+    told: str,
+):  # fmt: skip
+    """The speeds are made by hand; the rule is the sweep's."""
+    plan, found = keeping(keep), of_speeds(1.0, 1.0, 1.5, 1.5, 1.7, 1.7)
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: found)
+    writes = Writes()
+    run_sweep(plan, Rests(), [Forecasts(plan), writes])
+    assert [n for n, state in enumerate(plan.state.trials) if state.status is TrialStatus.skipped] == skipped
+    assert any(f"forecast.keep={keep}: {said}" in text for text in writes.said)
+    trials = [state.trial for state in plan.state.trials]
+    rows = [Row([str(trial.index)], forecast) for trial, forecast in zip(trials, found, strict=True)]
+    (sentence,) = kept_sentences(rows, [Request.of(t.config, 2) for t in trials], ["trial"], keep)
+    assert told in sentence
+    for number in skipped:
+        assert f"trial={number}" not in sentence
+        figures, words = read_forecast(trials[number].folder)
+        assert figures["forecast/ratio_error"] == 0.05, "for a resume"
+        assert words == {"predicted_by": "calibration", "ratio_group": "one"}
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize(("group", "skipped"), [("one", [2, 3, 4, 5]), ("of another calibration", [])])
+def test_what_another_calibration_predicted_is_compared_by_both_ranges(
+    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, group: str, skipped: list[int]
+):
+    plan = keeping("1")
+    for state, before in zip(plan.state.trials[:2], of_speeds(1.0, 1.0, group=group), strict=True):
+        state.forecast = before
+        state.forecast_before, state.words_before = state.forecast_figures, state.forecast_words
+        state.status, state.forecast = TrialStatus.finished, None
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: of_speeds(1.5, 1.5, 1.7, 1.7))
+    run_sweep(plan, Rests(), [Forecasts(plan)])
+    assert [n for n, state in enumerate(plan.state.trials) if state.status is TrialStatus.skipped] == skipped
 
 
 def test_a_trial_that_is_skipped_never_begins(plan: SweepPlan):
