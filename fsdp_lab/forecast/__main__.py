@@ -76,7 +76,7 @@ from fsdp_lab.forecast.streams_page import streams_page
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.names import setting
-from fsdp_lab.sweep.plan import Plan, plan_sweep
+from fsdp_lab.sweep.plan import Plan, effect, plan_sweep
 from fsdp_lab.terminal import open_console
 from fsdp_lab.wording import count, time_left
 
@@ -187,7 +187,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     more = [blocks_against_root(rows, swept)]
     if first.forecast.keep is not None:
         cells = [_as_shown(t, row, swept) for t, row in zip(plan.trials, every, strict=True)]
-        more += kept_sentences(cells, requests, swept, first.forecast.keep)
+        more += kept_sentences(cells, requests, swept, first.forecast.keep, effect)
     for sentence in filter(None, more):
         console.print(Text(sentence))
     for reason in sorted({reason for f in found for reason in (f.error, f.no_speed) if reason}):

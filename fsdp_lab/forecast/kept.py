@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.forecast.keep import passed_over, why_all
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.verdict import named
-from fsdp_lab.sweep.plan import effect
 from fsdp_lab.wording import count
 
 _MOST_KEPT = 8
 
 
-def kept_sentences(rows: Sequence[Row], requests: Sequence[Request], swept: Sequence[str], keep: str) -> list[str]:
+def kept_sentences(
+    rows: Sequence[Row],
+    requests: Sequence[Request],
+    swept: Sequence[str],
+    keep: str,
+    effect: Callable[[SweepConfig, int], str],
+) -> list[str]:
     """Return which trials a sweep with `forecast.keep` would start, in a sentence for each device.
 
     Args:
         rows: of each cell of the grid, as the table names it.
         requests: of each, in the same order.
+        effect: returns, of a cell and its number of workers, what is equal for cells that are one trial of a sweep.
     """
     devices: dict[str, dict[str, tuple[Row, Request]]] = {}
     for row, request in zip(rows, requests, strict=True):

@@ -34,6 +34,7 @@ from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
+from fsdp_lab.sweep.plan import effect
 from fsdp_lab.workloads.build import build_workload
 from tests.ranks import config
 
@@ -389,19 +390,19 @@ def asked(*words: str, workers: int = 8) -> Request:
 def test_the_forecast_says_which_trials_a_sweep_would_start():
     rows = [row("root", 1.0), row("per_block", 1.05), row("ddp", 3.0)]
     requests = [asked(f"sharding={each.settings[0]}") for each in rows]
-    assert kept_sentences(rows, requests, ["sharding"], "1") == [
+    assert kept_sentences(rows, requests, ["sharding"], "1", effect) == [
         "forecast.keep=1: a sweep would start 2 of 3 trials: root, per_block."
     ]
-    assert kept_sentences(rows, requests, ["sharding"], "3") == [
+    assert kept_sentences(rows, requests, ["sharding"], "3", effect) == [
         "forecast.keep=3: of 3 trials nothing is skipped: 3 settings with a predicted speed, and 3 are wanted."
     ]
     rows[2] = replace(rows[2], forecast=replace(rows[2].forecast, speed=None))
     rows[1] = row("per_block", 2.0)
-    assert kept_sentences(rows, requests, ["sharding"], "1") == [
+    assert kept_sentences(rows, requests, ["sharding"], "1", effect) == [
         "forecast.keep=1: a sweep would start 2 of 3 trials: root, ddp."
     ], "what has no speed is kept"
     unknown = [replace(request, sheet=None) for request in requests]
-    (told,) = kept_sentences(rows, unknown, ["sharding"], "1")
+    (told,) = kept_sentences(rows, unknown, ["sharding"], "1", effect)
     assert "no speed is predicted here, and a sweep refuses the key without" in told
 
 
@@ -415,7 +416,7 @@ def test_what_cannot_differ_in_speed_takes_one_place_of_those_that_a_sweep_keeps
             requests.append(asked(f"sharding={name}", f"optimizer.lr={rate}"))
     rows.append(rows[2])
     requests.append(asked("optimizer.lr=0.1", "reshard_after_forward=never"))
-    assert kept_sentences(rows, requests, axes, "2") == [
+    assert kept_sentences(rows, requests, axes, "2", effect) == [
         "forecast.keep=2: a sweep would start 4 of 6 trials, which have 3 settings that differ in speed: "
         "root optimizer.lr=0.1, root optimizer.lr=0.2, ddp optimizer.lr=0.1, ddp optimizer.lr=0.2."
     ]
@@ -428,10 +429,10 @@ def test_a_sweep_ranks_all_numbers_of_workers_together_and_each_device_alone():
         rows.append(replace(one, settings=[str(workers), str(step_s)]))
         requests.append(asked(f"training.max_grad_norm={step_s}", workers=workers))
     axes = ["cluster.num_workers", "training.max_grad_norm"]
-    (told,) = kept_sentences(rows, requests, axes, "1")
+    (told,) = kept_sentences(rows, requests, axes, "1", effect)
     assert "start 2 of 4 trials" in told and "cluster.num_workers=8" not in told
     other = [asked("forecast.device=h100_sxm", f"training.max_grad_norm={n}") for n in (1, 2)]
-    told = kept_sentences(rows[1:], [requests[1], *other], axes, "1")
+    told = kept_sentences(rows[1:], [requests[1], *other], axes, "1", effect)
     assert [sentence.partition(":")[0] for sentence in told] == [
         "forecast.keep=1 with forecast.device=auto", "forecast.keep=1 with forecast.device=h100_sxm",
     ]  # fmt: skip

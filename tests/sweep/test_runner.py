@@ -23,6 +23,7 @@ from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
+from fsdp_lab.sweep.plan import effect
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.record import Record
@@ -268,7 +269,7 @@ def test_keep_starts_what_the_command_for_forecasts_says(
     assert any(f"forecast.keep={keep}: {said}" in text for text in writes.said)
     trials = [state.trial for state in plan.state.trials]
     rows = [Row([str(trial.index)], forecast) for trial, forecast in zip(trials, found, strict=True)]
-    (sentence,) = kept_sentences(rows, [Request.of(t.config, 2) for t in trials], ["trial"], keep)
+    (sentence,) = kept_sentences(rows, [Request.of(t.config, 2) for t in trials], ["trial"], keep, effect)
     assert told in sentence
     for number in skipped:
         assert f"trial={number}" not in sentence
