@@ -4,25 +4,34 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= -m sharding=root,per_block precision=fp32 offload=none reshard_after_forward=always,never
 
-.PHONY: sweep test test-long test-cluster test-fast test-oldest test-ui lint format ui bench bench-speed published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
+.PHONY: sweep help test test-long test-cluster test-fast test-oldest test-ui lint format docs docs-serve ui bench bench-speed published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
 
-# Two files of tests side by side: much of a test is waiting for processes to start.
+help:                       ## this list
+	@awk -F ':.*## *' '/^[a-z-]+:.*##/ {printf "%-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+# Three files of tests side by side on two cores: much of a test is waiting for processes to start.
 # tests/conftest.py says which files begin.
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed    ## the tests, but for those that take longest
 	$(PYTEST) -m "not long and not cluster and not alone"
 
-test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: kills, nights, every pair of settings
-	$(PYTEST) -m "long and not cluster"
+test-long: $(VENV)/.docs    ## the tests that `make test` leaves out: kills, nights, every pair of settings, the pages
+	$(PYTEST) -m "long and not cluster and not alone"
 	$(PY) -m pytest -m alone
 
-test-cluster: $(VENV)/.installed  ## object storage, and sweeps over two nodes, as network namespaces: as root, elsewhere they are skipped
+test-cluster: $(VENV)/.installed  ## object storage, PostgreSQL, and sweeps over two nodes, as network namespaces, by Ray and by Slurm: as root, elsewhere they are skipped
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { test $$(id -u) = 0 && apt-get update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql; } \
+	  || echo "no PostgreSQL here: its tests are skipped"
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,jobs]"
-	$(PY) -m pytest -m cluster
+	@command -v sbatch >/dev/null || { test $$(id -u) = 0 && apt-get update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; } \
+	  || echo "no Slurm here: its tests are skipped"
+	$(PYTEST) -m cluster $(ARGS)
 
 test-fast: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not long and not cluster and not alone"
@@ -46,12 +55,27 @@ format: $(VENV)/.installed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# Material tells of its successor at each build. Not --quiet: that hides warnings from --strict, too.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
+
+docs: $(VENV)/.docs         ## the pages in site/, strictly: a broken link or an unlisted page fails; open site/index.html
+	$(MKDOCS) build
+	@echo "site/index.html"
+
+docs-serve: $(VENV)/.docs   ## the pages as you write them, http://127.0.0.1:8000
+	$(MKDOCS) serve --dev-addr 127.0.0.1:$(or $(PORT),8000)
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,docs]"
+	@touch $@
+
 ui: $(VENV)/.installed      ## the MLflow UI on the local store, http://127.0.0.1:5000
 	@echo "in some ten seconds (Ctrl-C ends it) the runs: http://127.0.0.1:$(or $(PORT),5000)/#/experiments?workflowType=machine_learning"
 	@PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
-bench: $(VENV)/.installed   ## sweep and trial against bare scripts; what measuring and forecasting memory cost; runs of repeat=auto
+bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretended trials; what measuring and forecasting memory cost; runs of repeat=auto
 	$(PY) -m benchmarks.sweep
+	$(PY) -m benchmarks.scale cost
 	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.memory
 	$(PY) -m benchmarks.auto_repeat
@@ -88,4 +112,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) dist build site .pytest_cache .ruff_cache .mypy_cache
