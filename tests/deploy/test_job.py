@@ -1,0 +1,166 @@
+"""What is written for a cluster manager, without one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.job import JobConfig, Manager
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.deploy import kuberay, slurm
+from fsdp_lab.deploy.job import Job, job_words
+from tests import forked
+from tests.conftest import run_cli
+from tests.deploy.schemas import schema
+from tests.sweep.conftest import PLAIN, TINY
+
+SWEEP = ("-m", *PLAIN, *TINY, "optimizer.lr=1e-3,2e-3")
+POD = ("cluster=kuberay", "cluster.job.image=registry.example.com/lab:1", "cluster.job.cpus_per_node=4",
+       "cluster.job.memory_gib_per_node=8", "cluster.job.nodes=3", "cluster.job.gpus_per_node=1")  # fmt: skip
+VOLUME = "cluster.job.volume=shared-claim:/shared"
+
+
+def words_in(script: Path, name: str) -> list[str]:
+    """A list of words of a batch script, as bash reads it."""
+    (line,) = re.findall(rf"^{name}=\((.*)\)$", script.read_text(), re.MULTILINE)
+    return shlex.split(line)
+
+
+def test_the_script_types_what_was_typed_without_what_slurm_was_asked_for(tmp_path: Path):
+    asked = ("cluster.job.nodes=2", "cluster.job.gpus_per_node=8", "cluster.job.memory_gib_per_node=1.5",
+             "cluster.job.sbatch=[partition:gpu,time:08:00:00,comment:a b,exclusive]")  # fmt: skip
+    done = run_cli(tmp_path, *SWEEP, "cluster=slurm", "cluster.job.submit=false", *asked)
+    assert done.returncode == 0, done.stderr
+    script = tmp_path / "out" / "job" / "job.sbatch"
+    assert f"to submit it: sbatch {script}" in done.stdout
+    assert stat.S_IMODE(script.stat().st_mode) == 0o700 and stat.S_IMODE(script.parent.stat().st_mode) == 0o700
+    directives = [shlex.split(line)[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH ")]
+    assert directives[-8:] == ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--mem=1536M",
+                               "--partition=gpu", "--time=08:00:00", "--comment=a b", "--exclusive"]  # fmt: skip
+    typed = words_in(script, "command")
+    assert not [word for word in typed if word.startswith(("cluster=", "cluster.job."))]
+    assert typed[-2:] == [f"hydra.sweep.dir={tmp_path}/out", f"cluster.storage_path={tmp_path}/out/storage"]
+    assert typed[:3] == ["-m", "fsdp_lab", "-m"] and "optimizer.lr=1e-3,2e-3" in typed
+    assert words_in(script, "again") == ["-m", "fsdp_lab", f"resume={tmp_path}/out"]
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True, timeout=60)
+    done = run_cli(tmp_path, *SWEEP, "cluster=slurm", "cluster.job.submit=false")
+    assert done.returncode == 2 and "hydra.sweep.dir=out is a job's folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (("cluster=slurm",), {}, "sbatch is not on PATH"),
+        (("cluster=slurm",), {"SLURM_JOB_ID": "7"}, "inside allocation 7, on a machine outside it"),
+        (
+            ("cluster=slurm", "cluster.job.sbatch=[--gpu]"),
+            {},
+            "cluster.job.sbatch='--gpu' is not a long option of sbatch",
+        ),
+        (
+            ("cluster=kuberay",),
+            {},
+            "without cluster.job.image and cluster.job.cpus_per_node and cluster.job.memory_gib_per_node",
+        ),
+        (POD, {}, "files in the pods are deleted with them"),
+        ((*POD, "cluster.job.volume=claim"), {}, "is not <claim>:<path>"),
+        (("cluster=slurm", "tracking.uri=http://me:word@host"), {}, "tracking.uri=... holds a password"),
+        (("cluster=slum",), {}, "cluster=slum is not an option. Choose one of: address, kuberay, local, slurm."),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], message: str
+):
+    own = ("sharding=per_block", "cluster.num_workers=2", "hydra.run.dir=out", *arguments)
+    done = forked.run(tmp_path, "fsdp_lab", *own, environment={"PATH": str(tmp_path), **variables})
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and message in line and "word" not in line.replace("password", "")
+    assert not (tmp_path / "out" / "job" / "job.sbatch").exists()
+
+
+def test_a_resume_of_a_job_that_has_not_run_says_how_to_submit_it(tmp_path: Path):
+    words = ("sharding=per_block", "cluster=slurm", "cluster.job.submit=false", "cluster.num_workers=2")
+    assert forked.run(tmp_path, "fsdp_lab", *words, "hydra.run.dir=out").returncode == 0
+    done = forked.run(tmp_path, "fsdp_lab", "resume=out")
+    assert done.returncode == 2
+    assert "its job has not started a sweep yet; submit it with sbatch" in done.stderr and "job.sbatch" in done.stderr
+
+
+def test_an_option_of_ones_own_says_where_and_how(tmp_path: Path):
+    option = tmp_path / "mine" / "cluster" / "site.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text("storage_path: s3://bucket/prefix\nmax_failures: 3\njob:\n  manager: slurm\n  submit: false\n")
+    done = run_cli(tmp_path, "--config-dir=mine", "cluster=site", "cluster.max_failures=2", *PLAIN, *TINY)
+    assert done.returncode == 0, done.stderr
+    script = tmp_path / "out" / "job" / "job.sbatch"
+    typed = words_in(script, "command")
+    assert "--config-dir=mine" in typed and "cluster.storage_path='s3://bucket/prefix'" in typed
+    assert [word for word in typed if word.startswith("cluster.max_failures=")] == ["cluster.max_failures=2"]
+    assert words_in(script, "again")[-1] == "--config-dir=mine"
+
+
+def test_a_word_with_a_password_is_for_a_variable():
+    assert job_words(["tracking.uri=${oc.env:STORE}"], ClusterConfig()) == ["tracking.uri=${oc.env:STORE}"]
+    with pytest.raises(ConfigError, match=r"nightly\.notify\.url=\.\.\. holds a password"):
+        job_words(["nightly.notify.url=https://hooks.example.com/1"], ClusterConfig())
+
+
+def test_a_sweep_on_kubernetes_is_what_the_operator_takes(tmp_path: Path):
+    done = run_cli(tmp_path, *SWEEP, *POD, VOLUME)
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "out" / "job" / "rayjob.yaml"
+    assert f"kubectl apply -f {file}" in done.stdout
+    job = yaml.safe_load(file.read_text())
+    Draft202012Validator(schema("RayJob")).validate(job)
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,45}[a-z0-9])?", job["metadata"]["name"]), "the operator's limit"
+    before, again, first = job["spec"]["entrypoint"].split("exec ")
+    assert before == "cd /shared || exit; export FSDP_LAB_JOB=out/job/rayjob.yaml; if [ -e out/sweep.json ]; then "
+    assert shlex.split(again)[:4] == ["python", "-m", "fsdp_lab", "resume='out'"]
+    typed = shlex.split(first)
+    assert typed[:4] == ["python", "-m", "fsdp_lab", "-m"]
+    assert typed[-3:] == ["cluster.address=auto", "cluster.job.nodes=3", "cluster.storage_path=/shared/storage"]
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers["replicas"] == 2
+    (container,) = workers["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"cpu": "4", "memory": "8192Mi", "nvidia.com/gpu": "1"}
+
+
+def test_every_night_on_kubernetes_has_the_schedule_of_the_nights(tmp_path: Path):
+    words = ("nightly.cron='30 3 * * *'", "nightly.timezone=Europe/Berlin", "nightly.folder=nights")
+    done = forked.run(tmp_path, "fsdp_lab.nightly", *words, *POD, VOLUME)
+    assert done.returncode == 0, done.stderr
+    cron = yaml.safe_load((tmp_path / "nights" / "nightly" / "job" / "raycronjob.yaml").read_text())
+    Draft202012Validator(schema("RayCronJob")).validate(cron)
+    assert (cron["spec"]["schedule"], cron["spec"]["timeZone"]) == ("30 3 * * *", "Europe/Berlin")
+    assert "-m fsdp_lab.nightly --once" in cron["spec"]["jobTemplate"]["entrypoint"]
+
+
+def test_slurm_has_no_schedule_of_nights(tmp_path: Path):
+    done = forked.run(tmp_path, "fsdp_lab.nightly", "cluster=slurm")
+    assert done.returncode == 2 and "add --once" in done.stderr
+
+
+@pytest.mark.parametrize("change", [{"entrypoint": 3}, {"concurrencyPolicy": "Forbid"}, {"backoffLimit": "none"}])
+def test_what_the_operator_would_not_take_is_seen(tmp_path: Path, change: dict[str, object]):
+    config = JobConfig(manager=Manager.kuberay, image="lab", cpus_per_node=1, memory_gib_per_node=1)
+    job = kuberay.ray_job(Job(["-m", "fsdp_lab"], [], "", tmp_path, config))
+    validator = Draft202012Validator(schema("RayJob"))
+    assert validator.is_valid(job)
+    job["spec"] |= change
+    assert not validator.is_valid(job)
+
+
+def test_a_job_of_one_node_keeps_the_folder_of_its_sweep(tmp_path: Path):
+    script = slurm.batch_script(Job(["-m", "fsdp_lab"], [], "", tmp_path, JobConfig()))
+    assert "storage_path" not in script.partition("# ---")[0]
