@@ -1,0 +1,204 @@
+"""The reference: every key, option and metric, on a terminal and as Markdown for the pages of `docs/reference`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.metadata
+import platform
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fsdp_lab
+from fsdp_lab.config import ConfigError, all_keys
+from fsdp_lab.config.conf import data_sheets, group_dirs
+from fsdp_lab.config.describe import GroupDescription, KeyDescription, describe_keys, meanings
+from fsdp_lab.config.suggest import closest
+from fsdp_lab.metrics import METRICS, Metric
+
+_PACKAGE = Path(__file__).parent
+_LIBRARIES = ("torch", "ray", "mlflow", "hydra-core")  # what a report of a bug should name
+_COMMENT_COLUMN, _WIDTH = 36, 120  # of the comments in a configuration
+_TABLE = re.compile(r"^\|.*\|$(\n^\|.*\|$)+", re.MULTILINE)
+
+
+def versions() -> str:
+    """Return a line with the version of fsdp_lab, of Python and of the libraries, without importing them."""
+    libraries = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES)
+    return f"fsdp_lab {fsdp_lab.__version__} (Python {platform.python_version()}, {libraries})"
+
+
+def keys_text(parts: Sequence[str], width: int) -> str:
+    """Return the keys for a terminal: each with its default, its values and its meaning.
+
+    Args:
+        parts: only keys that contain one of these; empty: all keys.
+        width: of the terminal, in characters.
+
+    Raises:
+        ConfigError: no key contains a part.
+    """
+    keys = [key for group in describe_keys() for key in group.keys]
+    for part in parts:
+        if not any(part in key.name for key in keys):
+            close = closest(part, all_keys())
+            meant = f"did you mean {close}? " if close else ""
+            raise ConfigError(f"--keys {part}: no key contains it; {meant}--keys alone prints every key.")
+    shown = [key for key in keys if not parts or any(part in key.name for part in parts)]
+    return "\n".join(line for key in shown for line in _key_lines(key, width))
+
+
+def _key_lines(key: KeyDescription, width: int) -> Iterator[str]:
+    yield f"{key.name}={key.default}"
+    for text in (_values(key), key.meaning):
+        yield from textwrap.wrap(text.replace("`", ""), width, initial_indent="    ", subsequent_indent="    ")
+
+
+def _values(key: KeyDescription) -> str:
+    return f"{key.kind}: {key.takes}" if key.takes else key.kind
+
+
+def commented(text: str) -> str:
+    """Return a configuration in YAML with what its groups and keys mean, as comments; the values stay the same.
+
+    Text that is no mapping in YAML is returned as it is.
+    """
+    import yaml  # of this module only this function needs it
+
+    try:
+        root = yaml.compose(text)
+    except yaml.YAMLError:
+        return text
+    if not isinstance(root, yaml.MappingNode):
+        return text
+    comments = dict(_comments_of(root, ""))
+    lines = [
+        "# The configuration of one trial. A group, such as sharding, has the values that its option sets.",
+        "# python -m fsdp_lab --keys <part of a name> explains a key and lists the values that it takes.",
+    ]
+    for number, line in enumerate(text.splitlines()):
+        above, beside = comments.get(number, (None, ""))
+        if above is not None:
+            lines += ["", *([f"# {above}"] if above else [])]
+        lines += list(_with_comment(line, beside)) if beside else [line]
+    return "\n".join(lines) + "\n"
+
+
+def _with_comment(line: str, text: str) -> Iterator[str]:
+    """Give a line with a comment beside it, which goes on below it where it is long."""
+    start = f"{line:<{_COMMENT_COLUMN}}  "
+    first, *more = textwrap.wrap(text, max(_WIDTH - len(start), 40), initial_indent="# ", subsequent_indent="# ")
+    yield f"{start}{first}"
+    yield from (" " * len(start) + rest for rest in more)
+
+
+def _comments_of(root: Any, prefix: str) -> Iterator[tuple[int, tuple[str | None, str]]]:
+    """Give the number of a line, the comment above it and the comment beside it, for each group and key.
+
+    Above, None stands for nothing and "" for an empty line.
+    """
+    about, meaning = _descriptions()
+    after_group = False
+    for key, value in root.value:
+        name, line = f"{prefix}{key.value}", key.start_mark.line
+        if value.id == "mapping":
+            sentence = _first_sentence(about.get(name, ""))
+            yield line, (None, sentence) if prefix else (sentence, "")
+            yield from _comments_of(value, f"{name}.")
+        elif value.id == "sequence" or value.start_mark.line == value.end_mark.line:  # not in a text of several lines
+            yield line, ("" if after_group and not prefix else None, _first_sentence(meaning.get(name, "")))
+        after_group = value.id == "mapping"
+
+
+@cache
+def _descriptions() -> tuple[dict[str, str], dict[str, str]]:
+    """Return what each group is about, and what each key means."""
+    groups = describe_keys()
+    keys = [key for group in groups for key in group.keys]
+    return {group.name: group.about for group in groups}, {key.name: key.meaning for key in keys}
+
+
+def _first_sentence(markdown: str) -> str:
+    """Return the first sentence of a text, without its Markdown and without what follows a colon."""
+    sentence = re.split(r"(?<=\w[.]) ", markdown.replace("`", ""))[0].rstrip(".")
+    return sentence if sentence.startswith("For ") else re.split(r": |; ", sentence)[0]
+
+
+def keys_page() -> str:
+    """Return a table of keys for each group, as Markdown."""
+    return "\n\n".join(_group_table(group) for group in describe_keys())
+
+
+def _group_table(group: GroupDescription) -> str:
+    rows = [f"| `{key.name}` | {_values(key)} | {_code(key.default)} | {_text(key.meaning)} |" for key in group.keys]
+    head = f"## {group.name or 'Keys without a group'}\n\n" + (f"{group.about}\n\n" if group.name else "")
+    return "\n".join([f"{head}| key | values | default | meaning |", "| --- | --- | --- | --- |", *rows])
+
+
+def options_page() -> str:
+    """Return a table of options for each group of `conf/`, and of data sheets, as Markdown."""
+    tables = []
+    for folder in group_dirs():
+        files = sorted(folder.glob("*.yaml"))
+        rows = [f"| `{folder.name}={file.stem}` | {option_comment(file)} |" for file in files]
+        tables.append("\n".join([f"## {folder.name}", "", "| option | what it is |", "| --- | --- |", *rows]))
+    sheets = [f"| `forecast.device={file.stem}` | {option_comment(file)} |" for file in data_sheets()]
+    tables.append("\n".join(["## Data sheets", "", "| device | what it is |", "| --- | --- |", *sheets]))
+    return "\n\n".join(tables)
+
+
+def option_comment(file: Path) -> str:
+    """Return the first line of the comment at the head of an option's file, without directives; "" without one."""
+    lines = (line for line in file.read_text().splitlines() if not line.startswith("# @package"))
+    head = next(lines, "")
+    return head.removeprefix("# ").removesuffix(":") if head.startswith("# ") else ""
+
+
+def metrics_page() -> str:
+    """Return a table of every metric, as Markdown."""
+    head = ["| metric | unit | better | objective | meaning |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *map(_metric_row, METRICS)])
+
+
+def _metric_row(metric: Metric) -> str:
+    key = f"`{metric.key}`" + (f", `{metric.mib_key}` in MiB" if metric.mib_key else "")
+    better = {"min": "lower", "max": "higher", "": ""}[metric.better]
+    about = metric.about or metric.label
+    return f"| {key} | {metric.unit} | {better} | {'yes' if metric.objective else ''} | {about} |"
+
+
+def table_in(file: str) -> str:
+    """Return the table in the docstring of a module, as Markdown.
+
+    Args:
+        file: below the package, such as `engine/trial_files.py`. It is read, not imported.
+
+    Raises:
+        ValueError: the docstring has no table.
+    """
+    match = _TABLE.search(ast.get_docstring(ast.parse((_PACKAGE / file).read_text())) or "")
+    if match is None:
+        raise ValueError(f"fsdp_lab/{file} has no table in its docstring")
+    return _text(match[0])
+
+
+def attributes_of(dataclass: type) -> str:
+    """Return a table of a dataclass's fields and of the docstrings below them, as Markdown."""
+    descriptions = meanings(dataclass)
+    fields = dataclasses.fields(dataclass)  # type: ignore[arg-type]
+    rows = [f"| `{f.name}` | `{str(f.type).replace('|', 'or')}` | {_text(descriptions[f.name])} |" for f in fields]
+    return "\n".join(["| attribute | type | meaning |", "| --- | --- | --- |", *rows])
+
+
+def _text(markdown: str) -> str:
+    """Return Markdown in which `<name>` outside of code is text, not an element."""
+    parts = re.split(r"(`[^`]*`)", markdown)
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in parts)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""

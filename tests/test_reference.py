@@ -1,0 +1,172 @@
+"""The reference is made from the schema: every key, option and metric has its line there, with a meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fsdp_lab import __version__, reference
+from fsdp_lab.config import ConfigError, NightlyConfig, all_keys
+from fsdp_lab.config.conf import data_sheets, group_dirs
+from fsdp_lab.config.describe import KeyDescription, describe_keys, meanings
+from fsdp_lab.config.key import key, keys_of
+from fsdp_lab.metrics import METRICS
+from fsdp_lab.status import ExitCode
+
+KEYS = {key.name: key for group in describe_keys() for key in group.keys}
+OPTIONS = [file for folder in group_dirs() for file in sorted(folder.glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("described", KEYS.values(), ids=lambda described: described.name)
+def test_every_key_has_a_meaning(described: KeyDescription):
+    """Add a docstring below the field, as its neighbours have: `fsdp_lab/config`."""
+    assert described.meaning.endswith((".", "`.")) and described.kind
+
+
+def test_every_key_that_can_be_typed_is_described():
+    of_the_user = {"model._target_", "model.<argument>", "model.block_classes", "model.flops_per_unit"}
+    of_the_user |= {"data._target_", "data.<argument>", "data.collate_fn"}
+    assert set(KEYS) - set(all_keys()) == of_the_user
+    assert set(all_keys()) - set(KEYS) == set()
+
+
+def test_every_rule_says_what_it_takes():
+    rules = {known.rule for known in keys_of(NightlyConfig).values() if known.rule}
+    assert [rule.__name__ for rule in rules if not (rule.__doc__ or "").startswith("Take ")] == []
+    assert KEYS["optimizer.beta1"].takes == "0 or more, below 1"
+    assert KEYS["forecast.capacity_gib"].kind == "number or null"
+
+
+def test_a_choice_lists_its_values():
+    assert KEYS["sharding.granularity"].takes == "`ddp`, `root`, `per_block`, `per_layer`, `size_based`"
+    assert KEYS["search.name"].takes.startswith("`grid`, `random`, `optuna`")
+
+
+def test_defaults_are_those_of_a_trial_that_names_nothing(cli):
+    """Those of `conf/config.yaml`, and of the options that it chooses, are the fields' own."""
+    composed = yaml.safe_load(cli("--cfg", "job").stdout)
+
+    def plain(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        collected: dict[str, Any] = {}
+        for name, value in values.items():
+            collected |= plain(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        return collected
+
+    assert {name: _typed(value) for name, value in plain(composed).items() if _typed(value) != KEYS[name].default} == {}
+
+
+def _typed(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
+def test_a_configuration_is_printed_with_the_meaning_of_each_group_and_key(cli):
+    text = cli("--cfg", "job").stdout
+    lines = text.splitlines()
+    assert lines[:2] == reference.commented("a: 1\n").splitlines()[:2] and "--keys" in lines[1]
+    assert "# How the model is divided among workers\nsharding:\n" in text
+    assert "  dp_replicate: 1                     # Replicas of the sharded model\n" in text
+    uncommented = [line for line in lines if line.startswith("  ") and "#" not in line and not line.endswith(":")]
+    assert uncommented == [] and max(map(len, lines)) <= 120
+    plain = "".join(f"{line.partition('#')[0].rstrip()}\n" for line in lines if line.partition("#")[0].strip())
+    assert yaml.safe_load(text) == yaml.safe_load(plain) and reference.commented(plain) == text
+    assert yaml.safe_load(cli("--cfg", "job", "--resolve").stdout)["search"]["name"] == "grid"
+    assert cli("--cfg", "job", "--package=sharding").stdout.startswith("# @package sharding\ngranularity:")
+    assert cli("--cfg", "job", "shardin=root").stdout == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["a: |\n  repeat: 1\nrepeat: 2\n", "model:\n  path: 'a\n\n    export: b'\n", "new:\n  key: {a: 1}\n"]
+)
+def test_comments_change_no_value(text: str):
+    assert yaml.safe_load(reference.commented(text)) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: [\n"])
+def test_what_is_no_mapping_stays_as_it_is(text: str):
+    assert reference.commented(text) == text
+
+
+def test_meanings_stand_below_the_fields_of_each_class():
+    class Colour(Enum):
+        red = 1
+
+    @dataclasses.dataclass
+    class Base:
+        """Not a field's."""
+
+        inherited: int = key(1)
+        """Of the
+        base."""
+
+    @dataclasses.dataclass
+    class Derived(Base):
+        bare: int = key(1)
+        own: Colour = key(Colour.red)
+        """Its own."""
+
+        def method(self) -> None:
+            """Nobody's."""
+
+    assert meanings(Derived) == {"inherited": "Of the base.", "own": "Its own."}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_every_option_begins_with_what_it_is(option: Path):
+    assert reference.option_comment(option), "begin the file with a comment of one line"
+
+
+def test_pages_have_every_key_option_and_metric():
+    keys, options, metrics = reference.keys_page(), reference.options_page(), reference.metrics_page()
+    assert [name for name in KEYS if keys.count(f"| `{name}` |") < 1] == []
+    assert [file for file in OPTIONS if f"| `{file.parent.name}={file.stem}` |" not in options] == []
+    assert [file for file in data_sheets() if f"`forecast.device={file.stem}`" not in options] == []
+    assert [metric.key for metric in METRICS if f"| `{metric.key}`" not in metrics] == []
+
+
+@pytest.mark.parametrize("file", ["engine/trial_files.py", "sweep/store/record.py", "nightly/nights.py"])
+def test_tables_of_files_are_read_from_docstrings(file: str):
+    head, rule, *rows = reference.table_in(file).splitlines()
+    assert rule.startswith("| --- |") and len(rows) > 2 and head.count("|") == rows[0].count("|")
+
+
+def test_a_docstring_without_a_table_is_refused():
+    with pytest.raises(ValueError, match=r"fsdp_lab/status\.py has no table"):
+        reference.table_in("status.py")
+
+
+def test_keys_are_shown_with_their_meanings(cli):
+    done = cli("--keys", "wait_timeout", list_imports=True)
+    assert (done.returncode, done.stderr) == (0, "imported:\n")
+    assert done.stdout == (
+        "cluster.wait_timeout_s=600.0\n    number: a number above 0\n"
+        "    Seconds that a trial waits for free resources before it fails.\n"
+    )
+
+
+def test_all_keys_fit_a_narrow_terminal():
+    lines = reference.keys_text([], 60).splitlines()
+    assert [line for line in lines if len(line) > 60 and " " in line.strip()] == []
+    assert sum(not line.startswith(" ") for line in lines) == len(KEYS)
+
+
+def test_a_part_that_no_key_has_is_reported():
+    with pytest.raises(ConfigError, match=r"--keys cluster\.num_worker_: .* did you mean cluster\.num_workers\?"):
+        reference.keys_text(["cluster.num_worker_"], 80)
+
+
+def test_the_version_is_reported_with_those_of_the_libraries(cli):
+    done = cli("--version", list_imports=True)
+    assert (done.returncode, done.stderr) == (0, "imported:\n")
+    assert done.stdout.startswith(f"fsdp_lab {__version__} (Python 3.") and ", torch 2." in done.stdout
+
+
+def test_the_page_of_exit_statuses_has_each():
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "exit-status.md").read_text()
+    assert [code for code in ExitCode if f"| {code.value} |" not in page] == []
