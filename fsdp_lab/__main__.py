@@ -6,8 +6,13 @@ import fsdp_lab.installed  # noqa: F401
 
 # isort: split
 import atexit
+import io
 import os
+import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,12 +20,14 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.compose import check, check_overrides, explain, register_schema, search_path, single_trial
-from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
+from fsdp_lab.config import ConfigError, conf_dir, is_address, split_config_dir, with_custom
+from fsdp_lab.config.key_value_args import check_repeat, for_hydra
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
-from fsdp_lab.config.words import check_repeat, for_hydra
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.engine.ray_job import is_rays_copy
+from fsdp_lab.redact import redact
+from fsdp_lab.reference import commented, keys_text, versions
 from fsdp_lab.status import ExitCode
 
 _SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead of running
@@ -30,12 +37,15 @@ def main() -> None:
     """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input) or 130 (interrupted)."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
     try:
+        if (answer := information(sys.argv[1:])) is not None:
+            print(answer)
+            return
         if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
             key = nightly[0].partition("=")[0]
-            raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or type it there.")
+            raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there.")
         arguments, code_folder = resume_first(sys.argv[1:])
         config_dir, words = split_config_dir(arguments)
-        found_in = search_path(config_dir)  # looks whether the folder is there
+        search_words = search_path(config_dir)  # looks whether the folder is there
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
         if sys.argv[1:2] == ["-m"] or sys.argv[1:2] == ["--multirun"]:
@@ -43,7 +53,7 @@ def main() -> None:
                 check_repeat(words)
             sys.argv[1:] = for_hydra(sys.argv[1:])
         elif {"-m", "--multirun"} & set(words):
-            tell_axes(with_custom(words), found_in)
+            print_axes(with_custom(words), search_words)
         if config_dir is not None or names_code(words):
             import_from(code_folder)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
@@ -51,7 +61,8 @@ def main() -> None:
     register_schema()
     app = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_single)
     try:
-        app()
+        with with_comments() if shows_trial(sys.argv[1:]) else nullcontext():
+            app()
     except KeyboardInterrupt:
         end_interrupted()
     except SystemExit as end:
@@ -62,9 +73,48 @@ def main() -> None:
         leave(error)
 
 
+def information(arguments: Sequence[str]) -> str | None:
+    """Return what `--version` or `--keys [part of a name ...]` prints; None without either.
+
+    `doctor` exits with its own status.
+
+    Raises:
+        ConfigError: no key contains the part.
+    """
+    if arguments[:1] == ["doctor"]:
+        from fsdp_lab.doctor.__main__ import main as examine
+
+        sys.exit(examine(arguments[1:]))
+    if "--version" in arguments:
+        return versions()
+    if "--keys" in arguments:
+        return keys_text([word for word in arguments if not word.startswith("-")], shutil.get_terminal_size().columns)
+    return None
+
+
+def shows_trial(arguments: Sequence[str]) -> bool:
+    """Return whether Hydra is asked for the whole configuration of a trial, by `--cfg job`."""
+    words = " ".join(arguments).replace("=", " ").split()
+    asked = any(option in ("--cfg", "-c") and shown == "job" for option, shown in pairwise(words))
+    return asked and not {"--package", "-p"} & set(words)
+
+
+@contextmanager
+def with_comments() -> Iterator[None]:
+    """Print what is printed meanwhile, a configuration in YAML, with the meaning of its keys."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        print(commented(printed.getvalue()), end="", flush=True)
+
+
 def end_interrupted() -> NoReturn:
-    """Leave with 130 after everything that is registered for the end: Ray's native threads, interrupted in the
-    middle of their start, would crash the interpreter as it takes itself down."""
+    """Exit with 130 after everything that is registered for the exit.
+
+    Ray's native threads, interrupted in the middle of their start, would crash the interpreter during its shutdown.
+    """
     atexit._run_exitfuncs()
     stop_ray()
     sys.stdout.flush()
@@ -73,16 +123,20 @@ def end_interrupted() -> NoReturn:
 
 
 def run_single(cfg: Any) -> None:
-    """One trial: what Hydra calls without -m."""
+    """Run one trial: Hydra's function without -m."""
     from fsdp_lab.sweep.alone import run_alone
     from fsdp_lab.sweep.axes import preset_note
+    from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
 
     try:
         trial = single_trial(cfg)
         check(trial.config)
         if trial.config.resume is None and (note := preset_note(trial.hydra_config.hydra)):
             print(note, flush=True)
-        code = run_alone(trial)
+        if is_for_manager(trial.config):
+            code = submit_sweep(trial.config, trial.folder, trial.hydra_config.hydra, multirun=False)
+        else:
+            code = run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
     if code:
@@ -90,7 +144,7 @@ def run_single(cfg: Any) -> None:
 
 
 def leave(error: Exception) -> NoReturn:
-    """Tell what the user can mend and exit with 2; let a bug keep its traceback."""
+    """Print an error that the user can fix and exit with 2; let a bug keep its traceback."""
     message = explain(error)
     if message is None:
         raise error
@@ -99,21 +153,31 @@ def leave(error: Exception) -> NoReturn:
 
 
 def resume_first(arguments: list[str]) -> tuple[list[str], str]:
-    """With `resume=...` the command line that it stands for, typed where that was typed; else the same. And the folder
-    in which the user's modules lie: of a sweep that is somebody else's, where `resume=...` was typed. A job of Ray's
-    stays in the files that came with it, for those of an earlier job may be gone."""
+    """Return the command line that `resume=...` stands for, or an unchanged one, and the folder of the user's modules.
+
+    Changes to the folder in which the sweep was started. For another user's sweep, modules are imported from where
+    `resume=...` was typed. A job of Ray's stays in its own files, because those of an earlier job may be gone; see also
+    `why_here`.
+    """
     typed_in = os.getcwd()
     if not any(a.startswith("resume=") for a in arguments):
         return arguments, typed_in
+    from fsdp_lab.sweep.elsewhere import print_stay, why_here
     from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
     from fsdp_lab.sweep.store.resume import resume_arguments
     from fsdp_lab.sweep.store.trust import enter
 
+    named = next(a.partition("=")[2].strip("'\"") for a in arguments if a.startswith("resume="))
+    if is_address(named) and "trust=true" in arguments:  # a store that is not there answers after a minute
+        print(f"reaching {redact(named)}", flush=True)
     meant, launched_in, own = resume_arguments(arguments)
     came_along = is_rays_copy(Path.cwd())
     if not came_along and os.path.isdir(launched_in) and not os.path.samefile(launched_in, "."):
-        os.environ[TYPED_ELSEWHERE] = typed_in
-        enter(launched_in)
+        if reason := why_here(launched_in, meant, own):
+            print_stay(reason)
+        else:
+            os.environ[TYPED_ELSEWHERE] = typed_in
+            enter(launched_in)
     return meant, os.getcwd() if own else typed_in
 
 
@@ -122,9 +186,11 @@ _WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-path"
 
 
 def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
-    """Options to the front, `-m` and `--config-dir` first: argparse wants the overrides in one piece, people put
-    options anywhere. Where a config is to be shown, `-m` is left out: Hydra refuses both at once, and what it shows is
-    one trial's."""
+    """Return the arguments with options first, `-m` and `--config-dir` before all others.
+
+    argparse needs the overrides together, but people type options anywhere. If a config is to be shown, `-m` is
+    dropped: Hydra refuses both at once, and shows one trial's.
+    """
     shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
     flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]
     folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
@@ -133,22 +199,24 @@ def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Hydra's options without `-m`, and the overrides."""
+    """Return Hydra's options without `-m`, and the overrides."""
     rest = [a for a in arguments if a not in ("-m", "--multirun")]
     follows = [before in _WITH_VALUE and "=" not in a for before, a in zip(["", *rest], rest, strict=False)]
     options = [a for a, is_value in zip(rest, follows, strict=True) if is_value or a.startswith("-")]
     return options, [a for a, is_value in zip(rest, follows, strict=True) if not (is_value or a.startswith("-"))]
 
 
-def tell_axes(arguments: list[str], found_in: list[str]) -> None:
-    """With `-m ... --cfg job` say, as a comment of YAML, what would be swept: what is shown is one trial's. Several
-    values that were typed are for Hydra to refuse."""
+def print_axes(arguments: list[str], search_words: list[str]) -> None:
+    """Print, with `-m ... --cfg job`, the axes that would be swept as a comment of YAML: the config is one trial's.
+
+    Hydra itself refuses several typed values.
+    """
     options, words = _split(arguments)
     typed = OverridesParser.create().parse_overrides(words)
     if any(o.partition("=")[0] in ("--cfg", "-c") for o in options) and not any(o.is_sweep_override() for o in typed):
         from fsdp_lab.sweep.axes import axes_shown
 
-        print(f"# -m sweeps: {' '.join(axes_shown(words, found_in)) or 'nothing'}", flush=True)
+        print(f"# -m sweeps: {' '.join(axes_shown(words, search_words)) or 'nothing'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -59,14 +59,29 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One composed trial: its place in the sweep (None alone), settings and folder."""
+    """One composed trial.
+
+    Attributes:
+        index: its number in the sweep; None: alone.
+        config: typed.
+        choices: group -> option.
+        overrides: its command line.
+        folder: its own.
+        composed: the composed config, with Hydra's part, as plain values before interpolation. Trials of a sweep share
+            equal parts, so it must not be changed.
+    """
 
     index: int | None
     config: SweepConfig
     choices: dict[str, str]
     overrides: list[str]
     folder: Path
-    hydra_config: DictConfig
+    composed: dict[str, Any]
+
+    @property
+    def hydra_config(self) -> DictConfig:
+        """The composed config as Hydra returns it, except for the types."""
+        return OmegaConf.create(self.composed)
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -75,14 +90,16 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """What tells the trial from its neighbours: its overrides, or `trial` where there are none."""
+        """The trial's overrides, which distinguish it, or `trial` without any."""
         return " ".join(self.overrides) or "trial"
 
 
 @dataclass
 class Schema(NightlyConfig):
-    """What Hydra composes: `model` and `data` are what their option says, and whatever is typed below them.
-    `objective` is a list, or one word."""
+    """The schema of a composed config.
+
+    `model` and `data` take the keys of their option and any typed below them. `objective` is a list, or one word.
+    """
 
     model: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
     data: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
@@ -100,7 +117,7 @@ def register_schema() -> None:
 
 
 def _per_worker(count: int, *, _root_: DictConfig) -> int:
-    """`training.global_batch_size='${per_worker:8}'`: a batch that grows with the workers."""
+    """Return a batch size that grows with the workers: `training.global_batch_size='${per_worker:8}'`."""
     if not str(count).isdecimal():
         raise ConfigError(f"${{per_worker:{count}}} needs a whole number, for example ${{per_worker:8}}.")
     alone = str(OmegaConf.select(_root_, "engine")) in ("inline", "Engine.inline")
@@ -109,8 +126,9 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
 
 
 def typed_config(cfg: DictConfig) -> SweepConfig:
-    """Return a composed config as a sweep's. `nightly` is not part of it: an address there may be a secret, which is
-    not to be in a trial's files.
+    """Return a composed config as a sweep's.
+
+    `nightly` is not part of it: its address may be a secret, which must not be in a trial's files.
 
     Raises:
         ConfigError: as for `nightly_config`.
@@ -140,10 +158,10 @@ def nightly_config(cfg: DictConfig) -> NightlyConfig:
 
 
 def _fill_vocab_size(own: DictConfig) -> None:
-    """Let `data.vocab_size=${model.vocab_size}` be what the model's configuration says, where no such key is typed.
+    """Set `data.vocab_size=${model.vocab_size}` from the model's configuration, unless that key is typed.
 
     Raises:
-        UserError: that does not say it, or cannot be read.
+        UserError: the configuration lacks it, or cannot be read.
     """
     wanted = OmegaConf.to_container(own.data)
     if wanted.get("vocab_size") != "${model.vocab_size}" or "vocab_size" in own.model:  # type: ignore[union-attr]
@@ -152,8 +170,8 @@ def _fill_vocab_size(own: DictConfig) -> None:
     own.data.vocab_size = known_vocab_size(values)
     if own.data.vocab_size is None and "_target_" in values:  # else it is of images, which do not fit
         raise ConfigError(
-            f"model._target_={values['_target_']} has no key model.vocab_size, which data.vocab_size is to be; use "
-            "data.vocab_size=<number>, as in data.vocab_size=32000."
+            f"model._target_={values['_target_']} has no key model.vocab_size, from which data.vocab_size is taken; "
+            "set data.vocab_size=<number>, as in data.vocab_size=32000."
         )
 
 
@@ -180,7 +198,7 @@ def _typed_group(group: str, node: DictConfig) -> Any:
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of a config; an empty group is a key of its own."""
+    """Yield the dotted keys of a config; an empty group is a key of its own."""
     for key in map(str, node):
         value = None if OmegaConf.is_missing(node, key) else node[key]
         if isinstance(value, DictConfig) and len(value):
@@ -190,7 +208,7 @@ def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def search_path(config_dir: str | None) -> list[str]:
-    """Return the overrides by which Hydra finds the options of a folder of the user's beside ours.
+    """Return the overrides by which Hydra finds the user's options in addition to ours.
 
     Raises:
         ConfigError: there is no such folder.
@@ -200,22 +218,21 @@ def search_path(config_dir: str | None) -> list[str]:
     folder = Path(config_dir).absolute()
     if not folder.is_dir():
         raise ConfigError(
-            f"--config-dir={config_dir}: folder {folder} not found; give one that holds options, as in model/mine.yaml."
+            f"--config-dir={config_dir}: folder {folder} not found; name one that holds options, as in model/mine.yaml."
         )
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     return [f"hydra.searchpath=['file://{quoted}']"]
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse what is no name of an option where a group's is wanted, as in `precision=16`: Hydra would end with a
-    traceback of its own.
+    """Refuse values that are no option's name for a group, such as `precision=16`: Hydra would end with a traceback.
 
     Args:
-        arguments: of the command line; options such as `-m` are passed over.
+        arguments: of the command line; options such as `-m` are ignored.
 
     Raises:
         ConfigError: with the options of the group.
-        OverrideParseException: an override that cannot be read.
+        OverrideParseException: an override cannot be parsed.
     """
     known = groups()
     words = [a for a in arguments if not a.startswith("-") and a.partition("=")[0].lstrip("+~") in known]
@@ -234,17 +251,17 @@ def check_overrides(arguments: Sequence[str]) -> None:
 
 
 def group_choices(cfg: DictConfig) -> dict[str, str]:
-    """`{"sharding": "per_block", ...}`: the options in force, Hydra's own groups left out."""
+    """Return the chosen options, such as `{"sharding": "per_block", ...}`, without Hydra's own groups."""
     choices: dict[str, Any] = OmegaConf.to_container(cfg.hydra.runtime.choices)  # type: ignore[assignment]
     return {group: str(option) for group, option in choices.items() if not group.startswith("hydra/") and option}
 
 
 def check(config: SweepConfig) -> None:
-    """Every rule that can be told without Ray, torch or a network.
+    """Apply every rule that needs neither Ray, torch nor a network.
 
     Raises:
         ConfigError: see `SweepConfig.check`.
-        UserError: images that are not there and may not be downloaded, a folder without text, too many tokens.
+        UserError: images are missing and may not be downloaded, a folder has no text, or there are too many tokens.
     """
     num_workers = workers_of(config)
     check_local_capacity(config.cluster, num_workers)
@@ -256,12 +273,12 @@ def check(config: SweepConfig) -> None:
     missing = config.data.missing()
     if missing and not config.data.download:  # else the first worker of a node downloads it
         raise UserError(f"{missing} (data.download=false)")
-    if config.cluster.address is None:  # else the files are on its nodes
+    if config.cluster.is_here:  # else the files are on its nodes
         config.check_files()
 
 
 def single_trial(cfg: DictConfig) -> Trial:
-    """The trial that Hydra runs now."""
+    """Return the trial that Hydra is running."""
     hydra = HydraConfig.get()
     with open_dict(cfg):
         cfg.hydra = hydra
@@ -271,13 +288,18 @@ def single_trial(cfg: DictConfig) -> Trial:
         group_choices(cfg),
         list(hydra.overrides.task),
         Path(hydra.runtime.output_dir),
-        cfg,
+        plain(cfg),
     )
 
 
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """Return a composed config in plain values, interpolations as they were written."""
+    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)  # type: ignore[assignment]
+    return values
+
+
 def explain(error: BaseException) -> str | None:
-    """Return the message for an error that the command line caused, without the passwords in what was typed; None for
-    anything else."""
+    """Return the message for an error that the command line caused, without passwords; None for any other error."""
     message = _explain(error)
     return None if message is None else redact(message)
 
@@ -293,8 +315,8 @@ def _explain(error: BaseException) -> str | None:
         reason = re.sub(r"See https.*", "", _one_line(str(error))).strip()
         key = str(error.override).partition("=")[0]
         return (
-            f"{error.override}: {reason}. Give a value that holds =, commas or brackets of its own quotes of its own, "
-            f"as in '{key}=\"...\"', and close every bracket, as in '{key}=choice(1,2)'."
+            f"{error.override}: {reason}. Quote a value that contains =, commas or brackets, as in '{key}=\"...\"', "
+            f"and close every bracket, as in '{key}=choice(1,2)'."
         )
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:
         return (
@@ -303,7 +325,7 @@ def _explain(error: BaseException) -> str | None:
         )
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
-        return f"{where} is no YAML: {error.problem}. Indent with spaces, and put odd characters into quotes."
+        return f"{where} is not valid YAML: {error.problem}. Indent with spaces, and quote special characters."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _composition(error)
     return None
@@ -318,54 +340,58 @@ def _missing_option(error: MissingConfigException) -> str:
 
 
 def options_of(group: str) -> list[str]:
-    """The options of a config group, by its files."""
+    """Return the options of a config group, by its files."""
     return sorted(f.stem for f in (conf_dir() / group).glob("*.yaml"))
 
 
 def groups() -> list[str]:
+    """Return the names of the config groups."""
     return [folder.name for folder in group_dirs()]
 
 
 def _composition(error: BaseException) -> str:
     text = _one_line(str(error))
     cause = _one_line(str(error.__cause__)) if error.__cause__ else ""
-    if found := re.search(r"Could not override '(\w+)@experiment\.", text):
+    if match := re.search(r"Could not override '(\w+)@experiment\.", text):
         return (
-            f"the preset overrides {found[1]} below itself: let its first line be `# @package _global_`, and write "
-            f"`override /{found[1]}: ...` in its defaults."
+            f"the preset sets {match[1]} inside its own group: start it with `# @package _global_`, and write "
+            f"`override /{match[1]}: ...` in its defaults."
         )
-    if found := re.search(r"Could not override '([^']+)'", text):
-        key = found[1]
+    if match := re.search(r"Could not override '([^']+)'", text):
+        key = match[1]
         if "No match in the defaults list" in text:
             return f"{key} is not a key or a group. {_valid(key)}"
         if "not in" in cause or "Key" in cause:
             return f"{key} is not a key. {_valid(key)}"
-    if found := re.search(r"Error merging override ([^=]+)=(\S*)", text):
-        return _wrong_value(found[1], found[2], cause)
+    if match := re.search(r"Error merging override ([^=]+)=(\S*)", text):
+        return _wrong_value(match[1], match[2], cause)
     if "Ambiguous value for argument" in text or "requires --multirun" in text:
         given = re.search(r"(?:argument|parameters) '([^']+)'", text)
         return (
-            f"{given[1] if given else 'an override'} names several values, which is a sweep: add -m to run one "
-            "trial for each, or give one value; --cfg and --info show one trial."
+            f"{given[1] if given else 'an override'} has several values, which needs a sweep: add -m to run one trial "
+            "for each, or give one value; --cfg and --info show one trial."
         )
     return _cut(f"{text} {cause}".strip())
 
 
 def _wrong_value(key: str, value: str, cause: str) -> str:
-    """
+    """Return the message for a value that OmegaConf refused.
+
     Args:
+        key: of the value.
+        value: as typed.
         cause: OmegaConf's message.
     """
     remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
     if (key, value) == ("repeat", "auto"):
         remedy = "; repeat=auto is for sweeps: add -m"
     if not value:
-        remedy += "; it is empty: put what holds a $ into single quotes, for the shell takes it"
+        remedy += "; it is empty: put a value with a $ into single quotes, or the shell expands it"
     return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."
 
 
 def _example(key: str) -> str:
-    """A number that may stand for a key of ours: its default, or what its field says."""
+    """Return a number that is valid for a key: its default, or the example of its field."""
     known, default = keys_of(NightlyConfig).get(key), flatten(NightlyConfig()).get(key)
     value = default if default is not None or known is None else known.example
     return f"{value:g}" if isinstance(value, int | float) else "0.001"

@@ -1,4 +1,4 @@
-"""How much of the machine others had: on a CPU a trial's speed says nothing while somebody else computes."""
+"""The CPU use of other processes: on a CPU a trial's speed is meaningless while they compute."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ _IDLE = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is within us
 
 
 class Others:
-    """Use as a context; `share` is the part of all cores' time that went to processes that are not this one's
-    descendants, or that a hypervisor took, 0 to 1. Processes of ours that live for less than a second count as others'.
+    """Watches the CPU use of other processes inside a context.
+
+    Processes of ours that live for less than a second count as others'.
+
+    Attributes:
+        share: the share of all cores' time, 0 to 1, of processes that do not descend from this one, or that a
+            hypervisor took.
     """
 
     def __init__(self) -> None:
@@ -53,7 +58,7 @@ class Window:
         self._seen, self._ours = _family_s(root), 0.0
 
     def share(self) -> float:
-        """The part of all cores' time that others had so far, 0 to 1."""
+        """Return the share of all cores' time that other processes had so far, 0 to 1."""
         now = _family_s(self._root)
         self._ours += sum(max(0.0, seconds - self._seen.get(pid, 0.0)) for pid, seconds in now.items())
         self._seen |= now
@@ -62,7 +67,7 @@ class Window:
 
 
 def launcher() -> psutil.Process:
-    """What started the ranks of this node, Ray's raylet or torchrun; this process where nothing did."""
+    """Return the process that started the ranks of this node: Ray's raylet or torchrun, else this process."""
     me = psutil.Process()
     with suppress(psutil.Error):
         parent = me.parent()
@@ -76,11 +81,11 @@ def _busy_s() -> float:
 
 
 def _family_s(root: psutil.Process) -> dict[int, float]:
-    """Seconds that a process and its descendants have computed, by their ids."""
-    found = {}
+    """Return the CPU seconds of a process and its descendants, by their ids."""
+    seconds_by_pid = {}
     with suppress(psutil.Error):
         for process in (root, *root.children(recursive=True)):
             with suppress(psutil.Error):
                 times = process.cpu_times()
-                found[process.pid] = times.user + times.system
-    return found
+                seconds_by_pid[process.pid] = times.user + times.system
+    return seconds_by_pid

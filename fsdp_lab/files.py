@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, and what is done about those that are damaged all the same."""
+"""Files that are either whole or absent, and the handling of damaged ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 _reported: set[Path] = set()
 
 
-def report_damaged(path: Path, why: object, what_now: str = "it counts as absent") -> None:
+def report_damaged(path: Path, why: object, what_now: str = "it is treated as missing") -> None:
     """Warn on standard error, once for each file."""
     if path not in _reported:
         _reported.add(path)
         print(f"fsdp_lab: warning: {path} is damaged ({why}); {what_now}", file=sys.stderr, flush=True)
 
 
-def read_json(path: Path, what_now: str = "it counts as absent") -> Any:
-    """Return the content; None where there is no such file, or, with a warning, where it is no JSON."""
+def read_json(path: Path, what_now: str = "it is treated as missing") -> Any:
+    """Return the content; None for no file, or, with a warning, for one that is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -34,17 +34,19 @@ def read_json(path: Path, what_now: str = "it counts as absent") -> Any:
 
 @contextmanager
 def whole(path: Path, durable: bool = False, parents: bool = True) -> Iterator[Path]:
-    """Give a temporary name to write under, and rename it at the end: a reader never sees half a file. Where the block
-    raises, nothing is left.
+    """Yield a temporary name to write under, and rename it at the end: a reader never sees half a file.
+
+    If the block raises, nothing is left.
 
     Args:
-        parents: make its folder. Not for what a trial or a sweep writes into its own: one that was removed meanwhile is
-            not to come back.
-        durable: return when the file and its name are on the disk, where a power cut leaves them: for what a resume
-            cannot do without.
+        path: of the file.
+        durable: return when the file and its name are on the disk, so that they survive a power cut: for files that a
+            resume needs.
+        parents: make its folder. Not for files in a trial's or a sweep's folder, which must not be made again if it was
+            removed meanwhile.
 
     Raises:
-        OSError: with the path, which Python leaves out where a write fails (a full disk).
+        OSError: with the path, which Python omits if a write fails (a full disk).
     """
     making = path.with_name(f".{path.name}.{os.getpid()}.making")
     try:
@@ -66,11 +68,12 @@ def whole(path: Path, durable: bool = False, parents: bool = True) -> Iterator[P
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder beside it to write in, which takes its place at the end, durably. Where the block raises,
-    nothing is left, and what was there before stays.
+    """Yield an empty folder to write in, which replaces the one at `path` at the end, durably.
+
+    If the block raises, nothing is left, and the old folder stays.
 
     Raises:
-        OSError: its own folder is gone, or the disk is full.
+        OSError: the parent folder is gone, or the disk is full.
     """
     making = path.with_name(f".{path.name}.{os.getpid()}.making")
     try:
@@ -87,13 +90,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, durable: bool = False, parents: bool = True) -> None:
-    """As `whole`."""
+    """Write text; see `whole`."""
     with whole(path, durable, parents) as making:
         making.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Any, durable: bool = False, parents: bool = True) -> None:
-    """As `whole`."""
+    """Write JSON; see `whole`."""
     write_text(path, json.dumps(content, indent=1), durable, parents)
 
 

@@ -1,7 +1,8 @@
 """The GPUs and cores of this machine: the one place that counts them.
 
-GPUs come from NVML, the driver's own library, which Ray and nvidia-smi ask too. That takes no context on a GPU and no
-slow import. Each worker compares the count with what PyTorch sees (`engine/worker.py`).
+GPUs come from NVML, the driver's own library, which Ray and nvidia-smi use too. It needs no context on a GPU and no
+slow
+import. Each worker compares the count with what PyTorch sees (`engine/worker.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ WORKER_CPUS = "FSDP_LAB_WORKER_CPUS"
 class Gpu:
     """A device as CUDA counts them: a GPU, or a MIG instance of one.
 
-    `index`: NVML's, of the whole GPU. `uuid` and `name` are "" and `memory_bytes`, what CUDA may have of it, is 0 where
-    the driver does not say.
+    Attributes:
+        index: NVML's, of the whole GPU.
+        uuid: "": the driver does not report it.
+        name: "": the driver does not report it.
+        memory_bytes: that CUDA can use; 0: the driver does not report it.
     """
 
     index: int
@@ -44,7 +48,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """`version`: as in "535.104.05". `cuda`: the highest CUDA version that it supports; None: it does not say."""
+    """The NVIDIA driver.
+
+    Attributes:
+        version: such as "535.104.05".
+        cuda: the highest CUDA version that it supports; None: not reported.
+    """
 
     version: str
     cuda: tuple[int, int] | None
@@ -52,9 +61,9 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Physical:
-    """A GPU and, where MIG is on, its instances; without any, CUDA does not see the GPU either.
+    """A GPU and, with MIG, its instances; without instances, CUDA does not see a GPU in MIG mode.
 
-    `capability`: None where the driver does not say.
+    `capability`: None: the driver does not report it.
     """
 
     gpu: Gpu
@@ -96,7 +105,8 @@ class _Nvml:
         self.call("nvmlShutdown")
 
     def call(self, function: str, *arguments: object) -> None:
-        """
+        """Call a function of NVML.
+
         Raises:
             _NvmlError: this NVML lacks the function, or it returned an error.
         """
@@ -123,7 +133,7 @@ class _Nvml:
         return handle
 
     def memory(self, handle: ctypes.c_void_p) -> int:
-        """What CUDA may have of it: the second form tells what the driver keeps for itself."""
+        """Return the bytes that CUDA can use: NVML's second form separates the driver's own."""
         info = _MemoryInfo(version=ctypes.sizeof(_MemoryInfo) | 2 << 24)
         try:
             self.call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(info))
@@ -134,16 +144,16 @@ class _Nvml:
             return int(total_free_used[0])
 
     def gpu(self, index: int, handle: ctypes.c_void_p) -> Gpu:
-        """A GPU counts also where a container is not told its name, UUID or memory."""
-        found: dict[str, Any] = {"uuid": "", "name": "", "memory_bytes": 0}
+        """Return a GPU, even if a container hides its name, UUID or memory."""
+        fields: dict[str, Any] = {"uuid": "", "name": "", "memory_bytes": 0}
         for key, ask in (
             ("uuid", lambda: self.text("nvmlDeviceGetUUID", handle)),
             ("name", lambda: self.text("nvmlDeviceGetName", handle)),
             ("memory_bytes", lambda: self.memory(handle)),
         ):
             with suppress(_NvmlError):
-                found[key] = ask()
-        return Gpu(index, **found)
+                fields[key] = ask()
+        return Gpu(index, **fields)
 
     def physical(self, index: int) -> _Physical:
         handle = self.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
@@ -165,14 +175,14 @@ class _Nvml:
         return major.value, minor.value
 
     def _instances(self, index: int, handle: ctypes.c_void_p) -> list[Gpu]:
-        found = []
+        instances = []
         for number in range(self.number("nvmlDeviceGetMaxMigDeviceCount", handle)):
             try:
                 mig = self.handle("nvmlDeviceGetMigDeviceHandleByIndex", handle, ctypes.c_uint(number))
             except _NvmlError:  # nothing was made in this place
                 continue
-            found.append(self.gpu(index, mig))
-        return found
+            instances.append(self.gpu(index, mig))
+        return instances
 
     def driver(self) -> Driver:
         version = self.text("nvmlSystemGetDriverVersion")
@@ -188,7 +198,7 @@ class _Nvml:
 
 @cache
 def _machine() -> tuple[Driver, tuple[_Physical, ...]] | None:
-    """The driver and all its GPUs, whoever may use them; None without NVML."""
+    """Return the driver and all its GPUs, whoever may use them; None without NVML."""
     try:
         with _Nvml() as nvml:
             count = nvml.number("nvmlDeviceGetCount_v2")
@@ -198,35 +208,40 @@ def _machine() -> tuple[Driver, tuple[_Physical, ...]] | None:
 
 
 def driver() -> Driver | None:
-    """The NVIDIA driver; None where there is none."""
+    """Return the NVIDIA driver; None without one."""
     machine = _machine()
     return machine[0] if machine else None
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that this process may use, as CUDA counts them under `CUDA_VISIBLE_DEVICES`; [] without a driver."""
+    """Return the GPUs that this process may use, as CUDA counts them under `CUDA_VISIBLE_DEVICES`; may be empty."""
     machine = _machine()
     return _visible(machine[1], os.environ.get("CUDA_VISIBLE_DEVICES")) if machine else []
 
 
 def least_capability() -> tuple[int, int] | None:
-    """The lowest compute capability of the GPUs that this process may use, such as (9, 0); None: there is none, or the
-    driver does not say."""
+    """Return the lowest compute capability of the GPUs that this process may use, such as (9, 0).
+
+    None without a GPU, or if the driver does not report it.
+    """
     machine = _machine()
     if machine is None:
         return None
-    found = {physical.gpu.index: physical.capability for physical in machine[1]}
-    return min((told for gpu in gpus() if (told := found.get(gpu.index))), default=None)
+    capabilities = {physical.gpu.index: physical.capability for physical in machine[1]}
+    return min((capability for gpu in gpus() if (capability := capabilities.get(gpu.index))), default=None)
 
 
 def num_gpus() -> int:
+    """Return how many GPUs this process may use."""
     return len(gpus())
 
 
 def _visible(machine: tuple[_Physical, ...], visible: str | None) -> list[Gpu]:
-    """`CUDA_VISIBLE_DEVICES` as CUDA reads it: an entry that names nothing ends the list, one that comes twice empties
-    it. A process gets one MIG instance at most, and beside it no whole GPU (NVIDIA's MIG user guide, CUDA Device
-    Enumeration)."""
+    """Return the GPUs in `CUDA_VISIBLE_DEVICES`, as CUDA reads it.
+
+    An unknown entry ends the list, a repeated one empties it. A process gets at most one MIG instance, and no whole GPU
+    beside it (NVIDIA's MIG user guide, CUDA Device Enumeration).
+    """
     if visible is None:
         named: list[_Physical | Gpu] = list(machine)
     else:
@@ -238,9 +253,9 @@ def _visible(machine: tuple[_Physical, ...], visible: str | None) -> list[Gpu]:
             if one in named:
                 return []
             named.append(one)
-    found = [device for one in named for device in _devices(one)]
-    instances = [device for device in found if device.uuid.startswith("MIG-")]
-    return instances[:1] or found
+    devices = [device for one in named for device in _devices(one)]
+    instances = [device for device in devices if device.uuid.startswith("MIG-")]
+    return instances[:1] or devices
 
 
 def _devices(named: _Physical | Gpu) -> tuple[Gpu, ...]:
@@ -250,7 +265,7 @@ def _devices(named: _Physical | Gpu) -> tuple[Gpu, ...]:
 
 
 def _named(machine: tuple[_Physical, ...], entry: str) -> _Physical | Gpu | None:
-    """What an index or the beginning of a UUID stands for; None where that is nothing, or more than one."""
+    """Return the GPU for an index or the beginning of a UUID; None for no match, or several."""
     if entry.startswith("MIG-"):
         instances = [i for physical in machine for i in physical.instances if i.uuid.startswith(entry)]
         return instances[0] if len(instances) == 1 else None
@@ -262,19 +277,19 @@ def _named(machine: tuple[_Physical, ...], entry: str) -> _Physical | Gpu | None
 
 
 def pytorch_cuda() -> tuple[int, int] | None:
-    """The CUDA version that PyTorch is built for, read without importing it; None: for none, or there is no PyTorch."""
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _pytorch_version_file(), re.MULTILINE)
-    return (int(found[1]), int(found[2])) if found else None
+    """Return the CUDA version that PyTorch is built for, read without importing it; None: for none, or no PyTorch."""
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _pytorch_version_file(), re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def pytorch_version() -> tuple[int, int] | None:
-    """The version of PyTorch to its minor, read without importing it; None where there is none."""
-    found = re.search(r"^__version__\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _pytorch_version_file(), re.MULTILINE)
-    return (int(found[1]), int(found[2])) if found else None
+    """Return PyTorch's major and minor version, read without importing it; None without PyTorch."""
+    match = re.search(r"^__version__\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _pytorch_version_file(), re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _pytorch_version_file() -> str:
-    """`torch/version.py`, which the build of PyTorch writes; "" where it is not there."""
+    """Return the content of `torch/version.py`, which the build of PyTorch writes; "" without it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
@@ -283,12 +298,12 @@ def _pytorch_version_file() -> str:
 
 
 def num_cpus() -> int:
-    """The cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """The processor's name and the cores that this process may use, as `AMD EPYC 9654, 2 cores`."""
+    """Return the processor's name and the cores that this process may use, such as `AMD EPYC 9654, 2 cores`."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -297,31 +312,33 @@ def cpu_name() -> str:
 
 
 def host_memory() -> int:
-    """The bytes of this machine's memory."""
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cpus_per_gpu() -> float:
-    """The cores that a worker on this machine gets by default; see `default_cpus_per_worker`."""
+    """Return the cores that a worker on this machine gets by default; see `default_cpus_per_worker`."""
     return default_cpus_per_worker(num_cpus(), num_gpus())
 
 
 def default_cpus_per_worker(cpus: float, gpus: int) -> float:
-    """The cores of one worker on a node of so many cores and GPUs: 1 on a CPU, else the GPU's share, 1 to 16."""
+    """Return the cores of one worker on a node of so many cores and GPUs: 1 on a CPU, else the GPU's share, 1 to 16."""
     return float(max(1, min(_MAX_CPUS_PER_WORKER, cpus // gpus))) if gpus else 1.0
 
 
 def default_loader_workers(cuda: bool, cpus_per_worker: float) -> int:
-    """Processes that prepare a worker's images: none on a CPU, whose cores all compute; on a GPU one for each core
-    but that of the worker itself, 4 at most. None either where shared memory, through which they hand over images, is
-    as small as Docker makes it: what does not fit kills them."""
+    """Return the number of processes that prepare a worker's batches.
+
+    None on a CPU, whose cores all compute. On a GPU one for each core except the worker's own, at most 4. Also none if
+    shared memory is as small as Docker makes it: they pass batches through it, and are killed if it is full.
+    """
     if not cuda or shared_memory() < _LEAST_SHARED_MEMORY:
         return 0
     return max(0, min(_MAX_LOADER_WORKERS, int(cpus_per_worker) - 1))
 
 
 def shared_memory() -> int:
-    """The bytes of /dev/shm; as much as can be where there is none."""
+    """Return the bytes of /dev/shm; the largest integer without one."""
     try:
         return shutil.disk_usage("/dev/shm").total
     except OSError:
@@ -329,9 +346,9 @@ def shared_memory() -> int:
 
 
 def worker_cpus() -> float:
-    """The cores of this process, one of a trial's workers: what Ray reserved, or under torchrun its share of all.
+    """Return the cores of this process, one of a trial's workers: those that Ray reserved, or under torchrun its share.
 
-    Not `OMP_NUM_THREADS`: torchrun sets that to 1 where nobody else did.
+    Not `OMP_NUM_THREADS`, which torchrun sets to 1 by default.
     """
     given = os.environ.get(WORKER_CPUS)
     return float(given) if given else num_cpus() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))

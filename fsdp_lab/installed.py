@@ -1,4 +1,4 @@
-"""Imported first by each command: a Python that lacks what they need gets one message instead of a traceback."""
+"""Imported first by each command: if Python lacks a package, it prints one message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _remedy() -> str:
     if python.exists():
         return f"use {python} instead"
     if (root / "Makefile").exists():
-        return f"type `make -C {root} sweep`, which installs them into .venv, and use {python} from then on"
+        return f"run `make -C {root} sweep`, which installs them into .venv, and use {python} from then on"
     return f"install fsdp_lab with its dependencies: {sys.executable} -m pip install <the wheel>"
 
 

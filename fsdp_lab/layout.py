@@ -15,9 +15,9 @@ class Layout:
     Attributes:
         units: names of the modules that are units of their own, without the root, as before activation checkpointing
             wrapped any; `*` stands for any number.
-        unit_classes: the classes of the units, as `module:Name`, where every module of these classes is a unit; else
+        unit_classes: the classes of the units, as `module:Name`, if every module of these classes is a unit; else
             empty.
-        block_classes: what activation checkpointing wraps and compile compiles, as `module:Name`.
+        block_classes: the classes that activation checkpointing wraps and compile compiles, as `module:Name`.
         find_unused: whether some parameters may get no gradient.
     """
 
@@ -28,7 +28,7 @@ class Layout:
 
 
 def read_layout(values: Any) -> Layout | None:
-    """Return the layout that a trial's facts hold; None where an earlier version wrote them, or they are damaged."""
+    """Return the layout in a trial's facts; None if an earlier version wrote them, or they are damaged."""
     try:
         return Layout(**values)
     except TypeError:

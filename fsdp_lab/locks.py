@@ -17,7 +17,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class InUse(UserError):
-    """Another process has the lock; `holder` says which."""
+    """Another process has the lock.
+
+    Attributes:
+        holder: which process, in words.
+    """
 
     def __init__(self, message: str, holder: str = "") -> None:
         super().__init__(message)
@@ -26,9 +30,10 @@ class InUse(UserError):
 
 @contextmanager
 def exclusive(path: Path, limit_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of a file alone, and write into it who does. The file and its folder are made.
+    """Hold the lock of a file exclusively, and write the holder into it. The file and its folder are made.
 
     Args:
+        path: of the file.
         limit_s: how long to wait for it.
 
     Raises:
@@ -42,7 +47,7 @@ def exclusive(path: Path, limit_s: float = 0.0) -> Iterator[None]:
         while not _take(handle, path, fcntl.LOCK_EX):
             if time.monotonic() > until:
                 who = _read(handle)
-                raise InUse(f"{path} is locked by {who}; wait until it has ended, or end it.", who)
+                raise InUse(f"{path} is locked by {who}; wait until that process ends, or end it.", who)
             time.sleep(_LOOK_S)
         with suppress(OSError):  # a full disk: who it is would be told, the lock holds without
             os.truncate(handle, 0)
@@ -53,15 +58,17 @@ def exclusive(path: Path, limit_s: float = 0.0) -> Iterator[None]:
 
 
 def share_until_exit(path: Path) -> None:
-    """Hold the lock of a file together with others until this process ends; nobody has it alone meanwhile. Waits for
-    who has. Raises as `exclusive`, without a limit."""
+    """Hold the shared lock of a file until this process ends, so that no process can hold it exclusively.
+
+    Waits for an exclusive holder. Raises as `exclusive`, without a limit.
+    """
     handle = _open(path)  # never closed
     while not _take(handle, path, fcntl.LOCK_SH):
         time.sleep(_LOOK_S)
 
 
 def holder(path: Path) -> str:
-    """Return who holds the lock of a file alone, as `exclusive` wrote it; "" where nobody does."""
+    """Return the exclusive holder of a file's lock, as `exclusive` wrote it; "" without one."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -74,13 +81,14 @@ def holder(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path, key: str, name: str = ".lock", private: bool = False) -> Iterator[None]:
-    """Have a folder for this process alone.
+    """Reserve a folder for this process.
 
     Args:
-        key: what sets the folder on the command line; `resume` takes no other.
+        folder: to reserve.
+        key: the key that sets the folder on the command line; `resume` takes no other.
         name: of the file that is locked.
-        private: make the folder for this user alone where it is not there. One that is there stays as it is, unless it
-            is empty: Hydra has made it.
+        private: make a missing folder for this user alone. An existing one is not changed, unless it is empty, because
+            Hydra has made it.
 
     Raises:
         InUse: another process works in it.
@@ -92,13 +100,13 @@ def locked(folder: Path, key: str, name: str = ".lock", private: bool = False) -
                 _make_private(folder)
             stack.enter_context(exclusive(folder / name))
         except InUse as error:
-            instead = "" if key == "resume" else f", or give this one a folder of its own: {key}=..."
+            instead = "" if key == "resume" else f", or use another folder: {key}=..."
             raise InUse(
-                f"{key}={folder} is in use by another start ({error.holder}); wait until that has ended{instead}",
+                f"{key}={folder} is in use by another sweep or run ({error.holder}); wait until it ends{instead}",
                 error.holder,
             ) from None
         except OSError as error:
-            instead = "have it made writable" if key == "resume" else f"set {key} to a folder that can be"
+            instead = "make it writable" if key == "resume" else f"set {key} to a writable folder"
             raise UserError(
                 f"{key}={folder} cannot be written ({error.strerror}); free the disk, or {instead}."
             ) from error
@@ -128,8 +136,8 @@ def _take(handle: int, path: Path, kind: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         raise UserError(
-            f"{path.parent} is on a file system without locks ({error.strerror}), and two processes could work in it "
-            "at once; use a folder on another one, or have it mounted with locks (Lustre: -o flock; NFS: with lockd)."
+            f"{path.parent} is on a file system without locks ({error.strerror}), so two processes could write there "
+            "at once; use another file system, or mount it with locks (Lustre: -o flock; NFS: with lockd)."
         ) from error
     return True
 

@@ -1,4 +1,4 @@
-"""Every metric of a trial, declared once: its key, unit and direction, how tables show it, what a night tolerates.
+"""Every metric of a trial, declared once: its key, unit and direction, its columns, and the nightly tolerance.
 
 Tables, plots, the check of objectives, the nightly gate and MLflow's description read `METRICS`. To add a metric, add a
 line there and the code that measures it.
@@ -18,6 +18,7 @@ PREDICTED_BY = "predicted_by"  # a trial's tag: the basis of its predicted speed
 RATIO_GROUP = "ratio_group"  # of the predictions that its own is compared with by the error of their ratio
 FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # what of a forecast is no number
 OTHERS_CPU = "perf/others_cpu"
+FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
 _SPEEDS = {
     SPEED,
@@ -35,11 +36,12 @@ Table = Literal["csv", "terminal", "report", "hover"]
 
 @dataclass(frozen=True)
 class Column:
-    """How one table shows a metric, where that differs from the metric itself.
+    """How one table shows a metric, if that differs from the metric itself.
 
     Attributes:
-        label, form: None for the metric's own.
-        last: it stands after the columns that do not say so.
+        label: None: the metric's own.
+        form: None: the metric's own.
+        last: it comes after the other columns.
         marks_best: whether the table marks the best value.
     """
 
@@ -58,9 +60,10 @@ class Gate:
 
     Attributes:
         tolerance: a key of `nightly.tolerance`.
-        kind: what the tolerance limits: a `ratio` to the baseline's value, or in the metric's own unit the `distance`
-            from 0, or by how much it may `fall`.
-        key, label: of the metric in the results and the table of a night; None for the metric's own.
+        kind: the quantity that the tolerance limits: a `ratio` to the baseline's value, or in the metric's own unit the
+            `distance` from 0, or the `fall`.
+        key: of the metric in the results of a night; None: the metric's own.
+        label: of the metric in the table of a night; None: the metric's own.
     """
 
     tolerance: str
@@ -75,16 +78,19 @@ class Metric:
 
     Attributes:
         key: as it is measured and logged. `<...>` in it stands for a category or a rank.
-        label: how tables and plots call it, with the unit that they show.
+        label: its name in tables and plots, with the unit that they show.
         unit: of the value under `key`; "" for none.
-        about: a line in the description of the MLflow experiment; "" for what is not logged under this key.
+        about: a line in the description of the MLflow experiment; "": it is not logged under this key.
         better: `min` or `max`; "" for neither.
         form: a format for `value / scale`.
         scale: how many of `unit` are one of the unit that is shown.
         objective: an objective or a scheduler may name it.
         mib_key: under this key MLflow also gets the value in MiB, because its pages show bytes with all their digits.
-        csv, terminal, report: its column of `results.csv`, of the terminal's table and of the report's; None for none.
-        hover: its line beside a point of the report's plots; the form has the words, and gets bytes with their unit.
+        csv: its column of `results.csv`; None: it has none.
+        terminal: its column of the terminal's table; None: it has none.
+        report: its column of the report's table; None: it has none.
+        gate: how the nightly gate judges it; None: not at all.
+        hover: its line beside a point of the report's plots; the format has the words, and gets bytes with their unit.
     """
 
     key: str
@@ -104,11 +110,12 @@ class Metric:
 
     @property
     def is_speed(self) -> bool:
-        """Whether it says how fast a trial trains."""
+        """Whether it is a speed of training."""
         return self.key in _SPEEDS
 
     @property
     def is_family(self) -> bool:
+        """Whether it is a family of metrics."""
         return "<" in self.key
 
     def matches(self, key: str) -> bool:
@@ -118,11 +125,11 @@ class Metric:
         return re.fullmatch(re.sub("<[a-z]+>", "[a-z_]+", self.key.replace("<r>", r"\d+")), key) is not None
 
     def text(self, value: float | None) -> str:
-        """The value as tables show it; "" for None."""
+        """Return the value as tables show it; "" for None."""
         return "" if value is None else self.form.format(value / self.scale)
 
     def best_of(self, values: Collection[float]) -> float | None:
-        """The best value; None where neither direction is better, or all values look the same."""
+        """Return the best value; None if neither direction is better, or all values look the same."""
         if not self.better or len({self.text(value) for value in values}) < 2:
             return None
         return min(values) if self.better == "min" else max(values)
@@ -135,22 +142,22 @@ METRICS = (
         csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
     ),
     Metric(
-        TRAIN_LOSS, "train loss", "", "the mean of the epoch's steps, each over the global batch; a point an epoch",
+        TRAIN_LOSS, "train loss", "", "the mean over the epoch's steps, each over the global batch; one point an epoch",
         better="min", form="{:.4f}",
         csv=_SHOWN, terminal=Column(marks_best=False), report=_SHOWN,
     ),
     Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
     Metric(
-        "train/grad_norm", "grad norm", "", "the norm of all gradients before clipping, the mean of the epoch's steps; "
-        "of language models, and with training.max_grad_norm", csv=_SHOWN, report=_SHOWN,
+        "train/grad_norm", "grad norm", "", "the norm of all gradients before clipping, the mean over the epoch's "
+        "steps; for language models, and with training.max_grad_norm", csv=_SHOWN, report=_SHOWN,
     ),
-    Metric("train/loss_scale", "loss scale", "", "what fp16's losses are multiplied by", form="{:.0f}"),
+    Metric("train/loss_scale", "loss scale", "", "the factor of fp16 losses", form="{:.0f}"),
     Metric(
-        "train/skipped_steps", "skipped steps", "steps", "steps whose fp16 gradients overflowed, in the epoch",
+        "train/skipped_steps", "skipped steps", "steps", "the epoch's steps whose fp16 gradients overflowed",
         better="min", form="{:.0f}", csv=Column(last=True),
     ),
     Metric(
-        "train/step", "step", "steps", "optimizer steps done; the step axis of every metric is the epoch",
+        "train/step", "step", "steps", "optimizer steps so far; the step axis of every metric is the epoch",
         form="{:.0f}", objective=False,
     ),
     Metric(
@@ -166,16 +173,16 @@ METRICS = (
         csv=_SHOWN, terminal=Column("val acc"), report=_SHOWN, hover=Column(form="val accuracy {:.3f}", last=True),
     ),
     Metric(
-        "val/perplexity", "perplexity", "", "tokens: `exp(val/loss)`, among how many the model is as good as guessing",
+        "val/perplexity", "perplexity", "", "tokens: `exp(val/loss)`, as of so many equally likely tokens",
         better="min", form="{:.2f}", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
-        "val/bits_per_byte", "bits/byte", "bits", "text: the loss in bits, by the bytes that the tokens stand for",
+        "val/bits_per_byte", "bits/byte", "bits", "text: the loss in bits per byte of text",
         better="min", form="{:.3f}", csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
     ),
     Metric(
         SPEED, "samples/s", "samples/s", "of all ranks together, over all timed steps of the run so far; warm-up steps "
-        "are left out, here and below",
+        "are excluded, here and below",
         better="max", form="{:.0f}",
         csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"), hover=Column(form="{:,.0f} samples/s"),
         gate=Gate("samples_per_s"),
@@ -190,12 +197,12 @@ METRICS = (
         better="max", form="{:.0f}", csv=_SHOWN,
     ),
     Metric(
-        "perf/tflops_per_device", "TFLOP/s/device", "TFLOP/s", "tokens: what the model needs, recomputation left out",
+        "perf/tflops_per_device", "TFLOP/s/device", "TFLOP/s", "tokens: the FLOPs of the model, without recomputation",
         better="max", form="{:.3g}", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
         DATA_WAIT, "data wait", "", "the share of the step time in which a process waits for batches, "
-        "the mean of the ranks; its GPU may have work then",
+        "the mean over ranks; its GPU may be busy meanwhile",
         better="min", form="{:.3f}", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
@@ -204,12 +211,12 @@ METRICS = (
     ),
     Metric("perf/timed_s", "timed s", "s", "how long they took", form="{:.2f}", objective=False, csv=Column(last=True)),
     Metric(
-        "perf/speed_error", "speed error", "", "the relative standard error of the speed, as far as the steps of this "
-        "run show it", form="{:.4f}", objective=False, csv=Column(last=True),
+        "perf/speed_error", "speed error", "", "the relative standard error of the speed, estimated from the steps "
+        "of this run", form="{:.4f}", objective=False, csv=Column(last=True),
     ),
     Metric(
-        OTHERS_CPU, "others' CPU", "", "the share of the machine's cores that processes of others had while steps were "
-        "timed; of several nodes the largest", form="{:.2f}", objective=False, csv=_SHOWN, report=_SHOWN,
+        OTHERS_CPU, "others' CPU", "", "the share of the machine's cores that other processes used while steps were "
+        "timed; the largest of several nodes", form="{:.2f}", objective=False, csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
         "perf/step_time_p50_s", "step p50 ms", "s", "the median time of an optimizer step",
@@ -220,28 +227,28 @@ METRICS = (
         better="min", form="{:.2f}", scale=1e-3, csv=_SHOWN,
     ),
     Metric(
-        "perf/mfu", "MFU", "", "the share of the device's peak FLOP/s that the model used, where the peak is known",
+        "perf/mfu", "MFU", "", "the share of the device's peak FLOP/s that the model used, if the peak is known",
         better="max", form="{:.3f}", csv=_SHOWN, report=Column(last=True),
     ),
     Metric(
-        MEMORY, "peak MiB", "bytes", "the most that the tensors of any rank held",
+        MEMORY, "peak MiB", "bytes", "the highest memory of all tensors of a rank",
         better="min", form="{:.2f}", scale=MIB, mib_key="memory/peak_mib",
         csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{} at the peak"),
         gate=Gate("peak_memory"),
     ),
     Metric(
         "memory/reserved_bytes", "reserved MiB", "bytes",
-        "GPUs: what a process took from the GPU; this is what runs out",
+        "GPUs: the memory that a process reserved on the GPU; this is what runs out",
         better="min", form="{:.2f}", scale=MIB, mib_key="memory/reserved_mib", csv=_SHOWN,
     ),
     Metric(
-        "memory/host_peak_bytes", "host peak MiB", "bytes", "GPUs: the most that tensors of any rank held on the host",
+        "memory/host_peak_bytes", "host peak MiB", "bytes", "GPUs: the highest memory of a rank's tensors on the host",
         better="min", form="{:.2f}", scale=MIB, mib_key="memory/host_peak_mib", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
-        "memory/<category>_bytes", "MiB", "bytes", "what the rank with the highest peak held at it: `param`, `grad`, "
-        "`activation` …; `host_…` on the host; GPUs: `active`, the blocks that tensors lie in, and `workspace`, "
-        "cuBLAS's own, which is in `active` and `reserved`",
+        "memory/<category>_bytes", "MiB", "bytes", "the parts of the highest peak of all ranks: `param`, `grad`, "
+        "`activation` …; `host_…` on the host; GPUs: `active`, the blocks in use, and `workspace`, cuBLAS's own, which "
+        "`active` and `reserved` include",
         better="min", form="{:.2f}", scale=MIB,
     ),
     Metric(
@@ -254,19 +261,19 @@ METRICS = (
         csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{} forecast"),
     ),
     Metric(
-        "forecast/reserved_bytes", "forecast reserved MiB", "bytes", "GPUs: what a process was to take from the GPU",
+        "forecast/reserved_bytes", "forecast reserved MiB", "bytes", "GPUs: the forecast of `memory/reserved_bytes`",
         form="{:.2f}", scale=MIB, objective=False, csv=_SHOWN,
     ),
     Metric(
-        "forecast/host_bytes", "forecast host MiB", "bytes", "what tensors were to hold on the host",
+        "forecast/host_bytes", "forecast host MiB", "bytes", "the forecast of `memory/host_peak_bytes`",
         form="{:.2f}", scale=MIB, objective=False, csv=_SHOWN,
     ),
     Metric(
-        "forecast/needed_bytes", "needed MiB", "bytes", "the forecast with what libraries are allowed for",
+        "forecast/needed_bytes", "needed MiB", "bytes", "the forecast with allowances for libraries",
         form="{:.2f}", scale=MIB, objective=False,
     ),
     Metric(
-        "forecast/capacity_bytes", "capacity MiB", "bytes", "what a device has, where that is known",
+        "forecast/capacity_bytes", "capacity MiB", "bytes", "the memory of a device, if known",
         form="{:.2f}", scale=MIB, objective=False,
     ),
     Metric(
@@ -275,26 +282,26 @@ METRICS = (
         csv=_SHOWN, report=_SHOWN, gate=Gate("forecast_error", kind="distance"),
     ),
     Metric(
-        "forecast/step_s", "predicted step s", "s", "an optimizer step, as predicted by the data sheet of "
+        "forecast/step_s", "predicted step s", "s", "the predicted time of an optimizer step on "
         "`forecast.device`",
         objective=False, csv=_SHOWN,
     ),
     Metric(
-        PREDICTED_SPEED, "predicted samples/s", "samples/s", "of all ranks together, as predicted",
+        PREDICTED_SPEED, "predicted samples/s", "samples/s", "predicted, of all ranks together",
         form="{:.0f}", objective=False, csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"),
         hover=Column(form="{:,.0f} samples/s predicted"),
     ),
     Metric(
-        "forecast/samples_per_s_low", "predicted samples/s, at least", "samples/s", "which nine of ten reach",
+        "forecast/samples_per_s_low", "predicted samples/s, at least", "samples/s", "nine of ten runs reach it",
         form="{:.0f}", objective=False,
     ),
     Metric(
-        "forecast/samples_per_s_high", "predicted samples/s, at most", "samples/s", "which nine of ten do not "
-        "exceed",
+        "forecast/samples_per_s_high", "predicted samples/s, at most", "samples/s", "nine of ten runs do not "
+        "exceed it",
         form="{:.0f}", objective=False,
     ),
     Metric(
-        RATIO_ERROR, "error of ratios", "", "of the ratio of two predicted speeds; nine of ten do not exceed it",
+        RATIO_ERROR, "error of ratios", "", "of the ratio of two predicted speeds; nine of ten ratios are within it",
         form="{:.3f}", objective=False,
     ),
     Metric(
@@ -302,7 +309,7 @@ METRICS = (
         form="{:+.3f}", objective=False, csv=_SHOWN, report=_SHOWN, gate=Gate("speed_forecast_error", kind="fall"),
     ),
     Metric(
-        "forecast/largest_microbatch", "largest microbatch", "samples", "the largest that fits by the forecast",
+        "forecast/largest_microbatch", "largest microbatch", "samples", "the largest that fits, by the forecast",
         form="{:.0f}", objective=False, csv=_SHOWN,
     ),
     Metric(
@@ -320,7 +327,7 @@ METRICS = (
 
 
 def declared(key: str) -> Metric:
-    """The declaration of a metric, or of its family.
+    """Return the declaration of a metric, or of its family.
 
     Raises:
         KeyError: there is none.
@@ -333,7 +340,7 @@ def declared(key: str) -> Metric:
 
 
 def table_columns(table: Table) -> list[Metric]:
-    """The metrics that a table shows, in its order, with its labels and forms."""
+    """Return the metrics that a table shows, in its order, with its labels and formats."""
     shown = [(column, metric) for metric in METRICS if (column := getattr(metric, table)) is not None]
     return [
         dataclasses.replace(
@@ -347,12 +354,12 @@ def table_columns(table: Table) -> list[Metric]:
 
 
 def gated() -> list[tuple[Metric, Gate]]:
-    """The metrics that the nightly gate judges."""
+    """Return the metrics that the nightly gate judges."""
     return [(metric, metric.gate) for metric in METRICS if metric.gate is not None]
 
 
 def objective_keys() -> list[str]:
-    """What an objective may name, without the families."""
+    """Return the metrics that an objective may name, without families."""
     return [metric.key for metric in METRICS if metric.objective and not metric.is_family]
 
 
@@ -362,15 +369,15 @@ def can_be_objective(key: str) -> bool:
 
 
 def mib_figures(figures: Mapping[str, float]) -> dict[str, float]:
-    """What MLflow gets in MiB beside the bytes."""
+    """Return the figures that MLflow also gets in MiB."""
     return {m.mib_key: figures[m.key] / MIB for m in METRICS if m.mib_key and m.key in figures}
 
 
 def is_mib_key(key: str) -> bool:
-    """Whether MLflow has the figure in bytes too, so that the folder has it there alone."""
+    """Return whether MLflow has the figure also in bytes, so that the folder has it only in bytes."""
     return any(metric.mib_key == key for metric in METRICS if metric.mib_key)
 
 
 def mib(num_bytes: float) -> str:
-    """Bytes as tables show them, without the unit."""
+    """Return bytes as tables show them, without the unit."""
     return f"{num_bytes / MIB:.2f}"

@@ -1,12 +1,12 @@
-"""Load an exported model, score the test split, and draw what it says; of task=seq2seq print three summaries.
+"""Load an exported model, score the test split, and draw its predictions; for task=seq2seq print three summaries.
 
 python -m fsdp_lab.predict run=<MLflow run id>
 python -m fsdp_lab.predict file=outputs/.../model.pt data.root=<folder that has FashionMNIST/>
 python -m fsdp_lab.predict file=outputs/.../model
 
-Takes also `device=auto|cpu|cuda` (auto: a GPU where PyTorch sees one), `tracking.uri`, `data.download=false`,
-`data.tokenizer=<tokenizer.json>` and `out=<folder for predictions.png>`. Images are looked for in `data.root`
-(outputs/data), never where the model's file says; no tokenizer is taken from there either.
+Other options: `device=auto|cpu|cuda` (auto: a GPU if PyTorch sees one), `tracking.uri`, `data.download=false`,
+`data.tokenizer=<tokenizer.json>` and `out=<folder for predictions.png>`. Images are read from `data.root` (default:
+outputs/data). Paths of images and tokenizers in the model's file are not used.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _SUMMARIES = 3
 
 
 def main() -> int:
+    """Do what the command line says, and return the exit status."""
     try:
         options = read_options(sys.argv[1:])
         file = Path(options["file"]) if "file" in options else fetch(options)
@@ -44,21 +45,21 @@ def main() -> int:
 
 
 def read_options(arguments: list[str]) -> dict[str, str]:
-    """`key=value` words as a dictionary.
+    """Return the `key=value` arguments as a dictionary.
 
     Raises:
         ConfigError: an unknown key or device, or neither or both of `run` and `file`.
     """
     options = read_words(arguments, KEYS, __doc__ or "")
     if ("run" in options) == ("file" in options):
-        raise ConfigError("give one of run=<MLflow run id> and file=<path of a model.pt, or of the folder model>.")
+        raise ConfigError("give either run=<MLflow run id> or file=<path of a model.pt, or of the folder model>.")
     if options.get("device", "auto") not in DEVICES:
         raise ConfigError(f"device={options['device']} is not an option. Choose one of: {', '.join(DEVICES)}.")
     return options
 
 
 def fetch(options: dict[str, str]) -> Path:
-    """Return the exported model of an MLflow run, a file or a folder, copied to where it can be read."""
+    """Return the exported model of an MLflow run, a file or a folder, copied to a readable place."""
     from fsdp_lab.tracking import TrackingError, fetch_artifact
 
     tracking = TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri))
@@ -72,7 +73,7 @@ def fetch(options: dict[str, str]) -> Path:
 
 
 def out_folder(options: dict[str, str]) -> Path:
-    """Where the picture goes: `out`, beside the model's file, or a folder of the run's."""
+    """Return the folder for the picture: `out`, beside the model's file, or a folder for the run."""
     if "out" in options:
         return Path(options["out"])
     return Path(options["file"]).parent if "file" in options else Path("outputs/predict", options["run"])
@@ -109,7 +110,7 @@ def predict(file: Path, options: dict[str, str]) -> None:
 
 
 def summarise(folder: Path, options: dict[str, str]) -> None:
-    """Print three articles of the validation split, their headlines and what the model writes, then its loss."""
+    """Print three validation articles, their headlines and the model's summaries, then its loss."""
     import torch
 
     from fsdp_lab.workloads.hf.weights import load_whole
@@ -126,26 +127,28 @@ def summarise(folder: Path, options: dict[str, str]) -> None:
 
 
 def recorded_data(folder: Path) -> UserData:
-    """
+    """Return the data that an exported model was trained on.
+
     Raises:
-        UserError: the folder does not say on what its model was trained.
+        UserError: the folder does not record it, or the model is one of images.
     """
     try:
-        found = DataGroup.of_plain(json.loads((folder / DATA_FILE).read_text())["data"])
+        data = DataGroup.of_plain(json.loads((folder / DATA_FILE).read_text())["data"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder} has no {DATA_FILE} that can be read, which says on what data its model was trained; give the "
+            f"{folder} has no readable {DATA_FILE}, which names the data that its model was trained on; give the "
             "folder model that a trial with task=seq2seq exported."
         ) from error
-    if not isinstance(found, UserData):
-        raise UserError(f"{folder} is of a model of images; load it with AutoModelForImageClassification.")
-    return found
+    if not isinstance(data, UserData):
+        raise UserError(f"{folder} has an image model; load it with AutoModelForImageClassification.")
+    return data
 
 
 def device_type(wanted: str, cuda: bool) -> str:
-    """`cpu` or `cuda`.
+    """Return `cpu` or `cuda`.
 
     Args:
+        wanted: `auto`, `cpu` or `cuda`.
         cuda: whether PyTorch sees a GPU.
 
     Raises:
@@ -157,8 +160,13 @@ def device_type(wanted: str, cuda: bool) -> str:
 
 
 def data_of(recorded: DataConfig, options: dict[str, str]) -> DataConfig:
-    """The data that the model was trained on, from the place that is named now: a folder that the file names may be
-    anybody's choice."""
+    """Return the data that the model was trained on, from the folder in the options.
+
+    The folder in the model's file is not used, because anyone may have chosen it.
+
+    Raises:
+        ConfigError: `data.download` is neither true nor false.
+    """
     download = options.get("data.download", str(DataConfig.download)).lower()
     if download not in ("true", "false"):
         raise ConfigError(f"data.download={download} is not a truth value; use true or false.")
@@ -167,7 +175,7 @@ def data_of(recorded: DataConfig, options: dict[str, str]) -> DataConfig:
 
 
 def draw(images, guesses: list[int], labels: list[int], names: tuple[str, ...], path: Path) -> None:  # type: ignore[no-untyped-def]
-    """A sheet of images uint8 (N, C, H, W), each with what the model says; wrong ones in red, with the truth."""
+    """Write a sheet of images uint8 `(N, C, H, W)`, each with the model's guess; wrong ones in red, with the truth."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -17,17 +17,17 @@ class Name:
     parameters: tuple[str, ...] | None = None
 
     def lacks(self) -> str | None:
-        """Return what the installed version does not have, for people to read; None where it is as we need it."""
+        """Return in words what the installed version lacks; None if it has the name as it is used here."""
         shown = f"{self.module}.{self.name}"
         try:
-            found: Any = importlib.import_module(self.module)
+            value: Any = importlib.import_module(self.module)
             for part in self.name.split("."):
-                found = getattr(found, part)
+                value = getattr(value, part)
         except (ImportError, AttributeError):
             return shown
         if self.parameters is None:
             return None
-        has = inspect.signature(found).parameters
+        has = inspect.signature(value).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in has.values())
         unknown = [name for name in self.parameters if name not in has and not takes_any]
         return f"{shown}({', '.join(unknown)})" if unknown else None

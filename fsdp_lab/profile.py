@@ -1,4 +1,4 @@
-"""What one optimizer step held, change by change: plain values, from a measured step or a forecast one."""
+"""The memory of one optimizer step, change by change: plain values, from a measured step or a forecast one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ PLACES = ("device", "host")
 
 @dataclass(frozen=True)
 class Event:
-    """A change of what one tensor storage holds.
+    """A change of a tensor storage.
 
-    `storage` tells storages apart; `num_bytes` is what it holds from now on, 0 when it is freed, counted
-    under `category` at `place`, which never changes for a storage. `module` is the innermost module at work
-    ("" outside of all).
+    Attributes:
+        storage: identifies the storage.
+        place: `device` or `host`, which never changes for a storage.
+        category: what the bytes count as from now on.
+        num_bytes: of the storage from now on; 0 when it is freed.
+        module: the innermost active one; "" outside of all.
+        phase: forward, backward or optimizer.
     """
 
     storage: int
@@ -53,9 +57,12 @@ class Holder:
 
 @dataclass
 class Profile:
-    """One rank's step: `events[:begun]` is what was there before it began.
+    """One rank's step.
 
-    `peaks` has, for each place, the bytes of each category when the place held most; `total` is their sum.
+    Attributes:
+        events: in order.
+        begun: the number of events before the step began.
+        peaks: for each place, the bytes of each category at its peak; `total` is their sum.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -63,7 +70,7 @@ class Profile:
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def deltas(self) -> list[int]:
-        """Bytes that each event adds at its place, negative for what it frees."""
+        """Return the bytes that each event adds at its place, negative for freed bytes."""
         held: dict[int, int] = {}
         out = []
         for event in self.events:
@@ -72,9 +79,9 @@ class Profile:
         return out
 
     def peak_index(self, place: str = "device") -> int:
-        """The index of the event after which `place` held most; -1 where it held nothing.
+        """Return the index of the event after which `place` held most; -1 if it held nothing.
 
-        The last of equals: what was just made often finds its category a moment later.
+        Of equals it is the last, because a new storage often gets its category a moment later.
         """
         best, total, index = 1, 0, -1
         for i, (event, delta) in enumerate(zip(self.events, self.deltas(), strict=True)):
@@ -85,7 +92,7 @@ class Profile:
         return index
 
     def at_peak(self, place: str = "device") -> dict[str, int]:
-        """Bytes of each category when `place` held most, and their `total`; empty where it held nothing."""
+        """Return the bytes of each category at the peak of `place`, and their `total`; empty if it held nothing."""
         alive = {e.storage: e for e in self.events[: self.peak_index(place) + 1] if e.place == place}
         if not alive:
             return {}
@@ -95,7 +102,7 @@ class Profile:
         return {**sums, "total": sum(sums.values())}
 
     def holders(self, place: str = "device") -> list[Holder]:
-        """What was alive at the peak of `place`, the largest first."""
+        """Return the storages at the peak of `place`, grouped, the largest first."""
         alive: dict[int, tuple[str, int]] = {}
         made_in: dict[int, str] = {}
         for event in self.events[: self.peak_index(place) + 1]:
@@ -110,5 +117,5 @@ class Profile:
         sums: dict[tuple[str, str], list[int]] = defaultdict(list)
         for storage, (category, num_bytes) in alive.items():
             sums[category, made_in[storage]].append(num_bytes)
-        found = [Holder(category, module, sum(sizes), len(sizes)) for (category, module), sizes in sums.items()]
-        return sorted(found, key=lambda holder: (-holder.num_bytes, holder.category, holder.module))
+        holders = [Holder(category, module, sum(sizes), len(sizes)) for (category, module), sizes in sums.items()]
+        return sorted(holders, key=lambda holder: (-holder.num_bytes, holder.category, holder.module))

@@ -1,4 +1,4 @@
-"""Passwords, out of what is printed and of what goes to MLflow."""
+"""Removes passwords from what is printed and from what goes to MLflow."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ _HARMLESS = (
 
 
 def redact(text: str) -> str:
-    """The text with the credentials of every URI in it as `***`: its user, and each value of a query that is not known
-    to be harmless."""
+    """Return text with the credentials of every URI in it as `***`.
+
+    These are its user, and each value of a query that is not known to be harmless.
+    """
     return _QUERY.sub(_redact_value, _CREDENTIALS.sub(r"\1***@", text))
 
 
-def _redact_value(found: re.Match[str]) -> str:
-    before, name, equals, value = found.groups()
+def _redact_value(match: re.Match[str]) -> str:
+    before, name, equals, value = match.groups()
     secret = _SECRET_NAME.search(name) is not None
     shown = name.lower() in _HARMLESS or _SMALL_VALUE.fullmatch(value) is not None or before.startswith(";")
-    return f"{before}{name}{equals}***" if secret or not shown else found.group()
+    return f"{before}{name}{equals}***" if secret or not shown else match.group()
 
 
 def redacted_file(path: Path) -> str:
-    """The content of a text file, redacted; JSON stays JSON."""
+    """Return the content of a text file, redacted; JSON stays JSON."""
     text = path.read_text(encoding="utf-8", errors="replace")
     with suppress(json.JSONDecodeError):
         if path.suffix == ".json":
@@ -44,7 +46,7 @@ def redacted_file(path: Path) -> str:
 
 
 def redact_strings(content: Any) -> Any:
-    """Plain values with every text in them redacted."""
+    """Return plain values with every text in them redacted."""
     if isinstance(content, dict):
         return {key: redact_strings(value) for key, value in content.items()}
     if isinstance(content, list):

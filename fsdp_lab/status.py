@@ -1,4 +1,4 @@
-"""How a trial stands, and how a command ends. Imports nothing, so that every package can."""
+"""The status of a trial, and the exit status of a command. Imports nothing, so that every package can use it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum, StrEnum
 
 
 class TrialStatus(StrEnum):
-    """How a trial stands. Written to files and to MLflow by its name."""
+    """The status of a trial. Files and MLflow have its name."""
 
     waiting = "waiting"
     starting = "starting"
@@ -26,12 +26,12 @@ class TrialStatus(StrEnum):
 
     @property
     def is_result(self) -> bool:
-        """Whether a resume keeps it: a setting that runs out of memory is what the sweep was to find out."""
+        """Whether a resume keeps it. Running out of memory is a result: the sweep was to find that out."""
         return self.ended and self is not TrialStatus.interrupted
 
 
 class ExitCode(IntEnum):
-    """What `python -m fsdp_lab` leaves with."""
+    """The exit status of `python -m fsdp_lab`."""
 
     finished = 0
     failed = 1

@@ -1,7 +1,7 @@
 """Object storage: whole objects below an address, through fsspec.
 
-A store has no rename, no append and no lock. What it has: an object is there whole or not at all, and a reader sees the
-last one that was put. What is written to it, and in which order, is in CONTRIBUTING.md.
+A store has no rename, no append and no lock. It guarantees that an object is either whole or absent, and that a reader
+sees the last one that was put. What is written to it, and in which order, is in docs/durability.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Storage:
         from fsspec.core import url_to_fs
 
         self.address = address
-        with _told(address):
+        with _translated_errors(address):
             self._fs, self._root = url_to_fs(address, **options(address))
 
     def below(self, name: str) -> Storage:
@@ -48,54 +48,61 @@ class Storage:
 
     def put(self, file: Path, name: str) -> None:
         """Make a local file an object; a large one comes to be there when all of it has arrived."""
-        with _told(self.address):
+        with _translated_errors(self.address):
             self._fs.put_file(str(file), f"{self._root}/{name}")
 
     def write(self, name: str, content: bytes) -> None:
+        """Put an object.
+
+        Raises:
+            StorageRefused: see there.
+            StorageAway: see there.
+        """
         try:
-            with _told(self.address):
+            with _translated_errors(self.address):
                 self._fs.pipe_file(f"{self._root}/{name}", content)
         except FileNotFoundError as error:  # as gcsfs says it
             raise _no_bucket(self.address) from error
 
     def read(self, name: str) -> bytes:
-        """
+        """Return the content of an object.
+
         Raises:
             FileNotFoundError: there is no such object.
         """
-        with _told(self.address):
+        with _translated_errors(self.address):
             return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def read_all(self, names: Sequence[str]) -> dict[str, bytes]:
         """Read objects side by side. Raises as `read`."""
-        with _told(self.address):
-            found = self._fs.cat([f"{self._root}/{name}" for name in names]) if names else {}
-        return {path.removeprefix(f"{self._root}/"): bytes(content) for path, content in found.items()}
+        with _translated_errors(self.address):
+            contents = self._fs.cat([f"{self._root}/{name}" for name in names]) if names else {}
+        return {path.removeprefix(f"{self._root}/"): bytes(content) for path, content in contents.items()}
 
     def get(self, name: str, file: Path) -> None:
         """Make an object a local file, whole or not at all. Raises as `read`."""
         making = file.with_name(f".{file.name}.{os.getpid()}.making")
         try:
-            with _told(self.address):
+            with _translated_errors(self.address):
                 self._fs.get_file(f"{self._root}/{name}", str(making))
             making.rename(file)
         finally:
             making.unlink(missing_ok=True)
 
     def files(self, below: str = "") -> dict[str, Stamp]:
-        """The objects there are, by name."""
-        with _told(self.address):
-            found: dict[str, dict[str, Any]] = self._fs.find(f"{self._root}/{below}".rstrip("/"), detail=True)
+        """Return the objects, by name, with their sizes and versions."""
+        with _translated_errors(self.address):
+            objects: dict[str, dict[str, Any]] = self._fs.find(f"{self._root}/{below}".rstrip("/"), detail=True)
         return {
             path.removeprefix(f"{self._root}/"): (int(info["size"]), " ".join(str(info.get(key)) for key in _STAMPS))
-            for path, info in found.items()
+            for path, info in objects.items()
             if path.startswith(f"{self._root}/")
         }
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; those that are not there are no error."""
         for name in names:
-            with _told(self.address):
+            with _translated_errors(self.address):
                 try:
                     self._fs.rm_file(f"{self._root}/{name}")
                 except FileNotFoundError:
@@ -103,8 +110,11 @@ class Storage:
 
 
 def options(address: str) -> dict[str, Any]:
-    """What fsspec's file system for an address is made with: no listing is remembered, for others write there too, and
-    S3's requests are repeated for about a minute, unless the environment says how often."""
+    """Return the arguments of fsspec's file system for an address.
+
+    Listings are not cached, because others write there too. S3's requests are repeated for about a minute, unless the
+    environment sets how often.
+    """
     if scheme_of(address) != "s3":
         return {"use_listings_cache": False}
     settings: dict[str, Any] = {"connect_timeout": 10, "read_timeout": 60}
@@ -114,14 +124,14 @@ def options(address: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _told(address: str) -> Iterator[None]:
-    """Raise what a store's client raises as one of ours: each client has errors of its own."""
+def _translated_errors(address: str) -> Iterator[None]:
+    """Translate errors of a store's client into ours: each client has its own."""
     try:
         yield
     except PermissionError as error:
         raise StorageRefused(
-            f"{address}: the store refuses ({_first_line(error)}); it takes the right to list, read, write and delete "
-            "below that address, by credentials from the environment, ~/.aws or the machine's role."
+            f"{address}: the store refuses access ({_first_line(error)}); give it credentials that may list, read, "
+            "write and delete below that address. They come from the environment, ~/.aws or the machine's role."
         ) from error
     except FileNotFoundError as error:
         if _code(error) == "NoSuchBucket":
@@ -130,18 +140,18 @@ def _told(address: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ in _NO_CREDENTIALS:
             raise StorageRefused(
-                f"{address}: no credentials were found ({_first_line(error)}); they come from the environment, ~/.aws "
+                f"{address}: no credentials were found ({_first_line(error)}); provide them in the environment, ~/.aws "
                 "or the machine's role, on every node."
             ) from error
         raise StorageAway(f"{address}: the store does not answer ({_first_line(error)})") from error
 
 
 def _no_bucket(address: str) -> StorageRefused:
-    return StorageRefused(f"{address}: there is no such bucket; make it, or name another one.")
+    return StorageRefused(f"{address}: this bucket does not exist; create it, or name another one.")
 
 
 def _code(error: BaseException) -> str | None:
-    """Return what S3 calls the error that s3fs made this one of."""
+    """Return S3's name of the error that s3fs translated into this one; None without one."""
     response = getattr(error.__cause__, "response", {})
     return response.get("Error", {}).get("Code")  # type: ignore[no-any-return]
 

@@ -20,8 +20,11 @@ _PIECE = re.compile(r"[^\s_./=,]+[_./=,]*|[_./=,]+")  # names and values break b
 
 
 def open_console() -> Console:
-    """Returns a console on standard output, wide enough for whole tables where that is no terminal."""
-    console = Console()
+    """Return a console on standard output, wide enough for whole tables if that is no terminal.
+
+    With NO_COLOR (https://no-color.org) it also writes no bold or dim text.
+    """
+    console = Console(color_system=None) if os.environ.get("NO_COLOR") else Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_FILE_WIDTH)
 
 
@@ -30,9 +33,11 @@ class Column:
     """A column of a table.
 
     Attributes:
+        name: its heading.
         cells: one for each row.
-        drop: 0: it stays at any width. Of the others, the highest leaves first.
+        drop: 0: it stays at any width. Of the others, the highest is dropped first.
         breaks: its cells are words, which may take several lines. Figures take one.
+        justify: of its cells.
         whole: a word of so many letters is not broken.
     """
 
@@ -54,19 +59,20 @@ class Column:
 
     @property
     def longest_cell(self) -> int:
+        """The width of its longest cell, in characters."""
         return max((cell_len(str(cell)) for cell in self.cells), default=0)
 
 
 def _pieces(text: str, breaks: bool) -> list[str]:
-    """What a line may end behind: words, and with `breaks` also their parts."""
+    """Return the pieces of a text after which a line may break: words, and with `breaks` also their parts."""
     return _PIECE.findall(text) if breaks else text.split()
 
 
 def choose_columns(columns: Sequence[Column], width: int) -> list[Column]:
-    """Returns the columns that a terminal of this width shows.
+    """Return the columns that a terminal of this width shows.
 
-    Columns leave by their `drop` until the others fit. Where those that stay do not fit even side by side with small
-    gaps, the columns of words become one, `setting`; then the others leave anew.
+    Columns are dropped by their `drop` until the others fit. If those that always stay do not fit even with small gaps,
+    the columns of words become one, `setting`; then the others are dropped again.
     """
     kept = _dropped_to(columns, width)
     if _needed(kept, _SMALL_GAP) <= width or sum(column.breaks for column in kept) < 2:
@@ -91,11 +97,13 @@ def _needed(columns: Sequence[Column], gap: int = _GAP) -> int:
 
 
 def break_lines(text: str, width: int, breaks: bool) -> list[str]:
-    """Returns the text in lines of at most `width`, broken between words.
+    """Return the text in lines of at most `width`, broken between words.
 
     Args:
-        breaks: a word that is too long is broken behind its parts (`reshard_after_forward` has three), a part that is
-            too long anywhere.
+        text: to break.
+        width: in characters.
+        breaks: also break a word that is too long after its parts (`reshard_after_forward` has three), and a part that
+            is too long anywhere.
     """
     lines, gap = [""], ""
     for word in text.split():
@@ -113,7 +121,7 @@ def break_lines(text: str, width: int, breaks: bool) -> list[str]:
 
 
 def _share(columns: Sequence[Column], width: int) -> list[int]:
-    """The width of each column: what is left over goes to cells that would break, then to names."""
+    """Return the width of each column: spare width goes to cells that would break, then to names."""
     widths = [column.narrowest for column in columns]
     spare = width - _needed(columns)
     for wanted in (
@@ -132,7 +140,9 @@ class FittingTable:
     """A table as wide as the terminal that it is printed on, with a line about the columns that are left out.
 
     Attributes:
-        elsewhere: the file that has all columns.
+        columns: all of them.
+        title: "": none.
+        elsewhere: the file that has all columns; "": none.
     """
 
     columns: Sequence[Column]
@@ -180,7 +190,7 @@ def _cell(cell: str | Text, width: int, breaks: bool) -> Text:
 
 
 def _records(columns: Sequence[Column]) -> Iterator[Text]:
-    """A line for each cell, where not even the columns that stay fit side by side."""
+    """Yield a line for each cell, for columns that do not fit side by side."""
     for row in zip(*(column.cells for column in columns), strict=True):
         for column, cell in zip(columns, row, strict=True):
             yield Text(f"{column.name}: {str(cell).strip()}")

@@ -6,12 +6,12 @@ import math
 
 
 def count(number: int, what: str) -> str:
-    """Returns `1 trial`, `2 trials`, `1,254 trials`."""
+    """Return `1 trial`, `2 trials`, `1,254 trials`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """Returns `8 s`, `2 min 5 s`, `3 h 10 min`."""
+    """Return `8 s`, `2 min 5 s`, `3 h 10 min`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -21,15 +21,31 @@ def duration(seconds: float) -> str:
 
 
 def time_left(done: float, total: float, took_s: float) -> str:
-    """Returns `about 2 min 5 s left`, from how long what is done has taken; "" while nothing is done."""
+    """Return `about 2 min 5 s left`, extrapolated from the time so far; "" while nothing is done."""
     return f"about {duration(took_s * (total - done) / done)} left" if done > 0 else ""
 
 
 def significant(value: float) -> str:
-    """Returns a number with three significant digits, and with all digits before the point: `0.0123`, `8.80`,
-    `14,523`."""
+    """Return a number with three significant digits, and with all digits before the point.
+
+    Such as `0.0123`, `8.80`, `14,523`.
+    """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.3g}")  # 9.996 is 10.0
     decimals = max(0, 2 - math.floor(math.log10(abs(rounded))))
     return f"{value:,.{decimals}f}"
+
+
+def four_digits(value: float) -> str:
+    """Return a number with at most four significant digits, and with all digits before the point.
+
+    Such as `75.83`, `408`, `10,070`.
+    """
+    rounded = f"{value:.4g}"
+    return f"{float(rounded):,.0f}" if abs(value) >= 999.95 else rounded
+
+
+def short_time(seconds: float) -> str:
+    """Return a time of less than a second with three digits: `2.65 ms`, `38.1 us`."""
+    return f"{significant(seconds * 1e3)} ms" if seconds >= 0.9995e-3 else f"{significant(seconds * 1e6)} us"

@@ -1,11 +1,11 @@
-"""Measure what training takes on this machine, for speed forecasts: about two minutes, best on a quiet machine.
+"""Measure the time of training on this machine, for speed forecasts: about two minutes, best on a quiet machine.
 
 python -m fsdp_lab.calibrate workers=2
 python -m fsdp_lab.calibrate workers=8 device=cuda name=h100_here
 
-Options: `workers` (as many as there are GPUs, or 2), `device=auto|cpu|cuda` (auto: GPUs where there are any),
-`limit_s=120` (how long to measure), `name` (of the file in outputs/devices; by default the device's own). Forecasts and
-sweeps on this machine use the file by themselves; `forecast.device=<name>` names it anywhere else.
+Options: `workers` (one for each GPU, or 2), `device=auto|cpu|cuda` (auto: GPUs if there are any), `limit_s=120` (how
+long to measure), `name` (of the file in outputs/devices; default: the device's name). Forecasts and sweeps on this
+machine use the file automatically; on other machines use `forecast.device=<name>`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_lab.calibrate.reference import Reference, references
+from fsdp_lab.calibrate.sure import better_before, how_sure, why_kept
 from fsdp_lab.config import ConfigError, UserError, read_words
 from fsdp_lab.config.conf import CALIBRATIONS, DEVICE_KINDS, data_sheets, slug
 from fsdp_lab.cpu_contention import Others
 from fsdp_lab.hardware import num_cpus, num_gpus
 from fsdp_lab.speed.device import Device
-from fsdp_lab.speed.measured import DISTURBED
-from fsdp_lab.wording import count
+from fsdp_lab.wording import count, short_time, significant
 
 KEYS = ("workers", "device", "limit_s", "name")
 _LIMIT_S = 120.0
@@ -39,6 +39,15 @@ _FORECASTS_S = 25.0  # of the limit: for forecasts of what is measured, and the 
 
 @dataclass(frozen=True)
 class Options:
+    """The options of the command.
+
+    Attributes:
+        workers: ranks that train side by side.
+        cuda: whether they use GPUs.
+        limit_s: seconds of the whole calibration.
+        name: of the file; None: the device's own.
+    """
+
     workers: int
     cuda: bool
     limit_s: float
@@ -46,19 +55,23 @@ class Options:
 
 
 def main() -> int:
+    """Calibrate this machine, print and write the result, and return the exit status."""
     try:
         options = read_options(sys.argv[1:])
         _check_folder()
         device = calibrate(options, references(options.workers))
         file = CALIBRATIONS / f"{options.name or slug(device.name)}.yaml"
-        write_device(file, device)
+        before = None if options.name else better_before(device)
+        if before is None:
+            write_device(file, device)
     except UserError as error:
         print(f"fsdp_lab.calibrate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("fsdp_lab.calibrate: interrupted; nothing is written", file=sys.stderr)
+        print("fsdp_lab.calibrate: interrupted; nothing was written", file=sys.stderr)
         return 130
-    print(summary(device, file))
+    print("\n".join([*rates(device), *how_sure(device)]))
+    print(f"written: {file}" if before is None else why_kept(before, device))
     return 0
 
 
@@ -72,9 +85,10 @@ def _check_folder() -> None:
 
 
 def read_options(words: Sequence[str]) -> Options:
-    """
+    """Return the options in the `key=value` arguments.
+
     Raises:
-        ConfigError: an unknown key, or a value that is none of its key's.
+        ConfigError: an unknown key, or an invalid value.
     """
     given = read_words(words, KEYS, __doc__ or "")
     kind = given.get("device", "auto")
@@ -94,19 +108,23 @@ def read_options(words: Sequence[str]) -> Options:
     if name is not None and not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"name={name} becomes the name of a file; use letters, digits, _, - and points.")
     if name in (*DEVICE_KINDS, *(file.stem for file in data_sheets()), ".", ".."):
-        raise ConfigError(f"name={name} stands for something else in forecast.device; use another.")
+        raise ConfigError(f"name={name} has another meaning in forecast.device; use another name.")
     return Options(workers, cuda, float(_whole(given, "limit_s", int(_LIMIT_S))), name)
 
 
 def _whole(given: dict[str, str], key: str, default: int) -> int:
     value = given.get(key, str(default))
     if not re.fullmatch(r"[1-9]\d*", value):
-        raise ConfigError(f"{key}={value} is no whole number above 0; use for example {key}={default}.")
+        raise ConfigError(f"{key}={value} is not a whole number above 0; use for example {key}={default}.")
     return int(value)
 
 
 def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
     """Measure the settings and return this machine as a device.
+
+    Args:
+        options: of the command.
+        settings: to measure.
 
     Raises:
         UserError: a rank failed.
@@ -115,17 +133,11 @@ def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
     from fsdp_lab.calibrate.steps import as_steps, device_here, with_fit
 
     begun = time.time()
-    print(f"trains small models on {count(options.workers, 'worker')} for about {options.limit_s:.0f} s", flush=True)
+    print(f"training small models on {count(options.workers, 'worker')} for about {options.limit_s:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder, Others() as others:
-        found = _measure(options, settings, Path(folder), begun + max(options.limit_s - _FORECASTS_S, 0))
-    if others.share > DISTURBED:
-        print(
-            f"warning: other processes used {others.share:.0%} of this machine's cores meanwhile, so forecasts will be "
-            "less exact; run it again when the machine is quiet",
-            file=sys.stderr,
-        )
-    print("forecasts the same steps, and fits one to the other", flush=True)
-    steps, alone = as_steps(found, settings, options.workers, options.cuda)
+        measured = _measure(options, settings, Path(folder), begun + max(options.limit_s - _FORECASTS_S, 0))
+    print("forecasting the same steps, and fitting the predictions to the measurements", flush=True)
+    steps, alone = as_steps(measured, settings, options.workers, options.cuda)
     here = device_here(options.workers, options.cuda, steps, alone, others.share)
     return with_fit(here, fit(steps, alone, here))
 
@@ -146,7 +158,7 @@ def _measure(options: Options, settings: Sequence[Reference], folder: Path, unti
 
 
 def write_device(file: Path, device: Device) -> None:
-    """Write what `load_device` reads, whole or not at all."""
+    """Write a file that `load_device` reads, whole or not at all."""
     from dataclasses import asdict
 
     import yaml
@@ -159,12 +171,12 @@ def write_device(file: Path, device: Device) -> None:
     content["peak_flops"] = dict(device.peak_flops)
     content["measured"] = plain_measured(device.measured)
     del content["factors"]
-    told = yaml.safe_dump(_floats(content), sort_keys=False, default_flow_style=None, width=120)
-    write_text(file, f"# Written by python -m fsdp_lab.calibrate.\n{told}")
+    text = yaml.safe_dump(_floats(content), sort_keys=False, default_flow_style=None, width=120)
+    write_text(file, f"# Written by python -m fsdp_lab.calibrate.\n{text}")
 
 
 def _floats(value: object) -> object:
-    """The same with four digits, in the form that YAML reads as a number."""
+    """Return a value with four digits in each number, in the form that YAML reads as a number."""
     if isinstance(value, dict):
         return {key: _floats(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -174,21 +186,17 @@ def _floats(value: object) -> object:
     return value
 
 
-def summary(device: Device, file: Path) -> str:
+def rates(device: Device) -> list[str]:
+    """Return lines about what was calibrated, and how fast it is."""
     assert device.measured is not None
-    rates = ", ".join(f"{dtype} {rate / 1e9:,.3g}" for dtype, rate in device.peak_flops.items())
-    host, ratio = device.measured.host, device.relative
-    return "\n".join(
-        [
-            f"{device.name}, PyTorch {device.measured.torch}, {device.measured.workers} workers:",
-            f"  matrix products, GFLOP/s of a worker: {rates}",
-            *([f"  gathers {device.link_bandwidth / 1e9:,.3g} GB/s"] if device.measured.workers > 1 else []),
-            f"  Python: {host.operator_s * 1e6:,.3g} us an operator, {host.collective_s * 1e6:,.3g} us a collective",
-            f"  error for unseen models: median {device.error.median:.0%}, nine of ten {device.error.p90:.0%}",
-            *([f"  of the ratio of two settings of a model: nine of ten {ratio.p90:.0%}"] if ratio is not None else []),
-            f"written: {file}",
-        ]
-    )
+    peaks = ", ".join(f"{dtype} {significant(rate / 1e9)}" for dtype, rate in device.peak_flops.items())
+    host = device.measured.host
+    return [
+        f"{device.name}, PyTorch {device.measured.torch}, {count(device.measured.workers, 'worker')}:",
+        f"  matrix products, GFLOP/s per worker: {peaks}",
+        *([f"  gathers {significant(device.link_bandwidth / 1e9)} GB/s"] if device.measured.workers > 1 else []),
+        f"  Python: {short_time(host.operator_s)} per operator, {short_time(host.collective_s)} per collective",
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From what was measured to a device file: lines through operators, then what they leave of whole steps."""
+"""From measurements to a device file: lines through operators, corrected by the times of whole steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fsdp_lab.speed.predict import step_seconds
 from fsdp_lab.speed.program import Kind, Operator
 
 _LEAST_SHARE = 2e-4  # of all seconds: an operator with less has its kind's line
-_LARGE = 2.0**22  # bytes of an operator of which a line should be right even where it was measured with less
+_LARGE = 2.0**22  # bytes up to which a line should be right, even if only smaller operators were measured
 _BEYOND = 4.0  # times the largest that was measured, at least
-_PRIOR_SAMPLES = 0.3  # what the kind's line weighs there
+_PRIOR_SAMPLES = 0.3  # the weight of the kind's line there
 _FAR = 0.1  # relative errors of steps beyond this weigh less
 # Where the fit of whole steps starts, and what a factor of e away from there weighs, as a relative error.
 _START = {
@@ -35,7 +35,7 @@ _PRIOR = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """One operator that ran; see `Line`."""
+    """One measured operator; see `Line` for its amounts."""
 
     name: str
     kind: str
@@ -48,8 +48,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Steps:
-    """A reference: its family, its model, its operators as measured, its program as forecast, and the seconds of a
-    step."""
+    """A reference, measured and forecast.
+
+    Attributes:
+        family: of its model.
+        model: what builds it.
+        samples: its operators as measured.
+        program: its operators as forecast.
+        seconds: of a step.
+    """
 
     family: str
     model: str
@@ -60,11 +67,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fit found.
+    """The result of a fit.
 
     Attributes:
+        measured: the lines and costs, for the device's file.
         errors: predicted / measured - 1 of each reference, by a fit that has not seen its family.
-        relative: of the ratio of two such predictions for one model; None of too few.
+        relative: of the ratio of two such predictions for one model; None: too few.
     """
 
     measured: Measured
@@ -73,11 +81,12 @@ class Fitted:
 
 
 def fit(steps: Sequence[Steps], alone: Sequence[Sample], device: Device) -> Fitted:
-    """Return what was measured, and how far off it is for models that it has not seen.
+    """Return the fitted measurements, and their errors for models that the fit has not seen.
 
     Args:
+        steps: the references.
         alone: collectives and attention that ran outside a model.
-        device: all but what is measured. Its `measured` says of which machine.
+        device: everything but the measurements; its `measured` names the machine.
     """
     assert device.measured is not None
     theta = _start()
@@ -100,8 +109,8 @@ def fit(steps: Sequence[Steps], alone: Sequence[Sample], device: Device) -> Fitt
             continue
         lines = lines_of(seen)
         own = _solve(_linear(lambda at, lines=lines, seen=seen: logs(seen, lines, at), theta), theta)  # type: ignore[misc]
-        found = logs(list(unseen.values()), lines, own)
-        errors |= dict(zip(unseen, np.expm1(found).tolist(), strict=True))
+        unseen_errors = logs(list(unseen.values()), lines, own)
+        errors |= dict(zip(unseen, np.expm1(unseen_errors).tolist(), strict=True))
     ratios: dict[str, list[float]] = defaultdict(list)
     for number, error in errors.items():
         ratios[steps[number].model].append(1 + error)
@@ -110,10 +119,10 @@ def fit(steps: Sequence[Steps], alone: Sequence[Sample], device: Device) -> Fitt
 
 
 def known_error(errors: Sequence[float]) -> KnownError:
-    """Return the errors' median, and what nine of ten further ones do not exceed, within what a device file may say.
+    """Return the errors' median, and a bound for nine of ten further errors, within a device file's limits.
 
-    Of n errors that is number 0.9 * (n + 1) in order of size: one more is as likely to be in any place among them
-    ("Distribution-Free Predictive Inference for Regression", Lei et al., 2018, section 2.2).
+    Of n errors the bound is number 0.9 * (n + 1) in order of size: one more is as likely to be in any position among
+    them ("Distribution-Free Predictive Inference for Regression", Lei et al., 2018, section 2.2).
     """
     if not errors:
         return KnownError(0.2, 0.5)
@@ -124,8 +133,7 @@ def known_error(errors: Sequence[float]) -> KnownError:
 
 
 def fit_lines(samples: Sequence[Sample]) -> dict[str, dict[str, Line]]:
-    """Return a line for each name and dtype that takes a share of the time, and one for each kind and dtype, which
-    stands for the others."""
+    """Return a line for each name and dtype that takes a share of the time, and for the others by kind and dtype."""
     total = sum(sample.seconds for sample in samples)
     named: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     lines: dict[str, dict[str, Line]] = defaultdict(dict)
@@ -148,10 +156,11 @@ def fit_lines(samples: Sequence[Sample]) -> dict[str, dict[str, Line]]:
 
 
 def _line(samples: Sequence[Sample], prior: Line | None = None) -> Line:
-    """The least squares of errors that grow with the square root of the seconds, without negative coefficients.
+    """Return the least-squares line without negative coefficients; errors grow with the square root of the seconds.
 
     Args:
-        prior: what holds for sizes that the samples do not tell of, but for a factor: they say how fast this one is.
+        samples: of one operator or kind.
+        prior: a line for sizes beyond the samples, scaled to the samples' speed; None: none.
     """
     table = [[1.0, one.flops, one.num_bytes, one.items] for one in samples]
     target = [max(one.seconds, 1e-9) for one in samples]
@@ -166,12 +175,12 @@ def _line(samples: Sequence[Sample], prior: Line | None = None) -> Line:
     rows, seconds = np.array(table), np.array(target)
     scaling = np.sqrt(np.array(weights) / seconds)
     scale = np.maximum(rows.max(axis=0), 1e-30)
-    found = nnls(rows / scale * scaling[:, None], seconds * scaling)[0] / scale
-    return Line(*(float(f"{value:.4g}") for value in found))
+    coefficients = nnls(rows / scale * scaling[:, None], seconds * scaling)[0] / scale
+    return Line(*(float(f"{value:.4g}") for value in coefficients))
 
 
 def _at(known: Measured | None, lines: Mapping[str, Mapping[str, Line]], theta: np.ndarray) -> Measured:
-    """What theta says, with the factors in the lines."""
+    """Return the measurements at theta, with its factors applied to the lines."""
     assert known is not None
     value = dict(zip(_START, np.exp(theta).tolist(), strict=True))
     host = HostCosts(**{name: value[name] for name in vars(known.host)})
@@ -191,15 +200,15 @@ def _start() -> np.ndarray:
 
 def _solve(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
     prior = _start()
-    found = least_squares(
+    solution = least_squares(
         lambda theta: np.concatenate([errors(theta), _PRIOR * (theta - prior)]), start,
         loss="soft_l1", f_scale=_FAR, diff_step=1e-3, max_nfev=15, bounds=(prior - 4.0, prior + 4.0),
     )  # fmt: skip
-    return np.asarray(found.x)
+    return np.asarray(solution.x)
 
 
 def _linear(errors: Callable[[np.ndarray], np.ndarray], centre: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """The same near a point, from how errors change there."""
+    """Return a linear approximation of the errors near a point."""
     here, step = errors(centre), 1e-3
     slopes = np.stack([(errors(centre + step * unit) - here) / step for unit in np.eye(len(centre))], axis=1)
     return lambda theta: here + slopes @ (theta - centre)

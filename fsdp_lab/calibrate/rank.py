@@ -1,4 +1,4 @@
-"""What one rank of a calibration does: trains each reference a few steps at a time, again and again."""
+"""One rank of a calibration: trains each reference a few steps at a time, in rounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import (
-    Ranks,
+    DistributedContext,
     backend_name,
     build_parallel_dims,
     join_by_file_store,
@@ -40,7 +40,7 @@ from fsdp_lab.workloads.build import build_workload
 
 SMALL = ("data.num_train=256", "data.num_val=8", "checkpoint.mode=off", "export=false", "memory_profile=off")
 _WAIT_S = 60.0  # for the other ranks
-_STEPS = 6  # of a reference in each round, after one that warms up
+_STEPS = 6  # of a reference in each round, after a warm-up step
 _MOST_ROUNDS = 20
 _SENT = (2**12, 2**16, 2**19, 2**21, 2**23)  # bytes of the collectives that are timed
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,14 +50,23 @@ _HEADS = 16  # of attention that is timed alone
 
 @dataclass
 class Seconds:
-    """What was measured of a reference: seconds of its steps, and of each of its operators in turn."""
+    """The measurements of a reference.
+
+    Attributes:
+        steps: seconds of each step.
+        operators: seconds of each operator, for each traced step.
+    """
 
     steps: list[float] = field(default_factory=list)
     operators: list[list[float]] = field(default_factory=list)
 
 
 class TimedTrace(StepTrace):
-    """Records operators of real tensors, and how long each takes: `seconds`."""
+    """Records operators of real tensors, and the time of each.
+
+    Attributes:
+        seconds: of each operator of the program.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(None)
@@ -65,18 +74,20 @@ class TimedTrace(StepTrace):
         self._clock, self._last = _Clock(device), 0.0
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator and time it."""
         begun = self._clock.now()
         result = func(*args, **kwargs)
         self._last = self._clock.since(begun)
         return result
 
     def add(self, *args: Any, **kwargs: Any) -> None:
+        """Add an operator to the program, with the time of the last run."""
         super().add(*args, **kwargs)
         self.seconds.append(self._last)
 
 
 class _Clock:
-    """Seconds of what runs on a device: of events on a GPU, else of the clock."""
+    """Seconds of work on a device: by events on a GPU, else by the clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -97,9 +108,14 @@ class _Clock:
 
 
 class Subject:
-    """A reference, built and ready to step."""
+    """A reference, built and ready to step.
 
-    def __init__(self, reference: Reference, ranks: Ranks) -> None:
+    Attributes:
+        program: the operators of a step; empty before the first round.
+        seconds: the measurements so far.
+    """
+
+    def __init__(self, reference: Reference, ranks: DistributedContext) -> None:
         self.config: TrialConfig = read_config(None, [*SMALL, *reference.words])
         self._ranks = ranks
         workload: Workload = build_workload(self.config.model, self.config.data, self.config.task)
@@ -150,11 +166,15 @@ def _fill(batches: Sequence[Batch]) -> None:
 
 
 def run_rank(rank: int, workers: int, folder: str, references: Sequence[Reference], until: float, cuda: bool) -> None:
-    """Measure until a point in time, and leave `rank<n>.json`.
+    """Measure until a point in time, and write `rank<n>.json`.
 
     Args:
-        folder: of the process group's file, and of what is left.
-        until: seconds since the epoch; every reference is measured once in any case.
+        rank: of this process.
+        workers: number of ranks.
+        folder: for the process group's file and the result.
+        references: to measure.
+        until: seconds since the epoch; every reference is measured at least once.
+        cuda: whether ranks use GPUs.
     """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
     torch.set_num_threads(1)
@@ -163,36 +183,36 @@ def run_rank(rank: int, workers: int, folder: str, references: Sequence[Referenc
     join_by_file_store(f"{folder}/store", backend_name("cuda" if cuda else "cpu"), rank, workers, _WAIT_S)
     ranks = setup_distributed()
 
-    def say(what: str) -> None:
+    def log(what: str) -> None:
         if rank == 0:
             print(what, flush=True)
 
     torch.manual_seed(0)
     collectives, attention = time_collectives(ranks), time_attention(ranks)
-    say(f"builds {len(references)} small models")
+    log(f"builds {len(references)} small models")
     subjects = [Subject(reference, ranks) for reference in references]
     for count in range(1, _MOST_ROUNDS + 1):
         begun = time.time()
         for subject in subjects:
             subject.round()
         left = until - time.time()
-        say(f"round {count}: {_STEPS} steps of each in {time.time() - begun:.0f} s, {max(left, 0):.0f} s left")
+        log(f"round {count}: {_STEPS} steps of each in {time.time() - begun:.0f} s, {max(left, 0):.0f} s left")
         if largest(float(left < time.time() - begun)):  # not enough for another
             break
-    found = {
+    measurements = {
         "collectives": collectives,
         "attention": attention,
         "references": [
             {"steps": s.seconds.steps, "operators": _medians(s.program, s.seconds.operators)} for s in subjects
         ],
     }
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(measurements))
     dist.barrier()
     os._exit(0)  # PyTorch's threads outlive the interpreter now and then
 
 
 def _medians(program: Sequence[Operator], seconds: Sequence[Sequence[float]]) -> list[list[Any]]:
-    """`[name, kind, dtype, flops, bytes, items, seconds]` of each operator but collectives, which are timed alone."""
+    """Return `[name, kind, dtype, flops, bytes, items, seconds]` of each operator except collectives, timed alone."""
     columns = zip(program, zip(*seconds, strict=True), strict=True)
     return [
         [o.name, o.kind.value, o.dtype, *amounts(o), undisturbed(times)]
@@ -206,10 +226,12 @@ def undisturbed(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def time_attention(ranks: Ranks, repeats: int = 7) -> list[list[Any]]:
-    """Return, as `_medians` does, attention forwards and backwards by the size of its heads: how long a sequence takes
-    is not told by shorter ones."""
-    found: list[list[Any]] = []
+def time_attention(ranks: DistributedContext, repeats: int = 7) -> list[list[Any]]:
+    """Return the times of attention forwards and backwards by the size of its heads, in the rows of `_medians`.
+
+    Several lengths are measured, because a shorter sequence does not predict the time of a longer one.
+    """
+    timed: list[list[Any]] = []
     for dtype, (length, size, causal) in itertools.product(_DTYPES, _ATTENTION):
         shape = (1, _HEADS, length, size)
         query, key, value = (torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for _ in range(3))
@@ -222,15 +244,15 @@ def time_attention(ranks: Ranks, repeats: int = 7) -> list[list[Any]]:
             program = trace.program
             times.append(trace.seconds)
         rows = _medians(program, times[1:])
-        found += [row for row in rows if row[1] == Kind.attention]
-    return found
+        timed += [row for row in rows if row[1] == Kind.attention]
+    return timed
 
 
-def time_collectives(ranks: Ranks) -> list[list[Any]]:
+def time_collectives(ranks: DistributedContext) -> list[list[Any]]:
     """Return `[kind, dtype, bytes that all ranks hold together, seconds]` of collectives of several sizes."""
-    found: list[list[Any]] = []
+    rows: list[list[Any]] = []
     if ranks.world_size == 1:
-        return found
+        return rows
     for dtype in _DTYPES:
         for num_bytes in _SENT:
             part = torch.zeros(
@@ -239,8 +261,8 @@ def time_collectives(ranks: Ranks) -> list[list[Any]]:
             whole = torch.zeros(part.numel() * ranks.world_size, dtype=dtype, device=ranks.device)
             for kind, send in _sends(part, whole).items():
                 seconds = _time(send, ranks.device)
-                found.append([kind.value, str(dtype).removeprefix("torch."), whole.nbytes, seconds])
-    return found
+                rows.append([kind.value, str(dtype).removeprefix("torch."), whole.nbytes, seconds])
+    return rows
 
 
 def _sends(part: Tensor, whole: Tensor) -> dict[Kind, Callable[[], object]]:

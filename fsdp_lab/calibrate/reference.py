@@ -1,4 +1,4 @@
-"""The training steps that a calibration measures: small, and of every kind of operator that models are made of."""
+"""The training steps that a calibration measures: small, and with every kind of operator that models are made of."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ _MLP = ("model=mlp", "data=synthetic")
 
 @dataclass(frozen=True)
 class Reference:
-    """A setting that is measured. `family`: of the model; how well a fit predicts models that it has not seen is found
-    by leaving one family out. `model`: what builds it, the same for all of its settings."""
+    """A setting to measure.
+
+    Attributes:
+        family: of the model. Leaving one family out shows how well a fit predicts models that it has not seen.
+        model: the overrides that build it, equal for all of its settings.
+        setting: the other overrides.
+    """
 
     family: str
     model: tuple[str, ...]
@@ -25,6 +30,7 @@ class Reference:
 
     @property
     def words(self) -> tuple[str, ...]:
+        """All overrides."""
         return (*self.model, *self.setting)
 
 
@@ -37,7 +43,7 @@ def _batch(size: int) -> str:
 
 
 def references(workers: int) -> list[Reference]:
-    """Return what to measure with so many workers: batches are of each worker, so that its operators stay the same."""
+    """Return the settings to measure. Batches grow with the workers, so each worker's operators stay the same."""
     each = [_batch(size * workers) for size in range(129)]
     plain, block, root, ddp = "precision=fp32", "sharding=per_block", "sharding=root", "sharding=ddp"
     never, always = "reshard_after_forward=never", "reshard_after_forward=always"

@@ -1,4 +1,4 @@
-"""What was measured beside the same steps as they are forecast, and this machine as a device."""
+"""The measured steps next to their forecasts, and this machine as a device."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ _ANY_NUMBER = 4096  # of workers: what a machine of CPUs takes
 
 
 def as_steps(
-    found: dict[str, list[Any]], settings: Sequence[Reference], workers: int, cuda: bool
+    measurements: dict[str, list[Any]], settings: Sequence[Reference], workers: int, cuda: bool
 ) -> tuple[list[Steps], list[Sample]]:
-    """
+    """Return the measured steps with their forecast programs, and the operators that were measured alone.
+
     Args:
-        found: as `run_rank` leaves it.
+        measurements: the content of `rank0.json`, as `run_rank` writes it.
+        settings: that were measured.
+        workers: number of ranks.
+        cuda: whether they used GPUs.
 
     Raises:
         UserError: a setting cannot be forecast.
@@ -45,11 +49,11 @@ def as_steps(
             reference.family, " ".join(reference.model), [Sample(*row) for row in one["operators"]], program,
             undisturbed(one["steps"]),
         )
-        for reference, one, program in zip(settings, found["references"], programs, strict=True)
+        for reference, one, program in zip(settings, measurements["references"], programs, strict=True)
     ]  # fmt: skip
     group = tuple(range(workers))
-    alone = [Sample(*row) for row in found["attention"]]
-    for kind, dtype, num_bytes, seconds in found["collectives"]:
+    alone = [Sample(*row) for row in measurements["attention"]]
+    for kind, dtype, num_bytes, seconds in measurements["collectives"]:
         sent = sent_bytes(Operator(kind, Kind(kind), Stream.gather, "", "", num_bytes=num_bytes, group=group))
         alone.append(Sample(kind, kind, dtype, 0.0, sent, 0.0, seconds))
     return steps, alone
@@ -58,6 +62,11 @@ def as_steps(
 def trace_all(settings: Sequence[Sequence[str]], workers: int, cuda: bool) -> list[list[Operator]]:
     """Return the program of a step of each setting.
 
+    Args:
+        settings: overrides of each.
+        workers: number of ranks.
+        cuda: whether to forecast for GPUs.
+
     Raises:
         UserError: one cannot be forecast.
     """
@@ -65,16 +74,16 @@ def trace_all(settings: Sequence[Sequence[str]], workers: int, cuda: bool) -> li
     with Pool(_trace, processes, _LIMIT_S) as pool:
         futures: list[Future[list[Operator] | str]] = [pool.submit((words, workers, cuda)) for words in settings]
         try:
-            found = [future.result() for future in futures]
+            traces = [future.result() for future in futures]
         except NoAnswerError as error:
             raise UserError(f"a forecast of the calibration failed: its process {error}") from error
-    if problems := [one for one in found if isinstance(one, str)]:
+    if problems := [one for one in traces if isinstance(one, str)]:
         raise UserError(problems[0])
-    return [one for one in found if not isinstance(one, str)]
+    return [one for one in traces if not isinstance(one, str)]
 
 
 def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator] | str:
-    """The program, or why there is none."""
+    """Return the program, or the reason why there is none."""
     os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"] = "", "1"
     from fsdp_lab.forecast.forecast import forecast_step
     from fsdp_lab.training.__main__ import read_config
@@ -89,7 +98,15 @@ def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator] | str:
 def device_here(
     workers: int, cuda: bool, steps: Sequence[Steps], alone: Sequence[Sample], others: float = 0.0
 ) -> Device:
-    """Return this machine with the best rates that were seen; `others`: the share of its cores that others had."""
+    """Return this machine with the best rates that were measured.
+
+    Args:
+        workers: number of ranks.
+        cuda: whether they used GPUs.
+        steps: the references.
+        alone: operators that ran outside a model.
+        others: the share of its cores that other processes used.
+    """
     samples = [sample for one in steps for sample in one.samples]
     peaks: dict[str, float] = {}
     for sample in samples:
@@ -139,5 +156,6 @@ def _best(samples: Any) -> float:
 
 
 def with_fit(device: Device, fitted: Fitted) -> Device:
+    """Return the device with the measurements and errors of a fit."""
     error = known_error(fitted.errors)
     return replace(device, measured=fitted.measured, error=error, error_elsewhere=error, relative=fitted.relative)

@@ -1,6 +1,8 @@
 """The configuration: every key with its rules, by who needs it. Imports no heavy library.
 
 `TrialConfig` determines the training, `SweepConfig` adds what a sweep needs, `NightlyConfig` what its nights need.
+Start with `key.py`, the metadata of a key, and `trial.py`, whose groups are in `workload.py`, `parallel.py` and
+`training.py`. `registry.py` lists the models, data sets, samplers and schedulers.
 """
 
 from fsdp_lab.config.address import is_address
@@ -8,6 +10,7 @@ from fsdp_lab.config.compare import effective_settings, may_change_speed, memory
 from fsdp_lab.config.convert import flatten, from_dict, part, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import Between, check_ranges
+from fsdp_lab.config.key_value_args import read_words
 from fsdp_lab.config.machine import (
     check_float8,
     check_forecast,
@@ -21,7 +24,6 @@ from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.options import all_keys, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.sweep import SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.config.words import read_words
 
 __all__ = [
     "Between", "CombinationError", "ConfigError", "NightlyConfig", "SweepConfig", "TrialConfig", "UserError",

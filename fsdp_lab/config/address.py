@@ -12,38 +12,40 @@ _ADDRESS = re.compile(r"\w+://[\w.-]+(/[\w.=+-]+)*")  # a bucket and folders; no
 
 
 def is_address(place: str | None) -> bool:
-    """Whether a place is an address, and not a folder."""
+    """Return whether a storage location is an address such as `s3://bucket/prefix`, not a folder. False for None."""
     return place is not None and "://" in place
 
 
 def scheme_of(address: str) -> str:
-    """Return what stands before `://`."""
+    """Return the scheme of an address: the part before `://`."""
     return address.partition("://")[0]
 
 
 def check_address(key: str, address: str) -> None:
-    """
+    """Check that an address names a known object storage, with a bucket and folders only.
+
     Args:
-        key: what the address was given to, for messages.
+        key: the configuration key that the address was given to, for messages.
+        address: such as `s3://bucket/prefix`.
 
     Raises:
-        ConfigError: it is of no object storage that is known, or holds more than a bucket and folders in it.
+        ConfigError: the scheme is unknown, or the address holds more than a bucket and folders.
     """
     scheme = scheme_of(address)
     known = ", ".join(f"{name}://bucket/prefix" for name in SCHEMES)
     if scheme in ("file", "local"):
-        raise ConfigError(f"{key}={address}: a mounted folder is given as its path, without {scheme}://.")
+        raise ConfigError(f"{key}={address}: give a mounted folder as its path, without {scheme}://.")
     if scheme == "memory":
-        raise ConfigError(f"{key}={address}: memory ends with its process; give a mounted folder, or {known}.")
+        raise ConfigError(f"{key}={address}: memory storage ends with its process; give a mounted folder, or {known}.")
     if "@" in address or "?" in address:  # not repeated: it may hold a password
         raise ConfigError(
-            f"{key}: its {scheme}:// address holds more than a bucket and a prefix; credentials come from the "
-            "environment, ~/.aws or the machine's role, options from AWS_ENDPOINT_URL and its like."
+            f"{key}: its {scheme}:// address has more than a bucket and a prefix; give credentials in the environment, "
+            "~/.aws or the machine's role, and options in variables such as AWS_ENDPOINT_URL."
         )
     if scheme not in SCHEMES:
-        raise ConfigError(f"{key}={address}: no storage is known by {scheme}://; give a mounted folder, or {known}.")
+        raise ConfigError(f"{key}={address}: {scheme}:// is not a known storage; give a mounted folder, or {known}.")
     if not _ADDRESS.fullmatch(address):
         raise ConfigError(
-            f"{key}={address} is no address of a bucket and a prefix; write it as {scheme}://bucket/prefix, of "
-            "letters, digits and ._=+-, without a slash at the end."
+            f"{key}={address} is not a bucket and a prefix; write {scheme}://bucket/prefix with letters, digits and "
+            "._=+- only, without a slash at the end."
         )

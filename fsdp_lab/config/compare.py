@@ -1,4 +1,4 @@
-"""What of a config counts in a comparison, by the metadata of its fields."""
+"""Which keys of a config count in which comparison, read from the metadata of its fields."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ def settings(config: TrialConfig, between: Between) -> dict[str, Any]:
 
 
 def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
-    """Return what tells a trial from the others of its sweep: two with equal values train identically.
+    """Return the settings that distinguish a trial within its sweep: two trials with equal values train identically.
 
     Args:
+        config: the trial.
         num_workers: the number of ranks that `cluster.num_workers` stands for.
     """
     return settings(config, Between.CELLS) | _effective(config, num_workers)
 
 
 def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
-    """Return what changes the memory of an optimizer step: trials that agree share one forecast."""
+    """Return the settings that change the memory of an optimizer step: trials with equal values share one forecast.
+
+    Args:
+        config: the trial.
+        num_workers: the number of ranks that `cluster.num_workers` stands for.
+    """
     keys = keys_of(config)
     counting = {name: value for name, value in flatten(config).items() if keys[name].memory is not None}
     values = {n: bool(v) if keys[n].memory is Memory.WHETHER else v for n, v in counting.items()}
@@ -34,10 +40,10 @@ def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
 
 
 def may_change_speed(axis: str) -> bool:
-    """Whether other values of an axis may change the speed or the peak memory of a step.
+    """Return whether other values of an axis may change the speed or the peak memory of a step.
 
     Args:
-        axis: a key, or a group of keys; of what is neither nothing is known, so it may.
+        axis: a key, or a group of keys; True for an unknown name.
     """
     below = [k.changes_speed for name, k in keys_of(TrialConfig).items() if name == axis or name.startswith(f"{axis}.")]
     return any(below) or not below

@@ -1,4 +1,4 @@
-"""The folder of YAML values, and the devices that it has data sheets of."""
+"""The folder of YAML values, and the devices that have a data sheet in it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from fsdp_lab.config.suggest import closest
 
-# What a forecast is for where no data sheet is named; `auto`: GPUs where this machine has any.
+# Devices without a data sheet; `auto`: GPUs if this machine has any, else CPUs.
 DEVICE_KINDS = ("auto", "cpu", "cuda")
 _DEVICES = "device"  # the folder of data sheets
 CALIBRATIONS = Path("outputs/devices")  # those that `fsdp_lab.calibrate` writes
 
 
 def conf_dir() -> Path:
-    """The folder of YAML values: inside the package in a wheel, beside it in a checkout."""
+    """Return the folder of YAML values: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     return next(d for d in (package / "conf", package.parent / "conf") if d.is_dir())
 
@@ -25,7 +25,7 @@ def group_dirs() -> list[Path]:
 
 
 def device_file(name: str) -> Path | None:
-    """Return the data sheet that `forecast.device` names, by its name or its path; None where it names a kind."""
+    """Return the data sheet that `forecast.device` names, by its name or path; None for `auto`, `cpu` and `cuda`."""
     if name in DEVICE_KINDS:
         return None
     if _is_path(name):
@@ -35,14 +35,14 @@ def device_file(name: str) -> Path | None:
 
 
 def slug(name: str) -> str:
-    """Return a device's name as that of its file."""
+    """Return the file name, without a suffix, for a device's name."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def calibrations() -> list[Path]:
-    """Return what `fsdp_lab.calibrate` has written, the newest first."""
-    found = [(file.stat().st_mtime, file) for file in CALIBRATIONS.glob("*.yaml") if file.is_file()]
-    return [file for _, file in sorted(found, reverse=True)]
+    """Return the files that `fsdp_lab.calibrate` has written, the newest first."""
+    dated = [(file.stat().st_mtime, file) for file in CALIBRATIONS.glob("*.yaml") if file.is_file()]
+    return [file for _, file in sorted(dated, reverse=True)]
 
 
 def data_sheets() -> list[Path]:
@@ -56,12 +56,12 @@ def known_devices() -> list[str]:
 
 
 def is_device(name: str) -> str | None:
-    """The rule of `forecast.device`."""
+    """Take `auto`, `cpu`, `cuda`, or a data sheet: its name in `conf/device`, or its path."""
     file = device_file(name)
     if file is None or file.is_file():
         return None
     if _is_path(name):
-        return "is no file; name a data sheet that exists, or one of " + ", ".join(known_devices())
+        return "is not a file; name an existing data sheet, or one of " + ", ".join(known_devices())
     close = closest(name, known_devices())
     meant = f"; did you mean {close}? Otherwise" if close else ";"
     return (

@@ -1,4 +1,4 @@
-"""Typed config <-> plain dictionaries, for everything that has to be written down or sent."""
+"""Typed configs to plain dictionaries and back, for everything that is written down or sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A nested dictionary of plain values; enums become the names that are typed."""
+    """Return a nested dictionary of plain values; enums become the names that users type."""
     if hasattr(config, "to_keys"):  # a group that takes any key
         return config.to_keys()
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
@@ -28,7 +28,7 @@ def _plain(value: Any) -> Any:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """`{"optimizer.lr": 0.001, ...}` in the order of the schema: the names of the command line."""
+    """Return `{"optimizer.lr": 0.001, ...}` in the order of the schema, with the names of the command line."""
 
     def walk(prefix: str, node: dict[str, Any]) -> typing.Iterator[tuple[str, Any]]:
         for key, value in node.items():
@@ -41,15 +41,20 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def part(config: Any, config_class: type[T]) -> T:
-    """Return what a config has of a class that its own class extends, as that class."""
+    """Return the fields of `config` that belong to `config_class`, which its own class extends, as that class."""
     return config_class(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config_class)})  # type: ignore[arg-type]
 
 
 def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     """Build a dataclass from plain values.
 
+    Args:
+        cls: the dataclass.
+        values: key -> plain value; groups are dictionaries.
+        prefix: the dotted path of `cls` on the command line, such as `report.`, for messages.
+
     Raises:
-        ConfigError: a key that the class lacks (the valid ones are named) or a value of another type.
+        ConfigError: a key that the class lacks (the message lists the valid ones), or a value of another type.
     """
     hints = typing.get_type_hints(cls)
     unknown = [key for key in values if key not in hints]

@@ -1,10 +1,10 @@
-"""The errors that a user can cause and mend. Everything else is a bug and keeps its traceback."""
+"""The errors that a user can cause and fix. Every other exception is a bug and keeps its traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """A message for the user: what is wrong, the rule, and what to do. Shown without a traceback."""
+    """A message for the user: what is wrong, the rule, and the remedy. Shown without a traceback."""
 
 
 class ConfigError(UserError, ValueError):
@@ -12,10 +12,12 @@ class ConfigError(UserError, ValueError):
 
 
 class CombinationError(ConfigError):
-    """Values that are fine alone and have no meaning together.
+    """Values that are valid alone but not together.
 
-    A single trial that has one is refused; a grid leaves such a cell out and says why, where an axis sets one
-    of `keys`: what the values are called on the command line.
+    A single trial fails with it. A grid skips such a cell and reports the reason, if an axis sets one of `keys`.
+
+    Attributes:
+        keys: the values' names on the command line.
     """
 
     def __init__(self, message: str, keys: tuple[str, ...] = ()) -> None:

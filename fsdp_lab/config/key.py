@@ -1,4 +1,4 @@
-"""What a field of the configuration says beside its type and default: the values that it takes, and where it counts."""
+"""The metadata of a configuration field beside its type and default: allowed values, and where the key counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_INTEGER = 2**53  # what JSON and every database keep exactly
 
 
 class Between(Flag):
-    """Pairs of configs that are compared. A key counts in each comparison, unless its field lets it differ there."""
+    """Pairs of configs that are compared. A key counts in every comparison, except those in its `may_differ`."""
 
     CELLS = auto()  # two cells of a grid, or two suggestions of a search: equal ones are one trial
     STARTS = auto()  # the start of a sweep and the start that resumes it
@@ -30,20 +30,21 @@ EVERYWHERE = Between.CELLS | Between.STARTS | Between.CHECKPOINT | Between.NIGHT
 
 
 class Memory(Enum):
-    """What of a value changes the memory of an optimizer step."""
+    """Which aspect of a value changes the memory of an optimizer step."""
 
     VALUE = auto()
     WHETHER = auto()  # only whether it is set: neither null nor zero
 
 
 class Secret(Enum):
-    """What of a value must not be shown."""
+    """Which part of a value must not be shown."""
 
     CREDENTIALS = auto()  # the user and password of an address
     VALUE = auto()  # all of it
 
 
-# Returns what is wrong with a value, to stand after `key=value`; None where nothing is.
+# Returns what is wrong with a value, to stand after `key=value`; None for a valid value. The reference shows its
+# docstring, `Take ...`, as the key's values.
 Rule = Callable[[Any], str | None]
 
 
@@ -54,14 +55,15 @@ class Key:
     Attributes:
         rule: the values that it takes; null is always allowed where the type allows it.
         may_differ: the comparisons in which it does not count.
-        memory: what of it counts in a forecast of memory; None: nothing.
-        secret: what of it must not be shown; None: nothing.
+        memory: the aspect that counts in a memory forecast; None: the key does not count.
+        secret: the part that must not be shown; None: nothing is secret.
         changes_speed: whether another value may change the speed or the peak memory of a step.
-        named_by_option: an option of its group says it by its name, as `sharding=ddp` says `sharding.granularity`.
+        named_by_option: the name of a group's option implies the value, as `sharding=ddp` implies
+            `sharding.granularity`.
         is_param: it is logged as an MLflow parameter of the trial.
-        before_null: what versions wrote that had a number instead of null as its default.
-        named: what is typed for it, where that is not the field's name.
-        example: a value that a message may suggest, where the default is null.
+        before_null: the value that earlier versions wrote, whose default was a number instead of null.
+        named: the name that users type, if it is not the field's.
+        example: a value that a message may suggest if the default is null.
     """
 
     rule: Rule | None = None
@@ -81,6 +83,8 @@ def key(default: Any, rule: Rule | None = None, **metadata: Any) -> Any:
 
     Args:
         default: the value, or a function that makes it.
+        rule: see `Key.rule`.
+        **metadata: the other attributes of `Key`.
     """
     known = {"key": Key(rule, **metadata)}
     if callable(default):
@@ -97,7 +101,7 @@ def keys_of(config: Any) -> dict[str, Key]:
     """Return the metadata of every key of a dataclass by its dotted name, in the order of the fields.
 
     Args:
-        config: the class, or a config, which may hold keys of the user's: arguments of a callable.
+        config: the class, or a config; a config may also hold the user's keys, the arguments of a callable.
     """
     config_class: Any = config if isinstance(config, type) else type(config)
     if config is config_class:
@@ -106,15 +110,15 @@ def keys_of(config: Any) -> dict[str, Key]:
     opened = [name for name, value in own.items() if hasattr(value, "to_keys")]
     if not opened:
         return _keys_of(config_class)
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for each in dataclasses.fields(config):
         known: Key = each.metadata["key"]
         if not dataclasses.is_dataclass(own[each.name]):
-            found[each.name] = known
+            keys[each.name] = known
             continue
         inner = _open_keys(own[each.name]) if each.name in opened else keys_of(own[each.name])
-        found |= {f"{each.name}.{name}": _within(key, known) for name, key in inner.items()}
-    return found
+        keys |= {f"{each.name}.{name}": _within(key, known) for name, key in inner.items()}
+    return keys
 
 
 def _open_keys(group: Any) -> dict[str, Key]:
@@ -136,26 +140,27 @@ def _within(inner: Key, group: Key) -> Key:
 
 @cache
 def _keys_of(config_class: Any) -> dict[str, Key]:
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for each in dataclasses.fields(config_class):
         known: Key = each.metadata["key"]
         if not dataclasses.is_dataclass(each.default_factory):
-            found[each.name] = known
+            keys[each.name] = known
             continue
         assert isinstance(each.default_factory, type)
         for name, inner in _keys_of(each.default_factory).items():
-            found[f"{each.name}.{name}"] = _within(inner, known)
-    return found
+            keys[f"{each.name}.{name}"] = _within(inner, known)
+    return keys
 
 
 def check_ranges(config: Any, prefix: str = "") -> None:
     """Apply the rule of each key.
 
     Args:
-        prefix: where `config` stands on the command line, such as `report.`.
+        config: a dataclass of keys.
+        prefix: the dotted path of `config` on the command line, such as `report.`.
 
     Raises:
-        ConfigError: a value that breaks its key's rule, or an integer that not every store keeps.
+        ConfigError: a value breaks its key's rule, or an integer is too large for some store.
     """
     values = flatten(config)
     for name, value in values.items():
@@ -168,24 +173,29 @@ def check_ranges(config: Any, prefix: str = "") -> None:
 
 
 def at_least_one(value: float) -> str | None:
+    """Take 1 or more."""
     return None if value >= 1 else "is below 1; use a whole number of 1 or more"
 
 
 def not_negative(value: float) -> str | None:
+    """Take 0 or more."""
     return None if value >= 0 else "is negative; use 0 or more"
 
 
 def positive(value: float) -> str | None:
+    """Take a number above 0."""
     if not value > 0:
         return "is not above 0; use a positive number"
     return None if math.isfinite(value) else "is not finite; use a number"
 
 
 def below_one(value: float) -> str | None:
+    """Take 0 or more, below 1."""
     return None if 0 <= value < 1 else "is outside [0, 1); use for example 0.9"
 
 
 def share(value: float) -> str | None:
+    """Take 0 to 1."""
     return None if 0 <= value <= 1 else "is outside [0, 1]; use for example 0.5"
 
 

@@ -1,4 +1,4 @@
-"""What the configuration comes to on this machine: the only module of the package that counts its GPUs and cores."""
+"""What the configuration resolves to on this machine: the only module of the package that counts its GPUs and cores."""
 
 from __future__ import annotations
 
@@ -25,61 +25,61 @@ _SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
 
 
 def default_num_workers() -> int:
-    """The GPUs that this process may use, or 2 where there are none."""
+    """Return the number of GPUs that this process may use, or 2 without GPUs."""
     return num_gpus() or 2
 
 
 def workers_of(config: SweepConfig) -> int:
-    """What `cluster.num_workers` stands for on this machine: null is one worker inline, else the default."""
+    """Return the number of ranks that `cluster.num_workers` stands for; null is one rank inline, else the default."""
     if config.cluster.num_workers is not None:
         return config.cluster.num_workers
     return 1 if config.engine is Engine.inline else default_num_workers()
 
 
 def cpus_per_worker_of(cluster: ClusterConfig) -> float:
-    """What `cluster.cpus_per_worker` stands for on this machine; see `default_cpus_per_worker` for null."""
+    """Return the number of CPUs that `cluster.cpus_per_worker` stands for; for null see `hardware.cpus_per_gpu`."""
     return cpus_per_gpu() if cluster.cpus_per_worker is None else cluster.cpus_per_worker
 
 
 def loader_workers_of(config: SweepConfig) -> int:
-    """What `data.loader_workers` stands for on this machine; see `default_loader_workers` for null."""
+    """Return the loader processes that `data.loader_workers` stands for; for null see `default_loader_workers`."""
     if config.data.loader_workers is not None:
         return config.data.loader_workers
     return default_loader_workers(num_gpus() > 0, cpus_per_worker_of(config.cluster))
 
 
 def check_driver() -> None:
-    """Refuse GPUs that this PyTorch cannot use: it has no CUDA, or a newer one than the driver supports.
+    """Check that this PyTorch can use this machine's GPUs.
 
-    Within a major version any driver does (NVIDIA's CUDA compatibility guide, minor version compatibility).
+    Within a major version of CUDA any driver does (NVIDIA's CUDA compatibility guide, minor version compatibility).
 
     Raises:
-        UserError: with both versions.
+        UserError: PyTorch is built without CUDA, or for a newer CUDA than the driver supports.
     """
-    found, gpus, built_for = driver(), num_gpus(), pytorch_cuda()
-    if not gpus or found is None:
+    installed, gpus, built_for = driver(), num_gpus(), pytorch_cuda()
+    if not gpus or installed is None:
         return
     have = f"this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
     if built_for is None:
-        which = f"for CUDA {found.cuda[0]}" if found.cuda else "with CUDA"
+        which = f"for CUDA {installed.cuda[0]}" if installed.cuda else "with CUDA"
         raise UserError(
             f"{have}, but PyTorch is built without CUDA; install a PyTorch built {which}, or hide the GPUs with "
             'CUDA_VISIBLE_DEVICES="" to train on the CPU.'
         )
-    if found.cuda is not None and found.cuda[0] < built_for[0]:
+    if installed.cuda is not None and installed.cuda[0] < built_for[0]:
         whose = "its" if gpus == 1 else "their"
         raise UserError(
-            f"{have}, but {whose} driver {found.version} supports CUDA {found.cuda[0]}.{found.cuda[1]} at most and "
-            f"PyTorch is built for CUDA {built_for[0]}.{built_for[1]}; update the driver to one that supports CUDA "
-            f"{built_for[0]}, or install a PyTorch built for CUDA {found.cuda[0]}."
+            f"{have}, but {whose} driver {installed.version} supports CUDA {installed.cuda[0]}.{installed.cuda[1]} at "
+            f"most and PyTorch is built for CUDA {built_for[0]}.{built_for[1]}; update the driver to one that supports "
+            f"CUDA {built_for[0]}, or install a PyTorch built for CUDA {installed.cuda[0]}."
         )
 
 
 def check_pytorch(config: TrialConfig) -> None:
-    """Refuse what the installed PyTorch does not have.
+    """Check that the installed PyTorch has what the settings need.
 
     Raises:
-        UserError: with its version.
+        UserError: it is too old; the message names its version.
     """
     version = pytorch_version()
     if config.sharding.separate_reduce_scatter_group and version is not None and version < _SEPARATE_GROUP_SINCE:
@@ -91,24 +91,24 @@ def check_pytorch(config: TrialConfig) -> None:
 
 
 def check_float8(config: SweepConfig) -> None:
-    """Refuse float8 where torchao or a GPU for it is missing. GPUs of a running cluster are for its workers to ask.
+    """Check that torchao and the GPUs support float8. The workers of a running cluster check their own GPUs.
 
     Raises:
-        UserError: with what is missing.
+        UserError: torchao is not installed, or there is no GPU with float8.
     """
     if not config.precision.float8:
         return
-    if config.cluster.address is None:
+    if config.cluster.is_here:
         _check_float8_gpus()
     if importlib.util.find_spec("torchao") is None:
         raise UserError("precision=float8 needs torchao, which is not installed: pip install 'fsdp_lab[float8]'.")
 
 
 def check_storage(config: SweepConfig) -> None:
-    """Refuse an address in object storage that nothing here can read.
+    """Check that this environment can read the address in `cluster.storage_path`.
 
     Raises:
-        UserError: with what is missing.
+        UserError: the module for its scheme is not installed.
     """
     place = config.cluster.storage_path
     if place is None or not is_address(place):
@@ -121,7 +121,8 @@ def check_storage(config: SweepConfig) -> None:
 
 
 def _check_float8_gpus() -> None:
-    """
+    """Check the GPUs of this machine.
+
     Raises:
         UserError: there is no GPU, or one without float8.
     """
@@ -130,18 +131,22 @@ def _check_float8_gpus() -> None:
         raise UserError(f"precision=float8 needs {needs}, and this machine has no GPU; use precision=bf16_mixed.")
     if capability is not None and capability < FLOAT8_SINCE:
         raise UserError(
-            f"precision=float8 needs {needs}, and this machine has one of {capability[0]}.{capability[1]}; use "
+            f"precision=float8 needs {needs}, and this machine's GPU has {capability[0]}.{capability[1]}; use "
             "precision=bf16_mixed."
         )
 
 
 def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
-    """Refuse more workers than a Ray that is started here could ever place.
+    """Refuse more workers than a Ray on this machine could ever place. Does nothing for a running cluster.
+
+    Args:
+        cluster: the request.
+        num_workers: the number of ranks that `cluster.num_workers` stands for.
 
     Raises:
-        ConfigError: with what is asked for and what there is.
+        ConfigError: with the resources that are needed and those that exist.
     """
-    if cluster.address is not None:
+    if not cluster.is_here:
         return  # another machine's resources are known when it has been reached
     gpus = num_gpus()
     if 0 < gpus < num_workers:
@@ -162,7 +167,7 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
 
 
 def check_forecast(config: SweepConfig) -> None:
-    """Refuse what is asked of a forecast and cannot be answered here.
+    """Refuse a forecast that this machine cannot compute.
 
     Raises:
         ConfigError: see `ForecastConfig.check`.

@@ -1,4 +1,4 @@
-"""Groups that take any key: what a dataclass does not know is an argument of the user's callable."""
+"""Groups that take any key: a key that the dataclass does not know is an argument of the user's callable."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from fsdp_lab.config.convert import from_dict
 
 @dataclasses.dataclass
 class OpenGroup:
-    """A group with a field `arguments`, whose items stand among the group's own keys wherever it is written down:
-    typed, in YAML, in MLflow. Fields that are null are not written."""
+    """A group with a field `arguments`, whose items appear among the group's own keys: typed, in YAML and in MLflow.
+
+    Null fields are not written.
+    """
 
     @classmethod
     def of_keys(cls, values: dict[str, Any], prefix: str) -> Self:
-        """Build the group from what was typed below it.
+        """Build the group from the values typed below it.
+
+        Args:
+            values: key -> value; unknown keys become arguments.
+            prefix: the group's dotted path, such as `model.`, for messages.
 
         Raises:
             ConfigError: an own key has a value of another type.

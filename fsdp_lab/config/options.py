@@ -1,4 +1,4 @@
-"""What can be typed: every key, and the options of the groups in `conf/`."""
+"""Everything that can be typed: every key, and the options of the groups in `conf/`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ _OURS = ("lm_tiny", "hf_causal_lm")  # models that train on any text; the others
 
 
 def with_custom(words: Sequence[str]) -> list[str]:
-    """Return a command line in which `model._target_=...` alone stands for `model=custom` too, so that no size of the
-    default model is an argument; likewise `data` and `task.loss`."""
+    """Return a command line in which `model._target_=...` implies `model=custom`; likewise `data` and `task.loss`.
+
+    Without it the sizes of the default model would become arguments of the user's callable.
+    """
     typed = [word.partition("=")[0].lstrip("+") if not word.endswith("=null") else "" for word in words]
     implied = {typed.index(key): group for key, group in _CUSTOM.items() if key in typed and group not in typed}
     return with_task(
@@ -48,10 +50,14 @@ def with_custom(words: Sequence[str]) -> list[str]:
 
 
 def with_task(words: Sequence[str]) -> list[str]:
-    """Return a command line in which a language model or a data set of tokens alone stands for `task=language` too, and
-    that for `model=lm_tiny` and `data=pydoc`; a published model for `data=synthetic_tokens`. Likewise a data set of
-    pairs stands for `task=seq2seq`, and that for `model=t5_tiny` and `data=pydoc_summaries`. What is typed stays, as
-    does what a preset chooses; one of the user's own, which is not looked into, chooses all three."""
+    """Return a command line with the task, model and data that the typed ones imply.
+
+    - A language model or token data implies `task=language`, which implies `model=lm_tiny` and `data=pydoc`.
+    - A published model implies `data=synthetic_tokens`.
+    - Pair data implies `task=seq2seq`, which implies `model=t5_tiny` and `data=pydoc_summaries`.
+
+    What is typed or chosen by a preset stays. A preset of the user's own counts as choosing all three.
+    """
     typed = {group: word.partition("=")[2] for word in words for group in _CHOSEN if word.startswith(f"{group}=")}
     options = [(group, option) for group, value in typed.items() for option in value.split(",")]
     task = next((task for task in _TEXT if any(_is_of(task, *each) for each in options)), None)
@@ -79,12 +85,14 @@ def _is_of(task: str, group: str, option: str) -> bool:
 
 
 def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the folder that `--config-dir` names, where options of the user's lie beside ours, and the other words.
+    """Return the folder that `--config-dir` names, which adds the user's options to ours, and the other arguments.
+
+    The folder is None without the option.
 
     Raises:
         ConfigError: the option has no value.
     """
-    found, rest, left = None, [], iter(words)
+    config_dir, rest, left = None, [], iter(words)
     for word in left:
         name, has_value, value = word.partition("=")
         if name not in _CONFIG_DIR:
@@ -92,28 +100,28 @@ def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
             continue
         folder = value if has_value else next(left, "")
         if not folder:
-            raise ConfigError(f"{word} names nothing; give the folder, as in --config-dir=conf_of_mine.")
-        found = found or folder
-    return found, rest
+            raise ConfigError(f"{word} names no folder; give one, as in --config-dir=conf_of_mine.")
+        config_dir = config_dir or folder
+    return config_dir, rest
 
 
 def names_code(words: Sequence[str]) -> bool:
-    """Whether any word of a command line names code of the user's."""
+    """Return whether any argument of a command line names the user's code."""
     return any(word.partition("=")[0].lstrip("+") in CODE_KEYS or "_target_" in word for word in words)
 
 
 def may_name_code(key: str) -> bool:
-    """Whether the values of a key, or the options of a group, may name code of the user's."""
+    """Return whether the values of a key, or the options of a group, may name the user's code."""
     return key in (*_CHOSEN, "experiment") or names_code([f"{key}="])
 
 
 def secret_keys() -> list[str]:
-    """Return the keys whose whole value is a secret: it goes into no file, and on no screen."""
+    """Return the keys whose whole value is a secret, which is never written or shown."""
     return [name for name, key in keys_of(NightlyConfig).items() if key.secret is Secret.VALUE]
 
 
 def option_values(group: str, option: str) -> dict[str, Any]:
-    """Return the keys and values of a group's option; nothing for an option that is not ours."""
+    """Return the keys and values of a group's option; an empty dictionary for an option that is not ours."""
     import yaml  # neither PyTorch nor torchvision brings it, and training takes no more than these
 
     file = conf_dir() / group / f"{option}.yaml"
@@ -121,9 +129,9 @@ def option_values(group: str, option: str) -> dict[str, Any]:
 
 
 @cache
-def said_by_option(group: str, option: str) -> dict[str, Any]:
-    """`{"sharding.granularity": "per_block"}`: what the option of a group says by its name already."""
+def values_implied_by_option(group: str, option: str) -> dict[str, Any]:
+    """Return the values that the name of a group's option implies, such as `{"sharding.granularity": "per_block"}`."""
     values = option_values(group, option)
     defaults, keys = flatten(NightlyConfig()), keys_of(NightlyConfig)
-    said = [name for name in keys if name.startswith(f"{group}.") and keys[name].named_by_option]
-    return {name: values.get(name.partition(".")[2], defaults[name]) for name in said}
+    implied = [name for name in keys if name.startswith(f"{group}.") and keys[name].named_by_option]
+    return {name: values.get(name.partition(".")[2], defaults[name]) for name in implied}

@@ -1,4 +1,4 @@
-"""How a model is divided among workers, what it computes in and where it lies: the axes of a sweep."""
+"""The axes of a sweep: how a model is sharded among workers, its precision, and where its parameters are kept."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from fsdp_lab.config.key import Memory, at_least_one, divisors, key, not_negativ
 
 
 class Granularity(Enum):
+    """Which modules become FSDP units; see `ShardingConfig.granularity`."""
+
     ddp = "ddp"
     root = "root"
     per_block = "per_block"
@@ -19,18 +21,24 @@ class Granularity(Enum):
 
 
 class Dtype(Enum):
+    """A floating-point type by its PyTorch name."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
 
 
 class OffloadTarget(Enum):
+    """Where sharded parameters are kept: on the device, or in pinned or pageable host memory."""
+
     none = "none"
     cpu = "cpu"
     cpu_unpinned = "cpu_unpinned"
 
 
 class ReshardPolicy(Enum):
+    """When gathered parameters are freed after the forward pass; see `ReshardConfig.policy`."""
+
     always = "always"
     never = "never"
     default = "default"
@@ -39,24 +47,33 @@ class ReshardPolicy(Enum):
 
 @dataclass
 class ShardingConfig:
-    """`separate_reduce_scatter_group`: gradients are reduced by a communicator of their own, beside the gathering.
-    `blocks_per_unit`: how many consecutive blocks share one unit of `per_block`.
-    `forward_prefetch`/`backward_prefetch`: how many units ahead to gather; null leaves it to FSDP2."""
+    """How the model is divided among workers."""
 
     granularity: Granularity = key(Granularity.per_block, named_by_option=True)
+    """What becomes an FSDP unit: none (`ddp`), the whole model, each block, each layer, or each module above a size."""
     dp_replicate: int = key(1, at_least_one)
+    """Replicas of the sharded model; above 1 sharding is hybrid, over workers / dp_replicate ranks."""
     min_num_params: Optional[int] = key(None, at_least_one)
+    """Smallest number of parameters of a unit; `size_based` requires it."""
     blocks_per_unit: int = key(1, at_least_one)
+    """Consecutive blocks that share one unit of `per_block`."""
     separate_reduce_scatter_group: bool = key(False)
+    """Reduce gradients on a separate communicator, in parallel with the all-gathers."""
     forward_prefetch: Optional[int] = key(None, not_negative)
+    """Units to gather ahead in the forward pass; null: FSDP2's default."""
     backward_prefetch: Optional[int] = key(None, not_negative)
+    """Units to gather ahead in the backward pass; null: FSDP2's default."""
 
     def check(self, num_workers: int) -> None:
-        """
+        """Check the combination of sharding settings.
+
+        Args:
+            num_workers: the number of ranks.
+
         Raises:
-            ConfigError: `size_based` without a size.
-            CombinationError: what DDP does not do, blocks in one unit where units are no blocks, or replicas that do
-                not divide the workers.
+            ConfigError: `size_based` has no size.
+            CombinationError: DDP has a setting that needs sharding, `blocks_per_unit` is set without `per_block`, or
+                the replicas do not divide the workers.
         """
         if self.granularity is Granularity.ddp:
             self._check_ddp()
@@ -74,8 +91,8 @@ class ShardingConfig:
             )
         if self.granularity is Granularity.size_based and self.min_num_params is None:
             raise ConfigError(
-                "sharding.min_num_params=null: sharding=size_based needs the smallest number of parameters that "
-                "makes a unit of its own; set for example sharding.min_num_params=20000."
+                "sharding.min_num_params=null: sharding=size_based needs the smallest number of parameters of a unit; "
+                "set for example sharding.min_num_params=20000."
             )
 
     def _check_ddp(self) -> None:
@@ -87,35 +104,41 @@ class ShardingConfig:
             )
         if self.separate_reduce_scatter_group:
             raise CombinationError(
-                "sharding=ddp with sharding.separate_reduce_scatter_group=true: DDP scatters nothing; use "
+                "sharding=ddp with sharding.separate_reduce_scatter_group=true: DDP has no reduce-scatter; use "
                 "sharding.separate_reduce_scatter_group=false or a sharded setting.",
                 keys=("sharding", "sharding.separate_reduce_scatter_group"),
             )
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) is not None:
                 raise CombinationError(
-                    f"sharding=ddp with sharding.{name}={getattr(self, name)}: DDP gathers nothing that could "
-                    f"be fetched early; use sharding.{name}=null.",
+                    f"sharding=ddp with sharding.{name}={getattr(self, name)}: DDP gathers no parameters, so it "
+                    f"cannot prefetch them; use sharding.{name}=null.",
                     keys=("sharding", f"sharding.{name}"),
                 )
 
 
 @dataclass
 class PrecisionConfig:
-    """`param_dtype` computes, `reduce_dtype` adds gradients up; the sharded originals stay float32. `float8`: the
-    linear layers of the blocks multiply in float8, scaled by rows."""
+    """The types of computation and communication; sharded parameters stay float32."""
 
     param_dtype: Dtype = key(Dtype.float32, named_by_option=True, memory=Memory.VALUE)
+    """Type of gathered parameters and of computation."""
     reduce_dtype: Dtype = key(Dtype.float32, named_by_option=True, memory=Memory.VALUE)
+    """Type in which gradients are reduced."""
     loss_scaling: bool = key(False, named_by_option=True, memory=Memory.VALUE)
+    """Scale the loss dynamically, as float16 needs."""
     float8: bool = key(False, named_by_option=True)
+    """Multiply in float8, scaled by rows, in the linear layers of blocks; needs torchao."""
     init_scale: float = key(65536.0, positive)
+    """First scale of the loss."""
     growth_interval: int = key(2000, at_least_one)
+    """Steps without an overflow after which the scale doubles."""
 
     def check(self) -> None:
-        """
+        """Check that loss scaling and float8 fit the computation type.
+
         Raises:
-            CombinationError: loss scaling for a type that needs none, or float8 within another type than bfloat16.
+            CombinationError: loss scaling with bfloat16, or float8 with a type other than bfloat16.
         """
         if self.float8 and self.param_dtype is not Dtype.bfloat16:
             raise CombinationError(
@@ -133,33 +156,45 @@ class PrecisionConfig:
 
 @dataclass
 class OffloadConfig:
+    """Where sharded parameters, gradients and optimizer state are kept."""
+
     target: OffloadTarget = key(OffloadTarget.none, named_by_option=True)
+    """Keep sharded parameters on the device, in pinned host memory (`cpu`), or in pageable host memory."""
 
     def check(self, sharding: ShardingConfig) -> None:
-        """
+        """Check that there are sharded parameters to offload.
+
         Raises:
-            CombinationError: there is nothing to offload.
+            CombinationError: an offload target with DDP.
         """
         if sharding.granularity is Granularity.ddp and self.target is not OffloadTarget.none:
             raise CombinationError(
                 f"sharding=ddp with offload={self.target.name}: DDP keeps every parameter on its "
-                "device, there is nothing to offload; use offload=none or a sharded setting.",
+                "device, so there is nothing to offload; use offload=none or a sharded setting.",
                 keys=("sharding", "offload"),
             )
 
 
 @dataclass
 class ReshardConfig:
-    """`size` is the mesh that `to_size` reshards to; it divides the sharding degree."""
+    """What happens to gathered parameters after the forward pass."""
 
     policy: ReshardPolicy = key(ReshardPolicy.default, named_by_option=True)
+    """Free gathered parameters (`always`, ZeRO-3), keep them (`never`, ZeRO-2), keep only the root's (`default`), or
+    reshard to a smaller mesh (`to_size`)."""
     size: Optional[int] = key(None, at_least_one)
+    """Ranks of the smaller mesh of `to_size`; it divides the sharding degree."""
 
     def check(self, sharding: ShardingConfig, num_workers: int) -> None:
-        """
+        """Check the size of `to_size`.
+
+        Args:
+            sharding: the sharding of the same trial.
+            num_workers: the number of ranks.
+
         Raises:
-            ConfigError: `to_size` without a size.
-            CombinationError: a size that does not divide the sharding degree.
+            ConfigError: `to_size` has no size.
+            CombinationError: the size does not divide the sharding degree.
         """
         if self.policy is not ReshardPolicy.to_size or sharding.granularity is Granularity.ddp:
             return
@@ -178,10 +213,10 @@ class ReshardConfig:
             )
 
     def effective(self, sharding: ShardingConfig, num_workers: int) -> tuple[str, int | None]:
-        """Return the policy and size that these settings come to, the same for all that reshard alike.
+        """Return the policy and size that these settings resolve to, equal for all settings that reshard alike.
 
-        DDP reshards nothing. `default` keeps the root's parameters, so for `root` it is `never`; and a mesh of one
-        worker, or of all, is `never` or `always` by another name (as FSDP2 itself reads it).
+        DDP reshards nothing: `("none", None)`. `default` keeps the root's parameters, so for `root` it is `never`. A
+        mesh of one worker is `never` and a mesh of all workers is `always`, as FSDP2 itself reads it.
         """
         if sharding.granularity is Granularity.ddp:
             return "none", None

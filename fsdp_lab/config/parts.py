@@ -1,4 +1,4 @@
-"""Whether a model, a data set and a task fit each other, as far as that can be told from the config."""
+"""Checks that a model, a data set and a task fit each other, as far as the config shows."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _TASKS = {"classification": "images", "language": "tokens", "seq2seq": "pairs of
 
 
 def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
-    """Refuse images where there should be tokens, and the other way round. Parts of the user's take anything.
+    """Check that the model, the data and the task are for the same kind of input. The user's parts fit anything.
 
     Raises:
-        CombinationError: with what fits.
+        CombinationError: images with tokens, for example; the message lists what fits.
     """
     parts = [
         (f"model.family={model.family}", "images") if isinstance(model, ModelConfig) else _of_target("model", model),
@@ -42,22 +42,22 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
     ]
     if task.loss_chunks > 1 and source_of(model) is not None:
         raise CombinationError(
-            f"task.loss_chunks={task.loss_chunks}: models of transformers compute their logits whole; use "
+            f"task.loss_chunks={task.loss_chunks}: models of transformers compute all logits at once; use "
             "task.loss_chunks=1.",
             keys=("model", "task.loss_chunks"),
         )
     if task.name == "model_loss" and isinstance(model, UserModel) and model.target == _SEQ2SEQ:
         raise CombinationError(
-            f"task=model_loss: model._target_={_SEQ2SEQ} computes no loss of its own; use task=seq2seq.",
+            f"task=model_loss: model._target_={_SEQ2SEQ} does not compute a loss; use task=seq2seq.",
             keys=("model", "task"),
         )
     known = [(typed, of) for typed, of in parts if of is not None]
     if len({of for _, of in known}) > 1:
         raise CombinationError(
-            f"{', '.join(f'{typed} is for {of}' for typed, of in known)}: these do not fit each other. For images use "
-            "data=digits, fashion_mnist or synthetic with model=vit_tiny or mlp and task=classification, for tokens "
-            "data=pydoc, text or synthetic_tokens with model=lm_tiny or llama3_1b and task=language, for pairs of "
-            "texts data=pydoc_summaries or wikihow with model=hf_seq2seq and task=seq2seq.",
+            f"{', '.join(f'{typed} is for {of}' for typed, of in known)}: these do not fit together. Images: "
+            "data=digits, fashion_mnist or synthetic, model=vit_tiny or mlp, task=classification. Tokens: "
+            "data=pydoc, text or synthetic_tokens, model=lm_tiny or llama3_1b, task=language. Pairs of texts: "
+            "data=pydoc_summaries or wikihow, model=hf_seq2seq, task=seq2seq.",
             keys=("model", "data", "task"),
         )
 
@@ -68,13 +68,15 @@ def _of_target(group: str, part: ModelGroup | DataGroup) -> tuple[str, str | Non
 
 
 def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> None:
-    """Compare the argument `vocab_size` of a user's model, where it has one, with what the tokens of the data need.
+    """Check that a user's model with an argument `vocab_size` covers all tokens of the data.
 
     Args:
+        model: checked if its vocabulary size is known.
+        data: checked if it is a `UserData`.
         needed: every token is less; None: not known.
 
     Raises:
-        CombinationError: the model has fewer.
+        CombinationError: the model knows fewer tokens.
     """
     if not isinstance(data, UserData) or not isinstance(needed, int):
         return
@@ -82,7 +84,7 @@ def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> 
     if has is None or has >= needed:
         return
     name = next((name for name in ("tokenizer", "vocab_size") if data.arguments.get(name) is not None), "_target_")
-    fewer = f"a tokenizer of {has} tokens at most" if name == "tokenizer" else "data with fewer"
+    fewer = f"a tokenizer with at most {has} tokens" if name == "tokenizer" else "data with fewer"
     raise CombinationError(
         f"model.vocab_size={has} is less than the {needed} tokens of data.{name}={data.to_keys()[name]}; use "
         f"model.vocab_size={needed}, or {fewer}.",
@@ -91,7 +93,7 @@ def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> 
 
 
 def check_rows(model: ModelGroup, data: DataGroup) -> None:
-    """Compare the length of the data's rows with the positions that a model has.
+    """Check that the data's rows are not longer than the positions of the model.
 
     Raises:
         CombinationError: the rows are longer.
@@ -104,18 +106,17 @@ def check_rows(model: ModelGroup, data: DataGroup) -> None:
         length = data.arguments.get(name)
         if has is not None and isinstance(length, int) and length > has:
             raise CombinationError(
-                f"data.{name}={length} is more than the {has} positions of the model; use data.{name}={has} at most, "
-                f"or model.max_position_embeddings={length}.",
+                f"data.{name}={length} is more than the model's {has} positions; use at most data.{name}={has}, or "
+                f"model.max_position_embeddings={length}.",
                 keys=("model", "model.max_position_embeddings", "data", f"data.{name}"),
             )
 
 
 def check_images(model: ModelGroup, data: DataGroup) -> None:
-    """Compare the images that a model takes, and the classes that it tells apart, with our data's, which are not
-    resized for it.
+    """Check that a model takes images of our data's shape, which are not resized, and has enough classes.
 
     Raises:
-        CombinationError: images have another size, or other channels, or there are more classes.
+        CombinationError: the size, the channels or the number of classes do not fit.
     """
     source = source_of(model)
     if source is None or not isinstance(model, UserModel) or not isinstance(data, DataConfig):
@@ -127,7 +128,7 @@ def check_images(model: ModelGroup, data: DataGroup) -> None:
         raise CombinationError(
             f"the model takes images of {takes[1]}x{takes[1]} with {takes[0]} channels, and data={data.name} has "
             f"{size}x{size} with {channels}; use model.image_size={size} model.num_channels={channels}, with a "
-            "model.patch_size that divides it, or data of your own by data._target_.",
+            "model.patch_size that divides it, or your own data with data._target_.",
             keys=("model", "model.image_size", "model.num_channels", "data"),
         )
     labels = source.num_labels(**model.arguments)

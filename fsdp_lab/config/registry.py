@@ -1,7 +1,6 @@
-"""The registry: what a config can name, and the module that defines each.
+"""The registry: names that a config can use, and the module that defines each.
 
-Names and module paths only: nothing is imported here, so that a misspelled name is refused without PyTorch, Ray or
-Optuna.
+Names and module paths only: nothing is imported here, so a misspelled name fails without PyTorch, Ray or Optuna.
 """
 
 from __future__ import annotations
@@ -45,10 +44,12 @@ REGISTRY: dict[str, dict[str, str]] = {
 
 
 def register(key: str, name: str, module: str) -> None:
-    """Let a key of the registry name a module of another package, in this process.
+    """Add a name to a key of the registry, for a module of another package, in this process.
 
     Args:
         key: `model.family`, `data.name`, `task.name`, `search.name` or `scheduler.name`.
+        name: the value that users type.
+        module: the dotted path of the module that defines it.
     """
     REGISTRY[key][name] = module
 
@@ -57,7 +58,7 @@ def module_of(key: str, name: str) -> str:
     """Return the path of the module that a value of a key of the registry stands for.
 
     Raises:
-        ConfigError: with the names that are known.
+        ConfigError: the name is unknown; the message lists the known ones.
     """
     known = REGISTRY[key]
     if name not in known:

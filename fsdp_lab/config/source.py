@@ -1,4 +1,4 @@
-"""What `model._target_` may name where a plain callable says too little."""
+"""The interface of a `model._target_` that knows more than a plain callable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ModelSource:
-    """A callable that builds models and that knows more of its arguments than a signature says.
+    """A callable that builds models and knows more about its arguments than a signature shows.
 
     Each method takes the arguments of `__call__`.
     """
@@ -16,39 +16,42 @@ class ModelSource:
         raise NotImplementedError
 
     def check(self, *args: Any, **arguments: Any) -> None:
-        """
+        """Check the arguments, reading nothing larger than a configuration.
+
         Raises:
-            UserError: an argument without a meaning. Nothing larger than a configuration is read for that.
+            UserError: an argument is invalid.
         """
 
     def check_files(self, *args: Any, **arguments: Any) -> None:
-        """
+        """Check that the files that the model needs are on this machine.
+
         Raises:
-            UserError: files that are needed are not on this machine, or do not fit the model.
+            UserError: a file is missing or does not fit the model.
         """
 
     def load_weights(self, *args: Any, **arguments: Any) -> Any:
-        """Return a function that puts other first weights into parameters and buffers by their names; None where those
-        of the constructor are the first."""
+        """Return a function that puts other first weights into parameters and buffers by their names.
+
+        None: the constructor's weights are the first.
+        """
         return None
 
     def save(self, *args: Any, **arguments: Any) -> Any:
-        """Return a function that writes whole weights into a folder, in a format of the model's own; None where it has
-        none."""
+        """Return a function that writes whole weights into a folder in the model's own format; None without one."""
         return None
 
     def vocab_size(self, *args: Any, **arguments: Any) -> int | None:
-        """Return how many tokens the model knows; None where it takes none."""
+        """Return the number of tokens that the model knows; None for a model that takes no tokens."""
         return None
 
     def num_positions(self, *args: Any, **arguments: Any) -> int | None:
-        """Return how many tokens a row may have; None where that is not limited."""
+        """Return the most tokens that a row may have; None: not limited."""
         return None
 
     def image_shape(self, *args: Any, **arguments: Any) -> tuple[int, int] | None:
-        """Return the channels and the height of the images that the model takes; None where it takes none, or any."""
+        """Return the channels and the height of the images that the model takes; None for no images, or any."""
         return None
 
     def num_labels(self, *args: Any, **arguments: Any) -> int | None:
-        """Return how many classes of images the model tells apart; None where it takes none."""
+        """Return the number of image classes that the model distinguishes; None for a model that takes no images."""
         return None

@@ -1,4 +1,4 @@
-"""The known name that a mistyped one most likely means."""
+"""Suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ _SYNONYMS = {
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the name that `name` was meant for; None where nothing is close.
+    """Return the known name that `name` most likely means; None if nothing is close.
 
-    Of dotted names the last parts are compared: by what other trainers call them, by initials (`learning_rate` is
-    `lr`), by their words (`gradient_accumulation_steps` is `grad_accum_steps`), then letter by letter.
+    Compares the last parts of dotted names, in this order:
+
+    - by the names that other trainers use
+    - by initials: `learning_rate` is `lr`
+    - by words: `gradient_accumulation_steps` is `grad_accum_steps`
+    - letter by letter
     """
     names = list(known)
     leaf = _leaf(name)

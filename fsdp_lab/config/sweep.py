@@ -1,4 +1,4 @@
-"""What a sweep adds to a trial: where its trials come from, where they run, when they stop, and who hears of them."""
+"""What a sweep adds to a trial: its search, its cluster, its early stopping, its tracking and its report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import List, Optional  # OmegaConf reads these on every Python that 
 from fsdp_lab.config.address import check_address, is_address
 from fsdp_lab.config.conf import calibrations, device_file, is_device, known_devices
 from fsdp_lab.config.errors import CombinationError, ConfigError
+from fsdp_lab.config.job import JobConfig, Manager
 from fsdp_lab.config.key import (
     EVERYWHERE,
     Between,
@@ -28,11 +29,14 @@ from fsdp_lab.redact import redact
 
 
 class Engine(Enum):
+    """What runs a trial: Ray, or this process."""
+
     ray = "ray"
     inline = "inline"
 
 
 def _is_count_or_share(value: str) -> str | None:
+    """Take a whole number of 1 or more, or a share such as `20%`."""
     number = value.removesuffix("%")
     try:
         good = 0 < float(number) <= 100 if value.endswith("%") else int(number) >= 1
@@ -43,105 +47,114 @@ def _is_count_or_share(value: str) -> str | None:
 
 @dataclass
 class ForecastConfig:
-    """`capacity_gib`: of one device; null: this machine's GPU, or no limit. `device`: auto (GPUs
-    where there are any), cpu, cuda, or a data sheet: its name in `conf/device`, or its path. With a data sheet the
-    speed is forecast, too. A sweep forecasts memory for the machine that it runs on, whatever the device.
-
-    `prune` never starts a trial that cannot fit, and says which ones are tight. `keep`: how many settings of a grid are
-    measured, the fastest by their predictions, as a number or a share of those that fit (`20%`); null: all. `folder`:
-    where `fsdp_lab.forecast` writes; null: outputs/forecast.
-    """
+    """What is predicted about a trial before it runs."""
 
     enabled: bool = key(True)
+    """Forecast each trial's memory while Ray starts."""
     device: str = key("auto", is_device)
+    """Device to forecast for: `auto` (GPUs if there are any), `cpu`, `cuda`, or a data sheet by name or path,
+    which adds the speed."""
     capacity_gib: Optional[float] = key(None, positive, example=24)
+    """Memory of one device; null: this machine's GPU or the data sheet's, else no limit."""
     prune: bool = key(False)
+    """Skip trials that cannot fit."""
     keep: Optional[str] = key(None, _is_count_or_share, example="5")
+    """Number of settings of a grid to run, the predicted fastest for each number of workers: 5 or `20%`; null: all."""
     largest_microbatch: bool = key(False)
+    """Find the largest microbatch that fits one worker."""
     folder: Optional[str] = key(None)
+    """Folder of `fsdp_lab.forecast`'s files; null: outputs/forecast/<date>/<time>."""
 
     def check(self, has_gpu: bool) -> None:
-        """
+        """Check that a forecast can answer what is asked of it.
+
         Args:
-            has_gpu: this machine has one, whose memory is the capacity.
+            has_gpu: this machine has a GPU, whose memory is the capacity.
 
         Raises:
-            ConfigError: no capacity is known, or there is to be no forecast.
+            ConfigError: the capacity or the speeds are unknown, or forecasts are disabled.
         """
         for name in ("prune", "largest_microbatch"):
             known = has_gpu or self.capacity_gib is not None or device_file(self.device) is not None
             if getattr(self, name) and not known:
                 raise ConfigError(
-                    f"forecast.{name}=true needs to know how much fits, and there is no GPU here to ask; set "
+                    f"forecast.{name}=true needs the memory of a GPU, and this machine has none; set "
                     "forecast.capacity_gib, for example forecast.capacity_gib=24."
                 )
         for name, value in (("prune", "true" if self.prune else None), ("keep", self.keep)):
             if value is not None and not self.enabled:
                 raise ConfigError(
-                    f"forecast.{name}={value} with forecast.enabled=false: nothing is known before a trial starts; use "
+                    f"forecast.{name}={value} with forecast.enabled=false: without forecasts it has no effect; use "
                     "forecast.enabled=true."
                 )
         has_speeds = device_file(self.device) is not None or (self.device == "auto" and has_gpu) or bool(calibrations())
         if self.keep is not None and not has_speeds:
             raise ConfigError(
-                f"forecast.keep={self.keep} needs predicted speeds, and there are none for these CPUs yet; measure "
-                "them by python -m fsdp_lab.calibrate, or on GPUs name them: "
-                f"forecast.device=<{'|'.join(known_devices())}>, or the path of a data sheet."
+                f"forecast.keep={self.keep} needs predicted speeds, and these CPUs have none yet; measure them with "
+                f"python -m fsdp_lab.calibrate. For GPUs set forecast.device=<{'|'.join(known_devices())}> or the path "
+                "of a data sheet."
             )
 
 
 @dataclass
 class SearchConfig:
-    """How a sweep finds its trials. `name` is one of the registry. `num_trials` and `seed` are for samplers; a grid has
-    all its cells."""
+    """How a sweep finds its trials."""
 
     name: str = key("grid", named_by_option=True)
+    """All combinations (`grid`), random ones, or Optuna's suggestions."""
     num_trials: int = key(20, at_least_one, may_differ=Between.STARTS)
+    """Trials of a search; a grid runs all its combinations."""
     seed: int = key(0, not_negative)
+    """Seed of a search."""
 
     def check(self) -> None:
-        """
+        """Check the name of the search.
+
         Raises:
-            ConfigError: the name is not registered.
+            ConfigError: it is not registered.
         """
         module_of("search.name", self.name)
 
     @property
     def samples(self) -> bool:
-        """Whether trials are suggested one by one."""
+        """Whether trials are suggested one by one, not all listed as in a grid."""
         return self.name != "grid"
 
 
 def _reduces(value: int) -> str | None:
-    return None if value >= 2 else "is below 2: asha keeps one trial in so many; use 2 or more"
+    """Take 2 or more."""
+    return None if value >= 2 else "is below 2: asha keeps one of so many trials; use 2 or more"
 
 
 @dataclass
 class SchedulerConfig:
-    """When a trial is stopped early. `name` is one of the registry. `asha` keeps one in `reduction_factor` a rung,
-    `median` those better than the median of the others; neither before `grace_epochs`. `metric`: as in `objective`;
-    null: its first.
-    """
+    """When a trial is stopped early."""
 
     name: str = key("fifo", named_by_option=True)
+    """Never (`fifo`), below the best at each rung (`asha`), or below the median of the others."""
     metric: Optional[str] = key(None)
+    """Metric to compare, as `<metric>:min` or `:max`; null: the first of `objective`."""
     grace_epochs: int = key(1, at_least_one)
+    """Epochs before which no trial is stopped."""
     reduction_factor: int = key(3, _reduces)
+    """`asha` keeps one of so many trials at each rung."""
 
     def check(self) -> None:
-        """
+        """Check the name of the scheduler.
+
         Raises:
-            ConfigError: the name is not registered.
+            ConfigError: it is not registered.
         """
         module_of("scheduler.name", self.name)
 
     @property
     def stops_early(self) -> bool:
+        """Whether trials may be stopped before their last epoch."""
         return self.name != "fifo"
 
 
 class Placement(Enum):
-    """Workers on few nodes where they fit, on as many as there are, or on one node or none."""
+    """On which nodes the workers of a trial are placed: few nodes if possible, many, or exactly one."""
 
     pack = "PACK"
     spread = "SPREAD"
@@ -150,98 +163,116 @@ class Placement(Enum):
 
 @dataclass
 class ClusterConfig:
-    """`num_workers` null: the node's GPUs, or 2 on a CPU. `cpus_per_worker` null: 1 on a CPU; on GPU nodes the node's
-    cores divided by its GPUs, 1 to 16. `placement`: of a trial's workers on nodes; with hybrid sharding, of its shard
-    groups, each of which is on one node where it fits. `address` null: Ray is started here. `storage_path`: a folder
-    that every node mounts, or the address of a bucket's prefix; null: the sweep's own folder.
-    """
+    """Where workers run."""
 
     num_workers: Optional[int] = key(None, at_least_one)
+    """Workers (ranks) of a trial; null: the node's GPUs, or 2 on a CPU."""
     cpus_per_worker: Optional[float] = key(None, positive, before_null=1.0, example=1)
+    """Cores of a worker; null: 1 on a CPU, on GPU nodes the node's cores / its GPUs, 1 to 16."""
     placement: Placement = key(Placement.pack)
+    """Put workers, or hybrid sharding's groups of them, on few nodes, on many, or on one node only."""
     address: Optional[str] = key(None, may_differ=Between.STARTS)
+    """Address of a running Ray cluster; null: start Ray on this machine."""
     storage_path: Optional[str] = key(None)
+    """Where workers write: a folder that every node mounts, or s3://bucket/prefix; null: the sweep's folder."""
     max_failures: int = key(1, not_negative, may_differ=Between.STARTS)
+    """Restarts of a failed trial from its last checkpoint."""
     wait_timeout_s: float = key(600.0, positive, may_differ=Between.STARTS)
+    """Seconds that a trial waits for free resources before it fails."""
+    job: JobConfig = group(JobConfig, may_differ=EVERYWHERE, is_param=False)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether Ray is started on this machine, so that trials use its cores and GPUs."""
+        return self.address is None and self.job.manager is Manager.none
 
     def check(self) -> None:
-        """
+        """Check the addresses of Ray and of object storage, and the job.
+
         Raises:
-            ConfigError: an address of Ray Client or of Ray's job server; or of no object storage.
+            ConfigError: the address is Ray Client's or the job server's, or the storage is unknown; see also
+                `JobConfig.check`.
         """
         if self.address is not None and self.address.startswith(("ray://", "http://", "https://")):
             raise ConfigError(
                 f"cluster.address={redact(self.address)}: Ray Tune and Ray Train do not run through Ray Client or the "
-                "job server. Type the command on a node of the cluster with cluster.address=<head>:6379, or send it "
-                "there: `ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab ... "
+                "job server. Run the command on a node of the cluster with cluster.address=<head>:6379, or submit it "
+                "there with `ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab ... "
                 "cluster.address=auto`."
             )
         if self.storage_path is not None and is_address(self.storage_path):
             check_address("cluster.storage_path", self.storage_path)
+        self.job.check()
 
 
 @dataclass
 class TrackingConfig:
-    """`patience_s`: how long the end of a sweep waits for a store that went away. `ui`: the address of an MLflow UI on
-    the store, for the links in reports; null: `uri` where that is a server.
-    """
+    """Where MLflow writes."""
 
     uri: str = key("sqlite:///outputs/mlflow.db", secret=Secret.CREDENTIALS)
+    """MLflow's tracking store: sqlite:///<file>, or the address of a server."""
     experiment: str = key("fsdp_lab")
+    """Name of the MLflow experiment."""
     patience_s: float = key(60.0, not_negative, may_differ=Between.STARTS)
+    """Seconds that the end of a sweep waits for an unreachable store."""
     ui: Optional[str] = key(None, may_differ=Between.STARTS, secret=Secret.CREDENTIALS)
+    """Address of an MLflow UI on the store, for links in reports; null: `uri` if that is a server."""
 
 
 @dataclass
 class ReportConfig:
-    """What the recommended setting may lose: ratios to the best loss, and to the highest samples/s. `others_cpu`: on a
-    CPU the speed of a run decides nothing in which others had more than this share of all cores."""
+    """What the recommended setting may lose."""
 
     loss_tolerance: float = key(0.02, not_negative)
+    """Settings whose loss is within this ratio of the best count as having learned."""
     speed_tolerance: float = key(0.03, below_one)
+    """Settings within this ratio of the fastest tie; the one with less memory wins."""
     others_cpu: float = key(0.25, not_negative)
+    """On a CPU, a run's speed counts only if other processes used at most this share of all cores."""
 
 
-# How trials are found and run changes none of them, but another search is another sweep and another study.
+# The search and the forecast change no trial, but another search makes another sweep and another study.
 _FINDS_TRIALS = Between.CELLS | Between.CHECKPOINT
-# Where trials run and are logged is no difference between nights.
+# Nights may differ in where trials run and are logged.
 _IS_WHERE = Between.CHECKPOINT | Between.NIGHTS
 
 
 @dataclass
 class SweepConfig(TrialConfig):
-    """A trial, and how the sweep around it goes.
-
-    `engine`: `ray`, or `inline`: in this very process, for a debugger. `repeat_max`: how often `repeat=auto` runs a
-    setting at most. `objective`: what a search is after, each `<metric>:min` or `:max`. `trial_timeout_s`: a trial that
-    makes no progress for so long is ended; null: never. `resume`: a sweep's folder, the id of its parent run, or
-    `last`; `resume_failed` runs its failed trials again, `resume_anyway` resumes although configuration, code or data
-    changed.
-    """
+    """A trial, and the sweep around it."""
 
     forecast: ForecastConfig = group(ForecastConfig, may_differ=_FINDS_TRIALS | Between.NIGHTS)
     engine: Engine = key(Engine.ray, may_differ=_FINDS_TRIALS)
+    """Train with Ray, or `inline`: in this process, with one worker, for a debugger."""
     search: SearchConfig = group(SearchConfig, may_differ=_FINDS_TRIALS)
     scheduler: SchedulerConfig = group(SchedulerConfig, may_differ=_FINDS_TRIALS)
     repeat_max: int = key(4, at_least_one, may_differ=EVERYWHERE, is_param=False)
+    """Most runs of a setting with `repeat=auto`."""
     objective: List[str] = key(lambda: ["val/loss:min"], may_differ=_FINDS_TRIALS)
+    """Goals of a search, each `<metric>:min` or `<metric>:max`."""
     trial_timeout_s: Optional[float] = key(1800.0, positive, may_differ=EVERYWHERE)
+    """Seconds without progress after which a trial is ended; null: never."""
     resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)
+    """Sweep to continue: its folder, the id of its parent run, or `last`."""
     resume_failed: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    """Also rerun failed trials."""
+    resume_disturbed: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    """Also rerun trials whose speed does not count."""
     resume_anyway: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    """Resume although configuration, code or data changed."""
     cluster: ClusterConfig = group(ClusterConfig, may_differ=_IS_WHERE)
     tracking: TrackingConfig = group(TrackingConfig, may_differ=_IS_WHERE)
     report: ReportConfig = group(ReportConfig, may_differ=EVERYWHERE, is_param=False)
 
     def check(self, num_workers: int) -> None:
-        """Refuse a trial that cannot run, or a sweep of it.
+        """Check a trial and the sweep around it.
 
         Args:
             num_workers: the number of ranks that `cluster.num_workers` stands for.
 
         Raises:
             ConfigError: a value that is wrong alone.
-            CombinationError: values that have no meaning together.
+            CombinationError: values that are invalid together.
         """
         super().check(num_workers)
         self.search.check()
@@ -251,7 +282,7 @@ class SweepConfig(TrialConfig):
         if self.forecast.keep is not None and self.search.samples:
             raise CombinationError(
                 f"search={self.search.name} with forecast.keep={self.forecast.keep}: a search suggests its trials one "
-                "by one, so none is the fastest of all; use forecast.keep=null, or search=grid.",
+                "by one, so the fastest settings are not known; use forecast.keep=null, or search=grid.",
                 keys=("search.name", "forecast.keep"),
             )
         if self.engine is Engine.inline:
@@ -261,21 +292,21 @@ class SweepConfig(TrialConfig):
     def _check_inline(self, num_workers: int) -> None:
         if num_workers != 1:
             raise CombinationError(
-                f"engine=inline with cluster.num_workers={num_workers}: a trial in this very process has one worker; "
+                f"engine=inline with cluster.num_workers={num_workers}: a trial in this process has one worker; "
                 "use cluster.num_workers=1, or engine=ray.",
                 keys=("engine", "cluster.num_workers"),
             )
         for name, value in (("prune", "true" if self.forecast.prune else None), ("keep", self.forecast.keep)):
             if value is not None:
                 raise CombinationError(
-                    f"engine=inline with forecast.{name}={value}: nothing is forecast of a trial in this process; use "
+                    f"engine=inline with forecast.{name}={value}: a trial in this process has no forecast; use "
                     f"forecast.{name}={'false' if name == 'prune' else 'null'}, or engine=ray.",
                     keys=("engine", f"forecast.{name}"),
                 )
         if self.scheduler.stops_early:
             raise CombinationError(
-                f"engine=inline with scheduler={self.scheduler.name}: one trial runs after the other in this "
-                "process, and nobody stops it; use scheduler=fifo, or engine=ray.",
+                f"engine=inline with scheduler={self.scheduler.name}: trials in this process run one after the other, "
+                "and a scheduler cannot stop them; use scheduler=fifo, or engine=ray.",
                 keys=("engine", "scheduler"),
             )
 
@@ -284,20 +315,28 @@ def objectives(config: SweepConfig) -> list[tuple[str, str]]:
     """Return `(metric, "min" or "max")` of each objective.
 
     Raises:
-        ConfigError: one that is no metric of a trial, or says no direction.
+        ConfigError: an objective is no metric of a trial, or has no direction.
     """
     return objectives_in(config.objective)
 
 
 def objectives_in(words: List[str]) -> list[tuple[str, str]]:
-    """As `objectives`, of the words alone."""
+    """Return `(metric, "min" or "max")` for each `<metric>:<direction>`.
+
+    Raises:
+        ConfigError: see `objectives`.
+    """
     if not words:
-        raise ConfigError("objective=[] names nothing; use for example objective=[val/loss:min].")
+        raise ConfigError("objective=[] is empty; use for example objective=[val/loss:min].")
     return [_objective(word, "objective") for word in words]
 
 
 def stops_on(config: SweepConfig) -> tuple[str, str]:
-    """Return `(metric, "min" or "max")` that the scheduler looks at."""
+    """Return `(metric, "min" or "max")` that the scheduler compares.
+
+    Raises:
+        ConfigError: it is no metric of a trial, or has no direction.
+    """
     return _objective(config.scheduler.metric, "scheduler.metric") if config.scheduler.metric else objectives(config)[0]
 
 
@@ -305,7 +344,7 @@ def _objective(word: str, name: str) -> tuple[str, str]:
     metric, _, direction = word.rpartition(":")
     if direction not in ("min", "max"):
         named = metric if can_be_objective(metric) else word
-        raise ConfigError(f"{name}={word} says no direction; use {named}:min or {named}:max.")
+        raise ConfigError(f"{name}={word} has no direction; use {named}:min or {named}:max.")
     if not can_be_objective(metric):
         known = objective_keys()
         close = closest(metric, known)

@@ -1,6 +1,6 @@
-"""What `_target_` and other dotted paths name: a callable of the user's, imported and compared with its arguments.
+"""The callables that `_target_` and other dotted paths name: imported, and compared with their arguments.
 
-Imports the user's modules, and nothing heavy of its own.
+Imports the user's modules, and no heavy library itself.
 """
 
 from __future__ import annotations
@@ -27,37 +27,46 @@ _MOST_FILES = 2000  # of one package, whose digests are kept
 
 
 def import_callable(path: str, key: str) -> Any:
-    """Return what a dotted path names.
+    """Return the callable that a dotted path names.
 
     Args:
-        key: where the path was typed, for messages.
+        path: such as `my_project.net.Net`.
+        key: the configuration key of the path, for messages.
 
     Raises:
-        ConfigError: the module cannot be imported, lacks the name, or what it names cannot be called.
+        ConfigError: the module cannot be imported, lacks the name, or the object cannot be called.
     """
-    found = import_object(path, key)
-    if not callable(found):
+    function = import_object(path, key)
+    if not callable(function):
         raise ConfigError(
-            f"{key}={path} is a {type(found).__name__}, which cannot be called; name a class or a function."
+            f"{key}={path} is a {type(function).__name__}, which cannot be called; name a class or a function."
         )
-    return found
+    return function
 
 
 @cache
 def import_object(path: str, key: str) -> Any:
-    """As `import_callable`, whatever it is that the path names."""
+    """Return the object that a dotted path names, of any type.
+
+    Args:
+        path: such as `my_project.net.Net`.
+        key: the configuration key of the path, for messages.
+
+    Raises:
+        ConfigError: the module cannot be imported or lacks the name.
+    """
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ConfigError(
-            f"{key}={path} is no path to a name; give it as package.module.name, for example my_project.net.Net."
+            f"{key}={path} is not an import path; write package.module.name, for example my_project.net.Net."
         )
-    found, names = _import_module(parts, f"{key}={path}")
+    target, names = _import_module(parts, f"{key}={path}")
     for i, name in enumerate(names):
-        if not hasattr(found, name):
+        if not hasattr(target, name):
             where = ".".join(parts[: len(parts) - len(names) + i])
-            raise ConfigError(f"{key}={path}: {where} has no {name}. {_near(name, _names_in(found))}".rstrip())
-        found = getattr(found, name)
-    return found
+            raise ConfigError(f"{key}={path}: {where} has no {name}. {_near(name, _names_in(target))}".rstrip())
+        target = getattr(target, name)
+    return target
 
 
 def _import_module(parts: list[str], typed: str) -> tuple[Any, list[str]]:
@@ -76,14 +85,14 @@ def _import_module(parts: list[str], typed: str) -> tuple[Any, list[str]]:
             raise ConfigError(f"{typed} cannot be imported: importing {name} fails with {reason}.") from error
     beside = [path.stem for path in Path.cwd().iterdir() if path.is_dir() or path.suffix == ".py"]
     raise ConfigError(
-        f"{typed} cannot be imported: there is no module {parts[0]}. {_near(parts[0], beside)}Modules are looked for "
-        f"in the folder where the command is typed ({Path.cwd()}), in PYTHONPATH and among the installed packages."
+        f"{typed} cannot be imported: there is no module {parts[0]}. {_near(parts[0], beside)}Python looks for modules "
+        f"in the current folder ({Path.cwd()}), in PYTHONPATH and in the installed packages."
     )
 
 
-def _names_in(found: Any) -> list[str]:
-    submodules = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", []))]
-    return [*submodules, *(name for name in dir(found) if not name.startswith("_"))]
+def _names_in(holder: Any) -> list[str]:
+    submodules = [module.name for module in pkgutil.iter_modules(getattr(holder, "__path__", []))]
+    return [*submodules, *(name for name in dir(holder) if not name.startswith("_"))]
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -94,15 +103,17 @@ def _near(name: str, known: Iterable[str]) -> str:
 def check_arguments(
     function: Any, path: str, group: str, arguments: Mapping[str, Any], given: Collection[str] = ()
 ) -> None:
-    """Compare arguments with the signature of what they are for.
+    """Compare arguments with the signature of the callable that takes them.
 
     Args:
-        path: how `function` was named.
+        function: the callable. One without a readable signature, such as some builtins, is not checked.
+        path: the dotted path that named `function`.
         group: the config group whose keys the arguments are.
+        arguments: by name, as typed.
         given: the names of the arguments that fsdp_lab adds.
 
     Raises:
-        ConfigError: an argument that the callable does not take, or one that it needs and is not given.
+        ConfigError: the callable does not take an argument, or lacks a required one.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -114,22 +125,26 @@ def check_arguments(
         for name in given:
             if name not in named:
                 raise ConfigError(
-                    f"{group}._target_={path} takes no {name}; it is called with {name}=..., so add that parameter."
+                    f"{group}._target_={path} has no parameter {name}; fsdp_lab calls it with {name}=..., so add that "
+                    "parameter."
                 )
         kind = _KIND.get(group, "")
         if kind in arguments and kind not in named:
             raise ConfigError(
-                f"{group}.{kind}={arguments[kind]}: {path} takes no {kind}, which is of the option that "
-                f"{group}._target_ was added to; choose {group}=custom with it, in a preset by "
-                f"`override /{group}: custom` in its defaults."
+                f"{group}.{kind}={arguments[kind]}: {path} has no parameter {kind}, which comes from the chosen option "
+                f"of {group}; add {group}=custom, or `override /{group}: custom` to the defaults of a preset."
             )
         for name, value in arguments.items():
             if name not in named:
                 valid = f"It takes: {', '.join(takes)}" if takes else "It takes no arguments"
-                raise ConfigError(f"{group}.{name}={value}: {path} takes no {name}. {_near(name, takes)}{valid}.")
+                raise ConfigError(
+                    f"{group}.{name}={value}: {path} has no parameter {name}. {_near(name, takes)}{valid}."
+                )
     for name in given:
         if name in arguments:
-            raise ConfigError(f"{group}.{name}={arguments[name]}: fsdp_lab gives {path} its {name}; leave it away.")
+            raise ConfigError(
+                f"{group}.{name}={arguments[name]}: fsdp_lab itself passes {name} to {path}; leave it out."
+            )
     needed = [name for name in takes if named[name].default is inspect.Parameter.empty and name not in arguments]
     if needed:
         keys = ", ".join(f"{group}.{name}" for name in needed)
@@ -138,7 +153,11 @@ def check_arguments(
 
 
 def check_loss(path: str, key: str) -> None:
-    """Compare a callable of the user's with how a loss is called: by a model and a batch.
+    """Check that a callable takes a model and a batch, as a loss does.
+
+    Args:
+        path: its dotted path.
+        key: the configuration key of the path, for messages.
 
     Raises:
         ConfigError: it cannot be imported, or takes other arguments.
@@ -153,23 +172,22 @@ def check_loss(path: str, key: str) -> None:
     except TypeError as error:
         name = path.rpartition(".")[2]
         raise ConfigError(
-            f"{key}={path} takes {signature}, and is called as {name}(model, batch); give it these two parameters."
+            f"{key}={path} takes {signature}, but is called as {name}(model, batch); give it these two parameters."
         ) from error
 
 
 def user_line(error: BaseException) -> str:
-    """Return the file and line of the user's code in which an error was raised, the innermost one, as in
-    `my_project/net.py:31`; "" where none is."""
-    found = ""
+    """Return the innermost line of the user's code in a traceback, such as `my_project/net.py:31`; "" if none."""
+    location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)
         if file.is_file() and not _is_installed(file.resolve()):
-            found = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"
-    return found
+            location = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"
+    return location
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error of the user's code in one line, as in `KeyError: 'x' (my_project/net.py:31)`."""
+    """Return an error of the user's code in one line, such as `KeyError: 'x' (my_project/net.py:31)`."""
     line = user_line(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" + (f" ({line})" if line else "")
 
@@ -181,7 +199,7 @@ def _is_installed(file: Path) -> bool:
 
 
 def nested(value: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what stands for an object among arguments, a dictionary with a `_target_`, with the key that it has."""
+    """Yield the dotted key and the dictionary of each object among arguments: each dictionary with a `_target_`."""
     if isinstance(value, dict):
         if "_target_" in value:
             yield key, value
@@ -197,20 +215,24 @@ def nested(value: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def check_nested(arguments: Mapping[str, Any], group: str) -> None:
     """Check each `_target_` among arguments as that of a group.
 
+    Args:
+        arguments: by name, as typed.
+        group: the config group whose keys the arguments are.
+
     Raises:
-        ConfigError: as `import_callable` and `check_arguments`.
+        ConfigError: see `import_callable` and `check_arguments`.
     """
     for key, value in nested(dict(arguments), group):
         path = str(value["_target_"])
         given = {name: inner for name, inner in value.items() if name != "_target_"}
         for name in given:
             if str(name).startswith("_") and str(name).endswith("_"):
-                raise ConfigError(f"{key}.{name}: of such words of Hydra's only _target_ is known; name a function.")
+                raise ConfigError(f"{key}.{name}: of Hydra's special keys only _target_ is supported; name a function.")
         check_arguments(import_callable(path, f"{key}._target_"), path, key, given)
 
 
 def instantiate(value: Any, key: str) -> Any:
-    """Return a copy of arguments, in which each dictionary with a `_target_` is what that makes of its other keys."""
+    """Return a copy of arguments in which the object that it describes replaces each dictionary with a `_target_`."""
     if isinstance(value, list | tuple):
         return [instantiate(inner, f"{key}.{i}") for i, inner in enumerate(value)]
     if not isinstance(value, dict):
@@ -221,7 +243,7 @@ def instantiate(value: Any, key: str) -> Any:
 
 
 def argument(function: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an argument that a callable is given, or else its default; None where it has neither."""
+    """Return the value of an argument that a callable is given, or else its default; None without either."""
     try:
         parameter = inspect.signature(function).parameters.get(name)
     except (ValueError, TypeError):
@@ -231,8 +253,10 @@ def argument(function: Any, arguments: Mapping[str, Any], name: str) -> Any:
 
 
 def user_root(path: str) -> Path | None:
-    """Return the folder or file of the top-level package or module that a dotted path begins with; None where that is
-    fsdp_lab's own, installed, or not there."""
+    """Return the file or folder of the top-level module or package that a dotted path begins with.
+
+    None if it is fsdp_lab's, installed, or missing.
+    """
     name = path.partition(".")[0]
     try:
         spec = importlib.util.find_spec(name)
@@ -250,7 +274,7 @@ def user_root(path: str) -> Path | None:
 
 
 def file_digest(file: Path) -> str | None:
-    """SHA-256 of a file, shortened to 16 digits; None where it cannot be read."""
+    """Return the SHA-256 of a file, shortened to 16 digits; None if it cannot be read."""
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -258,13 +282,15 @@ def file_digest(file: Path) -> str | None:
 
 
 def source_digests(paths: Iterable[str]) -> dict[str, str]:
-    """Return the digest of every Python file of the packages that dotted paths begin with, by its absolute path; of
-    installed packages nothing, which have versions."""
-    found: dict[str, str] = {}
+    """Return absolute path -> digest of every Python file of the packages that dotted paths begin with.
+
+    Installed packages are left out, because they have versions.
+    """
+    digests: dict[str, str] = {}
     for root in sorted({root for path in paths if (root := user_root(path)) is not None}):
         files = [root] if root.is_file() else _python_files(root)
-        found |= {str(file): digest for file in files if (digest := file_digest(file)) is not None}
-    return found
+        digests |= {str(file): digest for file in files if (digest := file_digest(file)) is not None}
+    return digests
 
 
 def _python_files(root: Path) -> list[Path]:
@@ -273,6 +299,6 @@ def _python_files(root: Path) -> list[Path]:
 
 
 def import_from(folder: str) -> None:
-    """Let modules of a folder be imported, as `python -m` lets those of the folder that it is typed in."""
+    """Add a folder to the import path, as `python -m` does with the working directory."""
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -1,4 +1,4 @@
-"""How a model is trained and what is kept of it."""
+"""How a model is trained, and what is kept of the training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from fsdp_lab.config.key import Between, Memory, at_least_one, below_one, key, n
 
 
 class OptimizerName(Enum):
+    """The optimizers that a trial can use."""
+
     adam = "adam"
     adamw = "adamw"
     sgd = "sgd"
 
 
 class OptimizerImplementation(Enum):
+    """PyTorch's implementations of an optimizer step; see `OptimizerConfig.implementation`."""
+
     auto = "auto"
     fused = "fused"
     foreach = "foreach"
@@ -24,19 +28,25 @@ class OptimizerImplementation(Enum):
 
 
 class StateDtype(Enum):
+    """Types of Adam's moments."""
+
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 class LrScheduleName(Enum):
+    """Shapes of the learning rate after the warm-up; see `LrScheduleConfig`."""
+
     constant = "constant"
     cosine = "cosine"
     step = "step"
 
 
 class ActivationCheckpointing(Enum):
-    """Which blocks are recomputed in the backward pass: all (`full`), every n-th (`every_n`), or all but the outputs of
-    some operators (`selective`)."""
+    """Which blocks are recomputed in the backward pass.
+
+    All (`full`), every n-th (`every_n`), or all but the outputs of some operators (`selective`).
+    """
 
     none = "none"
     full = "full"
@@ -44,8 +54,8 @@ class ActivationCheckpointing(Enum):
     selective = "selective"
 
 
-# What `selective` keeps, below `torch.ops`: torchtitan's list (`torchtitan/distributed/activation_checkpoint.py`)
-# without communication, and the attention of a CPU.
+# The operators below `torch.ops` whose outputs `selective` keeps: torchtitan's list
+# (`torchtitan/distributed/activation_checkpoint.py`) without communication, plus attention on a CPU.
 MATRIX_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default")  # of these every second one
 SAVED_OPERATORS = (
     *MATRIX_PRODUCTS,
@@ -68,6 +78,8 @@ SAVED_OPERATORS = (
 
 
 class Init(Enum):
+    """Where first weights are built; see `TrialConfig.init`."""
+
     rank0 = "rank0"
     meta = "meta"
 
@@ -77,6 +89,8 @@ CheckpointMode = Enum("CheckpointMode", {"off": "off", "sync": "sync", "async": 
 
 
 class MemoryProfile(Enum):
+    """How much of a step's memory is recorded; see `TrialConfig.memory_profile`."""
+
     off = "off"
     peaks = "peaks"
     timeline = "timeline"
@@ -84,32 +98,40 @@ class MemoryProfile(Enum):
 
 @dataclass
 class TrainingConfig:
-    """`timing_warmup_steps` optimizer steps at the start of a run stay out of the speed figures.
-
-    `sync_each_microbatch`: reduce the gradients of each microbatch, not only of the last, so that a rank holds those
-    of its shard alone between them, and never the whole model's.
-    """
+    """How long a trial trains, and with which batches."""
 
     epochs: int = key(2, at_least_one, may_differ=Between.CHECKPOINT)
+    """Passes over the training data."""
     max_steps: Optional[int] = key(None, at_least_one, may_differ=Between.CHECKPOINT)
+    """Optimizer steps after which a trial ends; null: only `epochs` counts."""
     global_batch_size: int = key(64, at_least_one, memory=Memory.VALUE)
+    """Samples of an optimizer step, over all workers; `${per_worker:64}` is 64 for each."""
     grad_accum_steps: int = key(1, at_least_one, memory=Memory.VALUE)
+    """Microbatches of an optimizer step on each worker."""
     sync_each_microbatch: bool = key(False, memory=Memory.VALUE)
+    """Reduce gradients after each microbatch, so that a rank never holds the whole model's."""
     seed: int = key(0, not_negative, changes_speed=False)
+    """Seed of first weights, order of data and dropout."""
     max_grad_norm: Optional[float] = key(None, positive, memory=Memory.WHETHER, example=1)
+    """Clip gradients to this norm; null: no clipping."""
     timing_warmup_steps: int = key(3, not_negative, may_differ=Between.CHECKPOINT)
+    """Optimizer steps at the start of a run that the speed excludes."""
 
     def check(self, num_workers: int) -> None:
-        """
+        """Check that the workers and their microbatches divide the global batch.
+
+        Args:
+            num_workers: the number of ranks.
+
         Raises:
-            CombinationError: the batch cannot be divided.
+            CombinationError: they do not; the message suggests the nearest sizes.
         """
         parts = num_workers * self.grad_accum_steps
         if self.global_batch_size % parts:
             below = self.global_batch_size // parts * parts
             choices = f"{below} or {below + parts}" if below else f"{parts}"
             raise CombinationError(
-                f"training.global_batch_size={self.global_batch_size} is not divided by "
+                f"training.global_batch_size={self.global_batch_size} is not divisible by "
                 f"cluster.num_workers={num_workers} times training.grad_accum_steps={self.grad_accum_steps}"
                 f" = {parts}; use for example {choices}.",
                 keys=("training.global_batch_size", "cluster.num_workers", "training.grad_accum_steps"),
@@ -118,36 +140,52 @@ class TrainingConfig:
 
 @dataclass
 class OptimizerConfig:
-    """`scale_lr` multiplies `lr` by the number of workers; `state_dtype` is of Adam's moments."""
+    """The optimizer."""
 
     name: OptimizerName = key(OptimizerName.adam, named_by_option=True, memory=Memory.VALUE)
+    """Algorithm."""
     lr: float = key(1e-3, positive, changes_speed=False)
+    """Learning rate."""
     weight_decay: float = key(0.0, not_negative, memory=Memory.WHETHER)
+    """Weight decay; decoupled with `adamw`."""
     beta1: float = key(0.9, below_one, changes_speed=False)
+    """Adam's decay of the first moment."""
     beta2: float = key(0.999, below_one, changes_speed=False)
+    """Adam's decay of the second moment."""
     momentum: float = key(0.0, not_negative, memory=Memory.WHETHER)
+    """Momentum of `sgd`."""
     implementation: OptimizerImplementation = key(OptimizerImplementation.auto, memory=Memory.VALUE)
+    """PyTorch's implementation; `auto`: fused if supported, else foreach."""
     scale_lr: bool = key(False, changes_speed=False)
+    """Multiply `lr` by the number of workers."""
     state_dtype: StateDtype = key(StateDtype.fp32, memory=Memory.VALUE)
+    """Type of Adam's moments."""
 
     def chosen_implementation(self, loss_scaling: bool) -> OptimizerImplementation:
-        """Return what `auto` comes to: fused, which also keeps offloaded Adam from a loop over the parameters
-        (pytorch#187615). It is foreach with loss scaling, because fused kernels unscale by themselves, on plain tensors
-        only, and for SGD, whose fused kernel DTensor does not know."""
+        """Return the implementation, with `auto` resolved to fused where PyTorch supports it, else foreach.
+
+        Fused also keeps offloaded Adam from a loop over the parameters (pytorch#187615). Foreach is used with loss
+        scaling, because fused kernels unscale by themselves, on plain tensors only, and for SGD, whose fused kernel
+        DTensor does not know.
+
+        Args:
+            loss_scaling: whether the loss is scaled dynamically.
+        """
         if self.implementation is not OptimizerImplementation.auto:
             return self.implementation
         plain = loss_scaling or self.name is OptimizerName.sgd
         return OptimizerImplementation.foreach if plain else OptimizerImplementation.fused
 
     def check(self) -> None:
-        """
+        """Check that the optimizer has what the settings change.
+
         Raises:
-            CombinationError: momentum for an optimizer that has none, or a dtype of moments for one without.
+            CombinationError: momentum with an optimizer other than SGD, or a type of moments with SGD.
         """
         if self.name is OptimizerName.sgd and self.state_dtype is not StateDtype.fp32:
             raise CombinationError(
-                f"optimizer.state_dtype={self.state_dtype.name} with optimizer=sgd: it is the type of Adam's moments; "
-                "use optimizer.state_dtype=fp32, or optimizer=adam or adamw.",
+                f"optimizer.state_dtype={self.state_dtype.name} with optimizer=sgd: this is the type of Adam's "
+                "moments; use optimizer.state_dtype=fp32, or optimizer=adam or adamw.",
                 keys=("optimizer.state_dtype", "optimizer"),
             )
         if self.name is not OptimizerName.sgd and self.momentum:
@@ -160,37 +198,49 @@ class OptimizerConfig:
 
 @dataclass
 class LrScheduleConfig:
-    """`step` multiplies by `gamma` every `step_epochs` epochs; `cosine` ends at `min_lr_ratio * lr`."""
+    """The learning rate over the steps of a trial."""
 
     name: LrScheduleName = key(LrScheduleName.constant, named_by_option=True)
+    """Shape after the warm-up."""
     warmup_steps: int = key(0, not_negative)
+    """Optimizer steps over which the rate rises linearly to `lr`."""
     min_lr_ratio: float = key(0.0, not_negative)
+    """Last rate of `cosine`, as a ratio to `lr`."""
     step_epochs: int = key(1, at_least_one)
+    """Epochs between two drops of `step`."""
     gamma: float = key(0.7, positive)
+    """Factor of each drop of `step`."""
 
 
 @dataclass
 class CheckpointConfig:
-    """`resume_from`: a checkpoint, or a folder of them, that another run left; null starts anew. `export_best`: the
-    exported model is that of the checkpoint with the least validation loss, not that of the last step."""
+    """Which state of a trial is kept, to resume it or to export its model."""
 
     mode: CheckpointMode = key(CheckpointMode["sync"])  # type: ignore[valid-type]
+    """`sync` saves checkpoints between steps, `async` in the background, `off` saves none."""
     every_epochs: int = key(1, at_least_one)
+    """Epochs between two checkpoints."""
     keep_last: int = key(1, at_least_one)
+    """Number of newest checkpoints to keep."""
     keep_best: bool = key(True)
+    """Also keep the checkpoint with the lowest validation loss."""
     resume_from: Optional[str] = key(None)
+    """Checkpoint of another run, or a folder of them, to start from; null: start from new weights."""
     any_torch_version: bool = key(False)
+    """Load a checkpoint of another minor version of PyTorch."""
     export_best: bool = key(False)
+    """Export the model with the lowest validation loss instead of the last one."""
 
     def check(self) -> None:
-        """
+        """Check that a best checkpoint is kept if it is to be exported.
+
         Raises:
-            CombinationError: the best is to be exported, and is not kept.
+            CombinationError: it is not kept.
         """
         if self.export_best and (self.mode is CheckpointMode["off"] or not self.keep_best):
             lacks = "checkpoint.mode=off" if self.mode is CheckpointMode["off"] else "checkpoint.keep_best=false"
             raise CombinationError(
-                f"checkpoint.export_best=true with {lacks}: no best checkpoint is kept that could be exported; use "
+                f"checkpoint.export_best=true with {lacks}: there is no best checkpoint to export; use "
                 "checkpoint.mode=sync and checkpoint.keep_best=true, or checkpoint.export_best=false.",
                 keys=("checkpoint.export_best", "checkpoint.mode", "checkpoint.keep_best"),
             )

@@ -25,12 +25,7 @@ from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGr
 
 @dataclass
 class TrialConfig:
-    """Everything that it takes to train one setting once.
-
-    `repeat`: which attempt at a setting it is; changes nothing else, and `-m repeat=0,1,2` trains each setting thrice.
-    `activation_checkpointing_every`: the n of `activation_checkpointing=every_n`. `compile_memory_budget`: the share of
-    activations that `compile` keeps, from 0 (as `activation_checkpointing=full`) to 1 (as it chooses itself, and null).
-    """
+    """Everything that determines the training of one setting."""
 
     sharding: ShardingConfig = group(ShardingConfig, memory=Memory.VALUE)
     precision: PrecisionConfig = group(PrecisionConfig)
@@ -43,24 +38,33 @@ class TrialConfig:
     lr_schedule: LrScheduleConfig = group(LrScheduleConfig, changes_speed=False)
     training: TrainingConfig = group(TrainingConfig)
     repeat: int = key(0, not_negative, may_differ=Between.NIGHTS, changes_speed=False)
+    """Number of this run of a setting; `-m repeat=0,1,2` runs each three times, `repeat=auto` as needed."""
     init: Init = key(Init.rank0, changes_speed=False)
+    """Where first weights are built: on rank 0, and broadcast, or each rank's shard by itself (`meta`). Same bits."""
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none, memory=Memory.VALUE)
+    """Blocks to recompute in the backward pass: none, all (`full`), every n-th, or all but the outputs of some
+    operators (`selective`)."""
     activation_checkpointing_every: int = key(2, at_least_one, memory=Memory.VALUE)
+    """The n of `activation_checkpointing=every_n`."""
     compile: bool = key(False)
+    """Compile each block with torch.compile."""
     compile_memory_budget: Optional[float] = key(None, share)
+    """Share of activations that `compile` keeps: 0 recomputes all, 1 and null leave it to the compiler."""
     checkpoint: CheckpointConfig = group(CheckpointConfig, may_differ=Between.CHECKPOINT)
     export: bool = key(True, may_differ=Between.CHECKPOINT)
+    """Export the trained model as model.pt, or as a folder for from_pretrained."""
     memory_profile: MemoryProfile = key(MemoryProfile.peaks, may_differ=Between.CHECKPOINT)
+    """Record the memory of one step: not at all, its peak by category, or a page with every change."""
 
     def check(self, num_workers: int) -> None:
-        """Refuse a trial that cannot run.
+        """Check every value and combination that determines the training.
 
         Args:
             num_workers: the number of ranks.
 
         Raises:
             ConfigError: a value that is wrong alone.
-            CombinationError: values that have no meaning together.
+            CombinationError: values that are invalid together.
         """
         check_ranges(self)
         self.model.check()
@@ -79,10 +83,11 @@ class TrialConfig:
         check_parts(self.model, self.data, self.task)
 
     def check_files(self) -> None:
-        """Refuse data or weights that are not on this machine, and data that do not fit the model.
+        """Check that data and weights are on this machine and fit each other.
 
         Raises:
-            UserError: as said.
+            UserError: a file is missing.
+            CombinationError: the data do not fit the model.
         """
         check_rows(self.model, self.data)
         check_images(self.model, self.data)
@@ -95,15 +100,17 @@ class TrialConfig:
         return [*self.model.paths(), *self.data.paths(), *self.task.paths()]
 
     def _check_selective(self) -> None:
-        """PyTorch counts the operators of a block in the forward pass and in its recomputation, and a unit inside
-        of the block gathers in the first alone."""
+        """Refuse selective checkpointing of blocks with sharding units inside.
+
+        PyTorch counts a block's operators in the forward pass and in its recomputation. A unit inside the block gathers
+        only in the first.
+        """
         granularity = self.sharding.granularity
         inside = granularity in (Granularity.per_layer, Granularity.size_based)
         if inside and self.activation_checkpointing is ActivationCheckpointing.selective:
             raise CombinationError(
-                f"sharding={granularity.name} with activation_checkpointing=selective: it cannot compute a block "
-                "again that has sharding units inside; use sharding=per_block, root or ddp, or "
-                "activation_checkpointing=full.",
+                f"sharding={granularity.name} with activation_checkpointing=selective: it cannot recompute a block "
+                "that contains sharding units; use sharding=per_block, root or ddp, or activation_checkpointing=full.",
                 keys=("sharding", "activation_checkpointing"),
             )
 
@@ -111,14 +118,14 @@ class TrialConfig:
         budget, checkpointing = self.compile_memory_budget, self.activation_checkpointing
         if budget is not None and not self.compile:
             raise CombinationError(
-                f"compile_memory_budget={budget} with compile=false: the budget is the compiler's; use compile=true, "
-                "or activation_checkpointing=selective.",
+                f"compile_memory_budget={budget} with compile=false: only the compiler uses the budget; use "
+                "compile=true, or activation_checkpointing=selective.",
                 keys=("compile_memory_budget", "compile"),
             )
         if budget is not None and checkpointing is not ActivationCheckpointing.none:
             raise CombinationError(
-                f"compile_memory_budget={budget} with activation_checkpointing={checkpointing.name}: both say what is "
-                "computed again; use activation_checkpointing=none, or compile_memory_budget=null.",
+                f"compile_memory_budget={budget} with activation_checkpointing={checkpointing.name}: both choose what "
+                "is recomputed; use activation_checkpointing=none, or compile_memory_budget=null.",
                 keys=("compile_memory_budget", "activation_checkpointing"),
             )
 
@@ -134,7 +141,7 @@ class TrialConfig:
             )
         if self.precision.loss_scaling:
             raise CombinationError(
-                "optimizer.implementation=fused with precision.loss_scaling=true: fused optimizers unscale by "
-                "themselves and cannot do that on sharded gradients; use optimizer.implementation=auto or foreach.",
+                "optimizer.implementation=fused with precision.loss_scaling=true: fused optimizers cannot unscale "
+                "sharded gradients; use optimizer.implementation=auto or foreach.",
                 keys=("optimizer.implementation", "precision.loss_scaling"),
             )

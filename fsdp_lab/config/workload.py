@@ -29,11 +29,15 @@ EXAMPLE_BATCH = "model.example_batch"  # the target of `data=example`: the batch
 
 @dataclass
 class ModelGroup:
-    """What stands under `model`: a `ModelConfig` of ours, or a `UserModel`."""
+    """The group `model`: one of our models (`ModelConfig`) or the user's (`UserModel`)."""
 
     @classmethod
     def of_plain(cls, values: dict[str, Any], prefix: str = "model.") -> ModelGroup:
-        """Return the model that plain values describe: the user's where they have a `_target_`.
+        """Return the model that plain values describe: the user's if they have a `_target_`.
+
+        Args:
+            values: key -> plain value.
+            prefix: the group's dotted path, for messages.
 
         Raises:
             ConfigError: an unknown key, or a value of another type.
@@ -41,20 +45,22 @@ class ModelGroup:
         return UserModel.of_keys(values, prefix) if "_target_" in values else from_dict(ModelConfig, values, prefix)
 
     def check(self) -> None:
-        """
+        """Check the values that are wrong alone, and sizes that do not fit each other.
+
         Raises:
-            ConfigError: a value that is wrong alone.
+            ConfigError: with the key and the remedy.
         """
         raise NotImplementedError
 
     def check_files(self) -> None:
-        """
+        """Check that the files that the model needs are on this machine.
+
         Raises:
-            UserError: files that are needed are not on this machine, or do not fit the model.
+            UserError: a file is missing or does not fit the model.
         """
 
     def vocab_size(self) -> int | None:
-        """Return how many tokens the model knows; None where it takes none, or that is not known."""
+        """Return the number of tokens that the model knows; None if it takes none, or the number is not known."""
         return None
 
     def paths(self) -> list[str]:
@@ -64,54 +70,67 @@ class ModelGroup:
 
 @dataclass
 class DataGroup:
-    """What stands under `data`: a `DataConfig` of ours, or a `UserData`."""
+    """The group `data`: one of our data sets (`DataConfig`) or the user's (`UserData`)."""
 
     @classmethod
     def of_plain(cls, values: dict[str, Any], prefix: str = "data.") -> DataGroup:
-        """As `ModelGroup.of_plain`."""
+        """Return the data set that plain values describe: the user's if they have a `_target_`.
+
+        Args:
+            values: key -> plain value.
+            prefix: the group's dotted path, for messages.
+
+        Raises:
+            ConfigError: an unknown key, or a value of another type.
+        """
         return UserData.of_keys(values, prefix) if "_target_" in values else from_dict(DataConfig, values, prefix)
 
     @property
     def name(self) -> str:
-        """What the data set is called before people."""
+        """The name of the data set, for people."""
         raise NotImplementedError
 
     @property
     def num_train(self) -> int | None:
+        """Use only the first so many training samples; None: all."""
         raise NotImplementedError
 
     @property
     def num_val(self) -> int | None:
+        """Use only the first so many validation samples; None: all."""
         raise NotImplementedError
 
     @property
     def loader_workers(self) -> int | None:
+        """Loader processes of each worker; None: see `config.machine.loader_workers_of`."""
         raise NotImplementedError
 
     @property
     def download(self) -> bool:
-        """Whether what is missing may be downloaded."""
+        """Whether missing files may be downloaded."""
         return True
 
     def check(self) -> None:
-        """
+        """Check the values that are wrong alone.
+
         Raises:
-            ConfigError: a value that is wrong alone.
+            ConfigError: with the key and the remedy.
         """
         raise NotImplementedError
 
     def missing(self) -> str | None:
-        """Say which files are not there; None when all are, or nothing is known of them."""
+        """Return a sentence that names the missing files; None if all exist, or that is not known."""
         return None
 
     def check_files(self) -> None:
-        """
+        """Check that the files that the data need are on this machine.
+
         Raises:
-            UserError: files that are needed are not on this machine.
+            UserError: a file is missing.
         """
 
     def least_vocab_size(self) -> int | None:
-        """Return how many tokens a model must know; None where that is not known."""
+        """Return the number of tokens that a model must know; None if that is not known."""
         return None
 
     def paths(self) -> list[str]:
@@ -121,21 +140,30 @@ class DataGroup:
 
 @dataclass
 class ModelConfig(ModelGroup):
-    """An image classifier. `family` is a name of the registry; `patch_size`, `num_heads` and `mlp_dim` belong to the
-    ViT family only."""
+    """An image classifier of ours. `patch_size`, `num_heads` and `mlp_dim` belong to the ViT family only."""
 
     family: str = key("vit", named_by_option=True)
+    """Architecture."""
     image_size: int = key(28, at_least_one)
+    """Height and width of an image, in pixels."""
     num_channels: int = key(1, at_least_one)
+    """Channels of an image."""
     patch_size: Optional[int] = key(7, at_least_one)
+    """Height and width of a ViT's patch; divides `image_size`."""
     num_layers: int = key(4, at_least_one)
+    """Blocks."""
     num_heads: Optional[int] = key(2, at_least_one)
+    """Attention heads of a ViT; divides `hidden_dim`."""
     hidden_dim: int = key(64, at_least_one)
+    """Width of the model."""
     mlp_dim: Optional[int] = key(128, at_least_one)
+    """Width of a ViT block's MLP."""
     num_classes: int = key(10, at_least_one)
+    """Number of classes."""
 
     def check(self) -> None:
-        """
+        """Check that the family is registered and the sizes of a ViT divide each other.
+
         Raises:
             ConfigError: the family is not registered, or a size that a ViT needs is null.
             CombinationError: sizes that do not divide each other.
@@ -145,7 +173,7 @@ class ModelConfig(ModelGroup):
             return
         for name in ("patch_size", "num_heads", "mlp_dim"):
             if getattr(self, name) is None:
-                raise ConfigError(f"model.{name}=null: a ViT needs it; give model.{name} a number.")
+                raise ConfigError(f"model.{name}=null: a ViT needs it; set model.{name} to a number.")
         assert self.patch_size and self.num_heads
         if self.image_size % self.patch_size:
             raise CombinationError(
@@ -168,21 +196,22 @@ _FASHION_MNIST_FILES = (
 
 @dataclass
 class UserModel(ModelGroup, OpenGroup):
-    """A module of the user's: `target` is called with `arguments`.
-
-    `block_classes`: paths to what `per_block` shards; null: found from the module. `flops_per_unit`: of a forward and
-    backward pass; null: counted.
-    """
+    """The user's module: `target` is called with `arguments`."""
 
     target: Optional[str] = key(None, named="_target_")
+    """Import path of your callable that returns an nn.Module."""
     arguments: dict[str, Any] = key(dict)
+    """Every other key below `model`: an argument of the callable."""
     block_classes: Optional[list[str]] = key(None)
+    """Paths to the classes that `per_block` shards; null: found from the module."""
     flops_per_unit: Optional[float] = key(None, positive)
+    """FLOPs of a forward and backward pass on one sample or token, for MFU; null: counted."""
 
     def check(self) -> None:
-        """
+        """Check the paths and arguments against the user's code.
+
         Raises:
-            ConfigError: a path that cannot be imported, or arguments that the target does not take.
+            ConfigError: a path cannot be imported, or the target does not take the arguments.
         """
         function = self.function()
         check_arguments(function, needed_target(self.target, "model"), "model", self.arguments)
@@ -194,14 +223,20 @@ class UserModel(ModelGroup, OpenGroup):
                 raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
 
     def function(self) -> Any:
-        """Return what the target names."""
+        """Return the callable that `_target_` names."""
         return import_callable(needed_target(self.target, "model"), "model._target_")
 
     def check_files(self) -> None:
+        """Check the files of a `ModelSource`; any other callable is not asked.
+
+        Raises:
+            UserError: see `ModelSource.check_files`.
+        """
         if (source := source_of(self)) is not None:
             source.check_files(**self.arguments)
 
     def vocab_size(self) -> int | None:
+        """Return the vocabulary size of a `ModelSource`, else the argument `vocab_size`; None if neither is known."""
         function = self.function()
         if isinstance(function, ModelSource):
             return function.vocab_size(**self.arguments)
@@ -209,32 +244,38 @@ class UserModel(ModelGroup, OpenGroup):
         return size if isinstance(size, int) else None
 
     def paths(self) -> list[str]:
+        """Return the dotted paths of the target, of nested targets and of the block classes."""
         inner = (str(value["_target_"]) for _, value in nested(self.arguments, "model"))
         return [path for path in (self.target, *inner, *(self.block_classes or ())) if path]
 
 
 @dataclass
 class DataConfig(DataGroup):
-    """`name` is one of the registry. `num_train`/`num_val`: use only the first so many samples; null takes all there
-    are. `loader_workers` null: 0 on a CPU; on a GPU one for each core of the worker but one, 4 at most.
-    """
+    """One of our image data sets."""
 
     name: str = key("digits", named_by_option=True, memory=Memory.VALUE)
+    """Data set."""
     root: str = key("outputs/data")
+    """Folder of the data set's files."""
     download: bool = key(True)
+    """Download files that are missing."""
     num_train: Optional[int] = key(None, at_least_one)
+    """Use only the first so many training samples; null: all."""
     num_val: Optional[int] = key(None, at_least_one)
+    """Use only the first so many validation samples; null: all."""
     loader_workers: Optional[int] = key(None, not_negative, may_differ=Between.CHECKPOINT, before_null=0)
+    """Loader processes of each worker; null: 0 on a CPU, on a GPU the worker's cores minus one, at most 4."""
 
     def check(self) -> None:
-        """
+        """Check the name of the data set.
+
         Raises:
-            ConfigError: the data set is not registered.
+            ConfigError: it is not registered.
         """
         module_of("data.name", self.name)
 
     def missing(self) -> str | None:
-        """Say which files of the data set are not in `root`; None when all are there or none are needed."""
+        """Return a sentence that names the files missing in `root`; None if all exist or none are needed."""
         if self.name != "fashion_mnist":
             return None
         folder = Path(self.root).absolute() / "FashionMNIST" / "raw"
@@ -242,36 +283,43 @@ class DataConfig(DataGroup):
         if not missing:
             return None
         return (
-            f"data.root={self.root}: looked for Fashion-MNIST in {folder} and did not find {', '.join(missing)}; "
-            "point data.root at the folder that holds FashionMNIST/raw, allow data.download=true where there is "
-            "internet, or use data=digits, which needs no files."
+            f"data.root={self.root}: {folder} lacks Fashion-MNIST's {', '.join(missing)}; set data.root to the folder "
+            "that holds FashionMNIST/raw, set data.download=true with internet access, or use data=digits, which "
+            "needs no files."
         )
 
 
 @dataclass
 class UserData(DataGroup, OpenGroup):
-    """A data set of the user's: `target` is called with `arguments` and `split="train"`, then `split="val"`.
+    """The user's data set: `target` is called with `arguments` and `split="train"`, then `split="val"`.
 
-    `collate_fn`: a path to what makes a batch of a list of items; null: PyTorch's `default_collate`. The other keys are
-    as in `DataConfig`. Where the target has a static method `check_files(**arguments)`, an error that it raises is told
-    before Ray starts; `least_vocab_size(**arguments)` says how many tokens a model must know.
+    The target may have two static methods. An error that `check_files(**arguments)` raises is reported before Ray
+    starts; `least_vocab_size(**arguments)` returns the number of tokens that a model must know.
     """
 
     target: Optional[str] = key(None, named="_target_", memory=Memory.VALUE)
+    """Import path of your callable that returns a map-style data set."""
     arguments: dict[str, Any] = key(dict, memory=Memory.VALUE)
+    """Every other key below `data`: an argument of the callable."""
     collate_fn: Optional[str] = key(None, memory=Memory.VALUE)
+    """Import path of a function that makes a batch from a list of items; null: PyTorch's default_collate."""
     num_train: Optional[int] = key(None, at_least_one)
+    """Use only the first so many training samples; null: all."""
     num_val: Optional[int] = key(None, at_least_one)
+    """Use only the first so many validation samples; null: all."""
     loader_workers: Optional[int] = key(None, not_negative, may_differ=Between.CHECKPOINT)
+    """As for our data."""
 
     @property
     def name(self) -> str:
+        """The dotted path of the target; "" without one."""
         return self.target or ""
 
     def check(self) -> None:
-        """
+        """Check the paths and arguments against the user's code.
+
         Raises:
-            ConfigError: a path that cannot be imported, or arguments that the target does not take.
+            ConfigError: a path cannot be imported, or the target does not take the arguments.
         """
         target = needed_target(self.target, "data")
         if target != EXAMPLE_BATCH:
@@ -282,6 +330,11 @@ class UserData(DataGroup, OpenGroup):
             import_callable(self.collate_fn, "data.collate_fn")
 
     def check_files(self) -> None:
+        """Call the target's `check_files`, if it has one.
+
+        Raises:
+            UserError: it raised an error.
+        """
         target = needed_target(self.target, "data")
         if target == EXAMPLE_BATCH or not hasattr(function := import_callable(target, "data._target_"), "check_files"):
             return
@@ -293,27 +346,29 @@ class UserData(DataGroup, OpenGroup):
             raise UserError(f"data._target_={target}: {type(error).__name__}: {error}") from error
 
     def least_vocab_size(self) -> int | None:
+        """Return what the target's `least_vocab_size` returns; None without one."""
         target = needed_target(self.target, "data")
         function = None if target == EXAMPLE_BATCH else import_callable(target, "data._target_")
         ask = getattr(function, "least_vocab_size", None)
         return None if ask is None else ask(**instantiate(self.arguments, "data"))
 
     def paths(self) -> list[str]:
+        """Return the dotted paths of the target, of nested targets and of `collate_fn`."""
         inner = (str(value["_target_"]) for _, value in nested(self.arguments, "data"))
         return [path for path in (self.target, *inner, self.collate_fn) if path and path != EXAMPLE_BATCH]
 
 
 def source_of(model: ModelGroup) -> ModelSource | None:
-    """Return what a model's target names where that is a `ModelSource`."""
+    """Return the `ModelSource` that a model's target names; None for any other model."""
     function = model.function() if isinstance(model, UserModel) and model.target else None
     return function if isinstance(function, ModelSource) else None
 
 
 def known_vocab_size(values: dict[str, Any]) -> int | None:
-    """Return how many tokens a model knows whose configuration is in a file; None for others.
+    """Return the number of tokens that a model knows whose configuration is in a file; None for other models.
 
     Args:
-        values: what stands under `model`.
+        values: the values of the group `model`.
 
     Raises:
         UserError: the file cannot be read.
@@ -323,39 +378,46 @@ def known_vocab_size(values: dict[str, Any]) -> int | None:
 
 
 def needed_target(target: str | None, group: str) -> str:
-    """
+    """Return the target of a group.
+
+    Args:
+        target: of the group; None: not given.
+        group: `model` or `data`, for the message.
+
     Raises:
-        ConfigError: there is none.
+        ConfigError: the target is None.
     """
     if target is None:
-        raise ConfigError(f"{group}=custom: {group}._target_ names nothing; give it as package.module.name.")
+        raise ConfigError(f"{group}=custom: {group}._target_ is not set; write package.module.name.")
     return target
 
 
 def _is_unit(value: str) -> str | None:
+    """Take `samples` or `tokens`."""
     return None if value in ("samples", "tokens") else "is not a unit; use samples or tokens"
 
 
 @dataclass
 class TaskConfig:
-    """What a model learns from a batch. `name` is one of the registry.
-
-    For `custom`: `loss` is a path to `f(model, batch)`, which returns the mean loss, a scalar; `metrics` one to
-    `f(model, batch)`, which returns `{name: (sum, count)}` in validation. `unit`: what is counted; null: the task's.
-    `loss_chunks`: for `language`, in how many parts of the sequence a model computes the loss by itself.
-    """
+    """The task that a model learns from a batch."""
 
     name: str = key("classification", named_by_option=True, memory=Memory.VALUE)
+    """Task."""
     loss: Optional[str] = key(None, memory=Memory.VALUE)
+    """For `custom`: path to `f(model, batch)` that returns the mean loss, a scalar."""
     metrics: Optional[str] = key(None)
+    """For `custom`: path to `f(model, batch)` that returns `{name: (sum, count)}` in validation."""
     unit: Optional[str] = key(None, _is_unit)
+    """What speed counts: `samples` or `tokens`; null: the task's own."""
     loss_chunks: int = key(1, at_least_one, memory=Memory.VALUE)
+    """For `language`: compute the loss in so many parts of the sequence, which hold fewer logits at once."""
 
     def check(self) -> None:
-        """
+        """Check the name, the loss and the metrics of the task.
+
         Raises:
             ConfigError: the task is not registered, or a path cannot be imported.
-            CombinationError: a loss for a task that has one, or none for one that needs it.
+            CombinationError: `loss` is given to a task that has its own, or missing in one that needs it.
         """
         module_of("task.name", self.name)
         if (self.name == "custom") != (self.loss is not None):
@@ -375,4 +437,5 @@ class TaskConfig:
                 check_loss(path, f"task.{name}")
 
     def paths(self) -> list[str]:
+        """Return the dotted paths of the loss and the metrics."""
         return [path for path in (self.loss, self.metrics) if path]

@@ -1,4 +1,4 @@
-"""What is made of workers that fail: whether another attempt may go better, and what the trial's folder says of it."""
+"""Attempts of a trial whose workers fail: whether another may succeed, and what the trial's folder records."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_lab.engine.cluster import remove_places
-from fsdp_lab.engine.files import read_failures, read_progress, set_aside_failures
+from fsdp_lab.engine.cluster import release_placement_group
 from fsdp_lab.engine.nodes import dead_node_of
 from fsdp_lab.engine.ray_private import failed_to_be_placed
+from fsdp_lab.engine.trial_files import read_failures, read_progress, set_aside_failures
 from fsdp_lab.engine.worker import write_failure
 from fsdp_lab.storage import StorageAway, StorageRefused
 
@@ -23,8 +23,9 @@ class Attempts:
     """The attempts of one trial. Plain calls, whoever runs Ray Train's controller.
 
     Args:
+        folder: the trial's.
         begins: called when the workers of an attempt are about to start.
-        receive: has in the folder what the workers have put elsewhere; may raise OSError.
+        receive: brings into the folder the files that workers have put elsewhere; may raise OSError.
     """
 
     def __init__(self, folder: Path, begins: Callable[[], None], receive: Callable[[], None] = lambda: None) -> None:
@@ -32,15 +33,16 @@ class Attempts:
         self._kernel_kills_before = _kernel_kills()
 
     def begin(self) -> None:
-        """The workers of an attempt are about to start: what those before still hold is freed."""
-        remove_places(self.folder)
+        """Prepare for the workers of an attempt: free what those before still hold."""
+        release_placement_group(self.folder)
         self._begins()
 
     def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]] = lambda wait_s: {}) -> bool:
-        """Whether it would go wrong again; the ranks that ended without a word are written down.
+        """Return whether another attempt would fail too. Records the ranks that ended without a failure of their own.
 
         Args:
-            poll: waits so many seconds and gives the errors of the workers that are there yet, by rank.
+            error: Ray Train's.
+            poll: waits so many seconds and returns the errors of the workers that still exist, by rank.
         """
         with suppress(OSError):
             self._receive()
@@ -57,19 +59,22 @@ class Attempts:
         return bool(failures and failures[0]["kind"] in _FINAL) or failed_to_be_placed(error)
 
     def retry(self) -> None:
-        """Another attempt follows."""
+        """Prepare for another attempt."""
         set_aside_failures(self.folder)
 
     def stop(self) -> None:
         """End the workers, and the attempt with them."""
-        remove_places(self.folder)
+        release_placement_group(self.folder)
 
     def _note_deaths(self, errors: dict[int, Exception]) -> None:
         note_deaths(self.folder, errors, self._kernel_kills_before)
 
 
 def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kills_before: int) -> None:
-    """Write down the ranks that ended without a word: killed by a person, by Ray for want of memory, by the kernel."""
+    """Record the ranks that ended without a failure of their own.
+
+    They were killed by a person, by Ray for lack of memory, or by the kernel.
+    """
     for rank, error in worker_failures.items():
         if (folder / "failures" / f"rank{rank}.json").exists():
             continue
@@ -83,15 +88,15 @@ def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kill
         node = dead_node_of(folder, rank)
         by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
         out_of_memory = by_ray or (node is None and _kernel_kills() > kernel_kills_before)
-        why = "its process was killed for want of host memory"
+        why = "its process was killed: the host is out of memory"
         if not out_of_memory:
-            why = f"its node {node} went down" if node else "its process ended without a word, as one that is killed"
+            why = f"its node {node} went down" if node else "its process ended without an error, as if killed"
         text = "".join(traceback.format_exception(error))
         write_failure(folder, rank, "oom" if out_of_memory else "killed", f"{where}: {why}", text)
 
 
 def _kernel_kills() -> int:
-    """How often the kernel has killed for want of memory; a machine that does not count says 0."""
+    """Return how many processes the kernel has killed for lack of memory; 0 on a machine that does not count."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,4 +1,4 @@
-"""Starting or reaching Ray, and what it can hold."""
+"""Starting or reaching Ray, and the cluster's capacity."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.ray_job import is_rays_copy
-from fsdp_lab.engine.ray_token import check_token, is_refusal, sends_token, set_own_token, wrong_token
+from fsdp_lab.engine.ray_token import check_token, is_refusal, set_own_token, wrong_token
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
 from fsdp_lab.engine.session import claim_session, keep_session
 
@@ -32,7 +33,7 @@ ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "60",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # nobody reads Tune's snapshots, which hold every trial
     "TUNE_WARN_SLOW_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "60",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -42,6 +43,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which writes every printed line into a worker's log twice
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 lets whatever else the machine does go first: speeds would be lower
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "30",  # for a stopped trial to let go of its workers, before the next
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the driver has its own
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a metric that a trial cannot have stops no sweep
@@ -55,7 +57,7 @@ _own_folders: list[Path] = []  # what it writes in the folder for temporary file
 
 @dataclass(frozen=True)
 class Resources:
-    """What one trial's workers take together, and what the cluster has in all."""
+    """The resources of one trial's workers together, and of the whole cluster."""
 
     needed: dict[str, float]
     total: dict[str, float]
@@ -67,21 +69,24 @@ class Resources:
 
 
 def set_environment() -> None:
-    """Ray's settings, where the user has not set them."""
+    """Set Ray's environment variables that the user has not set."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
-    """Start Ray on this machine, or reach the one at `cluster.address`.
+    """Start Ray on this machine, or connect to the cluster at `cluster.address`. Does nothing if connected.
 
     Args:
-        code: dotted paths to code of the user's, which a cluster's nodes get a copy of. Processes on this machine
-            import it from where it is.
+        cluster: its address, and how long to wait.
+        code: dotted paths to the user's code, which is copied to a cluster's nodes. Processes on this machine import it
+            from its place.
 
     Raises:
-        UserError: no Ray answers at the address, or not to this process's token.
+        UserError: no Ray answers at the address, or it refuses this process's token.
     """
+    if cluster.address is not None and _is_connected():
+        return
     set_environment()
     if cluster.address is None:
         # Ray's servers listen on every interface unless the node's address is the loopback; it takes that
@@ -90,9 +95,9 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         set_own_token()
     else:
         check_token(cluster.address)
-        probe(cluster.address)
-        if sends_token():  # else Ray asks once a second, twenty times, also one that answers and refuses the token
-            os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
+        probe(cluster.address, cluster.wait_timeout_s if cluster.job.nodes > 1 else 0.0)
+        # else Ray asks once a second, twenty times, also one that answers and refuses the token, or wants one
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -114,20 +119,49 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             refused = is_refusal(printed() + str(error))
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
+    wait_for_nodes(cluster)
+
+
+def wait_for_nodes(cluster: ClusterConfig) -> None:
+    """Wait until the cluster has the nodes that its job takes, which join one by one.
+
+    Raises:
+        UserError: not within `cluster.wait_timeout_s`.
+    """
+    import ray
+
+    end = time.monotonic() + cluster.wait_timeout_s
+    while (there := sum(node["Alive"] for node in ray.nodes())) < cluster.job.nodes:
+        if time.monotonic() > end:
+            raise UserError(
+                f"cluster.address={cluster.address}: {there} of cluster.job.nodes={cluster.job.nodes} nodes joined "
+                f"within cluster.wait_timeout_s={cluster.wait_timeout_s:g}; the logs of the others say why they did "
+                "not."
+            )
+        time.sleep(0.5)
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
-    """Return the runtime environment that brings the packages of dotted paths to every node; None where there are none:
-    with one, workers that Ray has started in advance are of no use. What came with a job is on every node already."""
-    found = {root for path in code if (root := user_root(path)) is not None}
-    roots = sorted(str(root) for root in found if not is_rays_copy(root))
+    """Return the runtime environment that brings the packages of dotted paths to every node; None for no packages.
+
+    With one, Ray cannot use workers that it started in advance. Files of a Ray job are on every node already.
+    """
+    user_roots = {root for path in code if (root := user_root(path)) is not None}
+    roots = sorted(str(root) for root in user_roots if not is_rays_copy(root))
     return {"py_modules": roots} if roots else None
 
 
 @contextmanager
 def kept_stderr() -> Iterator[Callable[[], str]]:
-    """Hold back what this process prints to its standard error, native code included: it is printed at the end, or
-    left out where the block raises. Gives what was printed so far."""
+    """Hold back this process's standard error, native code included. Yields a function that returns the output so far.
+
+    The output is printed at the end, or dropped if the block raises.
+    """
     sys.stderr.flush()
     shown = os.dup(2)
     with tempfile.TemporaryFile() as kept:
@@ -149,31 +183,43 @@ def kept_stderr() -> Iterator[Callable[[], str]]:
             os.close(shown)
 
 
-def probe(address: str) -> None:
-    """Knock at `host:port`: Ray itself would try for minutes.
+def probe(address: str, seconds: float = 0.0) -> None:
+    """Connect to `host:port` once, because Ray itself would try for minutes.
+
+    Args:
+        address: of the cluster; one without a port is not probed.
+        seconds: how long it may take to start.
 
     Raises:
-        UserError: nobody opens.
+        UserError: nothing listens there.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return  # `auto`, for which Ray looks on this machine, and whatever else it understands
-    try:
-        socket.create_connection((host, int(port)), _PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        raise no_ray(address, error) from error
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), _PROBE_TIMEOUT_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise no_ray(address, error) from error
+        time.sleep(0.5)
 
 
 def no_ray(address: str, error: Exception) -> UserError:
+    """Return the error for an address at which no Ray answers."""
     return UserError(
-        f"cluster.address={address}: no Ray answers there ({str(error).splitlines()[0]}); start one with "
-        "`ray start --head`, or leave cluster.address=null to have it started here."
+        f"cluster.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one with `ray "
+        "start --head`, or use cluster.address=null to start one here."
     )
 
 
 def stop_ray() -> None:
-    """Leave Ray; a Ray that was started here ends with all its processes and temporary files. Where one of its servers
-    has ended by itself the files stay: its logs may say why."""
+    """Disconnect from Ray. A Ray that was started here ends with all its processes and temporary files.
+
+    If one of its servers had ended by itself the files stay, because its logs may contain the reason.
+    """
     lost = lost_server()
     _servers.clear()
     shutdown = getattr(sys.modules.get("ray"), "shutdown", None)
@@ -193,8 +239,10 @@ _adopting = False
 
 
 def adopt_orphans() -> None:
-    """Let what Ray's servers leave behind become children of this process, which can then end them: Ray does not know
-    its agents yet when it is interrupted in its start, and forgets them when its servers are killed."""
+    """Make orphans of Ray's servers children of this process, which can then end them.
+
+    Ray does not know its agents yet when it is interrupted in its start, and forgets them when its servers are killed.
+    """
     global _adopting
     if sys.platform == "linux":
         pr_set_child_subreaper = 36  # linux/prctl.h
@@ -202,7 +250,7 @@ def adopt_orphans() -> None:
 
 
 def end_descendants() -> None:
-    """End what is left of a Ray that was started here: with it, everything below this process."""
+    """End what is left of a Ray that was started here: all descendants of this process."""
     if not _adopting:
         return
     # Python's own keeper of semaphores ends with this process; ended before, another one is started and complains
@@ -223,12 +271,12 @@ def _keeps_semaphores(process: psutil.Process) -> bool:
 
 
 def lost_server() -> str | None:
-    """The server of a Ray that was started here that has ended by itself, by its name; None where all is well."""
+    """Return the name of a server that has ended by itself, of a Ray that was started here; None if all run."""
     return next((name for name, server in _servers.items() if has_ended(server)), None)
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """A zombie has ended too."""
+    """Return whether a process has ended; a zombie has."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -236,14 +284,14 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def num_gpus() -> int:
-    """GPUs of the whole cluster."""
+    """Return the number of GPUs of the whole cluster."""
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0))
 
 
 def resolve_num_workers(cluster: ClusterConfig) -> int:
-    """What `cluster.num_workers` stands for: null is the GPUs of a node, or 2 where there are none."""
+    """Return the number of ranks that `cluster.num_workers` stands for; null is a node's GPUs, or 2 without GPUs."""
     if cluster.num_workers is not None:
         return cluster.num_workers
     if cluster.address is None:
@@ -254,7 +302,7 @@ def resolve_num_workers(cluster: ClusterConfig) -> int:
 
 
 def resolve_cpus_per_worker(cluster: ClusterConfig) -> float:
-    """What `cluster.cpus_per_worker` stands for in the cluster that is there."""
+    """Return the CPUs that `cluster.cpus_per_worker` stands for in the connected cluster."""
     if cluster.cpus_per_worker is not None:
         return cluster.cpus_per_worker
     import ray
@@ -263,9 +311,9 @@ def resolve_cpus_per_worker(cluster: ClusterConfig) -> float:
 
 
 def cpus_per_worker_on(nodes: list[dict[str, Any]]) -> float:
-    """The default on these nodes of `ray.nodes()`: what the GPU node with the fewest cores a GPU can give to each.
+    """Return the default on these nodes of `ray.nodes()`: the cores per GPU of the GPU node with the fewest.
 
-    Where any node has GPUs, the nodes without get no workers.
+    If any node has GPUs, nodes without get no workers.
     """
     resources = [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
     shares = [hardware.default_cpus_per_worker(r.get("CPU", 0), int(r["GPU"])) for r in resources]
@@ -276,15 +324,15 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
     """Compare what a trial needs with all that the cluster has.
 
     Raises:
-        ConfigError: it can never be had; both numbers and what to change.
+        ConfigError: the cluster can never hold it; the message has both numbers and the remedy.
     """
     import ray
 
     nodes = sum(node["Alive"] for node in ray.nodes())
     if nodes > 1 and cluster.storage_path is None:
         raise ConfigError(
-            f"cluster.storage_path=null: the cluster has {nodes} nodes, and a trial's workers write into one folder; "
-            "set cluster.storage_path to a folder that all of them mount, or to s3://bucket/prefix."
+            f"cluster.storage_path=null: the cluster has {nodes} nodes, and all workers of a trial write into one "
+            "folder; set cluster.storage_path to a folder that all of them mount, or to s3://bucket/prefix."
         )
     num_workers = resolve_num_workers(cluster)
     total = ray.cluster_resources()
@@ -304,9 +352,15 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
 
 
 def check_one_node(cluster: ClusterConfig, needed: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> None:
-    """
+    """Check that a node can hold all workers, if the placement is strict_pack.
+
+    Args:
+        cluster: with the placement.
+        needed: resources of a trial's workers.
+        nodes: `ray.nodes()`.
+
     Raises:
-        ConfigError: with `cluster.placement=strict_pack`, no node of `ray.nodes()` holds a trial's workers.
+        ConfigError: no node can.
     """
     if cluster.placement is not Placement.strict_pack:
         return
@@ -320,20 +374,20 @@ def check_one_node(cluster: ClusterConfig, needed: Mapping[str, float], nodes: S
 
 
 def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:
-    """Of one worker."""
+    """Return the resources of one worker, by Ray's names."""
     return {"CPU": cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
 
 
-def remove_places(folder: Path) -> None:
-    """Free what the trial in a folder holds: its workers are killed, and their resources are there for others.
+def release_placement_group(folder: Path) -> None:
+    """Free the resources of the trial in a folder: kill its workers and remove their placement groups.
 
-    Ray does not do it by itself where the trial's process was killed, or stopped by a scheduler.
+    Ray does not do that by itself if the trial's process was killed, or stopped by a scheduler.
     """
     from ray import PlacementGroupID
     from ray.util import placement_group_table, remove_placement_group
     from ray.util.placement_group import PlacementGroup
 
-    (mark,) = places_mark(folder).items()
+    (mark,) = placement_group_mark(folder).items()
     for number, group in placement_group_table().items():
         ours = group["name"].rpartition("#")[0] == str(folder)
         marked = any(mark in bundle.items() for bundle in group["bundles"].values())
@@ -341,14 +395,16 @@ def remove_places(folder: Path) -> None:
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
 
 
-def places_mark(folder: Path) -> dict[str, float]:
-    """A resource of the workers of the trial in a folder by which their places are known, where they have no name: up
-    to one MiB of the memory that Ray counts, of which it has thousands."""
+def placement_group_mark(folder: Path) -> dict[str, float]:
+    """Return a resource that identifies the workers of the trial in a folder, if their placement group has no name.
+
+    It is up to one MiB of the memory that Ray counts, of which there are thousands.
+    """
     return {"memory": float(1 + zlib.crc32(str(folder).encode()) % 2**20)}
 
 
 def driver_node() -> dict[str, float]:
-    """A resource that only the driver's node has, where there are others: a trial's own process needs its disk."""
+    """Return a resource that only the driver's node has, if there are others: a trial's own process needs its disk."""
     import ray
 
     name = f"node:{ray.util.get_node_ip_address()}"
@@ -356,21 +412,21 @@ def driver_node() -> dict[str, float]:
 
 
 def unmet_request() -> bool:
-    """Whether somebody's workers wait to be placed: the cluster is full."""
+    """Return whether any workers wait to be placed: the cluster is full."""
     from ray.util import placement_group_table
 
     return any(group["state"] in ("PENDING", "RESCHEDULING") for group in placement_group_table().values())
 
 
 def total_resources() -> dict[str, float]:
-    """What the nodes that are there have together."""
+    """Return the resources of all living nodes together."""
     import ray
 
     return dict(ray.cluster_resources())
 
 
 def free_resources() -> dict[str, float]:
-    """What is not in use now."""
+    """Return the resources that are not in use."""
     import ray
 
     return ray.available_resources()

@@ -1,4 +1,4 @@
-"""A trial in this very process, without Ray: for a debugger, and for trials that take less than a process."""
+"""A trial in this very process, for a debugger: one worker, without Ray."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.engine.files import Outcome, read_failures, set_aside_failures, write_outcome
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.mirror import Sender
+from fsdp_lab.engine.trial_files import Outcome, read_failures, set_aside_failures, write_outcome
 from fsdp_lab.engine.why import first_line
 from fsdp_lab.engine.worker import FolderReporter, refuse_unseen_gpus, train_and_record, unseen_gpu
 from fsdp_lab.hardware import num_gpus
@@ -19,21 +19,28 @@ from fsdp_lab.storage import Storage
 
 
 class InlineReporter(FolderReporter):
+    """Writes into the trial's folder, and calls `on_epoch` after each epoch."""
+
     def __init__(self, folder: Path, data_name: str, on_epoch: Callable[[], None]) -> None:
         super().__init__(folder, 0, data_name)
         self.on_epoch = on_epoch
 
     def wake(self, epoch: float) -> None:
+        """Call `on_epoch`."""
         self.on_epoch()
 
 
 def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], storage: str | None = None) -> None:
-    """Train with one worker; leaves `outcome.json`, as a trial in processes of its own does. There is no second
-    attempt, and nobody who ends a trial that hangs.
+    """Train with one worker, and write `outcome.json` as a trial in separate processes does.
+
+    There is no second attempt, and nothing ends a trial that hangs.
 
     Args:
-        on_epoch: called when the folder has the metrics of one more epoch.
-        storage: the address of the trial's place in object storage, which gets its checkpoints and files too.
+        config: the trial.
+        folder: the trial's.
+        on_epoch: called when the folder has the metrics of another epoch.
+        storage: the trial's address in object storage, which also gets its checkpoints and files; None: only the
+            folder.
     """
     begun = time.time()
     set_aside_failures(folder)  # of a start before this one
@@ -42,12 +49,12 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
             refuse_unseen_gpus(folder, [unseen_gpu(0)])
         sender = Sender(Storage(storage), folder) if storage else None
 
-        def told() -> None:
+        def on_report() -> None:
             if sender:
                 sender.send()
             on_epoch()
 
-        reporter = InlineReporter(folder, config.data.name, told)
+        reporter = InlineReporter(folder, config.data.name, on_report)
         try:
             train_and_record(config, folder, 0, reporter, has_log=False, storage=storage)
         finally:

@@ -16,8 +16,12 @@ from typing import Any
 from fsdp_lab.config.sweep import Placement
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts
-from fsdp_lab.engine.cluster import places_mark, remove_places, set_environment, worker_resources
-from fsdp_lab.engine.files import (
+from fsdp_lab.engine.cluster import placement_group_mark, release_placement_group, set_environment, worker_resources
+from fsdp_lab.engine.mirror import Receiver
+from fsdp_lab.engine.nodes import own_node, write_rank_nodes
+from fsdp_lab.engine.rendezvous import meet, meeting_folder
+from fsdp_lab.engine.stacks import find_stuck
+from fsdp_lab.engine.trial_files import (
     Outcome,
     read_failures,
     read_metrics,
@@ -27,10 +31,6 @@ from fsdp_lab.engine.files import (
     wait_until_alone,
     write_outcome,
 )
-from fsdp_lab.engine.mirror import Receiver
-from fsdp_lab.engine.nodes import keep_places, own_place
-from fsdp_lab.engine.rendezvous import meet, meeting_folder
-from fsdp_lab.engine.stacks import find_stuck
 from fsdp_lab.engine.why import report_of, why
 from fsdp_lab.engine.worker import refuse_unseen_gpus, train_worker, unseen_gpu, write_failure
 from fsdp_lab.status import TrialStatus
@@ -44,15 +44,23 @@ _START = "its start"
 
 @dataclass(frozen=True)
 class Job:
-    """What a trial's processes are given. Plain values only: it crosses process borders.
+    """The input of a trial's processes. Plain values only: it crosses process boundaries.
 
-    `config` is `to_dict` of a `TrialConfig`; `num_workers` and `cpus_per_worker` are what the keys of these names stand
-    for; `folder` is seen by every node, or, with `storage`, the address of the trial's place in object storage, by the
-    driver's alone; `launched_in` is where the command was typed, so that relative paths mean the
-    same in every process. `timeout_s` (None: never), `wait_timeout_s` and `max_failures` are `trial_timeout_s` and the
-    `cluster` keys of these names. `ray_is_ours`: the driver started Ray, and it ends with the driver.
-    `nodes`: ids of those that the sweep has seen alive. `placement`: a name of `Placement`, of places that hold
-    `workers_per_place` workers, each on one node.
+    Attributes:
+        config: `to_dict` of a `TrialConfig`.
+        folder: the trial's. Every node sees it, or, with `storage`, only the driver's.
+        num_workers: the resolved `cluster.num_workers`.
+        cpus_per_worker: the resolved `cluster.cpus_per_worker`.
+        use_gpu: a GPU for each worker.
+        launched_in: the working directory of the command, so that relative paths mean the same in every process.
+        timeout_s: `trial_timeout_s`; None: never.
+        wait_timeout_s: `cluster.wait_timeout_s`.
+        max_failures: `cluster.max_failures`.
+        ray_is_ours: the driver started Ray, which ends with the driver.
+        storage: the trial's address in object storage; None: the folder is shared.
+        nodes: ids of the nodes that the sweep has seen alive.
+        placement: a name of `Placement`.
+        workers_per_node: workers of one bundle of the placement group, which are on one node.
     """
 
     config: dict[str, Any]
@@ -68,7 +76,7 @@ class Job:
     storage: str | None = None
     nodes: Sequence[str] = ()
     placement: str = Placement.pack.name
-    workers_per_place: int = 1
+    workers_per_node: int = 1
 
     @property
     def each(self) -> dict[str, float]:
@@ -76,24 +84,26 @@ class Job:
         return worker_resources(self.cpus_per_worker, self.use_gpu)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the job as plain values."""
         return asdict(self)
 
 
 def trial_function(config: dict[str, Any]) -> None:
-    """What Ray Tune calls: one trial, by its job. Tune ends it from within a report, by SystemExit."""
+    """Run one trial by its job: the function of Ray Tune. Tune ends it from within a report, by SystemExit."""
     from ray import tune
 
     run_job(Job(**json.loads(config["job"])), tune.report)
 
 
 def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
-    """Train to the end, restarts included; leaves `outcome.json` in the trial's folder, whatever happens.
+    """Train to the end, including restarts, and write `outcome.json` in the trial's folder, whatever happens.
 
-    Only a disk that is full or away, or a folder that was removed, keeps it from that: the driver finds no outcome,
-    and looks at the disk.
+    If the disk is full or missing, or the folder was removed, the driver finds no outcome and looks at the disk.
 
     Args:
-        report: given `{"epoch": n}` when the folder has the metrics of one more; not called after it has raised.
+        job: the trial.
+        report: gets `{"epoch": n}` when the folder has the metrics of another epoch; not called again after it has
+            raised.
     """
     folder, begun = Path(job.folder), time.monotonic()
     if not folder.is_dir():  # removed while the trial waited for its place; Ray Train would make it again
@@ -115,7 +125,7 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
 
 
 def outcome_of(failures: list[dict[str, Any]]) -> Outcome:
-    """What the failures of a trial, the cause first, make of it."""
+    """Return the outcome that follows from the failures of a trial, the cause first."""
     if not failures:
         return Outcome(TrialStatus.finished)
     kind = failures[0]["kind"]
@@ -124,11 +134,13 @@ def outcome_of(failures: list[dict[str, Any]]) -> Outcome:
 
 @contextmanager
 def receiving(job: Job) -> Iterator[Receiver | None]:
-    """Get what the workers put into object storage, and at the end all that they have put; None where they write into
-    the trial's folder.
+    """Receive the files that workers put into object storage, and at the end all of them.
+
+    Yields None if workers write into the trial's folder.
 
     Raises:
-        StorageRefused, StorageAway: see there.
+        StorageRefused: see there.
+        StorageAway: see there.
     """
     if job.storage is None:
         yield None
@@ -151,19 +163,20 @@ def fit(
     begins: Callable[[], None] = lambda: None,
     receiver: Receiver | None = None,
 ) -> None:
-    """Train with Ray Train and wait for it. However this is left, the workers and their places are gone afterwards.
+    """Train with Ray Train and wait for it. However this ends, the workers and their placement groups are removed.
 
-    Ray Train's controller runs here, in Tune's own process, and not in one more: it would import all of Ray Train
-    anew for each trial. That takes private names; a Ray without them has its controller where it wants it.
+    Ray Train's controller runs in this process, Tune's own, because another process would import all of Ray Train anew
+    for each trial. That needs private names; without them Ray's own controller is used.
 
     Args:
-        report: given `{"epoch": n}` when the folder has the metrics of one more.
+        job: the trial.
+        report: gets `{"epoch": n}` when the folder has the metrics of another epoch.
         begins: called when the workers of an attempt are about to start.
-        receiver: of what the workers put into object storage.
+        receiver: of the files that workers put into object storage; None: they use the folder.
 
     Raises:
-        ray.train.TrainingFailedError: workers failed more than `cluster.max_failures` times, or could not be
-            placed within `cluster.wait_timeout_s`.
+        ray.train.TrainingFailedError: workers failed more than `cluster.max_failures` times, or could not be placed
+            within `cluster.wait_timeout_s`.
     """
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(job.wait_timeout_s)
     set_environment()
@@ -181,15 +194,18 @@ def fit(
                 fit_by_ray(job, received, attempts, meeting)
             else:
                 settings = trainer_settings(job, meeting, job.max_failures, [reporting(received)])
-                ray_private.fit_here(settings, job.folder, attempts, job.workers_per_place, job.ray_is_ours)
+                ray_private.fit_here(settings, job.folder, attempts, job.workers_per_node, job.ray_is_ours)
     except BaseException:  # Tune ends a trial by SystemExit
         attempts.stop()  # Ray forgets workers that started and then could not make their process group
         raise
 
 
 def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: Attempts, meeting: str) -> None:
-    """As `fit`, by what Ray Train promises: its controller is a process of its own, new for each attempt, so that the
-    rules for another one are ours. What the workers report is read from the trial's folder."""
+    """Train as `fit` does, by Ray Train's public interface only.
+
+    Its controller is a separate process for each attempt, so the rules for another attempt are applied here. Reports of
+    the workers are read from the trial's folder.
+    """
     from ray.train import TrainingFailedError
     from ray.train.torch import TorchTrainer
 
@@ -197,7 +213,7 @@ def fit_by_ray(job: Job, report: Callable[[dict[str, float]], None], attempts: A
     reports = NewReports(folder)
     while True:
         attempts.begin()
-        done = in_background(TorchTrainer(**trainer_settings(job, meeting, marks=places_mark(folder))).fit)
+        done = in_background(TorchTrainer(**trainer_settings(job, meeting, marks=placement_group_mark(folder))).fit)
         while not wait([done], _LOOK_S).done:
             reports.pass_on(report)
         reports.pass_on(report)
@@ -219,12 +235,14 @@ def trainer_settings(
     callbacks: Sequence[Any] = (),
     marks: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of a `TorchTrainer`.
+    """Return the arguments of a `TorchTrainer`.
 
     Args:
-        meeting: a folder of this machine's for workers that are all on it.
-        max_failures: what Ray itself tries again.
-        marks: resources of a worker that only tell whose it is.
+        job: the trial.
+        meeting: a folder on this machine for workers that are all on it.
+        max_failures: attempts that Ray itself repeats.
+        callbacks: of the controller.
+        marks: resources of a worker that only identify its trial.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
@@ -251,20 +269,22 @@ def trainer_settings(
 
 
 def torch_config(job: Job, meeting: str) -> Any:
-    """Ray's, with a look at the GPUs first: without one NCCL fails there, before our code on the workers is called.
-    And with our own meeting of the ranks: see `rendezvous.py`."""
+    """Return Ray's configuration of PyTorch, with our check of the GPUs and our meeting of the ranks (`rendezvous.py`).
+
+    The check comes first: without a GPU NCCL fails before our code on the workers is called.
+    """
     import ray
     from ray.train.torch import TorchConfig
 
-    here = own_place()["node"]
+    here = own_node()["node"]
 
     class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             if job.use_gpu:
                 ranks = range(len(worker_group))
-                found = ray.get([worker_group.execute_single_async(rank, unseen_gpu, rank) for rank in ranks])
-                refuse_unseen_gpus(Path(job.folder), found)
-            nodes = keep_places(Path(job.folder), worker_group)
+                unseen = ray.get([worker_group.execute_single_async(rank, unseen_gpu, rank) for rank in ranks])
+                refuse_unseen_gpus(Path(job.folder), unseen)
+            nodes = write_rank_nodes(Path(job.folder), worker_group)
             meet(worker_group, nodes, here, meeting, backend_config.backend, backend_config.timeout_s)
 
     class Torch(TorchConfig):
@@ -274,7 +294,7 @@ def torch_config(job: Job, meeting: str) -> Any:
 
 
 def reporting(report: Callable[[dict[str, float]], None]) -> Any:
-    """A callback of Ray Train's controller that passes on what rank 0 reports."""
+    """Return a callback for Ray Train's controller that passes on rank 0's reports."""
     from ray.train import UserCallback
 
     class Report(UserCallback):
@@ -315,11 +335,17 @@ def in_background(work: Callable[[], Any]) -> Future[Any]:
 
 @contextmanager
 def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Iterator[Callable[[], None]]:
-    """End a trial inside that begins no step and no phase for so long, by taking its workers' places away. Before the
-    first step of an attempt they may have waited for these. Gives what is to be called when an attempt begins.
+    """End a trial inside that begins no step and no phase for too long, by removing its workers' placement groups.
+
+    Yields a function to call when an attempt begins: before its first step, workers may wait for resources.
 
     No clock of the trial's is compared with one here, and a second counts only if it was seen to pass: the wall clock
-    may be set, and a machine that was suspended is no stuck trial.
+    may be set, and a trial on a suspended machine is not stuck.
+
+    Args:
+        folder: the trial's.
+        timeout_s: the limit; None: none.
+        wait_timeout_s: added before the first step of an attempt.
     """
     done = threading.Event()
     known: dict[str, float] = {}
@@ -345,7 +371,7 @@ def watched(folder: Path, timeout_s: float | None, wait_timeout_s: float) -> Ite
                 message = f"no progress for trial_timeout_s={timeout_s:g} s since {since}; it was ended"
                 message += f"; {stuck}" if stuck else ""
                 write_failure(folder, 0, "timeout", message, "")
-                remove_places(folder)
+                release_placement_group(folder)
                 begin()
 
     begin()

@@ -1,8 +1,7 @@
-"""A trial's files in object storage, where its workers have no disk in common: ranks put them there, the trial's own
-process gets them.
+"""A trial's files in object storage, for workers without a common disk: ranks put them, the trial's process gets them.
 
-A rank writes into a scratch folder of its node's, as it would into the trial's. Each file is a whole object, put again
-when it changes: a reader sees the last that was put. What a reader must not miss is put before it is woken.
+A rank writes into a scratch folder on its node, as it would into the trial's. Each file is a whole object, put again
+when it changes, so a reader sees the last version. Files that a reader must not miss are put before it is woken.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.storage import Stamp, Storage, StorageAway, StorageRefused
 
-# What ranks write, see `files.py`. In this order: metrics say that there are facts.
+# What ranks write, see `trial_files.py`. In this order: metrics say that there are facts.
 _OF_RANKS = (
     "facts.json",
     "failures/*",
@@ -41,7 +40,7 @@ _BEGINNING_S = 60.0  # in which a folder may not be locked yet
 
 
 class Sender:
-    """Puts what a rank writes into its scratch folder: changed files every two seconds, and all of them on `send`."""
+    """Puts the files in a rank's scratch folder: changed ones every two seconds, and all of them on `send`."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self._storage, self._folder = storage, folder
@@ -51,10 +50,11 @@ class Sender:
         self._thread = threading.Thread(target=self._watch, name="storage", daemon=True)
 
     def begin(self, rank: int) -> None:
-        """Get what a rank appends to, from the attempt before; then watch the folder.
+        """Get the files that a rank appends to, from an earlier attempt; then watch the folder.
 
         Raises:
-            StorageRefused, StorageAway: see there.
+            StorageRefused: see there.
+            StorageAway: see there.
         """
         for name in (f"logs/rank{rank}.log", *(["metrics.jsonl"] if rank == 0 else [])):
             (self._folder / name).parent.mkdir(exist_ok=True)
@@ -63,12 +63,12 @@ class Sender:
         self._thread.start()
 
     def send(self) -> None:
-        """Put every file that has changed, and return when all are there. Raises as `begin`."""
+        """Put every file that has changed, and return when all are stored. Raises as `begin`."""
         with self._lock:
             self._send(logs=True)
 
     def end(self) -> None:
-        """As `send`, for the last time."""
+        """Send for the last time."""
         self._ended.set()
         self.send()
 
@@ -94,7 +94,7 @@ class Sender:
 
 
 class Receiver:
-    """Gets what ranks have put into the trial's folder on the driver's node."""
+    """Gets the files of ranks into the trial's folder on the driver's node."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self._storage, self._folder = storage, folder
@@ -102,31 +102,31 @@ class Receiver:
         self._lock, self._ended = threading.Lock(), threading.Event()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Ray sends the callbacks of its controller to the workers, where nobody calls them."""
+        """Return nothing: Ray sends the callbacks of its controller to the workers, which do not call them."""
         return {}
 
     def begin(self) -> None:
-        """Get what attempts before have put, but for what was true of their processes alone.
+        """Get the files of earlier attempts, except those about their processes.
 
         Raises as `Sender.begin`.
         """
-        found = self._storage.files()
-        self._known = {name: found[name] for name in found if any(fnmatch(name, each) for each in _OF_AN_ATTEMPT)}
+        stamps = self._storage.files()
+        self._known = {name: stamps[name] for name in stamps if any(fnmatch(name, each) for each in _OF_AN_ATTEMPT)}
         self.receive()
 
     def receive(self) -> None:
         """Get every file that has changed. Raises as `Sender.begin`."""
         with self._lock:
-            found = self._storage.files()
-            for name in _of_ranks(list(found)):
-                if self._known.get(name) != found[name]:
+            stamps = self._storage.files()
+            for name in _of_ranks(list(stamps)):
+                if self._known.get(name) != stamps[name]:
                     (self._folder / name).parent.mkdir(exist_ok=True)  # not the trial's own: it may have been removed
                     with suppress(FileNotFoundError):
                         self._storage.get(name, self._folder / name)
-                        self._known[name] = found[name]
+                        self._known[name] = stamps[name]
 
     def receive_all(self) -> None:
-        """As `receive`, where nothing may be missing: waits for a store that is away."""
+        """Receive every file, waiting for a store that is away."""
         until = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -153,7 +153,7 @@ class Receiver:
 
 
 def _of_ranks(names: list[str]) -> list[str]:
-    """Those that ranks write, in the order in which they are to be there."""
+    """Return the files that ranks write, in the order in which they must arrive."""
     parts = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     order = {name: next((n for n, each in enumerate(_OF_RANKS) if fnmatch(name, each)), None) for name in parts}
     return sorted((name for name in parts if order[name] is not None), key=lambda name: (order[name], name))
@@ -161,7 +161,7 @@ def _of_ranks(names: list[str]) -> list[str]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder on this node's disk for this process alone. What killed processes left of theirs is removed."""
+    """Yield a folder on this node's disk for this process alone. Folders of killed processes are removed."""
     for stale in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         with suppress(OSError, InUse):
             status = stale.stat()

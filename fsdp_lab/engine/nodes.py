@@ -1,4 +1,4 @@
-"""The nodes of a cluster: which are there, and what becomes of them while a sweep runs."""
+"""The nodes of a cluster, and their changes while a sweep runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.engine import ray_private
-from fsdp_lab.engine.files import read_object
+from fsdp_lab.engine.trial_files import read_object
 from fsdp_lab.files import write_json
 
-_PLACES = "places.json"
+_RANK_NODES = "places.json"
 _ANSWER_S = 2.0
 _COUNTED = ("CPU", "GPU")
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node that is there, or was. `port`: of its raylet. `draining`: the cluster is about to take it away."""
+    """A node of the cluster, alive or dead.
+
+    Attributes:
+        id: Ray's.
+        address: of the node.
+        port: of its raylet.
+        host: its name.
+        alive: whether it answers.
+        resources: by Ray's names.
+        draining: the cluster is about to remove it.
+    """
 
     id: str
     address: str
@@ -34,16 +44,17 @@ class Node:
 
     @property
     def holds(self) -> str:
+        """Its resources in words."""
         return words_for(self.resources)
 
 
 def words_for(resources: Mapping[str, float]) -> str:
-    """`2 CPU and 1 GPU`; only what trials take."""
+    """Return text such as `2 CPU and 1 GPU`; only resources that trials take."""
     return " and ".join(f"{resources[name]:g} {name}" for name in _COUNTED if resources.get(name)) or "no cores"
 
 
 def nodes() -> list[Node]:
-    """All that Ray remembers, dead ones too."""
+    """Return all nodes that Ray remembers, dead ones too."""
     import ray
 
     draining = ray_private.draining_nodes()
@@ -62,7 +73,7 @@ def nodes() -> list[Node]:
 
 
 def nodes_asked() -> list[Node]:
-    """As `nodes`, but a node that does not answer counts as dead: Ray takes some twenty seconds to find out."""
+    """Return `nodes`, with a node that does not answer as dead: Ray takes some twenty seconds to notice."""
     return [node if not node.alive or answers(node) else replace(node, alive=False) for node in nodes()]
 
 
@@ -76,8 +87,10 @@ def answers(node: Node) -> bool:
 
 
 def lost(known: Collection[str], now: Sequence[Node]) -> list[Node]:
-    """Return those nodes, of some ids, that died and have not come back: a node that does has another id, and its
-    address."""
+    """Return the nodes, of some ids, that died and have not come back.
+
+    A node that comes back has another id, and the same address.
+    """
     there = {node.address for node in now if node.alive}
     return list({n.address: n for n in now if n.id in known and not n.alive and n.address not in there}.values())
 
@@ -92,51 +105,58 @@ def groups_that_fit(group: Mapping[str, float], now: Sequence[Node]) -> int:
 
 
 class NodeWatch:
-    """Follows which nodes a sweep has seen. `known`: their ids."""
+    """Tracks the nodes that a sweep has seen.
+
+    Attributes:
+        known: their ids.
+    """
 
     def __init__(self, now: Sequence[Node]) -> None:
         self._alive = {node.id: node for node in now if node.alive}
         self.known = set(self._alive)
 
     def changes(self, now: Sequence[Node]) -> list[str]:
-        """Return what to tell the user of changes since the last call."""
+        """Return messages about changes since the last call."""
         before, self._alive = self._alive, {node.id: node for node in now if node.alive}
         self.known |= set(self._alive)
-        told = [
+        lines = [
             f"node {node} joined with {node.holds}; the next trials use it"
             for number, node in self._alive.items()
             if number not in before
         ]
-        told += [
-            f"node {node} went down with {node.holds}; its trials resume from their last checkpoint once there is room"
+        lines += [
+            f"node {node} went down with {node.holds}; its trials resume from their last checkpoint once resources are "
+            "free"
             for number, node in before.items()
             if number not in self._alive
         ]
-        told += [
-            f"node {node} is draining: it gets no new workers, and those on it are ended with it"
+        lines += [
+            f"node {node} is draining: it gets no new workers, and its workers end with it"
             for number, node in self._alive.items()
             if node.draining and not (number in before and before[number].draining)
         ]
-        return told
+        return lines
 
 
-def own_place() -> dict[str, str]:
-    """The node that this process is on, by Ray's name and its address."""
+def own_node() -> dict[str, str]:
+    """Return the node of this process, by Ray's name and its address."""
     import ray
 
     return {"node": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address()}
 
 
-def keep_places(folder: Path, worker_group: Any) -> set[str]:
+def write_rank_nodes(folder: Path, worker_group: Any) -> set[str]:
     """Write down which node each rank of a trial is on, in the order of the ranks; returns these nodes."""
-    places = worker_group.execute(own_place)
-    ids = [place["node"] for place in places]
-    write_json(folder / _PLACES, {"nodes": ids, "addresses": [place["address"] for place in places]}, parents=False)
+    rank_nodes = worker_group.execute(own_node)
+    ids = [node["node"] for node in rank_nodes]
+    write_json(
+        folder / _RANK_NODES, {"nodes": ids, "addresses": [node["address"] for node in rank_nodes]}, parents=False
+    )
     return set(ids)
 
 
 def dead_node_of(folder: Path, rank: int) -> Node | None:
-    """Return the node that a rank was on, where that node has died."""
-    ids = (read_object(folder / _PLACES, nodes=list) or {"nodes": []})["nodes"]
-    place = ids[rank : rank + 1]
-    return next((node for node in nodes() if node.id in place and not (node.alive and answers(node))), None)
+    """Return the node that a rank was on, if that node has died; else None."""
+    ids = (read_object(folder / _RANK_NODES, nodes=list) or {"nodes": []})["nodes"]
+    own_id = ids[rank : rank + 1]
+    return next((node for node in nodes() if node.id in own_id and not (node.alive and answers(node))), None)

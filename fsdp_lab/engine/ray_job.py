@@ -1,4 +1,4 @@
-"""A sweep as a job of a Ray cluster (`ray job submit`): what it shares with that, and what of it would be lost."""
+"""A sweep as a job of a Ray cluster (`ray job submit`): what both share, and which results would be lost."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ def in_job() -> bool:
 
 
 def is_rays_copy(path: Path) -> bool:
-    """Whether a path lies in a copy that Ray made of a `working_dir` or of `py_modules`. Every node has one, and Ray
-    deletes it."""
+    """Return whether a path lies in Ray's copy of a `working_dir` or of `py_modules`.
+
+    Every node has such a copy, and Ray deletes it.
+    """
     return in_job() and RUNTIME_ENV_FOLDER in path.absolute().parts
 
 
 def check_job(config: SweepConfig, folder: Path, key: str) -> None:
-    """Refuse a sweep that leaves its cluster unused, or whose results would go with the job's files.
+    """Refuse a sweep that leaves its cluster unused, or whose results would be deleted with the job's files.
 
     Args:
+        config: of the sweep.
         folder: the sweep's.
-        key: what sets it on the command line.
+        key: the key that sets the folder on the command line.
 
     Raises:
-        ConfigError: in a job of Ray's only.
+        ConfigError: only in a job of Ray's.
     """
     if not in_job():
         return
     if config.engine is Engine.ray and config.cluster.address is None:
         raise ConfigError(
-            "cluster.address=null starts a Ray beside the cluster that this is a job of; add cluster.address=auto."
+            "cluster.address=null starts a second Ray inside this job; add cluster.address=auto to use the job's "
+            "cluster."
         )
     storage, uri = config.cluster.storage_path, config.tracking.uri
     lost = []
@@ -47,6 +51,6 @@ def check_job(config: SweepConfig, folder: Path, key: str) -> None:
         lost.append("tracking.uri=sqlite:////shared/fsdp_lab/mlflow.db")
     if lost:
         raise ConfigError(
-            f"this job stands in Ray's copy of its files ({Path.cwd()}), which Ray deletes; add folders that stay, for "
+            f"this job runs in Ray's copy of its files ({Path.cwd()}), which Ray deletes; add permanent folders, for "
             f"example {' '.join(lost)}"
         )

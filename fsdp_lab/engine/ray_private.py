@@ -1,8 +1,8 @@
-"""Every private name of Ray that is used, and what to do without it.
+"""Every private name of Ray that is used, and the behaviour without it.
 
-`tests/engine/test_ray_private.py` tries each name. A Ray that lacks one of `CONTROLLER` trains through its public
-interface instead (`fit_by_ray` in `job.py`), some seconds a trial slower; without one of `OTHERS` nothing else changes
-than what the entry says.
+`tests/engine/test_ray_private.py` tries each name. With a Ray that lacks a name in `CONTROLLER`, training uses Ray's
+public interface (`fit_by_ray` in `job.py`), which takes some seconds longer for each trial. The entries of `OTHERS`
+describe the effect of their absence.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ OTHERS = (
 
 
 def missing(names: Sequence[Name] = CONTROLLER) -> list[str]:
-    """Those of the names that this Ray does not have as we use them."""
+    """Return the names that this Ray does not have as they are used here."""
     return [lacking for name in names if (lacking := name.lacks()) is not None]
 
 
 def slower(missing: Sequence[str]) -> str:
-    """What a user is told of names that are missing."""
+    """Return a message for the user about missing names."""
     import ray
 
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -108,35 +108,43 @@ def slower(missing: Sequence[str]) -> str:
 
 
 class Rules(Protocol):
-    """What is asked about the attempts of a trial: see `attempts.Attempts`."""
+    """The rules for the attempts of a trial: see `attempts.Attempts`."""
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """See `Attempts.begin`."""
 
-    def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]]) -> bool: ...
+    def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]]) -> bool:
+        """See `Attempts.is_final`."""
 
-    def retry(self) -> None: ...
+    def retry(self) -> None:
+        """See `Attempts.retry`."""
 
 
 def fit_here(
-    settings: dict[str, Any], group_name: str, attempts: Rules, workers_per_place: int, ray_is_ours: bool
+    settings: dict[str, Any], group_name: str, attempts: Rules, workers_per_node: int, ray_is_ours: bool
 ) -> None:
     """Run `TorchTrainer(**settings)` with its controller in this process, which has imported Ray Train already.
 
     Args:
-        group_name: of the workers' placement groups, with a number for each attempt; anybody can free them by it.
-        workers_per_place: so many, in the order of their ranks, are on one node.
-        ray_is_ours: it was started here: no autoscaler, and workers have their environment from the driver.
+        settings: see `job.trainer_settings`.
+        group_name: of the workers' placement groups, with a number for each attempt; any process can free them by it.
+        attempts: the rules for another attempt.
+        workers_per_node: so many, in the order of their ranks, are on one node.
+        ray_is_ours: Ray was started here: there is no autoscaler, and workers have their environment from the driver.
     """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.execution.controller import TrainController
 
     class Controller(TrainController):
-        worker_group_cls = worker_group(group_name, attempts, workers_per_place, ray_is_ours)
+        worker_group_cls = worker_group(group_name, attempts, workers_per_node, ray_is_ours)
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
-            """Without two that start one more process for each trial: Ray's placement-group cleaner, which asks a
-            dashboard that is not there, and the manager of Ray's data sets, of which there are none."""
+            """Drop two callbacks that start another process for each trial.
+
+            They are Ray's placement-group cleaner, which needs a dashboard, and the manager of Ray's data sets, which
+            are not used.
+            """
             callbacks = super()._create_default_callbacks()  # type: ignore[misc]
             return [
                 c for c in callbacks if type(c).__name__ not in ("PlacementGroupCleanerCallback", "DatasetsCallback")
@@ -155,21 +163,23 @@ def fit_here(
     Trainer(**settings).fit()
 
 
-def worker_group(group_name: str, attempts: Rules, workers_per_place: int, ray_is_ours: bool) -> Any:
-    """Workers in a placement group with a name, several to a bundle where they are to be on one node; and in processes
-    that Ray keeps ready: what it would hand over as their environment they have from the driver's."""
+def worker_group(group_name: str, attempts: Rules, workers_per_node: int, ray_is_ours: bool) -> Any:
+    """Return a class of workers in a named placement group, with several workers to a bundle if they share a node.
+
+    It uses processes that Ray keeps ready: their environment comes from the driver's.
+    """
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
     from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
     from ray.util import placement_group
 
     numbers = itertools.count()
-    together = 1 if missing(_SHARED_BUNDLES) else workers_per_place
+    together = 1 if missing(_SHARED_BUNDLES) else workers_per_node
 
     class Workers(WorkerGroup):
         def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Any:
             attempts.begin()
-            place = {name: amount * together for name, amount in worker_group_context.resources_per_worker.items()}
-            bundles = [place] * (worker_group_context.num_workers // together)
+            bundle = {name: amount * together for name, amount in worker_group_context.resources_per_worker.items()}
+            bundles = [bundle] * (worker_group_context.num_workers // together)
             name = f"{group_name}#{os.getpid()}.{next(numbers)}"
             group = placement_group(bundles, worker_group_context.placement_strategy, name=name)
             return DefaultPlacementGroupHandle(group)
@@ -187,7 +197,7 @@ def worker_group(group_name: str, attempts: Rules, workers_per_place: int, ray_i
 
 
 def failure_policy(attempts: Rules) -> Any:
-    """Ray's rules for another attempt, after ours. Its objects get `group`, which returns the worker group."""
+    """Return Ray's rules for another attempt, after ours. Its objects get `group`, which returns the worker group."""
     from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 
     class Failures(DefaultFailurePolicy):
@@ -208,7 +218,7 @@ def failure_policy(attempts: Rules) -> Any:
 
 
 def no_autoscaler() -> Any:
-    """For a Ray that was started here: the coordinator of autoscaling is one more process, slow to start."""
+    """Do without the coordinator of autoscaling, a process that is slow to start, in a Ray that was started here."""
     from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
     class NoAutoscaler(FixedScalingPolicy):
@@ -230,12 +240,12 @@ def failed_to_be_placed(error: Exception) -> bool:
 
 
 def failed_to_start(error: Exception) -> bool:
-    """Whether workers were there and ended before they were asked to train."""
+    """Return whether workers ended after they were created and before they trained."""
     return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupFailedError"
 
 
 def draining_nodes() -> set[str]:
-    """The ids of nodes that are about to be taken away; empty where this Ray does not say."""
+    """Return the ids of nodes that are about to be removed; empty if this Ray does not report them."""
     if missing(_DRAINING):
         return set()
     import ray
@@ -244,9 +254,11 @@ def draining_nodes() -> set[str]:
 
 
 def keep_ready_processes() -> None:
-    """Let Tune hand no variables over. Those of a Ray that was started here are in the environment of every process of
-    its already; handed over once more, they would make it an environment of its own, and the processes that Ray keeps
-    ready would be of no use."""
+    """Stop Tune from passing environment variables to its processes.
+
+    Those of a Ray that was started here are in the environment of all its processes already. Passed again, they would
+    form another environment, and the processes that Ray keeps ready could not be used.
+    """
     if missing([name for name in OTHERS if name.module == "ray.tune.execution.class_cache"]):
         return
     from ray.tune.execution import class_cache
@@ -256,7 +268,7 @@ def keep_ready_processes() -> None:
 
 
 def survive_memory_kills() -> None:
-    """Let Tune take a process that Ray killed for want of host memory as any other that was killed.
+    """Let Tune handle a process that Ray killed for lack of host memory like any other killed process.
 
     Tune knows two kinds of errors, of an actor and of its task. `OutOfMemoryError` is neither, and ends the sweep.
     """
@@ -281,7 +293,7 @@ def survive_memory_kills() -> None:
 
 
 def quiet_tune() -> list[Any]:
-    """Callbacks in the place of Tune's own, which prints a line for a trial that ended without a report."""
+    """Return callbacks that replace Tune's own, which prints a line for a trial that ended without a report."""
     try:
         from ray.tune.progress_reporter import TrialProgressCallback
     except ImportError:

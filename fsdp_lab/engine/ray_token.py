@@ -1,4 +1,4 @@
-"""Ray's token authentication: a token for a Ray that is started here, and what is wrong with the one for another."""
+"""Ray's token authentication: a token for a Ray that is started here, and problems with the token of another."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ _own_token = secrets.token_hex(32)
 
 
 def set_own_token() -> None:
-    """Let a Ray that is started here answer only to those who have this process's token, which is in the environment
-    of its processes and nowhere else. Ray's own lies in the home folder for everybody to read. One who turned
-    authentication off (RAY_AUTH_MODE=disabled) has it off; a Ray without authentication takes no notice."""
+    """Let a Ray that is started here answer only to processes with this process's token.
+
+    The token is in the environment of its processes and nowhere else, while Ray's own is in the home folder. A user who
+    turned authentication off (RAY_AUTH_MODE=disabled) has it off; a Ray without authentication ignores the token.
+    """
     if "ray" not in sys.modules:  # else it has read the mode, and from 2.59 on asks for tokens by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ["RAY_AUTH_TOKEN"] = _own_token  # it comes before a path
 
 
 def check_token(address: str) -> None:
-    """Look for a token where the environment says that there is one, before Ray does.
+    """Look for a token where the environment names one, before Ray does.
 
     Raises:
         UserError: there is none.
@@ -40,7 +42,7 @@ def check_token(address: str) -> None:
 
 
 def is_refusal(text: str) -> bool:
-    """Whether Ray said that a token is missing or wrong."""
+    """Return whether Ray's message says that a token is missing or wrong."""
     return any(sign in text for sign in _REFUSED)
 
 
@@ -50,7 +52,7 @@ def wrong_token(address: str) -> UserError:
     if place is None:
         given = "none was given"
     elif sends_token():
-        given = f"the one in {place} is another one"
+        given = f"the one in {place} does not match"
     else:
         given = f"the one in {place} is not sent without RAY_AUTH_MODE=token"
     return UserError(
@@ -59,12 +61,12 @@ def wrong_token(address: str) -> UserError:
 
 
 def sends_token() -> bool:
-    """Whether this process gives a token to the cluster that it reaches: not by itself."""
+    """Return whether this process sends a token to the cluster that it reaches, which it does only on request."""
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def _token_place() -> str | None:
-    """Return where Ray takes its token from, in its own order; None where it finds none."""
+    """Return where Ray reads its token from, in its own order; None without one."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):

@@ -1,8 +1,8 @@
-"""How the ranks of a trial meet, and which interfaces they use.
+"""How the ranks of a trial meet, and which network interfaces they use.
 
-Ranks on the driver's node meet by a file in a folder that only this user enters. Others meet at a port of rank 0's:
-PyTorch's store asks nobody who he is, and whoever reaches the port may send ranks elsewhere. So it listens at one
-address alone: the loopback where all ranks are on one node, else the one that Ray knows the node by.
+Ranks on the driver's node meet by a file in a folder that only this user can enter. Others meet at a port of rank 0's.
+PyTorch's store has no authentication: whoever reaches the port can redirect ranks. So it listens at one address only:
+the loopback if all ranks are on one node, else the one by which Ray knows the node.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ def _private_folder(inside: str | None = None) -> tempfile.TemporaryDirectory[st
 
 
 def keep_meetings_here() -> None:
-    """Keep the folders of all trials in one of this process, which is gone after `end_meetings`: a trial's own process
-    is often killed. What a kill of this one leaves is empty but for sockets' names, and the system's to clear."""
+    """Keep the folders of all trials in one folder of this process, which `end_meetings` removes.
+
+    A trial's own process is often killed. If this one is killed, empty folders with names of sockets remain for the
+    system to clear.
+    """
     _kept.append(_private_folder())
     os.environ[_DRIVER_FOLDER] = _kept[-1].name
 
 
 def end_meetings() -> None:
-    """Remove what `keep_meetings_here` made."""
+    """Remove the folder that `keep_meetings_here` made."""
     while _kept:
         _kept.pop().cleanup()
         os.environ.pop(_DRIVER_FOLDER, None)
@@ -44,7 +47,7 @@ def end_meetings() -> None:
 
 @contextmanager
 def meeting_folder() -> Iterator[str]:
-    """A folder of this machine's that only this user enters, for as long as a trial takes."""
+    """Yield a folder on this machine that only this user can enter, for the time of a trial."""
     driver = os.environ.get(_DRIVER_FOLDER)
     with _private_folder(driver if driver and os.path.isdir(driver) else None) as folder:
         yield folder
@@ -54,19 +57,23 @@ def meet(worker_group: Any, nodes: set[str], here: str, folder: str, backend: st
     """Make the process group of a trial's workers.
 
     Args:
-        nodes: where they are.
-        folder: of the node `here`, for workers that are all on it.
+        worker_group: Ray Train's.
+        nodes: the nodes of the workers.
+        here: the node of this process.
+        folder: on the node `here`, for workers that are all on it.
+        backend: of the process group.
+        timeout_s: of joining and of collectives.
     """
     if nodes == {here}:
         path = str(Path(folder, uuid.uuid4().hex))  # a new file for each attempt
         execute_on_all(worker_group, join_by_file, path, backend, timeout_s)
     else:
-        (found,) = execute_on_all(worker_group, open_port, len(nodes) == 1, only_first=True)
-        execute_on_all(worker_group, join_by_port, *found, backend, timeout_s)
+        (opened,) = execute_on_all(worker_group, open_port, len(nodes) == 1, only_first=True)
+        execute_on_all(worker_group, join_by_port, *opened, backend, timeout_s)
 
 
 def execute_on_all(worker_group: Any, function: Callable[..., Any], *arguments: Any, only_first: bool = False) -> Any:
-    """Return what a function gives on every worker, or on rank 0 alone; raises what it raises first."""
+    """Return the results of a function on every worker, or only on rank 0. Raises the first error."""
     import ray
 
     ranks = range(1 if only_first else len(worker_group))
@@ -74,7 +81,7 @@ def execute_on_all(worker_group: Any, function: Callable[..., Any], *arguments: 
 
 
 def join_by_file(path: str, backend: str, timeout_s: float) -> None:
-    """Join the process group of workers on one machine. There is no MASTER_ADDR: nobody listens."""
+    """Join the process group of workers on one machine. There is no MASTER_ADDR: no process listens."""
     from fsdp_lab.training.distributed import join_by_file_store
 
     rank, world_size = set_launcher_variables(backend)
@@ -88,8 +95,11 @@ _port: list[socket.socket] = []  # rank 0's, from `open_port` to `join_by_port`
 
 
 def open_port(one_node: bool) -> tuple[str, int]:
-    """Listen for the other ranks at a free port, and return where: at the address that Ray knows this node by, or at
-    the loopback where all ranks are on this node. PyTorch itself would listen on every interface."""
+    """Listen for the other ranks at a free port, and return the address and the port.
+
+    The address is the one by which Ray knows this node, or the loopback if all ranks are on this node. PyTorch itself
+    would listen on every interface.
+    """
     import ray
 
     address = _LOOPBACK if one_node else ray.util.get_node_ip_address()
@@ -130,8 +140,10 @@ def set_launcher_variables(backend: str) -> tuple[int, int]:
 
 
 def set_interface(address: str) -> None:
-    """Let gloo and NCCL use the interface with this address, where the user has named none: gloo would take the one
-    that the host's name resolves to, which is the loopback on many machines."""
+    """Let gloo and NCCL use the interface with this address, unless the user has named one.
+
+    gloo would use the interface that the host's name resolves to, which is the loopback on many machines.
+    """
     name = interface_of(address)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -139,6 +151,8 @@ def set_interface(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this machine's interface with an address; None where none has it, as behind address translation."""
-    found = psutil.net_if_addrs().items()
-    return next((name for name, all_of in found if any(a.address.partition("%")[0] == address for a in all_of)), None)
+    """Return the name of this machine's interface with an address; None without one, as behind address translation."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, all_of in interfaces if any(a.address.partition("%")[0] == address for a in all_of)), None
+    )

@@ -1,5 +1,4 @@
-"""The folder of a Ray that was started here, in the folder for temporary files: it goes with its driver, however that
-ends."""
+"""The temporary folder of a Ray that was started here: it is removed with its driver, however that ends."""
 
 from __future__ import annotations
 
@@ -15,8 +14,10 @@ _MARKER = ".fsdp_lab.lock"  # locked while the driver lives
 
 
 def claim_session(folder: Path) -> None:
-    """Mark a folder as this driver's, and remove those beside it whose drivers were killed. What cannot be marked or
-    removed stays."""
+    """Mark a folder as this driver's, and remove those of killed drivers beside it.
+
+    Folders that cannot be marked or removed stay.
+    """
     with suppress(OSError, UserError):
         making = folder / f"{_MARKER}.making"  # a marker is never there without its lock
         share_until_exit(making)
@@ -29,7 +30,7 @@ def claim_session(folder: Path) -> None:
 
 
 def keep_session(folder: Path) -> None:
-    """Let no later start remove a folder: its logs may say why a server ended."""
+    """Keep later starts from removing a folder: its logs may contain the reason why a server ended."""
     with suppress(OSError):
         (folder / _MARKER).unlink(missing_ok=True)
 

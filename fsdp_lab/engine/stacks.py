@@ -18,7 +18,7 @@ _LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/|<frozen")
 
 
 def long_s(timeout_s: float | None) -> float:
-    """Returns the seconds beyond which a phase or a step is unusually long.
+    """Return the seconds beyond which a phase or a step is unusually long.
 
     Args:
         timeout_s: `trial_timeout_s`. The stacks are dumped before it ends the trial.
@@ -36,16 +36,17 @@ class StackDump:
         self._after_s, self._armed = after_s, float("-inf")
 
     def phase(self) -> None:
-        """Counts anew: a phase begins."""
+        """Restart the count, because a phase begins."""
         faulthandler.dump_traceback_later(self._after_s)
         self._armed = time.monotonic()
 
     def step(self) -> None:
-        """Counts anew, at most once a second: a step begins."""
+        """Restart the count, at most once a second, because a step begins."""
         if time.monotonic() - self._armed >= _REARM_S:
             self.phase()
 
     def end(self) -> None:
+        """Dump no more."""
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -62,22 +63,22 @@ class Stuck:
 
 
 def find_stuck(folder: Path) -> Stuck | None:
-    """Returns the first rank of a trial whose last dump shows it outside of a collective, where others wait for it.
+    """Return the first rank of a trial whose last dump shows it outside of a collective, while others wait for it.
 
-    Where all wait, the first rank; None where no rank has dumped its stack.
+    The first rank if all wait; None if no rank has dumped its stack.
     """
-    found: list[tuple[bool, Stuck]] = []
+    candidates: list[tuple[bool, Stuck]] = []
     for log in sorted((folder / "logs").glob("rank*.log"), key=_rank):
         frames = last_stack(log)
         if frames:
             own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0])
             place = f"{own[0]}:{own[1]} in {own[2]}"
-            found.append(("/torch/distributed/" in frames[0][0], Stuck(_rank(log), place, log)))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+            candidates.append(("/torch/distributed/" in frames[0][0], Stuck(_rank(log), place, log)))
+    return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
 
 def last_stack(log: Path) -> list[tuple[str, str, str]]:
-    """Returns the frames of the thread that trains in a log's last dump, the innermost first: file, line, function."""
+    """Return the frames of the training thread in a log's last dump, the innermost first: file, line, function."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")

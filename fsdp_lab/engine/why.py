@@ -1,4 +1,4 @@
-"""Why a trial failed, in a line: of ranks that say nothing themselves, Ray says a paragraph."""
+"""Why a trial failed, in a line: for ranks without a message of their own, Ray's takes a paragraph."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from fsdp_lab.engine.files import read_failures
 from fsdp_lab.engine.nodes import Node, lost, nodes_asked, words_for
 from fsdp_lab.engine.ray_private import failed_to_be_placed, failed_to_start
+from fsdp_lab.engine.trial_files import read_failures
 from fsdp_lab.wording import count
 
 _TAIL_LINES = 50  # of a log, for the report of a failure
@@ -17,24 +17,27 @@ _TAIL_LINES = 50  # of a log, for the report of a failure
 def why(
     error: Exception, each: Mapping[str, float], num_workers: int, wait_timeout_s: float, known: Collection[str]
 ) -> str:
-    """Say in a line what Ray's error means.
+    """Return the meaning of Ray's error in a line.
 
     Args:
+        error: Ray's.
         each: resources of a worker.
+        num_workers: of the trial.
+        wait_timeout_s: `cluster.wait_timeout_s`.
         known: ids of the nodes that the sweep has seen.
     """
     if failed_to_be_placed(error):
         import ray
 
         total, free = ray.cluster_resources(), ray.available_resources()
-        return without_place(each, num_workers, wait_timeout_s, total, free, lost(known, nodes_asked()))
+        return unplaced_message(each, num_workers, wait_timeout_s, total, free, lost(known, nodes_asked()))
     if failed_to_start(error):
         gone = " and ".join(f"node {node} went down" for node in lost(known, nodes_asked()))
-        return f"a worker's process ended while it started{f': {gone}' if gone else ', as one that is killed'}"
+        return f"a worker's process ended while it started{f': {gone}' if gone else ', as if killed'}"
     return first_line(error)
 
 
-def without_place(
+def unplaced_message(
     each: Mapping[str, float],
     num_workers: int,
     wait_timeout_s: float,
@@ -42,21 +45,21 @@ def without_place(
     free: Mapping[str, float],
     gone: Collection[Node],
 ) -> str:
-    """Say which workers found no place, which nodes are missing, and what to do."""
+    """Return which workers found no resources, which nodes are missing, and the remedy."""
     room = " and ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in each)
     begin = (
-        f"no place for {count(num_workers, 'worker')} of {words_for(each)} each within "
+        f"cannot place {count(num_workers, 'worker')} with {words_for(each)} each within "
         f"cluster.wait_timeout_s={wait_timeout_s:g} s"
     )
     if not gone:
-        return f"{begin}: {room} free; wait until others leave the cluster, or raise cluster.wait_timeout_s"
+        return f"{begin}: {room} free; wait until others free resources, or raise cluster.wait_timeout_s"
     names = " and ".join(f"node {node}" for node in gone)
     have = "has" if len(gone) == 1 else "have"
     return f"{begin}: {names} went down and {have} not come back; start Ray there again, or use fewer workers"
 
 
 def report_of(folder: Path, error: Exception) -> str:
-    """The traceback of the rank that failed first, or the job's own where no rank says more, and the end of its log."""
+    """Return the traceback of the rank that failed first, or else the job's own, and the end of its log."""
     failures = read_failures(folder)
     text = (failures[0]["traceback"] if failures else "") or "".join(traceback.format_exception(error))
     log = folder / "logs" / f"rank{failures[0]['rank'] if failures else 0}.log"
@@ -65,6 +68,6 @@ def report_of(folder: Path, error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The last line of an error that says something, cut to what fits a table."""
+    """Return the last meaningful line of an error, cut to fit a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:300]

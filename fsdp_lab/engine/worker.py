@@ -1,4 +1,4 @@
-"""What each worker runs: the training core, with what it tells in the trial's folder."""
+"""The code of each worker: the training core, with its reports in the trial's folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.target import user_line
-from fsdp_lab.engine.files import EpochLines, Progress, hold_alive, no_space
 from fsdp_lab.engine.mirror import Sender, scratch_folder
 from fsdp_lab.engine.stacks import StackDump, long_s
+from fsdp_lab.engine.trial_files import EpochLines, Progress, hold_alive, no_space
 from fsdp_lab.files import write_json
 from fsdp_lab.hardware import WORKER_CPUS, driver, num_gpus
 from fsdp_lab.storage import Storage
@@ -26,6 +26,9 @@ class FolderReporter:
     """Writes to the trial's folder. Rank 0 writes; every rank takes part.
 
     Args:
+        folder: the trial's, or this rank's own.
+        rank: of this process.
+        data_name: of the data set, for `facts.json`.
         stacks: dumps the stacks of a process whose log is its own; None for one that shares a terminal.
     """
 
@@ -35,16 +38,19 @@ class FolderReporter:
         self.lines = EpochLines(folder)
 
     def facts(self, facts: dict[str, Any]) -> None:
+        """Write `facts.json`, with the name of the data set; only on rank 0."""
         if self.first:
             write_json(self.folder / "facts.json", {**facts, "data": self.data_name}, parents=False)
 
     def phase(self, name: str) -> None:
+        """Record the phase, and restart the count for a stack dump."""
         if self.stacks:
             self.stacks.phase()
         if self.first:
             self.progress.phase(name)
 
     def step(self, step: int) -> None:
+        """Record the step, and restart the count for a stack dump."""
         if self.stacks:
             self.stacks.step()
         if self.first:
@@ -67,13 +73,16 @@ class FolderReporter:
 
 
 class RayReporter(FolderReporter):
-    """Ray gets no checkpoint: its manager would refuse a run whose older ones our retention removed.
+    """Also reports to Ray Train. Ray gets no checkpoint: its manager would refuse a run whose older ones were removed.
 
-    `sender`: of a folder that is this rank's alone."""
+    Attributes:
+        sender: of a folder that is this rank's alone; None: the folder is shared.
+    """
 
     sender: Sender | None = None
 
     def wake(self, epoch: float) -> None:
+        """Report the epoch to Ray Train, after its files were sent."""
         import ray.train
 
         if self.sender is not None:
@@ -82,20 +91,20 @@ class RayReporter(FolderReporter):
 
 
 def unseen_gpu(rank: int) -> str | None:
-    """Compare the GPU that this worker was given with what PyTorch sees, before NCCL is started on it.
+    """Compare this worker's GPU with what PyTorch sees, before NCCL is started on it.
 
     Returns:
-        what is wrong; None where PyTorch sees it.
+        the problem; None: PyTorch sees the GPU.
     """
     from fsdp_lab.training.distributed import sees_cuda
 
     available, built_for = sees_cuda()
     if available:
         return None
-    found, visible = driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    installed, visible = driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
     count = f"the driver's NVML counts {num_gpus()}"
-    if found is not None:
-        count += f" ({found.version}, up to CUDA {'.'.join(map(str, found.cuda or ('?',)))})"
+    if installed is not None:
+        count += f" ({installed.version}, up to CUDA {'.'.join(map(str, installed.cuda or ('?',)))})"
     return (
         f"rank {rank} on {socket.gethostname()} was given a GPU and PyTorch sees none: torch.cuda.is_available() is "
         f"False, torch.version.cuda={built_for}, CUDA_VISIBLE_DEVICES={visible}, {count}; `python -c 'import "
@@ -104,16 +113,17 @@ def unseen_gpu(rank: int) -> str | None:
     )
 
 
-def refuse_unseen_gpus(folder: Path, found: Sequence[str | None]) -> None:
-    """
+def refuse_unseen_gpus(folder: Path, problems: Sequence[str | None]) -> None:
+    """Fail if some rank's PyTorch does not see its GPU.
+
     Args:
         folder: the trial's, on this node; workers may not have it.
-        found: what `unseen_gpu` returned, by rank.
+        problems: the results of `unseen_gpu`, by rank.
 
     Raises:
-        UserError: some PyTorch sees no GPU. It is left in `failures/`, too.
+        UserError: of the first such rank. All are recorded in `failures/`, too.
     """
-    wrong = {rank: message for rank, message in enumerate(found) if message is not None}
+    wrong = {rank: message for rank, message in enumerate(problems) if message is not None}
     for rank, message in wrong.items():
         write_failure(folder, rank, "user", message, "")
     for message in wrong.values():
@@ -121,10 +131,10 @@ def refuse_unseen_gpus(folder: Path, found: Sequence[str | None]) -> None:
 
 
 def check_no_gpu() -> None:
-    """Refuse to train on a CPU where PyTorch sees GPUs that nobody counted.
+    """Refuse to train on a CPU if PyTorch sees GPUs that the driver did not count.
 
     Raises:
-        UserError: as said.
+        UserError: it does.
     """
     from fsdp_lab.training.distributed import sees_cuda
 
@@ -137,8 +147,11 @@ def check_no_gpu() -> None:
 
 
 def train_worker(job: dict[str, Any]) -> None:
-    """Train on this rank. An error of the user's ends the trial without a retry; any other is raised, for Ray
-    to start the workers again from the last checkpoint."""
+    """Train on this rank: the function of Ray Train.
+
+    A user's error ends the trial without a retry. Any other is raised, so that Ray starts the workers again from the
+    last checkpoint.
+    """
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
@@ -157,7 +170,7 @@ def train_worker(job: dict[str, Any]) -> None:
     folder = Path(job["folder"])
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is not on {socket.gethostname()}: it was removed, or that node does not mount it; set "
+            f"{folder} is not on {socket.gethostname()}: it was removed, or this node does not mount it; set "
             "cluster.storage_path to a folder on a disk that every node mounts, or to an address in object storage"
         )
     train_in(folder, rank, job)
@@ -167,7 +180,10 @@ def train_in(folder: Path, rank: int, job: dict[str, Any], sender: Sender | None
     """Train on this rank, which writes into a folder.
 
     Args:
-        sender: of a folder that is this rank's alone.
+        folder: the trial's, or this rank's own.
+        rank: of this process.
+        job: `Job.as_dict`.
+        sender: of a folder that is this rank's alone; None: the folder is shared.
     """
     hold_alive(folder)
     redirect_output(folder / "logs" / f"rank{rank}.log")
@@ -191,12 +207,16 @@ def train_and_record(
     has_log: bool = True,
     storage: str | None = None,
 ) -> None:
-    """Train; what goes wrong is left in `failures/`, and raised where another attempt may go better.
+    """Train, and record an error in `failures/`. It is raised if another attempt may succeed.
 
     Args:
-        on_cpu: whether the trial is meant to train on a CPU; a GPU that PyTorch sees all the same is an error.
-        has_log: whether what this process prints is a log of the rank's own, and not the terminal.
-        storage: the address of the trial's place in object storage, see `train`.
+        config: the trial.
+        folder: the trial's, or this rank's own.
+        rank: of this process.
+        reporter: where results go.
+        on_cpu: whether the trial is meant to train on a CPU; then a GPU that PyTorch sees is an error.
+        has_log: whether this process prints to a log of the rank's own, not to the terminal.
+        storage: the trial's address in object storage, see `train`.
     """
     try:
         from fsdp_lab.training import DivergedError, train
@@ -216,7 +236,7 @@ def train_and_record(
 
 
 def redirect_output(path: Path) -> None:
-    """Everything this process prints, from C too, goes to a file of the trial."""
+    """Redirect everything that this process prints, from C too, to a file of the trial."""
     path.parent.mkdir(parents=True, exist_ok=True)
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -229,8 +249,10 @@ def redirect_output(path: Path) -> None:
 
 
 def record_failure(folder: Path, rank: int, error: BaseException, kind: str, has_log: bool = True) -> None:
-    """Leave `failures/rank<r>.json`, and in the rank's log, which a trial in this process has not, the error, with its
-    traceback where it is not the user's."""
+    """Write `failures/rank<r>.json`, and the error into the rank's log, with a traceback unless it is a user's error.
+
+    A trial without its own log writes only the file.
+    """
     if not has_log:
         pass  # the sweep prints the message, and where the traceback is
     elif kind == "user" or not folder.is_dir():  # the message says it all; of a folder that is gone, the sweep tells
@@ -250,6 +272,15 @@ def record_failure(folder: Path, rank: int, error: BaseException, kind: str, has
 
 
 def write_failure(folder: Path, rank: int, kind: str, message: str, text: str) -> None:
+    """Write `failures/rank<r>.json`; does nothing if the disk is full or the folder is gone.
+
+    Args:
+        folder: the trial's.
+        rank: that failed.
+        kind: `oom`, `peer`, `user`, `diverged` or `error`.
+        message: a line.
+        text: the traceback; "": none.
+    """
     failure = {"rank": rank, "kind": kind, "message": message, "traceback": text, "time": time.time()}
     with suppress(OSError):  # the disk is full, or the folder gone: the driver looks at it when it finds nothing
         (folder / "failures").mkdir(exist_ok=True)
@@ -257,7 +288,7 @@ def write_failure(folder: Path, rank: int, kind: str, message: str, text: str) -
 
 
 def kind_of(error: BaseException) -> str:
-    """`oom`, `peer` (only another rank's failure) or `error`."""
+    """Return the kind of an error: `oom`, `peer` (only another rank's failure) or `error`."""
     if is_out_of_memory(error):
         return "oom"
     return "peer" if is_peer_failure(error) else "error"
@@ -268,8 +299,11 @@ _CUBLAS_BYTES = 64 * 2**20  # what cuBLAS and cuBLASLt want on Hopper, 32 MiB ea
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """On a GPU, in Python, or in PyTorch's allocators for the CPU and for pinned memory, which raise plain
-    RuntimeErrors. Told by names: PyTorch may be what could not be imported."""
+    """Return whether memory ran out: on a GPU, in Python, or in PyTorch's allocators for the CPU and for pinned memory.
+
+    PyTorch's allocators raise plain RuntimeErrors. Errors are identified by name, because PyTorch may not be
+    importable.
+    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if not isinstance(error, RuntimeError):
@@ -281,7 +315,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_gpu_bytes() -> int | None:
-    """Of the current GPU; None where PyTorch is not there, or cannot say after what happened."""
+    """Return the free bytes of the current GPU; None without PyTorch, or if it cannot tell after the error."""
     with suppress(Exception):
         return int(sys.modules["torch"].cuda.mem_get_info()[0])
     return None

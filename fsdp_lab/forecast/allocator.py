@@ -1,9 +1,8 @@
-"""What CUDA's caching allocator reserves for a step: worked out from the requests, without a GPU.
+"""The memory that CUDA's caching allocator reserves for a step, derived from the requests, without a GPU.
 
 The rules are those of PyTorch's `CUDACachingAllocator.cpp` with its default settings; the sizes are those of
-`c10/core/AllocatorConfig.h`, which `tests/forecast/test_allocator.py` reads. What a process reserves is what runs
-out: a freed block goes back to the allocator, not to the device, and only the stream that it was made for gets it
-again.
+`c10/core/AllocatorConfig.h`, which `tests/forecast/test_allocator.py` reads. Reserved memory is what runs out: a freed
+block returns to the allocator, not to the device, and only the stream that it was made for gets it again.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class CachingAllocator:
         self.peak_active = max(self.peak_active, self.active)
 
     def free(self, key: Hashable) -> None:
-        """Give back what `key` holds: to the allocator, which keeps it."""
+        """Return the block that `key` holds to the allocator, which caches it."""
         block, num_bytes = self._blocks.pop(key)
         self.requested -= num_bytes
         self.active -= block.size
@@ -86,7 +85,7 @@ class CachingAllocator:
         self._put(block)
 
     def _find(self, size: int, pool: tuple[str, bool]) -> _Block | None:
-        """The smallest free block that is large enough; of equals the one with the lowest address."""
+        """Return the smallest free block that is large enough; of equals the one with the lowest address."""
         blocks = self._free[pool]
         index = bisect_left(blocks, size, key=lambda entry: entry[0])
         return blocks.pop(index)[2] if index < len(blocks) else None
@@ -124,22 +123,27 @@ class CachingAllocator:
 
 
 class Peaks(NamedTuple):
-    """Bytes of a process. `active`: the most in blocks that something holds, all else can be given back to the device;
-    `reserved`: the most that it takes from there as long as it gives nothing back."""
+    """Peak bytes of a process.
+
+    Attributes:
+        active: the most in blocks that are in use; the allocator can return all others to the device.
+        reserved: the most that the allocator takes from the device while it returns nothing.
+    """
 
     active: int
     reserved: int
 
 
 def allocator_peaks(profile: Profile, sharded: bool, workspaces: Collection[int] = ()) -> Peaks:
-    """Return what a process takes that goes through the profile's step several times.
+    """Return the peak bytes of a process that takes the profile's step several times.
 
-    The first step runs without optimizer state, which comes at its end, into what the step has left free; so the
-    step is played twice.
+    The first step begins without optimizer state, which is allocated at its end in the memory that the step has left
+    free. So the step is replayed twice.
 
     Args:
-        sharded: by FSDP2, which has streams of its own, with a single worker too.
-        workspaces: sizes that are taken before the first step and never given back.
+        profile: of the step.
+        sharded: by FSDP2, which uses its own streams even with a single worker.
+        workspaces: sizes that are allocated before the first step and never freed.
     """
     return _Replay(profile, sharded, workspaces).run()
 

@@ -1,4 +1,4 @@
-"""Which device a forecast is for, and how much memory it has. Imports no torch."""
+"""The device that a forecast is for, and its memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_lab.config import ConfigError, SweepConfig, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS, calibrations, data_sheets, device_file
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.files import report_damaged
-from fsdp_lab.forecast.fits import GIB
+from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.observations import read_observations
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.speed.device import Device, DeviceKind, load_device
@@ -21,7 +21,7 @@ from fsdp_lab.wording import count
 
 
 def for_cuda(config: SweepConfig) -> bool:
-    """Whether the forecast is for GPUs: as `forecast.device` says, or where this machine has one."""
+    """Return whether the forecast is for GPUs: as `forecast.device` says, or if this machine has one."""
     device = config.forecast.device
     if device not in DEVICE_KINDS and (sheet := data_sheet(config)) is not None:
         return sheet.kind == "cuda"
@@ -29,8 +29,9 @@ def for_cuda(config: SweepConfig) -> bool:
 
 
 def data_sheet(config: SweepConfig) -> Device | None:
-    """The device that `forecast.device` names, or with `auto` the GPU of this machine, where it has a calibration or a
-    data sheet, or its CPU where that has a calibration. Else None.
+    """Return the device that `forecast.device` names; None without a data sheet.
+
+    `auto` is this machine's GPU if it has a calibration or a data sheet, or its CPU if that has a calibration.
 
     Raises:
         ConfigError: its file is no data sheet.
@@ -40,20 +41,22 @@ def data_sheet(config: SweepConfig) -> Device | None:
 
 
 def device_notes(config: SweepConfig, num_workers: int) -> list[str]:
-    """Return what to say of the device's file: that it claims an error which its figures do not have, or was measured
-    elsewhere, with another PyTorch or another number of workers."""
+    """Return notes about the device's file.
+
+    It may claim an error that its figures do not have, or come from another machine, PyTorch or number of workers.
+    """
     claimed = _claimed(config)
     if claimed is None:
         return []
-    found = _calibration_notes(claimed, num_workers, config.forecast.device not in DEVICE_KINDS)
+    notes = _calibration_notes(claimed, num_workers, config.forecast.device not in DEVICE_KINDS)
     taken = believed(claimed)
     if taken == claimed:
-        return found
+        return notes
     return [
-        *found,
-        f"the file of forecast.device={config.forecast.device} says `basis: {claimed.basis}`, and its figures are not "
-        f"those that were fitted: it counts as `{taken.basis}` with error_elsewhere ({taken.error.p90 * 100:.2g} % for "
-        "nine of ten); write `basis: data sheet` and its error.",
+        *notes,
+        f"the file of forecast.device={config.forecast.device} has `basis: {claimed.basis}`, but its figures are not "
+        f"the fitted ones. It is used as `{taken.basis}` with error_elsewhere ({taken.error.p90 * 100:.2g} % for nine "
+        "of ten); write `basis: data sheet` and its error.",
     ]
 
 
@@ -77,12 +80,15 @@ def _calibration_notes(device: Device, num_workers: int, named: bool) -> list[st
 
 @cache
 def torch_version() -> str:
+    """Return the version of the installed PyTorch, without importing it."""
     return version("torch")
 
 
 def refined(device: Device | None) -> Device | None:
-    """Return the device as finished trials correct it. Sweeps do not ask: what is predicted in a night, or before a
-    resume, would be another figure than after it."""
+    """Return the device as finished trials correct it.
+
+    Sweeps do not use this: predictions in a night, or before a resume, would differ from those after it.
+    """
     if device is None:
         return None
     key = (repr(device), tuple(read_observations(device.name, torch_version(), digest(device))))
@@ -95,17 +101,17 @@ _corrected: dict[tuple[str, tuple[Observation, ...]], Device] = {}  # a grid ask
 
 
 def _claimed(config: SweepConfig) -> Device | None:
-    """The device as its file has it."""
+    """Return the device as its file describes it."""
     file = device_file(config.forecast.device)
     if file is not None:
         return _load(file)
     names = {gpu.name for gpu in gpus()} if config.forecast.device == "auto" else set()
     if not names:
-        return _calibrated(cpu_name(), DeviceKind.cpu) if config.forecast.device != "cuda" else None
+        return calibrated(cpu_name(), DeviceKind.cpu) if config.forecast.device != "cuda" else None
     if len(names) > 1:
         return None
     (name,) = names
-    return _calibrated(name, DeviceKind.cuda) or sheet_of(name)
+    return calibrated(name, DeviceKind.cuda) or sheet_of(name)
 
 
 def _load(file: Path) -> Device:
@@ -122,10 +128,12 @@ def _loaded(file: Path, changed: int) -> Device:
     return load_device(file)
 
 
-def _calibrated(name: str, kind: DeviceKind) -> Device | None:
-    """The newest calibration of this device, with this PyTorch where there is one; of a CPU else of another machine.
-    What cannot be read counts as absent."""
-    found, damaged = [], {}
+def calibrated(name: str, kind: DeviceKind) -> Device | None:
+    """Return the newest calibration of a device; None without one. Unreadable files count as absent.
+
+    A calibration with this PyTorch comes first. For a CPU without its own, another machine's is used.
+    """
+    devices, damaged = [], {}
     for file in calibrations():
         try:
             device = _load(file)
@@ -133,18 +141,18 @@ def _calibrated(name: str, kind: DeviceKind) -> Device | None:
             damaged[file] = str(error).removeprefix(file.name).lstrip(": ").partition("; run ")[0]
             continue
         if device.kind is kind and device.measured is not None:
-            found.append(device)
-    if kind is DeviceKind.cuda or any(device.name == name for device in found):
-        found = [device for device in found if device.name == name]
-    fitting = [device for device in found if device.measured and device.measured.torch == torch_version()]
-    taken = next(iter(fitting or found), None)
+            devices.append(device)
+    if kind is DeviceKind.cuda or any(device.name == name for device in devices):
+        devices = [device for device in devices if device.name == name]
+    fitting = [device for device in devices if device.measured and device.measured.torch == torch_version()]
+    taken = next(iter(fitting or devices), None)
     for file, why in damaged.items():
         report_damaged(file, why, _without(name, kind, taken))
     return taken
 
 
 def _without(name: str, kind: DeviceKind, taken: Device | None) -> str:
-    """What is used in place of a damaged calibration, and how to mend it."""
+    """Return a message about what replaces a damaged calibration, and how to repair it."""
     if taken is not None:
         instead = f"another calibration of {taken.name} is used"
     elif kind is DeviceKind.cuda and sheet_of(name) is not None:
@@ -156,39 +164,46 @@ def _without(name: str, kind: DeviceKind, taken: Device | None) -> str:
 
 @cache
 def sheet_of(gpu: str) -> Device | None:
-    """The data sheet of a GPU, by the name that its driver tells."""
+    """Return the data sheet of a GPU, by the driver's name for it; None without one."""
     sheets = (_load(file) for file in data_sheets())
     return next((sheet for sheet in sheets if sheet.name == gpu), None)
 
 
 def check_device(config: SweepConfig, num_workers: int) -> None:
-    """
+    """Check the device's file, and that its nodes make up the workers.
+
     Raises:
-        ConfigError: the device's file is no data sheet, or nodes of its size do not make up the workers.
+        ConfigError: the file is no data sheet, or the workers are no whole number of nodes.
     """
     sheet = data_sheet(config)
     if sheet is not None and num_workers > sheet.node_size and num_workers % sheet.node_size:
         raise ConfigError(
             f"cluster.num_workers={num_workers} with forecast.device={config.forecast.device}: its nodes have "
-            f"{sheet.node_size} devices, and {num_workers} are no whole number of nodes; use a multiple of "
+            f"{sheet.node_size} devices, and {num_workers} is not a multiple of that; use a multiple of "
             f"{sheet.node_size}, or fewer."
         )
 
 
 def check_sweep(config: SweepConfig) -> None:
-    """`check_here` for trials that Ray is to run on this machine; those of a cluster elsewhere are not known yet.
+    """Call `check_here` for trials on this machine; those of a running cluster are not known yet.
 
     Raises:
         ConfigError: see `check_here`.
     """
-    if config.engine is Engine.ray and config.cluster.address is None:
+    if config.engine is Engine.ray and config.cluster.is_here:
         check_here(config, workers_of(config), num_gpus() > 0)
 
 
 def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
-    """
+    """Check that a forecast can select among trials that run here.
+
+    Args:
+        config: the sweep.
+        num_workers: of a trial.
+        cuda: whether trials run on GPUs.
+
     Raises:
-        ConfigError: see `check_device`; or trials are to be chosen by what is predicted for a device that is not here.
+        ConfigError: see `check_device`; or trials would be selected by predictions for another device.
     """
     check_device(config, num_workers)
     asked = config.forecast
@@ -196,33 +211,37 @@ def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
         return
     if asked.device in DEVICE_KINDS:
         raise ConfigError(
-            f"forecast.keep={asked.keep} needs predicted speeds, and there are none for what these trials run on; "
-            "measure it by python -m fsdp_lab.calibrate, or name it: forecast.device=<path of a data sheet>."
+            f"forecast.keep={asked.keep} needs predicted speeds, and there are none for this machine; "
+            "run python -m fsdp_lab.calibrate, or set forecast.device=<path of a data sheet>."
         )
     here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
     for name, value in (("keep", asked.keep), ("prune", "true" if asked.prune else None)):
         if value is not None and (name == "keep" or capacity_here(config, cuda) is None):
             raise ConfigError(
                 f"forecast.{name}={value} with forecast.device={asked.device}: these trials run on {here}, and "
-                f"what is predicted for another device says nothing of them; leave forecast.{name} out, or rank the "
-                "settings for that device by python -m fsdp_lab.forecast -m."
+                f"predictions for another device do not apply to them; leave forecast.{name} out, or rank the "
+                "settings for that device with python -m fsdp_lab.forecast -m."
             )
 
 
 def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:
-    """The device that `forecast.device` names, where trials run on it, as far as this machine can tell: the GPUs of a
-    cluster elsewhere are not seen."""
+    """Return the device that `forecast.device` names, if trials run on it; else None.
+
+    Only this machine is considered: the GPUs of a remote cluster are not visible.
+    """
     sheet = data_sheet(config)
     if sheet is None or (sheet.kind == "cuda") is not cuda:
         return None
-    if not cuda and config.cluster.address is not None and config.forecast.device in DEVICE_KINDS:
+    if not cuda and not config.cluster.is_here and config.forecast.device in DEVICE_KINDS:
         return None  # the driver's own CPU says nothing of the cluster's
     return sheet if not cuda or {gpu.name for gpu in gpus()} <= {sheet.name} else None
 
 
 def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
-    """`forecast.capacity_gib`, or the memory of the device that is named, or of the smallest GPU here when the forecast
-    is for GPUs."""
+    """Return the bytes of one device; None: not known.
+
+    `forecast.capacity_gib`, or the memory of the named device, or that of the smallest GPU here in a forecast for GPUs.
+    """
     if config.forecast.capacity_gib is None and config.forecast.device not in DEVICE_KINDS:
         sheet = data_sheet(config)
         return None if sheet is None else int(sheet.memory_gib * GIB)
@@ -230,7 +249,7 @@ def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
 
 
 def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
-    """The same for trials that run: a named device's memory is not that of the GPUs here."""
+    """Return the bytes of one device for trials that run here; a named device's memory does not count."""
     if config.forecast.capacity_gib is not None:
         return int(config.forecast.capacity_gib * GIB)
     if cuda and num_gpus():
@@ -242,5 +261,5 @@ def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the smallest GPU, or None. The driver is asked: PyTorch would take a context on the GPU."""
+    """Return the bytes of the smallest GPU, or None. Asks the driver: PyTorch would take a context on the GPU."""
     return min((gpu.memory_bytes for gpu in gpus() if gpu.memory_bytes), default=None)

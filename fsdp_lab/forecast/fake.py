@@ -1,4 +1,4 @@
-"""A world without memory or peers: tensors that have only shapes, and a process group of any size, alone."""
+"""A world without memory or peers: tensors that have only shapes, and a process group with one real rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.torch_private import (
     DEVICE,
     ITEM,
@@ -32,26 +32,32 @@ ACCELERATOR = torch.device("cpu", 1)
 
 
 @contextmanager
-def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator[Ranks]:
-    """One rank of a process group whose other ranks do not exist.
+def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator[DistributedContext]:
+    """Make this process one rank of a process group whose other ranks do not exist.
 
-    No message is sent: a collective leaves its output as it is. By default the rank is the first, which holds
-    the largest shard of every parameter.
+    No message is sent: a collective leaves its output unchanged.
+
+    Args:
+        world_size: number of ranks.
+        device: where the model computes.
+        rank: of this process; the first rank holds the largest shard of every parameter.
     """
-    assert not dist.is_initialized(), "a forecast needs a process without a process group of its own"
+    assert not dist.is_initialized(), "a forecast needs a process without a process group"
     hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         with peers_not_asked(device), mock.patch.object(dist, "all_reduce", _all_reduce):
-            yield Ranks(rank=rank, local_rank=rank, world_size=world_size, device=device)
+            yield DistributedContext(rank=rank, local_rank=rank, world_size=world_size, device=device)
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook  # a process group puts its own around it, each time
 
 
 def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """For DDP's hooks, which go on with what the reduction gave: a fake one gives nothing. What was compressed
-    for the wire is not held by it, as `training.memory` sees to in a measured step."""
+    """Return the fake work of a reduction for DDP's hooks, which use its result.
+
+    It does not hold tensors that were compressed for the wire, as `training.memory` ensures in a measured step.
+    """
     if tensor.dtype is not torch.float32:
         with without_modes():
             tensor = tensor.clone()
@@ -80,8 +86,10 @@ _sizes: dict[str, int] = {}
 
 
 def _with_workspace(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Give a layer of an LSTM the memory that oneDNN keeps for its backward pass: PyTorch's fake one has none, and
-    oneDNN tells its size nowhere, so that one real layer of this shape is run."""
+    """Add the memory that oneDNN keeps for the backward pass of an LSTM layer.
+
+    PyTorch's fake layer has none, and oneDNN does not publish its size, so one real layer of this shape is run.
+    """
     key = str(map_tensors(lambda tensor: tuple(tensor.shape), list(args)))
     if key not in _sizes:
         with without_modes(), torch.enable_grad():  # without gradients none is kept
@@ -92,9 +100,9 @@ def _with_workspace(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple
 
 
 class ValuesOnRequest(TorchDispatchMode):
-    """Answers where the training step, not the model, asks a tensor for its value: a loss scale, a step count.
+    """Answers if the training step, not the model, reads a tensor's value: a loss scale, a step count.
 
-    Inside a model's forward pass nothing is answered: what it computes may hang on the value.
+    Inside a model's forward pass it does not answer, because the computation may depend on the value.
     """
 
     def __init__(self) -> None:
@@ -118,8 +126,10 @@ class ValuesOnRequest(TorchDispatchMode):
 
     @staticmethod
     def _is_bookkeeping(func, args, kwargs) -> bool:  # type: ignore[no-untyped-def]
-        """DDP tells the other ranks the order of its buckets, and which parameters got a gradient, in small integer
-        tensors that it reads itself."""
+        """Return whether this is DDP's exchange of small integer tensors, which it reads itself.
+
+        They hold the order of its buckets, and which parameters got a gradient.
+        """
         if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):
             return kwargs.get("dtype") is torch.int32
         tensors = tensors_of((args, kwargs))
@@ -127,7 +137,7 @@ class ValuesOnRequest(TorchDispatchMode):
 
 
 def _asking() -> str:
-    """The function of a loss scaler or an optimizer that wants a value: the innermost one that is named so."""
+    """Return the function of a loss scaler or an optimizer that reads a value: the innermost one with such a name."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name not in (STEP_IF_FINITE, "step", "get_scale"):
         frame = frame.f_back
@@ -136,7 +146,7 @@ def _asking() -> str:
 
 @contextmanager
 def fake_tensors() -> Iterator[ValuesOnRequest]:
-    """Every tensor made inside has a shape, a type and a device, and no memory."""
+    """Give every tensor made inside a shape, a type and a device, and no memory."""
     values = ValuesOnRequest()
     with FakeTensorMode(), values:
         yield values

@@ -1,7 +1,7 @@
 """The memory profile of a trial that does not run.
 
-The model is built by `training.build` and stepped by `training.loop`, as in training, under fake tensors: what is
-forecast is the training code itself, not a model of it.
+`training.build` makes the model and `training.loop` takes the step, as in training, under fake tensors. The forecast
+runs the training code itself, not a model of it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.allocator import allocator_peaks
+from fsdp_lab.forecast.capacity import WORKSPACE_BYTES, Forecast, allowances, communicators, on_capacity
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
-from fsdp_lab.forecast.fits import WORKSPACE_BYTES, Forecast, allowances, communicators
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.forecast.streams_page import streams_page, write_streams
@@ -59,7 +59,7 @@ _MICROBATCH_LIMIT = 2**20  # where memory does not stop it, the search does
 
 
 class NeedsValuesError(UserError):
-    """The model's forward pass asks a tensor for its value, and a fake one has none."""
+    """The model's forward pass reads a tensor's value, and a fake tensor has none."""
 
 
 def forecast(
@@ -71,43 +71,48 @@ def forecast(
     page: Path | None = None,
     sheet: Device | None = None,
 ) -> Forecast:
-    """What one worker will hold.
+    """Forecast the memory and speed of one worker. The range of its speed is for a device with room: see `on_capacity`.
 
     Args:
-        largest: find the most samples that it could take at once, too.
-        page: where to write the timeline of the step; `streams_page` of it, what runs when.
-        sheet: of the device whose speed is forecast, too.
+        config: the trial.
+        num_workers: of the trial.
+        cuda: forecast for GPUs; otherwise for CPUs.
+        capacity_bytes: of one device; None: not known.
+        largest: also find the most samples that it can take at once.
+        page: where to write the timeline of the step; its streams go to `streams_page`. None: write none.
+        sheet: the device whose speed to forecast; None: only the memory.
 
     Raises:
         UserError: see `forecast_profile`.
     """
     profile, program = forecast_step(config, num_workers, cuda, traced=sheet is not None)
-    found = _weigh(profile, config, num_workers, cuda, capacity_bytes)
+    result = _weigh(profile, config, num_workers, cuda, capacity_bytes)
     workload = build_workload(config.model, config.data, config.task)
     what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
-        found = replace(found, data_sheet=sheet.name)
+        result = replace(result, data_sheet=sheet.name)
         try:
             speed, schedule = _price(program, config, num_workers, sheet, workload)
-            found = replace(found, speed=speed)
+            result = replace(result, speed=speed)
             if page is not None:
                 with suppress(OSError):  # a full disk costs the page, not the forecast
-                    write_streams(streams_page(page), speed, schedule, f"A predicted step on {sheet.name}", what)
-        except ConfigError as error:  # the memory is known all the same
-            found = replace(found, no_speed=str(error))
+                    shown = on_capacity(result, capacity_bytes).speed or speed
+                    write_streams(streams_page(page), shown, schedule, f"A predicted step on {sheet.name}", what)
+        except ConfigError as error:  # the memory is still known
+            result = replace(result, no_speed=str(error))
     if page is not None:
         with suppress(OSError):
             what = {"for": "GPUs" if cuda else "CPUs", **what}
             write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
-        found = replace(found, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes))
-    return found
+        result = replace(result, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes))
+    return result
 
 
 def _price(
     program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
 ) -> tuple[Speed, Schedule]:
-    """How long the step of a program takes, what of the device the model uses, and when what runs.
+    """Return the speed of a program's step, with the model's MFU, and its schedule.
 
     Raises:
         ConfigError: see `predict`; or a CPU was calibrated with a core for each worker, and there are fewer.
@@ -118,22 +123,15 @@ def _price(
             f"cluster.num_workers={num_workers} on the {measured.cores} cores of {sheet.name}: workers that share a "
             f"core were not calibrated; use {measured.cores} or fewer for a predicted speed."
         )
-    looked_at = sheet.measured is not None or (
-        num_workers <= sheet.node_size
-        and config.sharding.granularity is Granularity.per_block
-        and config.precision.param_dtype is Dtype.bfloat16
-        and config.offload.target is OffloadTarget.none
-    )  # as in experiments/published_speed
-    speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group, looked_at)
-    untrained = config.compile or (sheet.kind is DeviceKind.cuda and config.offload.target is not OffloadTarget.none)
-    if measured is not None and untrained and sheet.factors.settings < SETTINGS_FOR_ERRORS:
-        speed = replace(speed, relative=None)  # a calibration has neither among what it trains
+    unlike = _unlike(config, num_workers, sheet)
+    speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not unlike)
     samples = config.training.global_batch_size
     flops = workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.param_dtype.value) if flops else None
     speed = replace(
         speed,
         group=ratio_group(config, num_workers, sheet),
+        unlike=unlike,
         samples=samples,
         tokens=workload.shaped_tokens(),
         mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,
@@ -141,8 +139,32 @@ def _price(
     return speed, schedule
 
 
+def _unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, ...]:
+    """Return how a step differs from those that the device's error is known for, in words.
+
+    Those are the steps of experiments/published_speed, or the ones that a calibration trains. Eight finished settings
+    know their own error.
+    """
+    gpu, measured = sheet.kind is DeviceKind.cuda, sheet.measured is not None
+    if measured and sheet.factors.settings >= SETTINGS_FOR_ERRORS:
+        return ()
+    unlike = {
+        "compile=true": config.compile,
+        "float8": config.precision.float8,
+        f"offload={config.offload.target.value}": gpu and config.offload.target is not OffloadTarget.none,
+    }
+    if not measured:
+        sharding, dtype = config.sharding.granularity, config.precision.param_dtype
+        unlike |= {
+            f"sharding={sharding.value}": sharding is not Granularity.per_block,
+            f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
+            "several nodes": num_workers > sheet.node_size,
+        }
+    return tuple(name for name, differs in unlike.items() if differs)
+
+
 def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, capacity: int | None) -> Forecast:
-    """What the device needs for a profile. A CPU's allocator is the system's: nothing is set aside."""
+    """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside."""
     if not cuda:
         return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
     taken = allocator_peaks(profile, config.sharding.granularity is not Granularity.ddp, [WORKSPACE_BYTES])
@@ -160,11 +182,13 @@ def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, 
 
 
 def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
-    """Bytes that pinned buffers waste at the host's peak: PyTorch's pinned allocator rounds each up to a power
-    of two.
+    """Return the bytes that pinned buffers waste at the host's peak.
+
+    PyTorch's pinned allocator rounds each up to a power of two.
 
     Args:
-        pinned: the categories. The loader pins batches; `offload=cpu` parameters and gradients, and not the
+        profile: of the step.
+        pinned: the categories. The loader pins batches; `offload=cpu` pins parameters and gradients, not the
             optimizer's state.
     """
     alive: dict[int, tuple[str, int]] = {}
@@ -176,11 +200,10 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
 
 
 def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int) -> int:
-    """The most samples that one worker can take at once, with the same accumulation; 0 when not even one fits.
+    """Return the most samples that one worker can take at once, with the same accumulation; 0: not even one fits.
 
-    The peak grows with the batch in straight pieces, each steeper than the one before, so a line through two
-    sizes points at or beyond the answer: few forecasts are needed, and the answer and its successor are both
-    tried.
+    The peak grows with the batch in straight pieces, each steeper than the one before. So a line through two sizes
+    points at or beyond the answer: few forecasts are needed, and the answer and its successor are both tried.
     """
     needs: dict[int, int] = {}
 
@@ -216,14 +239,14 @@ def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capaci
 
 
 class Step(NamedTuple):
-    """The second optimizer step of one rank: what it holds, and what it computes and sends."""
+    """The second optimizer step of one rank: the memory profile, and the program if it was traced."""
 
     profile: Profile
     program: list[Operator]
 
 
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
-    """What one rank of `num_workers` would hold through its second optimizer step; see `forecast_step`."""
+    """Return the memory of one rank of `num_workers` through its second optimizer step; see `forecast_step`."""
     return forecast_step(config, num_workers, cuda, rank).profile
 
 
@@ -231,12 +254,15 @@ def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int =
     """Follow one rank of `num_workers` through its second optimizer step.
 
     Args:
-        cuda: on GPUs: the device and the host apart, and the attention of a GPU. Otherwise on CPUs.
-        traced: record its program, too, which is empty otherwise.
+        config: the trial.
+        num_workers: of the trial.
+        cuda: for GPUs: device and host apart, and the attention of a GPU. Otherwise for CPUs.
+        rank: to follow.
+        traced: also record the program, which is empty otherwise.
 
     Raises:
-        ConfigError: a configuration that could not run either.
-        NeedsValuesError: with the operation that asked.
+        ConfigError: the configuration cannot run.
+        NeedsValuesError: with the operation that reads a value.
     """
     config.check(num_workers)
     device = ACCELERATOR if cuda else HOST
@@ -250,9 +276,9 @@ def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int =
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line = user_line(error)
             raise NeedsValuesError(
-                f"the forecast runs on tensors without values, and {error.func} asks for one in the forward pass of "
-                f"the model{f', at {line}' if line else ''}; measure this model with memory_profile=peaks, or take the "
-                "decision that hangs on a value (.item(), if tensor:, nonzero) out of the forward pass."
+                f"a forecast runs on tensors without values, but {error.func} needs one in the forward pass of the "
+                f"model{f', at {line}' if line else ''}; measure this model with memory_profile=peaks, or remove the "
+                "decision that depends on a value (.item(), if tensor:, nonzero) from the forward pass."
             ) from error
 
 
@@ -265,7 +291,7 @@ def _follow(
     with ExitStack() as fake:
 
         def without_values(model: nn.Module, _: Blueprint) -> None:
-            """From here to the end of the step every new tensor is a fake one."""
+            """Make every new tensor a fake one, from here to the end of the step."""
             values = fake.enter_context(fake_tensors())
             if cuda:
                 fake.enter_context(cuda_kernels(trace.kernel))
@@ -299,8 +325,10 @@ def _compiled_modules(model: nn.Module, workload: Workload) -> Callable[[str], b
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:
-    """The same, but for float8, whose products need a GPU, and for pinned memory, which a fake tensor cannot have.
-    `pinned_rounding` counts what it costs."""
+    """Return the configuration without float8, which needs a GPU, and without pinned memory.
+
+    A fake tensor cannot be pinned; `pinned_rounding` adds the cost.
+    """
     config = replace(config, precision=replace(config.precision, float8=False))
     if config.offload.target is not OffloadTarget.cpu:
         return config
@@ -308,8 +336,10 @@ def as_forecast(config: TrialConfig) -> TrialConfig:
 
 
 def fresh_tensor(old: Tensor, device: torch.device) -> Tensor:
-    """An empty tensor like another one, made anew: a fake tensor that is made from another one stays tied to it, and
-    could not take its place."""
+    """Return an empty tensor like another one.
+
+    It is created again: a fake tensor made from another one stays tied to it, and could not replace it.
+    """
     if not isinstance(old, DTensor):
         return torch.empty(old.shape, dtype=old.dtype, device=device)
     with without_modes():  # `to_local` makes a view, and `old` is no fake tensor
@@ -321,7 +351,7 @@ def fresh_tensor(old: Tensor, device: torch.device) -> Tensor:
 
 
 def fake_microbatches(workload: Workload, config: TrialConfig, dims: ParallelDims) -> list[Batch]:
-    """What the loader gives one rank for one optimizer step."""
+    """Return the batches that the loader gives one rank for one optimizer step."""
     size = microbatch_size(config.training, dims)
     return [workload.data.example_batch(size) for _ in range(config.training.grad_accum_steps)]
 

@@ -1,16 +1,18 @@
-"""`forecast.keep`: which settings of a sweep are promising enough to be measured. Imports no torch."""
+"""`forecast.keep`: selects the settings of a sweep that are promising enough to be measured. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 from hashlib import sha256
 
 from fsdp_lab.config import TrialConfig, flatten, memory_settings
-from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.report.texts import figures_text
 from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.predict import Speed
@@ -19,41 +21,143 @@ from fsdp_lab.wording import count
 
 @dataclass(frozen=True)
 class Predicted:
-    """Samples/s: as predicted, and between which nine of ten such predictions lie. `relative`: by how much the ratio of
-    two of one group is off, for nine of ten; None: not known. `group`: see `ratio_group`; "": not known."""
+    """A predicted speed.
+
+    Attributes:
+        speed: samples/s.
+        low: the lower end of the range that holds nine of ten such predictions.
+        high: its upper end.
+        relative: the error of the ratio of two predictions of one group, for nine of ten; None: not known.
+        group: see `ratio_group`; "": not known.
+        samples: the global batch size.
+    """
 
     speed: float
     low: float
     high: float
     relative: float | None = None
     group: str = ""
+    samples: int = 0
 
     @staticmethod
     def of(speed: Speed) -> Predicted:
+        """Return the prediction in samples/s."""
         low, high = speed.samples / speed.high_s, speed.samples / speed.low_s
-        return Predicted(speed.samples_per_s, low, high, speed.relative, speed.group)
+        return Predicted(speed.samples_per_s, low, high, speed.relative, speed.group, speed.samples)
 
     def may_reach(self, other: Predicted) -> bool:
-        """Whether it may be as fast: by the error of their ratio, or where that is not known by both ranges."""
+        """Return whether it may be as fast as another: by the error of their ratio, else by both ranges."""
         sure = self.ratio_error(other)
         return self.high >= other.low if sure is None else self.speed * (1 + sure) >= other.speed
 
     def ratio_error(self, other: Predicted) -> float | None:
-        """Return by how much the ratio of the two may be off; None where that is not known: what is common to all
-        predictions of a group need not be common to those of two."""
+        """Return the error of the ratio of the two; None: not known.
+
+        An error that is common to all predictions of a group need not be common to two groups.
+        """
         if self.relative is None or other.relative is None or not self.group or self.group != other.group:
             return None
         return max(self.relative, other.relative)
 
 
 def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
-    """Return what tells groups of predictions apart: the error of a ratio is known for two with the same model, data,
-    task, number of workers, compilation and offloading, by the same figures of a device."""
+    """Return an identifier of the group in which the error of ratios is known.
+
+    Its predictions have the same model, data, task, number of workers, compilation and offloading, and figures of a
+    device.
+    """
     known = memory_settings(config, num_workers).items()
     what = {name: value for name, value in known if name.partition(".")[0] in ("model", "data")}
     offload = config.offload.target.value if device.kind is DeviceKind.cuda else ""  # on a CPU it does nothing
-    told = [what, flatten(config.task), num_workers, config.compile, offload, digest(device)]
-    return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    parts = [what, flatten(config.task), num_workers, config.compile, offload, digest(device)]
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Place(StrEnum):
+    """The decision of `forecast.keep` about a trial. The first five are measured.
+
+    - `fastest`: among the requested number
+    - `close`: may be as fast as the last of these
+    - `of_batch`: the fastest of its global batch size
+    - `recommended`: recommended by a forecast
+    - `unknown`: without a prediction
+    """
+
+    fastest = "fastest"
+    close = "close"
+    of_batch = "of its batch"
+    recommended = "recommended"
+    unknown = "unknown"
+    slower = "slower"
+    no_room = "no room"
+
+
+class Selection:
+    """The trials that `forecast.keep` measures, of one number of workers.
+
+    It keeps:
+
+    - the requested number of settings with the fastest predictions
+    - others that may be as fast as the last of them, by the errors of predictions
+    - the fastest of each global batch size, because samples may teach differently between these
+    - the setting that a forecast recommends, which may be slower but smaller
+    - settings without a prediction
+
+    A tight setting does not count towards the number if another fits; it is kept in addition if it may be as fast.
+
+    Args:
+        forecasts: by the number of a trial.
+        settings: an identifier of the setting of each trial; repeats share it.
+        keep: a number of settings, such as `5`, or a share of those that fit, such as `20%`.
+        before: the predictions of trials that have ended, which count among the fastest.
+        recommended: the identifiers that a forecast recommends.
+    """
+
+    def __init__(
+        self,
+        forecasts: Mapping[int, Forecast],
+        settings: Mapping[int, str],
+        keep: str,
+        before: Mapping[int, Predicted] | None = None,
+        recommended: Collection[str] = (),
+    ) -> None:
+        able = {n: f for n, f in forecasts.items() if f.fits is not False or f.tight}
+        self.known = {n: Predicted.of(f.speed) for n, f in able.items() if f.speed is not None}
+        fitting = {**(before or {}), **{n: one for n, one in self.known.items() if forecasts[n].fits is not False}}
+        # one of each setting, the fastest first; where nothing fits, of what is tight
+        ranked = {settings[n]: one for n, one in (fitting or self.known).items()}.values()
+        self.ranked = sorted(ranked, key=lambda one: -one.speed)
+        self.wanted = number_kept(keep, len(self.ranked))
+        self.last = self.ranked[: self.wanted][-1] if self.ranked else None
+        self._recommended = {n for n in forecasts if settings[n] in recommended}
+        self._no_room = forecasts.keys() - able.keys()
+        self._full = {n for n, forecast in able.items() if forecast.nearly_full}
+        self._in_rank = (fitting or self.known).keys()
+        self._of_batch = {one.samples: one.speed for one in reversed(self.ranked)}
+
+    def place(self, number: int) -> Place:
+        """Return the decision about a trial."""
+        one, last = self.known.get(number), self.last
+        if one is None or last is None:
+            return Place.no_room if number in self._no_room else Place.unknown
+        if one.speed >= last.speed or one.may_reach(last):
+            return Place.fastest if one.speed >= last.speed and number in self._in_rank else Place.close
+        best = number in self._in_rank and one.speed >= self._of_batch[one.samples]
+        if best:
+            return Place.of_batch
+        return Place.recommended if number in self._recommended else Place.slower
+
+    def how_sure(self, numbers: Iterable[int]) -> str:
+        """Return in words by which error these may be as fast as the last setting of the requested number."""
+        numbers = list(numbers)
+        some = [self.known[number] for number in numbers]
+        ratios = [one.ratio_error(self.last) for one in some if self.last is not None]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if len(known) == len(some):
+            return f"the predicted ratio of two settings has an error of up to ±{max(known):.0%}"
+        off = max(max(1 - one.low / one.speed for one in some), 0.0)
+        full = ", more where a GPU is nearly full" if any(number in self._full for number in numbers) else ""
+        return f"their ranges overlap (±{off:.0%} each{full})"
 
 
 def passed_over(
@@ -61,54 +165,26 @@ def passed_over(
     settings: Mapping[int, str],
     keep: str,
     before: Mapping[int, Predicted] | None = None,
+    recommended: Collection[str] = (),
 ) -> dict[int, str]:
-    """Return the trials that need not run, and why: those that cannot fit, and those that cannot be among the fastest.
-
-    The fastest settings by their predictions are kept, as many as asked for, and so is every other that by the errors
-    of such predictions may be as fast as the last of them. What has no prediction is kept. What is tight takes nobody's
-    place: where something fits, it is kept beside that, if it may be as fast.
-
-    Args:
-        forecasts: by the number of a trial.
-        settings: what tells settings apart; repeats share it.
-        keep: a number of settings, as `5`, or a share of those that fit, as `20%`.
-        before: the predictions of trials that have ended, which count among the fastest.
-    """
-    not_started = f"forecast.keep={keep} does not start it"
-    no_room = {n: found for n, found in forecasts.items() if found.fits is False}
-    reasons = {n: f"{found.shortage}; {not_started}" for n, found in no_room.items() if not found.tight}
-    known = {n: Predicted.of(f.speed) for n, f in forecasts.items() if f.speed is not None and n not in reasons}
-    ranked = _ranked(known, no_room, settings, before)
-    if not ranked:
-        return reasons
-    last = ranked[: number_kept(keep, len(ranked))][-1]
-    for number, one in known.items():
-        if one.speed < last.speed and not one.may_reach(last):
-            reasons[number] = f"{_too_slow(one, last)}; {not_started}"
-    return reasons
-
-
-def _ranked(
-    known: Mapping[int, Predicted],
-    no_room: Mapping[int, Forecast],
-    settings: Mapping[int, str],
-    before: Mapping[int, Predicted] | None,
-) -> list[Predicted]:
-    """One prediction of each setting that fits, the fastest first; where nothing fits, of each that is tight."""
-    fitting = {**(before or {}), **{n: p for n, p in known.items() if n not in no_room}} or known
-    return sorted({settings[n]: p for n, p in fitting.items()}.values(), key=lambda p: -p.speed)
+    """Return the trials that need not run, and why; the arguments are those of `Selection`."""
+    selection = Selection(forecasts, settings, keep, before, recommended)
+    put = {number: selection.place(number) for number in forecasts}
+    why = {n: forecasts[n].shortage for n, place in put.items() if place is Place.no_room}
+    if selection.last is not None:
+        why |= {n: _too_slow(selection.known[n], selection.last) for n, place in put.items() if place is Place.slower}
+    return {number: f"{reason}; forecast.keep={keep} does not start it" for number, reason in why.items()}
 
 
 def _too_slow(one: Predicted, last: Predicted) -> str:
     sure = one.ratio_error(last)
+    speed = figures_text(one.speed)
     if sure is None:
-        return (
-            f"predicted {one.speed:,.4g} samples/s ({one.low:,.4g} to {one.high:,.4g}), which is not among the most "
-            "promising"
-        )
+        ends = f"{figures_text(one.low)} to {figures_text(one.high)}"
+        return f"predicted {speed} samples/s ({ends}), which is not among the most promising"
     return (
-        f"predicted {one.speed:,.4g} samples/s, {1 - one.speed / last.speed:.0%} below the last of the most promising, "
-        f"and the ratio of two predictions is known to ±{sure:.0%}"
+        f"predicted {speed} samples/s, {one.speed / last.speed:.1%} of the last of the most promising. Less than "
+        f"1 / {1 + sure:.2f} = {1 / (1 + sure):.1%} is too slow: predicted ratios have an error of up to ±{sure:.0%}"
     )
 
 
@@ -117,27 +193,31 @@ def why_all(
     settings: Mapping[int, str],
     keep: str,
     before: Mapping[int, Predicted] | None = None,
+    recommended: Collection[str] = (),
 ) -> str:
     """Return why `forecast.keep` skips nothing, where `passed_over` names no trial; the arguments are the same."""
-    known = {n: Predicted.of(f.speed) for n, f in forecasts.items() if f.speed is not None}
-    ranked = _ranked(known, {n: f for n, f in forecasts.items() if f.fits is False}, settings, before)
-    wanted = number_kept(keep, len(ranked))
+    selection = Selection(forecasts, settings, keep, before, recommended)
+    ranked, wanted = selection.ranked, selection.wanted
     if not ranked:
         return "nothing is skipped: no setting has a predicted speed"
     if len(ranked) <= wanted:
-        return f"nothing is skipped: {count(len(ranked), 'setting')} with a predicted speed, and {wanted} are wanted"
-    ratios = [one.ratio_error(ranked[wanted - 1]) for one in known.values()]
-    told = [ratio for ratio in ratios if ratio is not None]
-    if len(told) == len(ratios):
-        sure = f"their ratios are known to ±{max(told):.0%}"
-    else:
-        most = max(f.speed.error for f in forecasts.values() if f.speed is not None)
-        sure = f"predictions are known to ±{most:.0%}"
-    return f"nothing is skipped: each of the {len(ranked)} settings may be one of the {wanted} fastest, for {sure}"
+        have = f"{count(len(ranked), 'setting')} {'has' if len(ranked) == 1 else 'have'}"
+        return f"nothing is skipped: {have} a predicted speed, and forecast.keep asks for {wanted}"
+    sure = selection.how_sure(selection.known)
+    places = {selection.place(number) for number in selection.known}
+    others = ", or is recommended" if Place.recommended in places else ""
+    others += ", or is the fastest of its global batch size" if Place.of_batch in places else ""
+    place = "the fastest" if wanted == 1 else f"one of the {wanted} fastest"
+    return f"nothing is skipped: each of the {len(ranked)} settings may be {place}, because {sure}{others}"
 
 
 def number_kept(keep: str, settings: int) -> int:
-    """Return how many of so many settings `forecast.keep` stands for; at least one."""
+    """Return how many settings `forecast.keep` stands for; at least one.
+
+    Args:
+        keep: a number, or a share such as `20%`.
+        settings: how many there are.
+    """
     if keep.endswith("%"):
         return max(1, math.ceil(Fraction(keep[:-1]) / 100 * settings))
     return int(keep)

@@ -26,10 +26,10 @@ _EFFICIENT_ALIGNMENT = 4  # of the head size in float32; others take the plain p
 
 @contextmanager
 def cuda_kernels(on_kernel: OnKernel = lambda name, reads, writes: None) -> Iterator[None]:
-    """Let `F.scaled_dot_product_attention` and `F.rms_norm` keep what they keep on a GPU.
+    """Let `F.scaled_dot_product_attention` and `F.rms_norm` keep the tensors that they keep on a GPU.
 
     Args:
-        on_kernel: told the name, the inputs and the outputs of a kernel that is not called here.
+        on_kernel: called with the name, the inputs and the outputs of a kernel that is not called here.
     """
     rms_norm = F.rms_norm
 
@@ -57,10 +57,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention in half precision without a mask, with an output in the layout of the query; cuDNN's, which some
-    versions prefer, keeps the same. Else memory-efficient attention, whose output lies in memory as (batch, sequence,
-    heads, head size): a model that flattens it in another order makes a copy, and keeps both. Else the plain path,
-    which keeps the scores."""
+    """Compute attention with the kernel that a GPU would choose.
+
+    - Flash attention: half precision without a mask, with an output in the layout of the query. cuDNN's attention,
+      which some versions prefer, keeps the same tensors.
+    - Memory-efficient attention: its output lies in memory as (batch, sequence, heads, head size). A model that
+      flattens it in another order makes a copy, and keeps both.
+    - The plain path, which keeps the scores.
+    """
     size = query.shape[-1]
     if attn_mask is not None and attn_mask.dtype is torch.bool:  # a GPU's kernels add a mask of numbers
         numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -80,7 +84,7 @@ def _attention(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """The tensors of the CUDA kernel: input, weight and one number a row are kept, where a CPU keeps its steps."""
+    """The tensors of the CUDA kernel: it keeps the input, the weight and one number a row, a CPU keeps its steps."""
 
     @staticmethod
     def forward(  # type: ignore[override]

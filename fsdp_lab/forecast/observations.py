@@ -14,12 +14,12 @@ from fsdp_lab.speed.predict import Parts
 from fsdp_lab.speed.refine import Observation
 
 _MOST = 500  # that are kept of a device, the newest
-_WITHOUT = "it is ignored: finished trials do not correct predictions; delete it, the next trial writes it anew"
+_WITHOUT = "it is ignored: finished trials do not correct predictions; delete it, the next trial writes a new one"
 _WAIT_S = 10.0  # for another sweep that writes
 
 
 def observations_file(device: str) -> Path:
-    """Where the finished trials of a device are kept."""
+    """Return the file with the finished trials of a device."""
     return CALIBRATIONS / "trials" / f"{slug(device)}.json"
 
 
@@ -27,11 +27,13 @@ def record_observation(device: str, name: str, one: Observation) -> None:
     """Add a finished trial to those of a device.
 
     Args:
-        name: which tells it from all others: one that is there already is replaced.
+        device: its name.
+        name: an identifier of the trial; an earlier entry of the same name is replaced.
+        one: the trial's step.
 
     Raises:
         OSError: the folder cannot be written.
-        InUse: another sweep has written for ten seconds.
+        InUse: another sweep held the lock for ten seconds.
     """
     file = observations_file(device)
     with exclusive(file.with_suffix(".lock"), _WAIT_S):
@@ -41,7 +43,7 @@ def record_observation(device: str, name: str, one: Observation) -> None:
 
 def read_observations(device: str, torch: str, digest: str) -> list[Observation]:
     """Return the finished trials of a device with this version of PyTorch, that were predicted by these figures."""
-    found = []
+    observations = []
     for row in _content(observations_file(device)).values():
         try:
             one = Observation(**{**row, "parts": Parts(**row["parts"]), "measured_s": float(row["measured_s"])})
@@ -49,8 +51,8 @@ def read_observations(device: str, torch: str, digest: str) -> list[Observation]
         except (KeyError, TypeError, ValueError):
             continue  # of another version of fsdp_lab
         if (one.torch, one.device) == (torch, digest) and all(map(math.isfinite, numbers)) and one.measured_s > 0:
-            found.append(one)
-    return found
+            observations.append(one)
+    return observations
 
 
 def _content(file: Path) -> dict[str, Any]:
@@ -60,5 +62,5 @@ def _content(file: Path) -> dict[str, Any]:
         report_damaged(file, error.strerror, _WITHOUT)
         return {}
     if content is not None and not isinstance(content, dict):
-        report_damaged(file, "it is no JSON object", _WITHOUT)
+        report_damaged(file, "it is not a JSON object", _WITHOUT)
     return content if isinstance(content, dict) else {}

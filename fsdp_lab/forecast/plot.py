@@ -1,4 +1,4 @@
-"""A picture of many forecasts: what each needs against the number of workers, or what each is made of."""
+"""A picture of many forecasts: the needs of each over the number of workers, or the parts of each."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.forecast.table import COLUMNS, Row
+from fsdp_lab.forecast.table import COLUMNS, Row, unit_of
+from fsdp_lab.forecast.verdict import name_of, named
 
 WORKERS = "cluster.num_workers"
 GIB = 2**30
 _MOST_BARS = 40
 _MOST_LINES = 10
-_PLAIN = ("sharding", "precision")  # whose values say by themselves what they are
 
 
 def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
-    """PNG; False where there is nothing to show.
+    """Write a picture as PNG.
 
-    With several numbers of workers, lines: the first two other keys are colour and dash, the rest are
-    panels. Otherwise stacked bars, the smallest peaks first."""
+    With several numbers of workers it has lines: the first two other keys are colour and dash, the rest are panels.
+    Otherwise it has stacked bars, in the order of the rows.
+
+    Returns:
+        False: there is nothing to show.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,15 +32,18 @@ def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
     rows = [row for row in rows if not row.forecast.error]
     if not rows:
         return False
-    figure = _over_workers(pyplot, rows, swept) if WORKERS in swept else stacked(pyplot, rows)
+    figure = _over_workers(pyplot, rows, swept) if WORKERS in swept else stacked(pyplot, rows, swept)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
 
 
 def write_scaling(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
-    """PNG of the predicted speed of a device over the number of workers, a line for each setting of the other keys;
-    False where no speed was predicted, or for one number of workers."""
+    """Write the predicted speed over the number of workers as PNG, a line for each setting of the other keys.
+
+    Returns:
+        False: no speed was predicted, or there is only one number of workers.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -49,14 +56,14 @@ def write_scaling(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool
     lines: dict[str, list[tuple[float, ...]]] = {}
     for row, speed in speeds:
         values = zip(swept, row.settings, strict=True)
-        name = " ".join(value if key in _PLAIN else f"{key}={value}" for key, value in values if key != WORKERS)
+        name = name_of({key: value for key, value in values if key != WORKERS})
         items = (speed.tokens or 1) * speed.samples / row.forecast.num_workers
         each = (items / seconds for seconds in (speed.step_s, speed.high_s, speed.low_s))
         lines.setdefault(name, []).append((row.forecast.num_workers, *each))
     figure, axis = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
     for name, points in list(lines.items())[:_MOST_LINES]:
         counts, rates, low, high = zip(*sorted(points), strict=True)
-        (line,) = axis.plot(counts, rates, marker=".", label=name or "this setting")
+        (line,) = axis.plot(counts, rates, marker=".", label=name)
         axis.fill_between(counts, low, high, color=line.get_color(), alpha=0.12)
     unit = "tokens" if speeds[0][1].tokens else "samples"
     axis.set(xscale="log", xlabel="workers", ylabel=f"predicted {unit}/s per device")
@@ -121,32 +128,50 @@ def _over_workers(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any
     return figure
 
 
-def stacked(pyplot: Any, rows: Sequence[Row]) -> Any:
-    """Return a figure of what each setting's peak is made of, and of its predicted speed, where one is known."""
-    rows = sorted(rows, key=lambda row: row.forecast.peak_bytes)[:_MOST_BARS]
-    speeds = any(row.forecast.speed for row in rows)
+def stacked(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any:
+    """Return a figure of the first forty settings in the order of the table.
+
+    It shows the parts of each peak, what the setting needs, and its predicted speed if one is known.
+    """
+    shown = rows[:_MOST_BARS]
+    speeds = any(row.forecast.speed for row in shown)
     figure, axes = pyplot.subplots(
-        1, 1 + speeds, figsize=(10 + 4 * speeds, 1.4 + 0.28 * len(rows)), sharey=True, squeeze=False,
+        1, 1 + speeds, figsize=(11 + 4 * speeds, 1.8 + 0.28 * len(shown)), sharey=True, squeeze=False,
         constrained_layout=True,
     )  # fmt: skip
     axis = axes[0, 0]
-    labels = [" ".join(row.settings) or "this configuration" for row in rows]
-    left = [0.0] * len(rows)
-    for name, categories in COLUMNS.items():
-        widths = [sum(row.forecast.peaks["device"].get(c, 0) for c in categories) / 2**20 for row in rows]
-        axis.barh(range(len(rows)), widths, left=left, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axis.set_yticks(range(len(rows)), labels, fontsize=8)
+    unit, divisor = unit_of([row.forecast for row in shown])
+    _memory_bars(axis, shown, divisor)
+    axis.set_yticks(range(len(shown)), [named(row, swept) if swept else "this setting" for row in shown], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("MiB at the peak of one device")
-    axis.legend(fontsize=8)
+    axis.set_xlabel(f"{unit} of one device")
+    figure.legend(loc="outside upper left", fontsize=8, ncols=8)
     if speeds:
-        _speed_bars(axes[0, 1], rows)
+        _speed_bars(axes[0, 1], shown)
+    if len(shown) < len(rows):
+        figure.suptitle(
+            f"the first {len(shown)} of {len(rows)} settings, in the table's order", x=0.99, ha="right", fontsize=9
+        )
     return figure
 
 
+def _memory_bars(axis: Any, rows: Sequence[Row], divisor: int) -> None:
+    """Draw the peak by category, the device's allowances, and a line for its capacity."""
+    left = [0.0] * len(rows)
+    for name, categories in COLUMNS.items():
+        widths = [sum(row.forecast.peaks["device"].get(c, 0) for c in categories) / divisor for row in rows]
+        axis.barh(range(len(rows)), widths, left=left, label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    if any(row.forecast.allowances for row in rows):
+        more = [sum(row.forecast.allowances.values()) / divisor for row in rows]
+        axis.barh(range(len(rows)), more, left=left, color="lightgray", label="needed besides tensors")
+    capacities = sorted({row.forecast.capacity_bytes for row in rows if row.forecast.capacity_bytes is not None})
+    for place, capacity in enumerate(capacities):
+        axis.axvline(capacity / divisor, color="black", linewidth=1.2, label="" if place else "capacity")
+
+
 def _speed_bars(axis: Any, rows: Sequence[Row]) -> None:
-    """The predicted speed of a device, in the order of the other bars, with its range."""
+    """Draw the predicted speed of a device with its range, in the order of the other bars."""
     known = [(place, row.forecast.num_workers, row.forecast.speed) for place, row in enumerate(rows)]
     for place, workers, speed in known:
         if speed is not None:

@@ -1,4 +1,4 @@
-"""Processes that each answer one question at a time, have a limit for it, and can be killed."""
+"""Processes that each answer one question at a time, within a limit, and can be killed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ _END_S = 5.0  # for a process that was killed, to be gone
 
 
 class NoAnswerError(Exception):
-    """What became of the process that was asked: the end of a sentence that begins with "its process"."""
+    """What happened to the process with the question: the end of a sentence that begins with "its process"."""
 
 
 class Pool(Generic[Question, Answer]):
-    """Calls `answer(question)` in processes of its own; use as a context, which kills them at its end.
+    """Calls `answer(question)` in its own processes. Use it as a context, which kills them at its end.
 
     A process starts when it is needed and serves until one of its answers fails. It ends with this process, however
-    this ends. The futures raise `NoAnswerError` where a process died, did not start or took longer than the limit;
-    the other questions are not affected.
+    this ends. A future raises `NoAnswerError` if its process died, did not start or exceeded the limit; other questions
+    are not affected.
     """
 
     def __init__(self, answer: Callable[[Question], Answer], num_processes: int, limit_s: float) -> None:
-        """`answer` is a function of a module, handles its own errors, and has `limit_s` seconds, imports included."""
+        """Make a pool; processes start with the first questions.
+
+        Args:
+            answer: a function of a module, which handles its own errors.
+            num_processes: at most.
+            limit_s: seconds for each answer, including imports.
+        """
         self._answer, self._limit_s = answer, limit_s
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="pool")  # each waits for one process
         self._lock = threading.Lock()
@@ -44,7 +50,7 @@ class Pool(Generic[Question, Answer]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill the processes: what they work on raises `NoAnswerError`, what waits for its turn is cancelled."""
+        """Kill the processes: running questions raise `NoAnswerError`, waiting ones are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
@@ -114,7 +120,7 @@ class _Child:
 def _how(exit_code: int | None) -> str:
     """Say how a process ended."""
     if exit_code == -signal.SIGKILL:
-        return "was killed, most likely for want of memory"
+        return "was killed, most likely because memory ran out"
     with suppress(ValueError):
         if exit_code is not None and exit_code < 0:
             return f"ended by {signal.Signals(-exit_code).name}"

@@ -1,4 +1,4 @@
-"""Forecasts of many trials, in processes of their own, each distinct one once. Imports no torch."""
+"""Forecasts of many trials in separate processes, each distinct one once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fsdp_lab.config import SweepConfig, UserError, flatten, memory_settings
 from fsdp_lab.config.parallel import OffloadConfig
+from fsdp_lab.forecast.capacity import Forecast, on_capacity
 from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, refined
-from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
 from fsdp_lab.speed.device import Device
@@ -27,8 +27,16 @@ _LOOK_S = 0.5  # how often a wish to stop is looked at
 
 @dataclass(frozen=True)
 class Request:
-    """One trial to forecast. `capacity_bytes` None: not known. `page`: where its timeline goes. `sheet`: of the device
-    whose speed is forecast, too."""
+    """One trial to forecast.
+
+    Attributes:
+        config: of the trial.
+        num_workers: of the trial.
+        cuda: for GPUs.
+        capacity_bytes: of one device; None: not known.
+        page: where to write its timeline; None: nowhere.
+        sheet: the device whose speed to forecast; None: only the memory.
+    """
 
     config: SweepConfig
     num_workers: int
@@ -39,15 +47,17 @@ class Request:
 
     @staticmethod
     def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
-        """One outside of a sweep, whose device is corrected by finished trials; not so with `forecast.keep`, which asks
-        what a sweep would do."""
+        """Return a request outside of a sweep, whose device is corrected by finished trials.
+
+        With `forecast.keep` it is not corrected, because that shows what a sweep would do.
+        """
         cuda, sheet = for_cuda(config), data_sheet(config)
         sheet = refined(sheet) if config.forecast.keep is None else sheet
         return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, sheet)
 
     @property
     def key(self) -> str:
-        """Equal for requests with the same answer: on a CPU, what is offloaded stays where it is."""
+        """An identifier that is equal for requests with the same answer. On a CPU offloading makes no difference."""
         asks = self.config.forecast.largest_microbatch
         config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
         capacity = self.capacity_bytes if asks else None
@@ -57,11 +67,15 @@ class Request:
 
 
 def forecast_one(request: Request) -> Forecast:
-    """In this process, which must have no process group.
+    """Forecast a request in this process, which must have no process group.
 
     Raises:
         UserError: the configuration cannot be forecast.
     """
+    return on_capacity(_forecast(request), request.capacity_bytes)
+
+
+def _forecast(request: Request) -> Forecast:
     from fsdp_lab.forecast.forecast import forecast
 
     return forecast(
@@ -80,34 +94,34 @@ def forecast_all(
     on_done: Callable[[int, int], None] = lambda done, total: None,
     stop: threading.Event | None = None,
 ) -> list[Forecast]:
-    """The forecast of each request, in their order, by processes of their own; what could not be forecast
-    has `error`.
+    """Return the forecast of each request in order, made in separate processes. A failed forecast has `error`.
 
     Args:
-        on_done: told how many of the distinct forecasts are done, of how many.
+        requests: the trials.
+        on_done: called with the number of distinct forecasts that are done, and of all.
         stop: set by another thread to end this early.
     """
     distinct: dict[str, Request] = {}
     for request in requests:
         distinct.setdefault(request.key, request)
-    found: dict[str, Forecast] = {}
+    forecasts: dict[str, Forecast] = {}
     why_not: dict[str, str] = {}
 
     def note(key: str, answer: Future[Forecast]) -> None:
         try:
-            found[key] = answer.result()
+            forecasts[key] = answer.result()
         except NoAnswerError as error:
             why_not[key] = str(error)
             return
-        on_done(len(found), len(distinct))
+        on_done(len(forecasts), len(distinct))
 
     _in_pool(distinct, min(num_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
-    # A process dies most likely for want of memory: what it was asked is tried once more, alone.
-    for key in distinct.keys() - found.keys():
+    # A process dies most likely because memory ran out: what it was asked is tried once more, alone.
+    for key in distinct.keys() - forecasts.keys():
         _in_pool({key: distinct[key]}, 1, note, stop)
     return [
         # the capacity is no part of what is shared, unless the largest microbatch was asked for
-        replace(found[r.key], capacity_bytes=r.capacity_bytes) if r.key in found else _undone(r, why_not.get(r.key))
+        on_capacity(forecasts[r.key], r.capacity_bytes) if r.key in forecasts else _undone(r, why_not.get(r.key))
         for r in requests
     ]
 
@@ -131,35 +145,37 @@ def _in_pool(
 
 
 def _undone(request: Request, reason: str | None) -> Forecast:
-    """
+    """Return a forecast with an error.
+
     Args:
-        reason: what became of its process; None where the forecast was cancelled.
+        request: that was not answered.
+        reason: what happened to its process; None: the forecast was cancelled.
     """
     error = "the forecast was not made: it was cancelled"
     if reason:
         error = (
-            f"the forecast was not made: its process {reason}; forecast fewer at once, or go without: "
+            f"the forecast was not made: its process {reason}; forecast fewer settings at once, or use "
             "forecast.enabled=false in a sweep"
         )
     return Forecast(request.cuda, request.num_workers, error=error)
 
 
 class Background:
-    """`forecast_all` in a thread, while something else goes on. Use as a context: leaving it ends the forecasts."""
+    """`forecast_all` in a thread, while other work continues. Use it as a context: leaving it ends the forecasts."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
-        self._found: list[Forecast] = []
+        self._forecasts: list[Forecast] = []
         self._progress = (0, 0)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forecasts", daemon=True)
 
     def _run(self) -> None:
         try:
-            self._found = forecast_all(self._requests, self._note, self._stop)
+            self._forecasts = forecast_all(self._requests, self._note, self._stop)
         except Exception as error:  # noqa: BLE001 - no forecast is worth a sweep
             reason = f"{type(error).__name__}: {error}"
-            self._found = [Forecast(r.cuda, r.num_workers, error=reason) for r in self._requests]
+            self._forecasts = [Forecast(r.cuda, r.num_workers, error=reason) for r in self._requests]
 
     def _note(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -173,20 +189,20 @@ class Background:
         self._thread.join(timeout=5.0)
 
     def result(self, on_wait: Callable[[int, int], None] = lambda done, total: None) -> list[Forecast]:
-        """Wait for all; `forecast_all` has a limit of its own.
+        """Wait for all forecasts; `forecast_all` has its own limit.
 
         Args:
-            on_wait: told from time to time how many of the distinct forecasts are done, of how many.
+            on_wait: called from time to time with the number of distinct forecasts that are done, and of all.
         """
         while self._thread.is_alive():
             self._thread.join(timeout=SPEAK_S)
             if self._thread.is_alive():
                 on_wait(*self._progress)
-        return self._found
+        return self._forecasts
 
 
 class Forecaster:
-    """One process that forecasts what it is given, one after the other; it starts with the first. Use as a context."""
+    """One process that forecasts requests one after the other; it starts with the first. Use it as a context."""
 
     def __init__(self) -> None:
         self._pool = Pool(_answer, 1, LIMIT_S)
@@ -198,13 +214,14 @@ class Forecaster:
         self._pool.__exit__()
 
     def submit(self, request: Request) -> Future[Forecast]:
+        """Queue a request."""
         return self._pool.submit(request)
 
     @staticmethod
     def result(future: Future[Forecast], request: Request) -> Forecast:
-        """Wait for it; what does not come in time, or dies, has `error`."""
+        """Wait for a forecast. One that is late, or whose process dies, has `error`."""
         try:
-            return replace(future.result(), capacity_bytes=request.capacity_bytes)
+            return on_capacity(future.result(), request.capacity_bytes)
         except (NoAnswerError, CancelledError) as error:
             return _undone(request, str(error) or None)
 
@@ -214,7 +231,7 @@ def _answer(request: Request) -> Forecast:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are of a step that does not run
     try:
-        return forecast_one(request)
+        return _forecast(request)
     except UserError as error:
         from fsdp_lab.forecast.forecast import NeedsValuesError
 

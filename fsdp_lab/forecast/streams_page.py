@@ -1,4 +1,4 @@
-"""A predicted step as one HTML file: what runs on which stream, and when. No library, no network."""
+"""A predicted step as one HTML file: the operators on each stream over time. No library, no network."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fsdp_lab.files import write_text
 from fsdp_lab.speed.predict import BOUNDS, Speed, bound_of
 from fsdp_lab.speed.program import Stream
 from fsdp_lab.speed.streams import Schedule, Slot
+from fsdp_lab.wording import four_digits
 
 _COLOURS = dict(zip(BOUNDS, ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#9d9da1"), strict=True))
 _LANE, _BAR = 44, 26  # pixels
@@ -33,7 +34,7 @@ class _Bar(NamedTuple):
 
 
 def streams_page(page: Path) -> Path:
-    """Where the page of the streams goes, beside the timeline of the memory."""
+    """Return the path for the page of the streams, beside the timeline of the memory."""
     return page.with_name(page.name.replace("timeline", "streams"))
 
 
@@ -41,7 +42,11 @@ def write_streams(path: Path, speed: Speed, schedule: Schedule, title: str, fact
     """Write the page of a step.
 
     Args:
-        facts: what it is about, name -> value.
+        path: of the HTML file.
+        speed: of the step.
+        schedule: of the same step.
+        title: of the page.
+        facts: name -> value, for its head.
     """
     lanes = [(stream, list(_bars(schedule, stream))) for stream in _LANES]
     lanes = [(stream, bars) for stream, bars in lanes if bars]
@@ -56,11 +61,11 @@ def write_streams(path: Path, speed: Speed, schedule: Schedule, title: str, fact
             for bar in bars
         ]
     busy = [
-        (_LANES[stream], f"{speed.busy[stream] * 1e3:,.4g}", f"{speed.busy[stream] / total * 100:.0f} %")
+        (_LANES[stream], four_digits(speed.busy[stream] * 1e3), f"{speed.busy[stream] / total * 100:.0f} %")
         for stream, _ in lanes
     ]
-    low, high = speed.low_s * 1e3, speed.high_s * 1e3
-    about = f"{speed.step_s * 1e3:,.4g} ms ({low:,.4g} to {high:,.4g}), bound by {speed.bound}. "
+    step, low, high = (four_digits(seconds * 1e3) for seconds in (speed.step_s, speed.low_s, speed.high_s))
+    about = f"{step} ms ({low} to {high}), bound by {speed.bound}. "
     about += ", ".join(f"{name} {value}" for name, value in facts.items())
     parts = {
         "TITLE": html.escape(title),
@@ -79,7 +84,7 @@ def write_streams(path: Path, speed: Speed, schedule: Schedule, title: str, fact
 
 
 def _bars(schedule: Schedule, stream: Stream) -> Iterator[_Bar]:
-    """The bars of a stream: consecutive operators of one module that are bound alike, and hardly apart, are one."""
+    """Yield the bars of a stream: consecutive operators of one module with the same bound and no gap are one bar."""
     slots = [slot for slot in schedule.slots if slot.operator.stream is stream]
     for (phase, module, bound), alike in groupby(slots, _kind):
         together: list[Slot] = []
@@ -97,11 +102,11 @@ def _kind(slot: Slot) -> tuple[str, str, str]:
 
 def _bar(slots: Sequence[Slot], phase: str, module: str, bound: str) -> _Bar:
     names = list(dict.fromkeys(slot.operator.name for slot in slots))
-    told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    operators = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     took = sum(slot.end - slot.begin for slot in slots)
     where = f"{phase}, {module}" if module else phase
     return _Bar(
-        slots[0].begin, slots[-1].end, bound, f"{where}: {told}; {took * 1e3:.3g} ms at {slots[0].begin * 1e3:.4g}"
+        slots[0].begin, slots[-1].end, bound, f"{where}: {operators}; {took * 1e3:.3g} ms at {slots[0].begin * 1e3:.4g}"
     )
 
 

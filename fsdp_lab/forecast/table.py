@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_lab.files import whole
-from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.profile import CATEGORIES
 from fsdp_lab.speed.predict import BOUNDS, Speed
 from fsdp_lab.terminal import Column, FittingTable
+from fsdp_lab.wording import four_digits
 
 # What a table has room for: the column's name -> the categories in it.
 COLUMNS = {
@@ -36,40 +37,52 @@ _UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration: `settings` are the values of the swept keys; `page` its timeline and `streams` the page of its
-    streams, where there is one; `microbatch` how many samples a worker takes at once."""
+    """A configuration in the table.
+
+    Attributes:
+        settings: the values of the swept keys.
+        forecast: of the configuration.
+        page: its timeline; None: none was written.
+        microbatch: samples that a worker takes at once.
+        streams: the page of its streams; None: none was written.
+        kept: whether a sweep with `forecast.keep` would start it; None: not requested.
+    """
 
     settings: list[str]
     forecast: Forecast
     page: Path | None = None
     microbatch: int = 0
     streams: Path | None = None
+    kept: bool | None = None
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """Where speeds were predicted, each number of workers for itself: what fits before what is tight, and that before
-    what does not fit, the fastest first. Else the smallest peak first. What has no forecast comes last."""
+    """Return the rows in the order of the table; rows without a forecast come last.
+
+    With speeds, each number of workers forms a group: what fits comes before what is tight, then what does not fit, the
+    fastest first. Without speeds the smallest peak comes first.
+    """
 
     def place(row: Row) -> tuple[float, ...]:
-        found = row.forecast
-        if found.error:
+        forecast = row.forecast
+        if forecast.error:
             return (1,)
-        if found.speed is not None:
-            room = (found.fits is False) + (found.fits is False and not found.tight)
-            return (0, found.num_workers, room, -_each(found, found.speed.samples_per_s))
-        return (0, 0, 0, found.peak_bytes)
+        if forecast.speed is not None:
+            room = (forecast.fits is False) + (forecast.fits is False and not forecast.tight)
+            return (0, forecast.num_workers, room, -_each(forecast, forecast.speed.samples_per_s))
+        return (0, 0, 0, forecast.peak_bytes)
 
     return sorted(rows, key=place)
 
 
 def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
-    """Returns a table with a line for each configuration: the peak of a worker, what it is made of, whether it fits.
+    """Return a table with a line for each configuration: the peak of a worker, its parts, and whether it fits.
 
-    What all rows share is in the title.
+    Values that all rows share are in the title.
     """
     having = [row.forecast for row in rows if not row.forecast.error]
-    unit, divisor = _unit(having)
-    workers, capacities = {row.forecast.num_workers for row in rows}, {found.capacity_bytes for found in having}
+    unit, divisor = unit_of(having)
+    workers, capacities = {row.forecast.num_workers for row in rows}, {one.capacity_bytes for one in having}
     columns = [
         Column(key, [row.settings[place] for row in rows], breaks=True, justify="left")
         for place, key in enumerate(swept)
@@ -79,61 +92,80 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
         cells = [none if row.forecast.error else text(row.forecast) for row in rows]
         columns.append(Column(name, cells, drop=1 + _DROP_LAST.index(name) if name in _DROP_LAST else 0))
 
+    def size(num_bytes: int | None) -> str:
+        return f"{(num_bytes or 0) / divisor:,.2f}"
+
     def add_bytes(name: str, num_bytes: Callable[[Forecast], int | None], none: str = "") -> None:
-        add(name, lambda found: f"{(num_bytes(found) or 0) / divisor:,.2f}", none)
+        if any(size(num_bytes(forecast)) != size(0) for forecast in having):  # a column of zeros says nothing
+            add(name, lambda forecast: size(num_bytes(forecast)), none)
+
+    def needs(forecast: Forecast) -> str:
+        return (
+            f"{size(forecast.least_bytes)} to {size(forecast.needed_bytes)}"
+            if forecast.tight
+            else size(forecast.needed_bytes)
+        )
 
     if len(workers) > 1 and "cluster.num_workers" not in swept:
         columns.append(Column("workers", [str(row.forecast.num_workers) for row in rows]))
-    add_bytes("peak", lambda found: found.peak_bytes, none="none")
+    add_bytes("peak", lambda one: one.peak_bytes, none="none")
     for name, parts in COLUMNS.items():
         add_bytes(name, partial(Forecast.of, categories=parts))
-    if any(found.allowances for found in having):
-        add_bytes("needs", lambda found: found.needed_bytes)
-    if any(found.host_bytes for found in having):
-        add_bytes("host", lambda found: found.host_bytes)
+    if any(one.allowances for one in having):
+        add("needs", needs)
+    add_bytes("host", lambda one: one.host_bytes)
     if len(capacities) > 1:
-        add_bytes("capacity", lambda found: found.capacity_bytes)
+        add_bytes("capacity", lambda one: one.capacity_bytes)
     if capacities - {None}:
-        add("fits", lambda found: _whether(found, "yes", "tight", "no"))
-    if any(found.speed for found in having):
-        _add_speed(add, [found.speed for found in having if found.speed])
-    if any(found.largest_microbatch is not None for found in having):
-        add("largest microbatch", lambda found: f"{found.largest_microbatch:,}" if found.largest_microbatch else "0")
+        add("fits", lambda one: _whether(one, "yes", "tight", "no"))
+    if any(one.speed for one in having):
+        _add_speed(add, [one.speed for one in having if one.speed])
+    if any(one.largest_microbatch is not None for one in having):
+        add("largest microbatch", lambda one: f"{one.largest_microbatch:,}" if one.largest_microbatch else "0")
+    if any(row.kept is not None for row in rows):
+        columns.append(Column("kept", [_kept(row, "kept", "") for row in rows]))
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
 
 
-def _whether(found: Forecast, yes: str, tight: str, no: str) -> str:
-    """Return the word for whether it fits; "" where that is not known."""
-    if found.fits is None:
+def _whether(forecast: Forecast, yes: str, tight: str, no: str) -> str:
+    """Return the word for whether it fits; "" if that is not known."""
+    if forecast.fits is None:
         return ""
-    return yes if found.fits else tight if found.tight else no
+    return yes if forecast.fits else tight if forecast.tight else no
+
+
+def _kept(row: Row, yes: str, no: str) -> str:
+    """Return the word for whether a sweep with `forecast.keep` would start it; "" if not requested."""
+    return "" if row.kept is None else yes if row.kept else no
 
 
 def _add_speed(add: Callable[[str, Callable[[Forecast], str]], None], speeds: Sequence[Speed]) -> None:
     """Add the columns of predicted speeds."""
 
     def cell(text: Callable[[Speed, int], str]) -> Callable[[Forecast], str]:
-        return lambda found: text(found.speed, found.num_workers) if found.speed else ""
+        return lambda forecast: text(forecast.speed, forecast.num_workers) if forecast.speed else ""
 
-    add("step ms", cell(lambda speed, workers: f"{speed.step_s * 1e3:,.4g}"))
+    add("step ms", cell(lambda speed, workers: four_digits(speed.step_s * 1e3)))
     if any(speed.tokens is not None for speed in speeds):
         add("tokens/s per device", cell(lambda speed, workers: f"{(speed.tokens_per_s or 0) / workers:,.0f}"))
     else:
-        add("samples/s per device", cell(lambda speed, workers: f"{speed.samples_per_s / workers:,.4g}"))
+        add("samples/s per device", cell(lambda speed, workers: four_digits(speed.samples_per_s / workers)))
     if any(speed.mfu is not None for speed in speeds):
         add("MFU", cell(lambda speed, workers: "" if speed.mfu is None else f"{speed.mfu * 100:.0f} %"))
     add("bound", cell(lambda speed, workers: speed.bound))
 
 
-def _unit(having: Sequence[Forecast]) -> tuple[str, int]:
-    """What the table is in, by its largest value, and how many bytes that is."""
-    highest = max((max(found.needed_bytes, found.host_bytes) for found in having), default=0)
+def unit_of(having: Sequence[Forecast]) -> tuple[str, int]:
+    """Return the unit of a table of these forecasts, by its largest value, and the unit's bytes."""
+    highest = max(
+        (max(forecast.needed_bytes, forecast.host_bytes) for forecast in having if not forecast.error), default=0
+    )
     return next((name, size) for name, size, at_least in _UNITS if highest >= at_least)
 
 
 def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
-    """Every figure in bytes, a row a configuration."""
+    """Write every figure in bytes as CSV, a row for each configuration."""
     with whole(path) as making, making.open("w", newline="") as out:
         lines = csv.writer(out)
         lines.writerow(
@@ -154,6 +186,7 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
                 "largest_microbatch",
                 "timeline",
                 "streams",
+                "kept",
                 *SPEEDS,
                 "no_forecast",
                 "no_speed",
@@ -164,44 +197,45 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
 
 
 def _cells(row: Row, with_workers: bool) -> list[object]:
-    found = row.forecast
-    kind = "cuda" if found.cuda else "cpu"
-    start: list[object] = [*([found.num_workers] if with_workers else []), kind, found.data_sheet or ""]
-    if found.error:
-        pages = [row.page or "", row.streams or ""]
-        return [*start, *[""] * (2 * len(CATEGORIES) + 8), *pages, *[""] * len(SPEEDS), found.error, ""]
-    device, host = found.peaks["device"], found.peaks.get("host", {})
+    forecast = row.forecast
+    kind = "cuda" if forecast.cuda else "cpu"
+    start: list[object] = [*([forecast.num_workers] if with_workers else []), kind, forecast.data_sheet or ""]
+    if forecast.error:
+        pages = [row.page or "", row.streams or "", _kept(row, "true", "false")]
+        return [*start, *[""] * (2 * len(CATEGORIES) + 8), *pages, *[""] * len(SPEEDS), forecast.error, ""]
+    device, host = forecast.peaks["device"], forecast.peaks.get("host", {})
     return [
         *start,
-        found.peak_bytes,
+        forecast.peak_bytes,
         *(device.get(name, 0) for name in CATEGORIES),
-        "" if found.active_bytes is None else found.active_bytes,
-        "" if found.reserved_bytes is None else found.reserved_bytes,
-        found.needed_bytes,
-        found.host_bytes,
+        "" if forecast.active_bytes is None else forecast.active_bytes,
+        "" if forecast.reserved_bytes is None else forecast.reserved_bytes,
+        forecast.needed_bytes,
+        forecast.host_bytes,
         *(host.get(name, 0) for name in CATEGORIES),
-        "" if found.capacity_bytes is None else found.capacity_bytes,
-        _whether(found, "true", "tight", "false"),
-        "" if found.largest_microbatch is None else found.largest_microbatch,
+        "" if forecast.capacity_bytes is None else forecast.capacity_bytes,
+        _whether(forecast, "true", "tight", "false"),
+        "" if forecast.largest_microbatch is None else forecast.largest_microbatch,
         row.page or "",
         row.streams or "",
-        *_speed_cells(found),
+        _kept(row, "true", "false"),
+        *_speed_cells(forecast),
         "",
-        found.no_speed or "",
+        forecast.no_speed or "",
     ]
 
 
-def _each(found: Forecast, of_all: float) -> float:
-    """A device's part of what all workers do together."""
-    return of_all / found.num_workers
+def _each(forecast: Forecast, of_all: float) -> float:
+    """Return a device's part of a rate of all workers together."""
+    return of_all / forecast.num_workers
 
 
-def _speed_cells(found: Forecast) -> list[object]:
-    speed = found.speed
+def _speed_cells(forecast: Forecast) -> list[object]:
+    speed = forecast.speed
     if speed is None:
         return [""] * len(SPEEDS)
     rates = [speed.samples_per_s, speed.tokens_per_s]
-    each = [None if rate is None else _each(found, rate) for rate in rates]
+    each = [None if rate is None else _each(forecast, rate) for rate in rates]
     cells = [speed.step_s, speed.low_s, speed.high_s, *each, *rates, speed.mfu, speed.bound]
     shares = [f"{speed.shares[name]:.4f}" for name in BOUNDS]
     return ["" if cell is None else cell for cell in [*cells, *shares, speed.basis, speed.error, speed.relative]]

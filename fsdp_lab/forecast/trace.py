@@ -46,10 +46,13 @@ _OVERWRITES = ("copy_", "split_with_sizes_copy", "chunk_cat", "zero_", "fill_")
 
 
 class StepTrace(TorchDispatchMode):
-    """Records what runs inside, in the order in which the host issues it: `program`.
+    """Records the operators inside a context, in the order in which the host issues them.
 
     Args:
-        host: the device that is the host and not the accelerator; None where they are one.
+        host: the device that is the host and not the accelerator; None: they are the same.
+
+    Attributes:
+        program: the operators.
     """
 
     def __init__(self, host: torch.device | None) -> None:
@@ -65,10 +68,10 @@ class StepTrace(TorchDispatchMode):
 
     @contextmanager
     def following(self, where: Callable[[], tuple[str, str]]) -> Iterator[None]:
-        """Record what runs inside.
+        """Record the operators inside.
 
         Args:
-            where: returns the phase and the innermost module at work.
+            where: returns the phase and the innermost active module.
         """
         # A stand-in in a forecast, which no mode sees: DDP's hooks and hybrid sharding call it.
         reduce: Callable[..., Any] = dist.all_reduce
@@ -115,6 +118,7 @@ class StepTrace(TorchDispatchMode):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator. A subclass may measure it."""
         return func(*args, **kwargs)
 
     def kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -160,7 +164,7 @@ class StepTrace(TorchDispatchMode):
         self.add(name, kind, stream, read, [*written, *made], num_bytes, flops, _dtype(given), shape)
 
     def _stream(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> Stream:
-        """On which stream FSDP2 runs it: the ranges that it marks say where the host is."""
+        """Return the stream on which FSDP2 runs an operator, by the profiler ranges that it marks."""
         if self._host is not None and all(t.device == self._host for t in (*read, *written)):
             return Stream.host
         innermost = next((r for r in reversed(self._ranges) if r.startswith("FSDP::")), "")
@@ -178,7 +182,7 @@ class StepTrace(TorchDispatchMode):
         self, name: str, kind: Kind, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor],
         num_bytes: float, flops: float = 0.0, dtype: str = "", shape: Any = None, group: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """Record an operator, with where the host is."""
+        """Record an operator, with the host's current phase and module."""
         assert self._where is not None
         read, written = self._sizes(reads), self._sizes(writes)
         operator = Operator(
@@ -188,12 +192,12 @@ class StepTrace(TorchDispatchMode):
         self.program.append(operator)
 
     def _sizes(self, tensors: Sequence[Tensor]) -> dict[int, int]:
-        """The bytes of the tensors, by the numbers of their storages."""
-        found: dict[int, int] = {}
+        """Return the bytes of the tensors, by the numbers of their storages."""
+        sizes: dict[int, int] = {}
         for tensor in tensors:
             number = self._number(tensor)
-            found[number] = max(found.get(number, 0), _bytes(tensor))
-        return found
+            sizes[number] = max(sizes.get(number, 0), _bytes(tensor))
+        return sizes
 
     def _number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -208,7 +212,7 @@ def _dtype(tensors: Sequence[Tensor]) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What is read of a tensor: of one that is expanded each element once."""
+    """Return the bytes that are read of a tensor; of an expanded one each element once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else min(size, 1)
@@ -222,7 +226,7 @@ def _product_shape(args: Any) -> tuple[int, int, int, int]:
 
 
 def _attention_shape(args: Any, backward: bool) -> tuple[int, int, int, int] | None:
-    """Backwards the gradient, which has the query's shape, comes first."""
+    """Return the shape of an attention; backwards the gradient, which has the query's shape, comes first."""
     four = [a for a in args if isinstance(a, Tensor) and a.dim() == 4]
     if len(four) < 3:
         return None
@@ -235,7 +239,7 @@ def _world() -> tuple[int, ...]:
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
-    """The ranks of a collective's process group, which is among its arguments."""
+    """Return the ranks of a collective's process group, which is among its arguments."""
     for value in args:
         if (group := process_group(value)) is not None:
             return tuple(dist.get_process_group_ranks(group))

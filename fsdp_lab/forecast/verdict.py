@@ -1,4 +1,4 @@
-"""A sentence on what was forecast: what fits and what does not, or what each setting needs. Imports no torch."""
+"""A sentence about a forecast: what fits and what does not, or the needs of each setting. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Values = dict[str, str]
 
 
 def verdict(rows: Sequence[Row], swept: Sequence[str], items: str = "samples") -> str:
-    """Returns a sentence as `8 × 24 GiB, 64 images per GPU: everything except ddp fp32 (58 at most) fits`.
+    """Return a sentence such as `8 × 24 GiB, 64 images per GPU: everything except ddp fp32 (58 at most) fits`.
 
     Args:
         rows: the forecasts; those with an error are named as such.
-        items: what a batch consists of.
+        swept: the keys that differ.
+        items: the noun for the samples of a batch.
     """
     having = [row for row in rows if not row.forecast.error]
     if not having:
@@ -33,9 +34,9 @@ def verdict(rows: Sequence[Row], swept: Sequence[str], items: str = "samples") -
     )
     if len(having) < len(rows):
         failed = _named([row for row in rows if row.forecast.error], rows, swept)
-        clauses.append(f"no forecast of {_listed(map(_name, failed))}")
-    told = "; ".join(clause for clause in clauses if clause)
-    return f"{_where(having, items)}{';' if ':' in clauses[0] else ':'} {told}."
+        clauses.append(f"no forecast for {_listed(map(name_of, failed))}")
+    text = "; ".join(clause for clause in clauses if clause)
+    return f"{_where(having, items)}{';' if ':' in clauses[0] else ':'} {text}."
 
 
 def _where(rows: Sequence[Row], items: str) -> str:
@@ -52,32 +53,33 @@ def _fits(rows: Sequence[Row], swept: Sequence[str]) -> str:
     fitting, others = [row for row in rows if row.forecast.fits], [row for row in rows if not row.forecast.fits]
     if not swept:
         needs = size_text(rows[0].forecast.needed_bytes)
-        return f"it fits, it needs {needs}" if fitting else f"it does not fit{_at_most(rows)}, it needs {needs}"
+        return f"it needs {needs} and fits" if fitting else f"it needs {needs} and does not fit{_at_most(rows)}"
     if not others:
         return "everything fits"
     if not fitting:
         if len({size_text(row.forecast.needed_bytes) for row in rows}) == 1:
-            return f"nothing fits, {_needs(rows, swept)}"
+            return f"nothing fits; {_needs(rows, swept)}"
         least = min(rows, key=lambda row: row.forecast.needed_bytes)
-        return f"nothing fits, {_name(_values(least, swept))} needs least, {size_text(least.forecast.needed_bytes)}"
+        size = size_text(least.forecast.needed_bytes)
+        return f"nothing fits; {name_of(_values(least, swept))} needs the least, {size}"
     those, these = _named(fitting, rows, swept), _named(others, rows, swept)
     if len(those) < len(these):
-        return f"only {_listed(map(_name, those))} {'fits' if len(those) == 1 else 'fit'}"
-    told = [_name(values) + _at_most([row for row in others if _has(row, values, swept)]) for values in these]
-    return f"everything except {_listed(told)} fits"
+        return f"only {_listed(map(name_of, those))} {'fits' if len(those) == 1 else 'fit'}"
+    exceptions = [name_of(values) + _at_most([row for row in others if _has(row, values, swept)]) for values in these]
+    return f"everything except {_listed(exceptions)} fits"
 
 
 def _tight(rows: Sequence[Row], swept: Sequence[str]) -> str:
-    """What of the rest may run all the same."""
+    """Return which of the rest may still run."""
     tight = [row for row in rows if row.forecast.tight]
     if not tight:
         return ""
-    who = _listed(map(_name, _named(tight, rows, swept))) if swept else "it"
-    return f"{who} may run, slower: tight"
+    who = _listed(map(name_of, _named(tight, rows, swept))) if swept else "it"
+    return f"{who} may run, but slower (tight)"
 
 
 def _at_most(rows: Sequence[Row]) -> str:
-    """How much of what does not fit would, where that was asked."""
+    """Return how large a microbatch would fit, if that was requested."""
     most = max(
         (row.forecast.largest_microbatch for row in rows if row.forecast.largest_microbatch is not None), default=-1
     )
@@ -85,8 +87,10 @@ def _at_most(rows: Sequence[Row]) -> str:
 
 
 def blocks_against_root(rows: Sequence[Row], swept: Sequence[str]) -> str:
-    """Return that sharding=per_block does better than root, where by all forecasts of pairs that differ in nothing else
-    it does: it needs less, and is faster where both have a speed. Else ""."""
+    """Return that sharding=per_block does better than root; "" unless all forecasts show it.
+
+    In all pairs that differ in nothing else, it needs less, and is faster if both have a speed.
+    """
     if "sharding" not in swept:
         return ""
     place = swept.index("sharding")
@@ -102,12 +106,33 @@ def blocks_against_root(rows: Sequence[Row], swept: Sequence[str]) -> str:
     speeds = [(blocks.speed, root.speed) for blocks, root in pairs if blocks.speed and root.speed]
     if any(blocks.samples_per_s < root.samples_per_s for blocks, root in speeds):
         return ""
-    faster = " and should be at least as fast" if len(speeds) == len(pairs) else ""
-    return f"sharding=per_block needs less memory than root{faster}, whatever else is set."
+    faster = " and is predicted at least as fast" if len(speeds) == len(pairs) else ""
+    return f"sharding=per_block needs less memory than root{faster}, with all other values."
+
+
+def root_again(rows: Sequence[Row], swept: Sequence[str]) -> str:
+    """Return why sharding=root needs more with reshard_after_forward=always than with never; "" if it does not."""
+    if not {"sharding", "reshard_after_forward"} <= set(swept):
+        return ""
+    by_rest: dict[frozenset[tuple[str, str]], dict[str, Row]] = {}
+    for row in rows:
+        values = _values(row, swept)
+        reshard = values.pop("reshard_after_forward")
+        if values["sharding"] == "root" and not row.forecast.error:
+            by_rest.setdefault(frozenset(values.items()), {})[reshard] = row
+    both = [some for some in by_rest.values() if {"always", "never"} <= set(some)]
+    higher = sum(some["always"].forecast.peak_bytes > some["never"].forecast.peak_bytes for some in both)
+    if not higher:
+        return ""
+    pairs = f" in {higher} of {len(both)} pairs" if len(both) > 1 else ""
+    return (
+        f"sharding=root peaks higher with reshard_after_forward=always than with never{pairs}: the backward pass "
+        "gathers the whole model again, and its buffer is in memory together with the activations."
+    )
 
 
 def _takes(rows: Sequence[Row], swept: Sequence[str]) -> str:
-    """The setting that takes the most at once, and how much it would take with activation checkpointing."""
+    """Return the setting with the largest microbatch, and its size with activation checkpointing."""
     asked = [row for row in rows if row.forecast.largest_microbatch is not None]
     if not asked:
         return "forecast.largest_microbatch=true finds the largest microbatch of each"
@@ -116,47 +141,47 @@ def _takes(rows: Sequence[Row], swept: Sequence[str]) -> str:
     if not _largest(best):
         return ""
     fewest = _fewest(best, plain, swept, lambda row: _largest(row) == _largest(best))
-    told = {*fewest, *(_PLAIN_WORDS if fewest else ())} - {_CHECKPOINTING}
-    values = {key: value for key, value in _values(best, swept).items() if key in told}
-    text = f"{_name(values) if swept else 'it'} takes up to {_largest(best):,}"
+    distinguishing = {*fewest, *(_PLAIN_WORDS if fewest else ())} - {_CHECKPOINTING}
+    values = {key: value for key, value in _values(best, swept).items() if key in distinguishing}
+    text = f"{name_of(values) if swept else 'it'} takes up to {_largest(best):,}"
     wanted = {**_values(best, swept), _CHECKPOINTING: "full"}
     with_it = [row for row in asked if row is not best and _values(row, swept) == wanted]
-    return text + "".join(f", with checkpointing {_largest(row):,}" for row in with_it)
+    return text + "".join(f", with {_CHECKPOINTING}=full {_largest(row):,}" for row in with_it)
 
 
 def _needs(rows: Sequence[Row], swept: Sequence[str]) -> str:
-    """What each setting needs, the smallest first."""
+    """Return what each setting needs, the smallest first."""
     rows = sorted(rows, key=lambda row: row.forecast.needed_bytes)
     sizes = list(dict.fromkeys(size_text(row.forecast.needed_bytes) for row in rows))
     if not swept or len(sizes) == 1:
         return f"{'every setting' if swept else 'it'} needs {sizes[0]}"
     alike = ([row for row in rows if size_text(row.forecast.needed_bytes) == size] for size in sizes)
-    named = [_listed(map(_name, _named(same, rows, swept))) for same in alike]
+    named = [_listed(map(name_of, _named(same, rows, swept))) for same in alike]
     if len(sizes) > _MOST:
         need = "need" if " and " in named[0] else "needs"
         return f"{named[0]} {need} the least, {sizes[0]}, {named[-1]} the most, {sizes[-1]}"
     kind = "GPU memory" if rows[0].forecast.cuda else "memory"
-    told = [f"{name} {size}" for name, size in zip(named, sizes, strict=True)]
-    return f"{kind} needed: {', '.join(told)}"
+    needs = [f"{name} {size}" for name, size in zip(named, sizes, strict=True)]
+    return f"{kind} needed: {', '.join(needs)}"
 
 
 def _ask(rows: Sequence[Row]) -> str:
-    """How to ask whether that fits."""
+    """Return how to request whether it fits."""
     device = "" if rows[0].forecast.cuda else "forecast.device=cuda "
-    return f"with {device}forecast.capacity_gib=<GiB of your GPU> it says what fits"
+    return f"add {device}forecast.capacity_gib=<GiB of your GPU> to see what fits"
 
 
 def _named(some: Sequence[Row], rows: Sequence[Row], swept: Sequence[str]) -> list[Values]:
-    """The fewest values that each name some of the rows, and none of the others, until all are named."""
-    found: list[Values] = []
+    """Return the fewest values that each name some of the rows, and none of the others, until all are named."""
+    named: list[Values] = []
     for row in some:
-        if not any(_has(row, values, swept) for values in found):
-            found.append(_fewest(row, rows, swept, lambda other: other in some))
-    return found
+        if not any(_has(row, values, swept) for values in named):
+            named.append(_fewest(row, rows, swept, lambda other: other in some))
+    return named
 
 
 def _fewest(row: Row, rows: Sequence[Row], swept: Sequence[str], same: Callable[[Row], bool]) -> Values:
-    """The values of a row without those that do not matter: all rows that have the rest are the same."""
+    """Return the values of a row without those that do not matter: all rows that have the rest are the same."""
     values = _values(row, swept)
     for key in reversed(swept):
         fewer = {name: value for name, value in values.items() if name != key}
@@ -175,26 +200,21 @@ def _has(row: Row, values: Values, swept: Sequence[str]) -> bool:
 
 def named(row: Row, swept: Sequence[str]) -> str:
     """Return a setting by the values of the swept keys, as `per_block bf16_mixed offload=cpu`."""
-    return _name(_values(row, swept))
+    return name_of(_values(row, swept))
 
 
-def _name(values: Values) -> str:
-    """As `ddp fp32 offload=cpu with checkpointing`."""
-    words = [
-        value if key in _PLAIN_WORDS else f"{key}={value}" for key, value in values.items() if key != _CHECKPOINTING
-    ]
-    if _CHECKPOINTING in values:
-        mode = values[_CHECKPOINTING]
-        kinds = {"none": "without checkpointing", "full": "with checkpointing"}
-        words.append(kinds.get(mode, f"with {mode} checkpointing"))
-    return " ".join(words) or "every setting"
+def name_of(values: Values) -> str:
+    """Return text such as `ddp fp32 offload=cpu activation_checkpointing=full`."""
+    return (
+        " ".join(value if key in _PLAIN_WORDS else f"{key}={value}" for key, value in values.items()) or "every setting"
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
-    told = list(names)
-    if len(told) > _MOST:
-        told = [*told[: _MOST - 1], f"{len(told) - _MOST + 1} more"]
-    return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
+    shown = list(names)
+    if len(shown) > _MOST:
+        shown = [*shown[: _MOST - 1], f"{len(shown) - _MOST + 1} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
 def _largest(row: Row) -> int:

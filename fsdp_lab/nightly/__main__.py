@@ -3,22 +3,22 @@
 python -m fsdp_lab.nightly                       on its schedule, in the foreground: for systemd or a container
 python -m fsdp_lab.nightly --once                now: for cron, Slurm's scrontab, CI
 python -m fsdp_lab.nightly --continue            only the rest of an interrupted night, if there is one
-python -m fsdp_lab.nightly --check               say what would run, and when; run nothing
+python -m fsdp_lab.nightly --check               print what would run, and when; run nothing
 python -m fsdp_lab.nightly --accept "reason"     make the last night the baseline
 
-What follows are overrides of fsdp_lab, lists are axes. Without experiment=... the study is experiment=nightly.
+The other arguments are overrides of fsdp_lab; lists are axes. Without experiment=... the study is experiment=nightly.
 Its own keys:
   nightly.cron           '0 2 * * *': minute hour day month weekday      nightly.timezone    null: this machine's
-  nightly.repeats        trials of each setting (3)                      nightly.jitter_s    start up to so much late
+  nightly.repeats        trials of each setting (3)                      nightly.jitter_s    largest random delay
   nightly.tolerance.*    peak_memory, samples_per_s, loss: ratios; forecast_error, speed_forecast_error: differences
   nightly.significance   how often noise may pass for a regression of one setting and metric (0.005)
-  nightly.others_cpu     on a CPU no speed is judged in a night in which others had more than this share of it (0.25)
+  nightly.others_cpu     on a CPU, judge no speed in a night in which other processes used more than this share (0.25)
   nightly.baseline       a night's name; null: the last good one         nightly.late_s      how late a missed one is
   nightly.folder         outputs/nightly                                 nightly.keep        nights with checkpoints
   nightly.notify.url     gets the verdict as JSON                        nightly.notify.timeout_s
 
-Leaves with 0: good; 1: nothing finished; 2: bad input; 3: a regression; 130: interrupted, and the next start goes on.
-On its schedule it never leaves by itself; SIGTERM between nights is 0.
+Exits with 0: good; 1: nothing finished; 2: bad input; 3: a regression; 130: interrupted, and the next start resumes it.
+On its schedule it runs until it is stopped; SIGTERM between nights exits with 0.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from fsdp_lab.config import (
     with_custom,
     workers_of,
 )
+from fsdp_lab.config.key_value_args import AUTO_REPEAT
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.config.options import secret_keys
-from fsdp_lab.config.words import AUTO_REPEAT
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
@@ -71,16 +71,18 @@ from fsdp_lab.nightly.nights import Night, read_nights, read_since
 from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.shared import read_all
 from fsdp_lab.nightly.study import Study
+from fsdp_lab.nightly.submit import is_for_manager, submit_night
 from fsdp_lab.nightly.verdict import baseline_of
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 
 _OPTIONS = ("--once", "--continue", "--check", "--accept")
 _RESUME_KEYS = [key for key in all_keys() if key.startswith("resume")]
-_NIGHTS_TOLD = 3
+_NIGHTS_SHOWN = 3
 
 
 def main() -> int:
+    """Run what the command line says, and return the exit status."""
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(__doc__)
@@ -93,12 +95,14 @@ def main() -> int:
         now = datetime.now(UTC)
         schedule = Schedule(study.nightly.cron, study.nightly.timezone, now)
         if option == "--check":
-            tell_plan(study, schedule, now)
+            print_plan(study, schedule, now)
             return 0
         if option == "--accept":
             with locked(study.folder, "nightly.folder"):
-                accept(study, reason, say)
+                accept(study, reason, log)
             return 0
+        if is_for_manager(study):
+            return submit_night(study, option, overrides)
         running = True
         if option in ("--once", "--continue"):
             return run_once(study, schedule, only_go_on=option == "--continue")
@@ -108,13 +112,13 @@ def main() -> int:
             since = read_since(study.folder, time.time())
             loop(
                 schedule, lambda: nights_of(study), lambda due: run_locked(study, due), since, WallClock(),
-                say, nightly.jitter_s, nightly.late_s,
+                log, nightly.jitter_s, nightly.late_s,
             )  # fmt: skip
             return 0
     except KeyboardInterrupt:
         unfinished = running and is_unfinished_here(study, schedule)
         until = f"{schedule.after(datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}" if unfinished else ""
-        how = f", in a night; to resume it, start again until {until}, or: {study.go_on}" if unfinished else ""
+        how = f", in a night; to resume it, start again before {until}, or: {study.go_on}" if unfinished else ""
         print(f"fsdp_lab.nightly: ended{how}")
         return 130 if unfinished else 0
     except Exception as error:
@@ -126,12 +130,15 @@ def main() -> int:
 
 
 def nights_of(study: Study) -> list[Night]:
-    """All that there are, but for one of another study that was interrupted: nobody goes on with it."""
+    """Return all nights, except interrupted ones of another study, which will not be resumed."""
     return _of_study(study, read_all(study))
 
 
 def is_unfinished_here(study: Study, schedule: Schedule) -> bool:
-    """Whether a night is left to go on with. Asks no store: one that is away may be why somebody ends this."""
+    """Return whether an interrupted night is left to resume.
+
+    Does not ask the store: a store that is away may be the reason for the interrupt.
+    """
     with suppress(UserError):  # a damaged file, which the next start tells
         return due_unfinished(schedule, _of_study(study, read_nights(study.folder)), time.time()) is not None
     return False
@@ -142,36 +149,38 @@ def _of_study(study: Study, nights: list[Night]) -> list[Night]:
 
 
 def run_locked(study: Study, due: float) -> int:
+    """Run a night while no other process works in the study's folder, and return its exit status."""
     with locked(study.folder, "nightly.folder"):
-        return run_night(study, due, say)
+        return run_night(study, due, log)
 
 
 def run_once(study: Study, schedule: Schedule, only_go_on: bool) -> int:
-    """A night now, or the rest of the one that was interrupted; with `only_go_on` nothing where none was, or where it
-    runs.
+    """Run a night now, or the rest of the interrupted one, and return its exit status.
+
+    With `only_go_on` it does nothing if no night was interrupted, or if one is running.
 
     Raises:
-        InUse: another one is at work.
+        InUse: another process is running a night.
     """
     try:
         with locked(study.folder, "nightly.folder"):
             begun = due_unfinished(schedule, nights_of(study), time.time())
             if only_go_on and begun is None:
-                say("no night was interrupted")
+                log("no night was interrupted")
                 return 0
-            return run_night(study, time.time() if begun is None else begun, say)
+            return run_night(study, time.time() if begun is None else begun, log)
     except InUse as error:
         if not only_go_on:
             raise
-        say(str(error))
+        log(str(error))
         return 0
 
 
 def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
-    """The option, the reason of `--accept`, and the overrides.
+    """Return the option, the reason of `--accept`, and the overrides.
 
     Raises:
-        ConfigError: an option that there is not, or more than one.
+        ConfigError: an unknown option, or more than one.
     """
     option, reason, overrides = None, "", []
     rest = iter(words)
@@ -183,7 +192,7 @@ def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
         if name not in _OPTIONS:
             raise ConfigError(f"{word} is not an option here; the options are {', '.join(_OPTIONS)} and --help.")
         if option is not None:
-            raise ConfigError(f"{option} and {name} are two things to do; give one.")
+            raise ConfigError(f"{option} and {name} cannot be combined; give one.")
         option = name
         if name == "--accept":
             reason = value or next(rest, "")
@@ -193,22 +202,22 @@ def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
 
 
 def read_study(overrides: list[str]) -> Study:
-    """What the overrides stand for.
+    """Return the study that the overrides describe.
 
     Raises:
-        Exception: what Hydra or the checks say of them.
+        Exception: Hydra or the checks refuse them.
     """
     config_dir, overrides = split_config_dir(overrides)
-    overrides, found_in = with_custom(overrides), search_path(config_dir)
+    overrides, search_words = with_custom(overrides), search_path(config_dir)
     words = [word.lstrip("+~") for word in overrides]
     if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
-        raise ConfigError(f"{resumes[0]}: a night goes on by itself when it was interrupted; leave it out.")
+        raise ConfigError(f"{resumes[0]}: an interrupted night resumes by itself; leave it out.")
     auto = AUTO_REPEAT in words
     overrides = [word for word in overrides if word.lstrip("+~") != AUTO_REPEAT]
     if repeats := [word for word in words if word.startswith("repeat=") and word != AUTO_REPEAT]:
         raise ConfigError(
-            f"{repeats[0]}: how often a night trains each setting is nightly.repeats=3; leave it out. With repeat=auto "
-            "that is the most, and only what is undecided is repeated."
+            f"{repeats[0]}: nightly.repeats=3 sets how often a night trains each setting; leave it out. With "
+            "repeat=auto it is the maximum, and only undecided settings are repeated."
         )
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
@@ -218,18 +227,20 @@ def read_study(overrides: list[str]) -> Study:
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         parsed = parser.parse_overrides(overrides)
         plain = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-        defaults: dict[str, Any] = compose("config", [*plain, *found_in], return_hydra_config=True).hydra.sweeper.params
+        defaults: dict[str, Any] = compose(
+            "config", [*plain, *search_words], return_hydra_config=True
+        ).hydra.sweeper.params
         given = all_overrides(parser, {k: None if v is None else str(v) for k, v in defaults.items()}, overrides)
         axes = {o.get_key_element(): discrete_values(o) for o in given.values()}
         if several := [
             key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1
         ]:
             raise ConfigError(
-                f"{several[0]} has several values, it takes one; quote what holds a comma: "
+                f"{several[0]} has several values, but takes one; quote a value with a comma: "
                 f"\"{several[0]}='0 2,14 * * *'\"."
             )
         first = [values[0] for values in axes.values()]
-        cfg = compose("config", [*first, *found_in], return_hydra_config=True)
+        cfg = compose("config", [*first, *search_words], return_hydra_config=True)
     config = nightly_config(cfg)
     choices = group_choices(cfg)
     check(config)
@@ -246,8 +257,8 @@ def read_study(overrides: list[str]) -> Study:
     name = choices.get("experiment", "nightly")
     if config.forecast.keep is not None:
         raise ConfigError(
-            f"forecast.keep={config.forecast.keep}: a night runs every setting of its study, for another prediction is "
-            "no regression; leave it out."
+            f"forecast.keep={config.forecast.keep}: a night runs every setting of its study, because a changed "
+            "prediction is not a regression; leave it out."
         )
     nightly = config.nightly
     repeats = [f"repeat={','.join(map(str, range(nightly.repeats)))}"] if nightly.repeats > 1 else []
@@ -255,7 +266,7 @@ def read_study(overrides: list[str]) -> Study:
         if nightly.repeats < 2:
             raise ConfigError(f"repeat=auto with nightly.repeats={nightly.repeats}: nothing can repeat; use 2 or more.")
         if most := [word for word in words if word.startswith("repeat_max=")]:
-            raise ConfigError(f"{most[0]}: the most rounds of a night are nightly.repeats; leave it out.")
+            raise ConfigError(f"{most[0]}: nightly.repeats is the maximum number of rounds; leave it out.")
         repeats = [AUTO_REPEAT, f"repeat_max={nightly.repeats}"]
     typed = [w for w in overrides if not w.lstrip("+~").startswith(("nightly.", "hydra.sweep.dir="))]
     named = {w.partition("=")[0] for w in typed}
@@ -264,43 +275,44 @@ def read_study(overrides: list[str]) -> Study:
     no_defaults = [f"hydra.sweeper.params.{key}=null" for key, value in defaults.items() if value is not None]
     folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
     arguments = [*folder, *repeats, *default_axes, *typed, *no_defaults]
-    shares_cores = shared["device"] == "cpu" and config.cluster.address is None
+    shares_cores = shared["device"] == "cpu" and config.cluster.is_here
     secret = [word for word in overrides if word.lstrip("+").partition("=")[0] in secret_keys()]
     shown = [f"{word.partition('=')[0]}=***" if word in secret else word for word in overrides]
     go_on = redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *folder, *shown]))
     path = config.cluster.storage_path
     return Study(
         name, Path(nightly.folder) / name, nightly, config.tracking, arguments, shared, shares_cores, go_on,
-        storage=path if is_address(path) else None,
+        storage=path if is_address(path) else None, cluster=config.cluster,
     )  # fmt: skip
 
 
-def tell_plan(study: Study, schedule: Schedule, now: datetime) -> None:
-    """What would run, when, against what.
+def print_plan(study: Study, schedule: Schedule, now: datetime) -> None:
+    """Print what would run, when, and compared with what.
 
     Raises:
-        UserError: the baseline cannot be compared with.
+        UserError: there is no such baseline, or it is of another study.
     """
     baseline = baseline_of(study, read_all(study))
     print(f"study:    {study.name}, in {study.where}")
     print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *study.arguments]))}")
-    told = f"{baseline.id} ({baseline.verdict})" if baseline else "none yet: the first good night will be"
-    busy = " but for its speeds, as others used the machine" if baseline and baseline.busy else ""
-    print(f"baseline: {told}{busy}")
+    text = f"{baseline.id} ({baseline.verdict})" if baseline else "none yet: the first good night becomes it"
+    busy = ", except its speeds: other processes used the machine" if baseline and baseline.busy else ""
+    print(f"baseline: {text}{busy}")
     at_work = holder(study.folder / ".lock")
     if at_work:
         print(f"now:      a night runs here ({at_work})")
     elif due_unfinished(schedule, nights_of(study), now.timestamp()) is not None:
         until = f"{schedule.after(now).astimezone():%Y-%m-%d %H:%M %Z}"
-        print(f"waits:    a night was interrupted; to resume it until {until}: {study.go_on}")
+        print(f"waits:    a night was interrupted; to resume it before {until}: {study.go_on}")
     night = now
-    for _ in range(_NIGHTS_TOLD):
+    for _ in range(_NIGHTS_SHOWN):
         night = schedule.after(night)
         here = night.astimezone()
         print(f"night:    {here:%Y-%m-%d %H:%M %Z}{f' ({night:%H:%M} UTC)' if here.utcoffset() else ''}")
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
+    """Print a line at once."""
     print(text, flush=True)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsdp_lab.config import UserError
 from fsdp_lab.locks import InUse, exclusive, holder
-from fsdp_lab.report.data import Sweep
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.status import ExitCode
 
 _LIBC = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
@@ -22,50 +22,53 @@ _END_LIMIT_S = 60.0  # of a sweep that was told to end
 _LOCK_LIMIT_S = 120.0  # of what a killed night left, to end
 
 
-def set_aside_if_changed(folder: Path, say: Callable[[str], None]) -> bool:
-    """Put away what a sweep has got with other code: its trials would not be of one kind.
+def set_aside_if_changed(folder: Path, log: Callable[[str], None]) -> bool:
+    """Set a sweep aside that was begun with other code, because its trials would not be comparable.
 
     Returns:
-        whether it was so.
+        whether it was.
 
     Raises:
         UserError: the sweep that was begun there does not end.
     """
     if not (folder / "sweep.json").exists():
         return False
-    _wait_until_free(folder, say)
+    _wait_until_free(folder, log)
     if not changed_since(folder):
         return False
     aside = next(p for n in count(1) if not (p := folder.with_name(f"sweep.{n}")).exists())
-    say(f"the code is other than when the night began: what it has goes to {aside.name}, and it starts anew")
+    log(f"the code changed after the night began: its results move to {aside.name}, and it starts again")
     folder.rename(aside)
     return True
 
 
 def run_sweep(arguments: Sequence[str], folder: Path, go_on: str) -> int:
-    """Start it, or go on with what is there.
+    """Start a night's sweep, or resume it.
 
     Args:
-        go_on: the command that people are told when it is interrupted.
+        arguments: its command line.
+        folder: the sweep's.
+        go_on: the command that resumes the night, for the message after an interrupt.
 
     Returns:
-        its exit status: 0, 1 (a trial failed), 2 (refused), or anything else when it was ended.
+        its exit status: 0, 1 (a trial failed), 2 (refused), or another if it was killed.
 
     Raises:
-        UserError: what was begun cannot go on until something is mended; nothing of it is lost.
+        UserError: the sweep cannot be resumed until the user fixes something; nothing of it is lost.
     """
     if not (folder / "sweep.json").exists():
         return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)], go_on)
     options = [argument for argument in arguments if argument.startswith("--config-dir=")]  # taken from no folder
     status = _run(["resume=" + _quoted(folder), *options], go_on)
     if status == ExitCode.refused:
-        raise UserError(f"the night's sweep in {folder} cannot go on: mend what it says, then start again.")
+        raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")
     return status
 
 
 def changed_since(folder: Path) -> list[str]:
-    """What code and libraries a sweep was begun with that are others now."""
-    from fsdp_lab.sweep.store.record import changes_of_code, read_record
+    """Return the changes of code and libraries since a sweep was begun."""
+    from fsdp_lab.sweep.store.changes import changes_of_code
+    from fsdp_lab.sweep.store.record import read_record
 
     return changes_of_code(read_record(folder, "sweep"))
 
@@ -95,15 +98,15 @@ def _end_with_parent() -> None:
         _LIBC.prctl(1, signal.SIGTERM)
 
 
-def _wait_until_free(folder: Path, say: Callable[[str], None]) -> None:
-    """A sweep whose night was killed takes a moment to end.
+def _wait_until_free(folder: Path, log: Callable[[str], None]) -> None:
+    """Wait until the sweep of a killed night has ended.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not end.
     """
     lock = folder / ".lock"
     if holder(lock):
-        say(f"waits up to {_LOCK_LIMIT_S:g} s for the sweep in {folder} to end")
+        log(f"waiting up to {_LOCK_LIMIT_S:g} s for the sweep in {folder} to end")
     try:
         with exclusive(lock, _LOCK_LIMIT_S):
             pass
@@ -116,9 +119,9 @@ def _quoted(folder: Path) -> str:
     return f"'{text}'"
 
 
-def results_in(folder: Path) -> tuple[Sweep | None, str]:
-    """The sweep and its id; None where it fell over before its first trial."""
-    from fsdp_lab.sweep.report import sweep_in
+def results_in(folder: Path) -> tuple[SweepData | None, str]:
+    """Return the sweep in a folder and its id; None if it ended before its first trial."""
+    from fsdp_lab.sweep.sweep_data import sweep_in
 
     try:
         sweep, record, _ = sweep_in(folder)

@@ -13,6 +13,7 @@ from fsdp_lab.metrics import SPEED, Gate, Metric, gated
 from fsdp_lab.status import TrialStatus
 
 NOT_JUDGED = "not judged: "
+DISTURBED = "other processes used the cores while it was timed"
 LOSS = "loss"  # the validation loss, or the training loss where there is none
 _FEWEST_NIGHTS = 4  # from so many on, how much nights differ from one another is known
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
@@ -20,25 +21,27 @@ _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standar
 
 @dataclass(frozen=True)
 class Result:
-    """A setting's results of a night: how each repeat ended, and metric -> the values of those that finished."""
+    """The results of a setting in a night: the status of each repeat, and metric -> its values in finished ones."""
 
     statuses: list[TrialStatus]
     values: dict[str, list[float]]
 
     @property
     def finished(self) -> str:
+        """How many repeats finished, and how the others ended, in words."""
         others = [status for status in self.statuses if status != TrialStatus.finished]
         words = f" ({', '.join(dict.fromkeys(others))})" if others else ""
         return f"{len(self.statuses) - len(others)} of {len(self.statuses)} finished{words}"
 
     @property
     def share(self) -> float:
+        """The share of repeats that finished."""
         return self.statuses.count(TrialStatus.finished) / len(self.statuses)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A metric as it is declared, and how the gate judges it."""
+    """A metric, and how the nightly gate judges it."""
 
     metric: Metric
     gate: Gate
@@ -50,11 +53,12 @@ class Judged:
 
     @property
     def label(self) -> str:
+        """The metric's name in the table of a night."""
         return self.gate.label or self.metric.label
 
     @property
     def word(self) -> str:
-        """What it is about, in a sentence: `memory`."""
+        """The subject of the metric in a sentence, such as `memory`."""
         return {
             "peak_memory": "memory",
             "samples_per_s": "speed",
@@ -64,10 +68,11 @@ class Judged:
 
     @property
     def as_ratio(self) -> bool:
+        """Whether the tolerance is a ratio to the baseline's value."""
         return self.gate.kind == "ratio"
 
     def worse(self, a: float, b: float) -> float:
-        """How much worse b is than a, as what the tolerance is given in."""
+        """Return how much worse b is than a, in the unit of the tolerance."""
         if self.gate.kind == "fall":
             return a - b
         if not self.as_ratio:
@@ -75,7 +80,8 @@ class Judged:
         more = (b - a) / abs(a or 1)
         return -more if self.metric.better == "max" else more
 
-    def tell_change(self, a: float, b: float) -> str:
+    def describe_change(self, a: float, b: float) -> str:
+        """Return the change from a to b as text."""
         if not self.as_ratio:
             return self.metric.text(b - a if self.gate.kind == "fall" else abs(b) - abs(a))
         change = (b / a - 1) * 100 if a else 0.0
@@ -85,12 +91,12 @@ class Judged:
 
 
 def speeds() -> list[str]:
-    """Return the keys of what says how fast a setting trains, among what a night is judged by."""
+    """Return the keys of judged metrics that are speeds."""
     return [judged.key for judged in judged_metrics() if judged.metric.is_speed]
 
 
 def judged_metrics() -> list[Judged]:
-    """What a night is judged by, in the order of the tolerances."""
+    """Return the metrics that a night is judged by, in the order of the tolerances."""
     return [
         Judged(metric, gate)
         for field in fields(ToleranceConfig)
@@ -101,12 +107,16 @@ def judged_metrics() -> list[Judged]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a metric in a setting since the baseline.
+    """The change of a metric in a setting since the baseline.
 
     Attributes:
-        metric: as people call it; `result` for whether the setting finished at all.
-        regression: beyond the tolerance and beyond what the noise explains.
-        note: why it is one, or is not one though it is beyond the tolerance.
+        setting: by its values.
+        metric: its name for people; `result` for whether the setting finished at all.
+        baseline: the baseline's value, as text.
+        tonight: the night's value, as text.
+        change: as text.
+        regression: beyond the tolerance and beyond noise.
+        note: why it is a regression, or why it is none although it exceeds the tolerance.
     """
 
     setting: str
@@ -126,11 +136,15 @@ def compare(
     significance: float,
     no_speed: str = "no speeds to compare with",
 ) -> list[Finding]:
-    """Every setting of either night, every metric that both have.
+    """Return the changes of every setting of either night, in every metric that both have.
 
     Args:
-        no_speed: why speed is not judged, where a night has none that says something.
-        earlier: good nights, the baseline too, in their order, for how much nights differ by themselves.
+        tonight: setting -> its results.
+        baseline: setting -> its results.
+        earlier: the results of good nights in order, including the baseline, for the variation between nights.
+        tolerance: how much worse a metric may be.
+        significance: the probability of taking noise for a regression, for one setting and metric.
+        no_speed: why speed is not judged, if a night has no reliable one.
     """
     findings = []
     for setting, before in baseline.items():
@@ -138,7 +152,7 @@ def compare(
         if now is None or now.share < before.share:
             ended = now.finished if now else "not run"
             findings.append(
-                Finding(setting, "result", before.finished, ended, "", True, "it does not finish as before")
+                Finding(setting, "result", before.finished, ended, "", True, "it no longer finishes as before")
             )
         if now is None:
             continue
@@ -146,13 +160,15 @@ def compare(
             if judged.metric.is_speed and (not before.values.get(judged.key) or judged.key not in now.values):
                 if judged.key != SPEED:
                     continue  # said once
-                findings.append(Finding(setting, judged.label, "", "", "", False, f"{NOT_JUDGED}{no_speed}"))
+                is_calm = any(result.values.get(judged.key) for result in tonight.values())
+                why = DISTURBED if is_calm and judged.key not in now.values else no_speed
+                findings.append(Finding(setting, judged.label, "", "", "", False, f"{NOT_JUDGED}{why}"))
                 continue
             if not before.values.get(judged.key) or judged.key not in now.values:
                 continue
             if not now.values[judged.key]:
                 if now.share:
-                    gone = "nothing is measured any more"
+                    gone = "it is no longer measured"
                     there = judged.metric.text(median(before.values[judged.key]))
                     findings.append(Finding(setting, judged.label, there, "none", "", True, gone))
                 continue
@@ -185,23 +201,22 @@ def _judge(
         there, here, others = ([math.log(v) if as_ratio else v for v in values] for values in (before, now, nights))
         noise = _noise(there, here, others, significance)
         if noise is not None:
-            told = f"{math.expm1(noise) * 100:.0f} %" if as_ratio else judged.metric.text(noise)
+            spread = f"{math.expm1(noise) * 100:.0f} %" if as_ratio else judged.metric.text(noise)
             if abs(median(here) - median(there)) <= noise:
-                regression, note = False, f"within the noise: repeats and nights differ by up to {told}"
+                regression, note = False, f"within the noise: repeats and nights differ by up to {spread}"
             elif regression:
-                note += f", and by more than the noise ({told})"
-    texts = judged.metric.text(a), judged.metric.text(b), judged.tell_change(a, b)
+                note += f", and by more than the noise ({spread})"
+    texts = judged.metric.text(a), judged.metric.text(b), judged.describe_change(a, b)
     return Finding(setting, judged.label, *texts, regression, note)
 
 
 def _noise(before: Sequence[float], now: Sequence[float], nights: Sequence[float], significance: float) -> float | None:
-    """The difference that noise alone exceeds with the given probability, by Welch's test, one-sided; None where
-    nothing is known of the noise.
+    """Return the difference that noise alone exceeds with the given probability; None if the noise is not known.
 
-    Nights differ among themselves by more than repeats in one night do, so the variance of their medians counts for
-    each of the two. It is taken from the differences of nights that follow one another, by their median, so that a
-    change for good (faster code, a night that was accepted) is not taken for noise. Before enough nights are known
-    they are taken to differ as repeats do.
+    By Welch's one-sided test. Nights differ by more than repeats in one night, so the variance of their medians is
+    added to each of the two. It is estimated from the differences of consecutive nights, by their median, so that a
+    permanent change (faster code, an accepted night) does not count as noise. Before enough nights are known they are
+    assumed to differ as repeats do.
     """
     within = [(variance(v), len(v)) for v in (before, now) if len(v) > 1]
     parts = [(var / count, count - 1) for var, count in within]
@@ -223,7 +238,7 @@ def _noise(before: Sequence[float], now: Sequence[float], nights: Sequence[float
 
 
 def table(findings: Sequence[Finding], only_moved: bool = False) -> str:
-    """Markdown; the regressions first."""
+    """Return the findings as Markdown, regressions first."""
     shown = sorted((f for f in findings if f.regression or f.note or not only_moved), key=lambda f: not f.regression)
     lines = ["| setting | metric | baseline | tonight | change | verdict |", "| --- | --- | --- | --- | --- | --- |"]
     for f in shown:

@@ -1,4 +1,4 @@
-"""The nights one after the other, in the foreground: waits, never two at once, what was missed once."""
+"""Runs nights in the foreground on their schedule: never two at once, and a missed night only once."""
 
 from __future__ import annotations
 
@@ -17,29 +17,36 @@ _LONGEST_NAP_S = 30.0  # a clock that is set, and a machine that slept, are seen
 
 
 class Clock(Protocol):
-    """Time, and waiting: a test has another one."""
+    """The time, and waiting; tests replace it."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Return the seconds since 1970."""
 
-    def sleep(self, seconds: float) -> None: ...
+    def sleep(self, seconds: float) -> None:
+        """Wait so many seconds."""
 
 
 class WallClock:
     """The machine's."""
 
     def now(self) -> float:
+        """Return the seconds since 1970."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
+        """Wait so many seconds."""
         time.sleep(seconds)
 
 
 def due_now(schedule: Schedule, nights: list[Night], since: float, now: float, late_s: float | None) -> float | None:
-    """The night that is to run now: the latest that came and is not over, once, however many were missed.
+    """Return when the night was due that has to run now; None: none has. Of missed nights only the latest runs.
 
     Args:
-        since: nights before it were not missed, there was no schedule yet.
-        late_s: how late it may still start; one that was begun goes on all the same.
+        schedule: of the nights.
+        nights: so far.
+        since: when the schedule began; no earlier night was missed. Seconds since 1970, as all times here.
+        now: the time.
+        late_s: how late a night may start; one that was begun is resumed in any case. None: until the next one.
     """
     begun = due_unfinished(schedule, nights, now)
     if begun is not None:  # by --once perhaps, before there was a schedule
@@ -57,7 +64,7 @@ def due_now(schedule: Schedule, nights: list[Night], since: float, now: float, l
 
 
 def due_unfinished(schedule: Schedule, nights: list[Night], now: float) -> float | None:
-    """When the night was due that was interrupted and is to go on: we are still within it. None without one."""
+    """Return when the interrupted night was due that can still be resumed, before the next one; None without one."""
     last = schedule.last(_moment(now))
     unfinished = [night for night in nights if not night.over]
     if unfinished and last is not None and unfinished[-1].begun >= last.timestamp():
@@ -71,16 +78,22 @@ def loop(
     run: Callable[[float], int],
     since: float,
     clock: Clock,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     jitter_s: float = 0.0,
     late_s: float | None = None,
     nights: int | None = None,
 ) -> None:
-    """Run what is due, wait for the next, and so on.
+    """Run nights when they are due, and wait in between.
 
     Args:
-        read: the nights; an OSError or a UserError of it, as of `run`, is told, and it is tried again.
-        run: gets when the night was to be.
+        schedule: of the nights.
+        read: returns the nights so far. An OSError or a UserError of it, or of `run`, is logged, and it is tried again.
+        run: runs a night, given when it was due; returns its exit status.
+        since: when the schedule began, in seconds since 1970.
+        clock: the time.
+        log: logs a message.
+        jitter_s: start at random up to so many seconds late.
+        late_s: see `due_now`.
         nights: end after so many; None: never.
     """
     done = 0
@@ -93,17 +106,17 @@ def loop(
             if due is not None:
                 if clock.now() - due > jitter_s + _LONGEST_NAP_S:
                     when = f"{_moment(due).astimezone():%Y-%m-%d %H:%M}"
-                    say(f"the night of {when} was missed or interrupted: now it runs")
+                    log(f"the night of {when} was missed or interrupted: it runs now")
                 run(due)
         except (OSError, UserError) as error:  # a full disk, a store that is away, another start: until it is mended
             what = "the nights could not be read" if due is None else "the night could not be run"
-            say(f"{what}: {error}; it is tried again in {_AFTER_TROUBLE_S:g} s")
+            log(f"{what}: {error}; next attempt in {_AFTER_TROUBLE_S:g} s")
             _wait(clock, clock.now() + _AFTER_TROUBLE_S)
         else:
             if due is None:
                 start = schedule.after(_moment(clock.now())).timestamp()
                 with_jitter = start + (random.uniform(0, jitter_s) if jitter_s else 0.0)
-                say(f"the next night is {_moment(start).astimezone():%Y-%m-%d %H:%M:%S %Z}")
+                log(f"the next night is {_moment(start).astimezone():%Y-%m-%d %H:%M:%S %Z}")
                 _wait(clock, with_jitter)
         done += due is not None
 

@@ -1,13 +1,13 @@
-"""What nights leave on disk, and how the next start understands it.
+"""The files of nights on disk, and how the next start reads them.
 
 | path below `nightly.folder`/<study> | what |
 | --- | --- |
 | `.lock`, `.schedule` | locked while a night runs here, and while a process waits for the nights |
-| `since.json` | from when on the schedule counts: nights before its first start were not missed |
-| `<night>/night.json` | what became of the night, with the results that it is compared by |
-| `<night>/sweep/` | its sweep, as any other |
-| `<night>/gate.md` | the table of what moved |
-| `nights.html` | the last thirty |
+| `since.json` | when the schedule began: no earlier night was missed |
+| `<night>/night.json` | the verdict on the night, with the results that it is compared by |
+| `<night>/sweep/` | its sweep, like any other |
+| `<night>/gate.md` | the table of changes |
+| `nights.html` | the last thirty nights |
 """
 
 from __future__ import annotations
@@ -29,22 +29,30 @@ RUNNING, GOOD, REGRESSION, ACCEPTED, FAILED, LEFT = "running", "good", "regressi
 
 @dataclass(frozen=True)
 class Night:
-    """A night.
+    """A night of a study.
 
     Attributes:
         id: when it began, and the name of its folder.
-        due, begun, ended: seconds since 1970.
+        due: seconds since 1970.
+        begun: seconds since 1970.
+        ended: seconds since 1970; None: it has not.
         verdict: running (or interrupted, and to be resumed), good, regression, accepted, failed (nothing finished),
             left (interrupted, and never resumed).
-        study: the settings that all its trials share, by which another study is told.
-        results: by setting, what it is compared by.
+        study: the settings that all its trials share, which identify the study.
+        results: by setting, for comparisons.
         machine: host, device and workers.
+        commit: of the code; "": not known.
+        libraries: name -> version.
+        baseline: the night it was compared with; None: none.
+        findings: the changes since the baseline, as plain values of `gate.Finding`.
+        run_id: of its sweep's MLflow run; "": none.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
-        attempts: how often its sweep came to an end by itself.
-        pruned: its checkpoints were taken away; where nights are in storage, those there.
+        attempts: how often its sweep ended by itself.
+        pruned: its checkpoints were removed; if nights are in storage, those there.
         sweeps: the addresses of its sweeps in object storage.
-        others, busy: the share of all cores that others had, and whether that was too much to judge speed.
-        speed_baseline: the night whose speeds it was compared with; None where speed was not judged.
+        others: the share of all cores that other processes used.
+        busy: whether that was too much to judge speed.
+        speed_baseline: the night whose speeds it was compared with, or several; None: speed was not judged.
     """
 
     id: str
@@ -70,6 +78,7 @@ class Night:
 
     @property
     def is_good(self) -> bool:
+        """Whether it can be a baseline."""
         return self.verdict in (GOOD, ACCEPTED)
 
     @property
@@ -79,30 +88,33 @@ class Night:
 
     @property
     def over(self) -> bool:
+        """Whether it has a verdict."""
         return self.verdict != RUNNING
 
 
 def night_id(moment: float) -> str:
+    """Return the name of a night that begins at a moment, in UTC."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
 def write_night(folder: Path, night: Night) -> None:
+    """Write a night's `night.json`, durably."""
     (folder / night.id).mkdir(parents=True, exist_ok=True)
     write_json(folder / night.id / "night.json", asdict(night), durable=True)
 
 
 def read_nights(folder: Path) -> list[Night]:
-    """All that began, the oldest first. A folder that was killed before its first word is none.
+    """Return all nights that began, the oldest first. A folder without a `night.json` is none.
 
     Raises:
-        UserError: a night that cannot be read.
+        UserError: a night cannot be read.
     """
-    found = [night_of(path.read_text(errors="replace"), str(path)) for path in sorted(folder.glob("*/night.json"))]
-    return sorted(found, key=lambda night: night.begun)
+    nights = [night_of(path.read_text(errors="replace"), str(path)) for path in sorted(folder.glob("*/night.json"))]
+    return sorted(nights, key=lambda night: night.begun)
 
 
 def night_of(text: str, source: str) -> Night:
-    """Return the night that a `night.json` tells of; keys of a newer version are left out.
+    """Return the night in the text of a `night.json`; keys of a newer version are ignored.
 
     Raises:
         UserError: it cannot be read.
@@ -117,13 +129,12 @@ def night_of(text: str, source: str) -> Night:
         return Night(**content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{source} cannot be read ({error}); put it right, or move it away: without it nights would be compared "
-            "with an older one."
+            f"{source} cannot be read ({error}); repair it, or move it away to compare with an older night."
         ) from None
 
 
 def read_since(folder: Path, now: float) -> float:
-    """From when on nights count; the first call is that moment."""
+    """Return when the schedule began; the first call defines that moment."""
     path = folder / "since.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,4 +143,5 @@ def read_since(folder: Path, now: float) -> float:
 
 
 def last_good(nights: Sequence[Night]) -> Night | None:
+    """Return the last night that can be a baseline; None without one."""
     return next((night for night in reversed(nights) if night.is_good), None)

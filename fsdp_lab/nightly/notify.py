@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 from fsdp_lab.config.nightly import NotifyConfig
 
-_AFTER = "; it is not sent again, and is in gate.md and MLflow"
+_AFTER = "; it is not sent again; gate.md and MLflow have it"
 
 
 def notify(to: NotifyConfig, verdict: Mapping[str, Any]) -> str | None:
     """POST the verdict as JSON.
 
     Returns:
-        what went wrong, for people, without the address: its path or query may be the secret. None when it went well,
-        or when there is nobody to tell.
+        the problem, for people, without the address, whose path or query may be the secret. None if there was none, or
+        without an address.
     """
     if to.url is None:
         return None

@@ -1,4 +1,4 @@
-"""The last thirty nights on one page: a line a setting and metric with its band, and what changed in between."""
+"""The last thirty nights on one page: a line with its band for each setting and metric, and the changes of code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def write_page(
     """Write the page of the nights that are over.
 
     Args:
-        tolerance: no axis shows less than twice the change that counts as a regression.
+        path: of the HTML file.
+        study: its name.
+        nights: in order.
+        tolerance: no axis shows less than twice the change that is tolerated.
     """
     shown = [night for night in nights if night.over][-_MOST_NIGHTS:]
     charts = [
@@ -40,21 +43,21 @@ def write_page(
     body = [f"<h2>{html.escape(heading)}</h2>{chart(name)}" for name, heading, _ in charts]
     about = (
         f"{len(shown)} nights. A line is the median of a setting's repeats; the band spans their minimum and maximum. "
-        "Crosses: regressions; diamonds: accepted by hand; hollow: speed was not judged; dotted lines: another commit, "
-        "other libraries or machine than before."
+        "Crosses: regressions; diamonds: accepted by hand; hollow: speed was not judged; dotted lines: a new commit, "
+        "library version or machine."
     )
     write_text(path, page(f"{study}, night by night", about, "\n".join([_table(shown), *body]), charts))
 
 
 def changes(before: Night, night: Night) -> list[str]:
-    """What code and libraries are other than the night before, in words."""
-    found = [f"commit {night.commit[:10]}"] if night.commit != before.commit else []
+    """Return the changes of code and libraries since the night before, in words."""
+    differences = [f"commit {night.commit[:10]}"] if night.commit != before.commit else []
     names = sorted(before.libraries.keys() | night.libraries.keys())
     pairs = [(name, before.libraries.get(name, "none"), night.libraries.get(name, "none")) for name in names]
-    found += [f"{name} {there} → {here}" for name, there, here in pairs if there != here]
+    differences += [f"{name} {there} → {here}" for name, there, here in pairs if there != here]
     if before.machine != night.machine:
-        found.append(f"machine {night.machine}")
-    return found
+        differences.append(f"machine {night.machine}")
+    return differences
 
 
 def _chart(judged: Judged, nights: Sequence[Night], limit: float) -> Any | None:
@@ -119,7 +122,10 @@ def _chart(judged: Judged, nights: Sequence[Night], limit: float) -> Any | None:
 
 
 def _range(shown: Sequence[float], limit: float, as_ratio: bool) -> list[float] | None:
-    """The range of an axis whose values differ by less than what is tolerated: noise is not to fill it; else None."""
+    """Return the range of an axis whose values differ by less than the tolerance, so that noise does not fill it.
+
+    Else None.
+    """
     low, high = min(shown), max(shown)
     middle = (low + high) / 2
     band = limit * (abs(middle) if as_ratio else 1)
@@ -134,7 +140,7 @@ def _table(nights: Sequence[Night]) -> str:
     rows = []
     for place, night in reversed(list(enumerate(nights))):
         moved = [f"{f['setting']}: {f['metric']} {f['change']}" for f in night.findings if f["regression"]]
-        moved += [f"others used {night.others:.0%} of the cores: speed not judged"] if night.busy else []
+        moved += [f"other processes used {night.others:.0%} of the cores: speed not judged"] if night.busy else []
         reason = [f"accepted: {night.accepted['reason']}"] if night.accepted else []
         what = "; ".join([*reason, *moved])
         changed = ", ".join(changes(nights[place - 1], night)) if place else ""
@@ -142,7 +148,7 @@ def _table(nights: Sequence[Night]) -> str:
         *first, last = (html.escape(cell) for cell in cells)
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in first) + f'<td class="long">{last}</td></tr>')
     heads = "".join(
-        f"<th>{head}</th>" for head in ("night (UTC)", "verdict", "commit", "changed", "what moved, or why accepted")
+        f"<th>{head}</th>" for head in ("night (UTC)", "verdict", "commit", "changed", "regressions, or why accepted")
     )
     body = "".join(rows)
     return f'<h2>Nights</h2><div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,7 +1,6 @@
-"""When the nights are: a cron expression, by APScheduler's trigger, and what is due after a start or a sleep.
+"""The schedule of nights: a cron expression, by APScheduler's trigger, and the nights that are due.
 
-APScheduler's own scheduler is not used: it keeps what was missed in a store of pickles, and here the nights' folders
-know it already.
+APScheduler's own scheduler is not used: it stores missed runs as pickles, and here the nights' folders record them.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ class Schedule:
             self.after(now)
         except StopIteration:
             raise ConfigError(
-                f"nightly.cron='{cron}' never comes: no date fits its day and month; use for example '0 2 * * *'."
+                f"nightly.cron='{cron}' never runs: no date has its day and month; use for example '0 2 * * *'."
             ) from None
 
     def after(self, moment: datetime) -> datetime:
-        """The first night after a moment, in UTC. Where clocks are set back, the hour that comes twice counts once.
+        """Return the first night after a moment, in UTC. If clocks are set back, the repeated hour counts once.
 
         Raises:
             StopIteration: there is none.
@@ -70,24 +69,24 @@ class Schedule:
         moment = moment.astimezone(UTC)
         asked = moment
         while True:
-            found = self._trigger.get_next_fire_time(None, asked + timedelta(microseconds=1))
-            if found is None:
+            fire_time = self._trigger.get_next_fire_time(None, asked + timedelta(microseconds=1))
+            if fire_time is None:
                 raise StopIteration
-            night = found.astimezone(UTC)
-            if night > moment and not (found.fold and self._was_night(found.replace(fold=0))):
+            night = fire_time.astimezone(UTC)
+            if night > moment and not (fire_time.fold and self._was_night(fire_time.replace(fold=0))):
                 return night
             asked = max(asked + timedelta(minutes=1), night)
 
     def _was_night(self, moment: datetime) -> bool:
         before = moment.astimezone(UTC)
-        found = self._trigger.get_next_fire_time(None, before - timedelta(microseconds=1))
-        return found is not None and found.astimezone(UTC) == before
+        fire_time = self._trigger.get_next_fire_time(None, before - timedelta(microseconds=1))
+        return fire_time is not None and fire_time.astimezone(UTC) == before
 
     def last(self, now: datetime, since: datetime | None = None) -> datetime | None:
-        """The latest night in (since, now], in UTC; without `since`, within eleven years."""
+        """Return the latest night in (since, now], in UTC; without `since`, within eleven years. None without one."""
         starts = [since] if since is not None else [now - timedelta(days=days) for days in _LOOK_BACK_DAYS]
         for start in starts:
-            found, at = None, start.astimezone(UTC)
+            last, at = None, start.astimezone(UTC)
             while True:
                 try:
                     at = self.after(at)
@@ -95,14 +94,14 @@ class Schedule:
                     break
                 if at > now:
                     break
-                found = at
-            if found is not None:
-                return found
+                last = at
+            if last is not None:
+                return last
         return None
 
 
 def _weekdays(text: str) -> str:
-    """Cron's weekdays as the names of days: APScheduler counts from Monday, cron from Sunday."""
+    """Return cron's weekdays as the names of days: APScheduler counts from Monday, cron from Sunday."""
     if not any(c.isdigit() for c in text) or text.startswith("*/1"):
         return text
     days: list[str] = []
@@ -113,11 +112,11 @@ def _weekdays(text: str) -> str:
             first, last = "0", "6"
         if not first.isdigit():
             if step or last:
-                raise ValueError(f"the weekday {part} cannot be read; use numbers or names alone")
+                raise ValueError(f"the weekday {part} cannot be read; use only numbers or only names")
             days.append(first)
             continue
         low, high = int(first), int(last or (6 if step else first))
         if not 0 <= low <= high <= 7 or (step and not (step.isdigit() and int(step))):
-            raise ValueError(f"the weekday {part} is not within 0 (Sunday) to 7 (Sunday)")
+            raise ValueError(f"the weekday {part} is not between 0 (Sunday) and 7 (Sunday)")
         days += [_DAYS[day] for day in range(low, high + 1, int(step or 1))]
     return ",".join(dict.fromkeys(days))

@@ -6,8 +6,8 @@
 | `<night>.pruned` | its checkpoints below `<cluster.storage_path>` were taken away |
 | `nights.html` | the last thirty |
 
-A night is put before its own folder calls it over, so a kill leaves it in storage, or interrupted here. One that is
-interrupted is nobody else's: whether its driver still runs cannot be told from another machine.
+A night is put before its own folder records its end, so a kill leaves it in storage, or interrupted here. Only the same
+machine resumes an interrupted night: another one cannot know whether its driver still runs.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ _PAUSE_S = 2.0
 
 
 def read_all(study: Study) -> list[Night]:
-    """All nights that began here, and those of other machines that are over; the oldest first. Of one that is in both
-    places, storage has the last word.
+    """Return all nights that began here, and those of other machines that are over; the oldest first.
+
+    If both have a night, storage's version counts.
 
     Raises:
         UserError: a night cannot be read, or the store refuses or does not answer.
     """
     nights = {night.id: night for night in read_nights(study.folder)}
     if study.shared is not None:
-        with _told():
+        with _translated_errors():
             nights |= {night.id: night for night in _stored(Storage(study.shared))}
     return sorted(nights.values(), key=lambda night: night.begun)
 
 
-def write(study: Study, night: Night, say: Callable[[str], None], patience_s: float = _PATIENCE_S) -> None:
+def write(study: Study, night: Night, log: Callable[[str], None], patience_s: float = _PATIENCE_S) -> None:
     """Keep a night; one that is over goes to storage first, and waits for a store that is away.
 
     Raises:
         UserError: storage has not got it, so it counts as interrupted.
     """
     if study.shared is not None and night.over:
-        _patiently(lambda: _put(Storage(str(study.shared)), night), say, patience_s)
+        _patiently(lambda: _put(Storage(str(study.shared)), night), log, patience_s)
     write_night(study.folder, night)
 
 
 def send_missing(study: Study) -> None:
-    """Put what this folder alone has: nights from before there was storage. Raises as `read_all`."""
+    """Put nights that only this folder has, from before there was storage. Raises as `read_all`."""
     if study.shared is None:
         return
-    with _told():
+    with _translated_errors():
         storage = Storage(study.shared)
         there = storage.files()
         for night in read_nights(study.folder):
@@ -68,19 +69,22 @@ def send_missing(study: Study) -> None:
 
 
 def mark_pruned(study: Study, night: Night) -> None:
-    """Write down that a night's checkpoints are gone. In storage by an object of its own, since another machine may
-    accept the night meanwhile; it says nothing of folders, of which each machine has its own. Raises as `read_all`."""
+    """Record that a night's checkpoints were removed. Raises as `read_all`.
+
+    In storage that is a separate object, because another machine may accept the night meanwhile. It does not concern
+    folders, of which each machine has its own.
+    """
     if study.shared is None:
         write_night(study.folder, dataclasses.replace(night, pruned=True))
         return
-    with _told():
+    with _translated_errors():
         Storage(study.shared).write(f"{night.id}.pruned", b"")
 
 
 def put_page(study: Study, page: Path) -> None:
-    """Raises as `read_all`."""
+    """Put the page of nights. Raises as `read_all`."""
     if study.shared is not None:
-        with _told():
+        with _translated_errors():
             Storage(study.shared).put(page, page.name)
 
 
@@ -94,29 +98,31 @@ def _stored(storage: Storage) -> Iterator[Night]:
     for name, content in storage.read_all(names).items():
         night = night_of(content.decode(errors="replace"), f"{storage.address}/{name}")
         if name != f"{night.id}.json":  # the id becomes the name of a folder
-            raise UserError(f"{storage.address}/{name} says that it is night {night.id!r}; remove that object.")
+            raise UserError(f"{storage.address}/{name} holds the record of night {night.id!r}; remove that object.")
         yield dataclasses.replace(night, pruned=night.pruned or f"{night.id}.pruned" in there)
 
 
-def _patiently(put: Callable[[], None], say: Callable[[str], None], patience_s: float) -> None:
+def _patiently(put: Callable[[], None], log: Callable[[str], None], patience_s: float) -> None:
     until = time.monotonic() + patience_s
     while True:
         try:
             return put()
         except StorageRefused as error:
-            raise UserError(f"cluster.storage_path={error} The night is not over until it is there.") from error
+            raise UserError(
+                f"cluster.storage_path={error} The night ends only when its verdict is stored there."
+            ) from error
         except StorageAway as error:
             if time.monotonic() > until:
                 raise UserError(
-                    f"cluster.storage_path={error}; the night is not over until it is there: start it again when the "
-                    "store answers."
+                    f"cluster.storage_path={error}; the night ends only when its verdict is stored there: start it "
+                    "again when the store answers."
                 ) from error
-            say(f"cluster.storage_path={error}; the verdict waits up to {patience_s:g} s for it")
+            log(f"cluster.storage_path={error}; waiting up to {patience_s:g} s to store the verdict")
             time.sleep(_PAUSE_S)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _translated_errors() -> Iterator[None]:
     try:
         yield
     except (StorageAway, StorageRefused) as error:

@@ -1,26 +1,31 @@
-"""What runs every night."""
+"""The study that runs every night."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.nightly import NightConfig
-from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.config.sweep import ClusterConfig, TrackingConfig
 
 
 @dataclass(frozen=True)
 class Study:
-    """What runs every night.
+    """The sweep that runs every night.
 
     Attributes:
+        name: of the study.
         folder: its own, below `nightly.folder`.
-        arguments: of its sweep, all axes named, the repeats first: so that they lie as far apart in time as they can.
-        settings: what all its trials share.
-        go_on: the command that goes on with an interrupted night.
-        shares_cores: it computes on this machine's cores, so that what others do there is felt.
-        storage: where its sweeps are in object storage; None: nowhere.
+        nightly: the configuration of its nights.
+        tracking: where it logs.
+        arguments: of its sweep. All axes are named, the repeats first, so that they are as far apart in time as
+            possible.
+        settings: the ones that all its trials share.
+        shares_cores: it computes on this machine's cores, so other processes affect it.
+        go_on: the command that resumes an interrupted night.
+        storage: the address of its sweeps in object storage; None: none.
+        cluster: where they run.
     """
 
     name: str
@@ -32,13 +37,14 @@ class Study:
     shares_cores: bool
     go_on: str
     storage: str | None = None
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def shared(self) -> str | None:
-        """The address of its nights, for all machines."""
+        """The address of its nights, for all machines; None without storage."""
         return None if self.storage is None else f"{self.storage}/nights/{self.name}"
 
     @property
     def where(self) -> str:
-        """Where its nights are, in words."""
+        """The location of its nights, in words."""
         return str(self.folder) if self.shared is None else f"{self.folder} and {self.shared}"

@@ -1,4 +1,4 @@
-"""What a night is compared with, and what it comes to."""
+"""The comparison of a night with its baseline, and the verdict."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from fsdp_lab.config import UserError
 from fsdp_lab.metrics import SPEED
-from fsdp_lab.nightly.gate import LOSS, NOT_JUDGED, Finding, Result, compare, judged_metrics, speeds, table
+from fsdp_lab.nightly.gate import DISTURBED, LOSS, NOT_JUDGED, Finding, Result, compare, judged_metrics, speeds, table
 from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, last_good
 from fsdp_lab.nightly.study import Study
-from fsdp_lab.report.data import Sweep
+from fsdp_lab.report.data import Setting, SweepData
 from fsdp_lab.terminal import Column, FittingTable
 from fsdp_lab.wording import count
 
@@ -19,25 +19,27 @@ _MOST_EARLIER = 10  # nights by which noise is judged
 
 
 def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
-    """What a night is compared with: the one that is named, or the last good one.
+    """Return the night to compare with: the named one, or the last good one; None without any.
 
     Raises:
         UserError: there is no such night, or it is of another study.
     """
     named = study.nightly.baseline
     if named is None:
-        found = last_good(nights)
+        baseline = last_good(nights)
     else:
-        found = next((night for night in nights if night.id == named), None)
-        if found is None or not found.results:
+        baseline = next((night for night in nights if night.id == named), None)
+        if baseline is None or not baseline.results:
             known = ", ".join(night.id for night in nights[-5:] if night.results) or "none yet"
-            raise UserError(f"nightly.baseline={named} is no night of {study.where} with results; the last: {known}.")
-    if found is not None:
-        here, there = study.settings, found.study
+            raise UserError(
+                f"nightly.baseline={named} is not a night of {study.where} with results; the last ones: {known}."
+            )
+    if baseline is not None:
+        here, there = study.settings, baseline.study
         # a key that one of them does not have is of other code, but for an axis: that one varied nothing
         keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
         others = [
-            f"{k}={_typed(there.get(k, 'one value'))} there, {_typed(here.get(k, 'one value'))} here"
+            f"{k} was {_typed(there.get(k, 'one value'))} and is {_typed(here.get(k, 'one value'))}"
             for k in keys
             if there.get(k) != here.get(k)
         ]
@@ -45,10 +47,10 @@ def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
             # nights here and in storage are read together: one of the two anew would still find the old baseline
             place = "nightly.folder=..." if study.storage is None else "cluster.storage_path=... and nightly.folder=..."
             raise UserError(
-                f"the baseline, night {found.id}, is of another study: {'; '.join(others[:5])}. Put that back, give "
-                f"this study a place of its own with {place}, or move the old nights away."
+                f"the baseline, night {baseline.id}, is of another study: {'; '.join(others[:5])}. Restore the study, "
+                f"set {place} for this one, or move the old nights away."
             )
-    return found
+    return baseline
 
 
 def _typed(value: Any) -> str:
@@ -56,89 +58,127 @@ def _typed(value: Any) -> str:
 
 
 def judge(
-    study: Study, night: Night, nights: Sequence[Night], baseline: Night | None, sweep: Sweep, now: Callable[[], float]
+    study: Study,
+    night: Night,
+    nights: Sequence[Night],
+    baseline: Night | None,
+    sweep: SweepData,
+    now: Callable[[], float],
 ) -> Night:
-    results, named = results_of(sweep), study.nightly.baseline is not None
+    """Return the night with its results, its findings and its verdict.
+
+    Args:
+        study: of the night.
+        night: that has run.
+        nights: all of them.
+        baseline: to compare with; None: the verdict is good.
+        sweep: of the night.
+        now: returns the time.
+    """
+    sweep = dataclasses.replace(sweep, others_cpu=study.nightly.others_cpu)
+    results = results_of(sweep)
+    named = study.nightly.baseline is not None
     findings: list[Finding] = []
-    speeds_of = None
+    speeds_of: list[str] = []
     if baseline is not None:
-        speeds_of = None if night.busy else _with_speeds(nights, baseline, night, named)
+        before = reference(nights, baseline, night, named)
+        if not night.busy:
+            lenders = _lenders(nights, baseline, night, named).items()
+            speeds_of = sorted({n.id for (setting, key), n in lenders if n.results[setting].values[key]})
         findings = compare(
             results if not night.busy else without_speed(results),
-            reference(nights, baseline, night, named),
+            before,
             [n.results if _same_speed(n, night) else without_speed(n.results) for n in nights if n.is_good][
                 -_MOST_EARLIER:
             ],
             study.nightly.tolerance,
             study.nightly.significance,
-            _why_no_speed(night, named),
+            _why_no_speed(night, named, sweep, results),
         )
     return dataclasses.replace(
         night,
         ended=now(),
         results=results,
         baseline=baseline.id if baseline else None,
-        speed_baseline=speeds_of.id if speeds_of else None,
+        speed_baseline=" and ".join(speeds_of) or None,
         findings=[dataclasses.asdict(finding) for finding in findings],
         verdict=REGRESSION if any(finding.regression for finding in findings) else GOOD,
     )
 
 
-def _why_no_speed(night: Night, named: bool) -> str:
+def _why_no_speed(night: Night, named: bool, sweep: SweepData, results: Mapping[str, Result]) -> str:
     if night.busy:
-        return f"others used {night.others:.0%} of the cores"
+        return f"other processes used {night.others:.0%} of the cores"
+    if not any(result.values.get(key) for result in results.values() for key in speeds()):
+        return DISTURBED if any(sweep.shared(trial) for trial in sweep.trials) else "none was measured"
     if named:
-        return "the night of nightly.baseline ran on another machine, or while others used this one"
-    return "no good night yet on this machine in which others left it alone"
+        return "the night of nightly.baseline ran on another machine, or while other processes used this one"
+    return "no good night on this machine has measured it yet without disturbance"
 
 
-def results_of(sweep: Sweep) -> dict[str, Result]:
-    """What a sweep's settings are compared by."""
-    keys = {found.key: sweep.loss_key if found.key == LOSS else found.metric.key for found in judged_metrics()}
-    return {
-        setting.name: Result(
-            [trial.status for trial in setting.trials], {name: setting.of(key) for name, key in keys.items()}
-        )
-        for setting in sweep.settings
-    }
+def results_of(sweep: SweepData) -> dict[str, Result]:
+    """Return the results of a sweep's settings. A setting has no speed if other processes disturbed all its trials."""
+    return {setting.name: _result_of(sweep, setting) for setting in sweep.settings}
+
+
+def _result_of(sweep: SweepData, setting: Setting) -> Result:
+    calm = Setting(setting.values, [trial for trial in setting.trials if not sweep.shared(trial)])
+    values = {}
+    for judged in judged_metrics():
+        measured = setting.of(key := sweep.loss_key if judged.key == LOSS else judged.metric.key)
+        if judged.metric.is_speed and measured:
+            measured = calm.of(key)
+            if not measured:
+                continue
+        values[judged.key] = measured
+    return Result([trial.status for trial in setting.trials], values)
 
 
 def without_speed(results: Mapping[str, Result]) -> dict[str, Result]:
-    """What was found while others had the machine."""
+    """Return results without speeds, as of a night in which other processes used the machine."""
     return {
-        setting: Result(found.statuses, {key: v for key, v in found.values.items() if key not in speeds()})
-        for setting, found in results.items()
+        setting: Result(result.statuses, {key: v for key, v in result.values.items() if key not in speeds()})
+        for setting, result in results.items()
     }
 
 
 def reference(nights: Sequence[Night], baseline: Night, night: Night, named: bool = False) -> dict[str, Result]:
-    """What a night is compared with: the baseline, and where its speeds say nothing (others had the machine, or it was
-    another one) those of the last good night in which they do.
+    """Return the results to compare a night with.
+
+    They are the baseline's. A setting without a reliable speed there (other processes used the machine, or it was
+    another one) gets that of the last good night that has one.
 
     Args:
-        named: the baseline was chosen by hand, so that no other night stands in for it.
+        nights: all of them.
+        baseline: to compare with.
+        night: to judge.
+        named: the baseline was chosen by hand, so no other night replaces it.
     """
-    speeds_of = _with_speeds(nights, baseline, night, named)
-    if speeds_of is baseline:
-        return dict(baseline.results)
-    found = without_speed(baseline.results)
-    if speeds_of is None:
-        return found
-    of_another = {
-        setting: {key: result.values[key] for key in speeds() if key in result.values}
-        for setting, result in speeds_of.results.items()
-    }
-    none = {SPEED: list[float]()}
-    return {
-        setting: Result(result.statuses, {**result.values, **none, **of_another.get(setting, {})})
-        for setting, result in found.items()
-    }
+    results = without_speed(baseline.results)
+    for (setting, key), lender in _lenders(nights, baseline, night, named).items():
+        results[setting].values[key] = lender.results[setting].values[key]
+    return results
 
 
-def _with_speeds(nights: Sequence[Night], baseline: Night, night: Night, named: bool) -> Night | None:
-    """The night whose speeds a night is compared with; None where there is none. See `reference`."""
-    usable = [n for n in nights if n.is_good and not named and _same_speed(n, night)]
-    return baseline if _same_speed(baseline, night) else usable[-1] if usable else None
+def _lenders(nights: Sequence[Night], baseline: Night, night: Night, named: bool) -> dict[tuple[str, str], Night]:
+    """Return setting and key -> the night whose speed a night is compared with, if there is one. See `reference`."""
+    others = [] if named else [n for n in reversed(nights) if n.is_good]
+    usable = [n for n in [baseline, *others] if _same_speed(n, night)]
+    lenders = {}
+    for setting in baseline.results:
+        for key in speeds():
+            lender = next((n for n in usable if setting in n.results and _decides(n.results[setting], key)), None)
+            if lender is not None:
+                lenders[setting, key] = lender
+    return lenders
+
+
+def _decides(result: Result, key: str) -> bool:
+    """Return whether a speed was measured, or is known not to be measured any more.
+
+    Not so if all trials were disturbed or failed.
+    """
+    return bool(result.values.get(key)) or (key in result.values and result.share > 0)
 
 
 def _same_speed(one: Night, other: Night) -> bool:
@@ -147,18 +187,18 @@ def _same_speed(one: Night, other: Night) -> bool:
 
 
 def gate_words(night: Night) -> str:
-    """Returns the verdict in words: its first line is the title."""
+    """Return the verdict in words; the first line is the title."""
     if night.verdict == FAILED:
         tried = count(night.attempts, "attempt")
-        return f"Night {night.id}: failed\n\nIts sweep came to no end, or nothing finished: {tried}.\n"
+        return f"Night {night.id}: failed\n\nIts sweep did not end, or no trial finished: {tried}.\n"
     if night.verdict == LEFT:
-        return f"Night {night.id}: left\n\nIt was interrupted, and nothing went on with it that night.\n"
+        return f"Night {night.id}: left\n\nIt was interrupted, and was not resumed that night.\n"
     taken = f"Accepted by {night.accepted['by']}: {night.accepted['reason']}\n\n" if night.accepted else ""
     if night.baseline is None:
         short = [f"`{name}`: {r.finished}" for name, r in night.results.items() if r.share < 1]
-        also = f"\nNot all of it finished: {'; '.join(short)}.\n" if short else ""
+        also = f"\nNot every trial finished: {'; '.join(short)}.\n" if short else ""
         first = "The first good night: from now on it is the baseline."
-        first += f" Not of speed: others used {night.others:.0%} of the cores." if night.busy else ""
+        first += f" Its speeds do not count: others used {night.others:.0%} of the cores." if night.busy else ""
         return f"Night {night.id}: {night.verdict}\n\n{taken}{first}\n{also}"
     speeds_of = night.speed_baseline
     speed = f" (speed against {speeds_of})" if speeds_of not in (None, night.baseline) else ""
@@ -166,19 +206,19 @@ def gate_words(night: Night) -> str:
 
 
 def _outcome(findings: Sequence[Finding]) -> str:
-    """Whether something got worse, and what was not looked at."""
+    """Return whether something got worse, and what was not judged."""
     bad = sum(finding.regression for finding in findings)
-    said = f"{bad} regressions" if bad > 1 else "a regression" if bad else "nothing got worse"
+    outcome = f"{bad} regressions" if bad > 1 else "a regression" if bad else "nothing got worse"
     metrics = {judged.key: judged for judged in judged_metrics()}
     speed = metrics.pop(SPEED).label
     notes = [finding.note for finding in findings if finding.metric == speed]
     if not notes or not all(note.startswith(NOT_JUDGED) for note in notes):
-        return said
+        return outcome
     *seen, last = [
         judged.word for judged in metrics.values() if any(finding.metric == judged.label for finding in findings)
     ] or ["what finished"]
     which = " or ".join([", ".join(seen), last] if seen else [last])
-    return f"{said if bad else f'no regression in {which}'}; speed was {notes[0]}"
+    return f"{outcome if bad else f'no regression in {which}'}; speed was {notes[0]}"
 
 
 def _findings(night: Night) -> list[Finding]:
@@ -186,12 +226,12 @@ def _findings(night: Night) -> list[Finding]:
 
 
 def gate_text(night: Night) -> str:
-    """Returns the verdict and the table, as Markdown."""
+    """Return the verdict and the table, as Markdown."""
     return f"# {gate_words(night)}" + (table(_findings(night)) if night.is_compared else "")
 
 
 def gate_table(night: Night) -> FittingTable:
-    """Returns the table for a terminal; the regressions first. A setting is named in its first row."""
+    """Return the table for a terminal, regressions first. A setting is named in its first row."""
     shown = sorted(_findings(night), key=lambda finding: not finding.regression)
     names = [finding.setting for finding in shown]
     settings = [name if name != before else "" for before, name in zip(["", *names], names, strict=False)]

@@ -1,18 +1,18 @@
-"""The report of a sweep, written again.
+"""Write the report of a sweep again.
 
 python -m fsdp_lab.report sweep=last
 python -m fsdp_lab.report sweep=<folder of a sweep, or the MLflow id of its parent run>
 python -m fsdp_lab.report sweep=s3://bucket/prefix/<sweep> trust=true
 
-Writes report.html, report.md and report.csv into the sweep's folder (of one in object storage, a copy here) and to its
-run in MLflow. Takes also
-  report.loss_tolerance    a setting has learned when its loss is within this ratio of the best (0.02)
+Writes report.html, report.md and report.csv into the sweep's folder (for one in object storage, a copy here) and to its
+run in MLflow. Other options:
+  report.loss_tolerance    a setting has learned if its loss is within this ratio of the best (0.02)
   report.speed_tolerance   settings within this ratio of the fastest tie, and the smallest wins (0.03)
-  report.others_cpu        on a CPU a run's speed decides nothing while others had more of the cores (0.25)
+  report.others_cpu        on a CPU a run's speed does not count if other processes used more of the cores (0.25)
   tracking.uri             the store that holds the run
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files
-  trust                    true: read a folder that is another user's, or that others can write into
+  trust                    true: read a folder that belongs to another user, or that others can write to
   use                      print the recommended setting, and write nothing: as a script of plain PyTorch (pytorch), a
                            configuration file (accelerate), or a job file (torchtitan)
   trial                    with use: the number of another trial
@@ -27,14 +27,14 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab import takehome
-from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, is_address, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, answer, plain_text, plainest
-from fsdp_lab.report.data import Sweep
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
 
@@ -55,6 +55,7 @@ KEYS = (
 
 
 def main() -> int:
+    """Write a report again as the command line says, and return the exit status."""
     try:
         options = read_options(sys.argv[1:])
         run(options)
@@ -68,10 +69,10 @@ def main() -> int:
 
 
 def read_options(arguments: list[str]) -> dict[str, str]:
-    """`key=value` words as a dictionary.
+    """Return the `key=value` arguments as a dictionary.
 
     Raises:
-        ConfigError: an unknown key, no sweep, or a `use` that is none.
+        ConfigError: an unknown key, no sweep, or an unknown `use`.
     """
     options = read_words(arguments, KEYS, __doc__ or "")
     if not options.get("sweep"):
@@ -84,14 +85,14 @@ def read_options(arguments: list[str]) -> dict[str, str]:
 
 
 def run(options: dict[str, str]) -> None:
-    """Write the report and say what it says.
+    """Write the report and print its answer.
 
     Raises:
-        UserError: there is no such sweep, or nothing of it has finished.
+        UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.sweep.report import require_results, sweep_in, sweep_stored
     from fsdp_lab.sweep.store.record import find_folder
     from fsdp_lab.sweep.store.trust import check_address_trusted, is_own, read_trust
+    from fsdp_lab.sweep.sweep_data import require_results, sweep_in, sweep_stored
     from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
 
     which = options["sweep"].strip("'\"")
@@ -104,6 +105,8 @@ def run(options: dict[str, str]) -> None:
     else:
         trust = read_trust(options.get("trust"))
         check_address_trusted(which, "sweep", trust)
+        if is_address(which):  # beside what use=... prints
+            print(f"reaching {redact(which)}", file=sys.stderr, flush=True)
         folder = find_folder(which, tracking, "sweep")
         own = is_own(folder, "sweep", trust)
         sweep, record, config = sweep_in(folder)
@@ -116,35 +119,37 @@ def run(options: dict[str, str]) -> None:
         return
     out = Path(options["out"]) if "out" in options else folder or Path("outputs/report", which)
     out.mkdir(parents=True, exist_ok=True)
-    found = write_report(sweep, out)
+    recommendation = write_report(sweep, out)
     try:
         if not is_run and "tracking.uri" not in options:
             tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
         run_id = which if is_run else find_sweep_run(tracking, record.id)
         if run_id:
             files = [out / name for name in (*FILES, *USE_FILES) if (out / name).exists()]
-            annotate(tracking, run_id, {}, files, found.head + found.sentence)
+            annotate(tracking, run_id, {}, files, recommendation.head + recommendation.sentence)
         else:
-            print("fsdp_lab.report: the store has no run of this sweep, so the report is in its folder alone")
+            print("fsdp_lab.report: the store has no run of this sweep, so the report is only in its folder")
     except UserError as error:
-        print(f"fsdp_lab.report: MLflow has not got the report: {error}", file=sys.stderr)
-    tell(found, out)
+        print(f"fsdp_lab.report: the report is not in MLflow: {error}", file=sys.stderr)
+    print_answer(recommendation, out)
 
 
-def used(sweep: Sweep, use: str, number: str | None = None) -> str:
+def used(sweep: SweepData, use: str, number: str | None = None) -> str:
     """Return a trial's setting for another program.
 
     Args:
+        sweep: with its trials.
+        use: a key of `takehome.FILES`.
         number: of the trial; None: the recommended one.
 
     Raises:
-        UserError: there is no such trial, or too little is known of it.
+        UserError: there is no such trial, or its facts are missing.
     """
     if number is None:
-        found = answer(sweep)
-        if found.setting is None:
-            raise UserError(f"use={use}: {found.sentence} Name a trial all the same with trial=<number>.")
-        trial = plainest(found.setting)
+        recommendation = answer(sweep)
+        if recommendation.setting is None:
+            raise UserError(f"use={use}: {recommendation.sentence} Choose a trial with trial=<number>.")
+        trial = plainest(recommendation.setting)
     else:
         by_number = {str(trial.number): trial for trial in sweep.trials}
         if number not in by_number:
@@ -152,46 +157,51 @@ def used(sweep: Sweep, use: str, number: str | None = None) -> str:
         trial = by_number[number]
     if trial.setup is None:
         raise UserError(
-            f"use={use}: how trial {trial.number} divided its model is not known: it did not start, an earlier "
-            "version ran it, or it was read from the store. Give sweep=<its folder>, or take "
+            f"use={use}: the sharding units of trial {trial.number} are not known: it did not start, an earlier "
+            "version ran it, or it was read from the store. Use sweep=<its folder>, or take "
             f"{takehome.FILES[use]} from the artifacts of the sweep's MLflow run."
         )
     return takehome.write_out(use, trial.setup)
 
 
 def store_of(record: Record, config: SweepConfig, own: bool) -> str:
-    """Return the store that a folder names.
+    """Return the tracking store that a folder names.
 
     Args:
-        own: whether the folder is this user's. Only then an address in it is one to send this user's credentials to.
+        record: of the folder.
+        config: of the sweep.
+        own: whether the folder is this user's. This user's credentials are sent only to addresses from such a folder.
 
     Raises:
-        ConfigError: it is to be typed.
+        ConfigError: the user has to type the address.
     """
+    from fsdp_lab.sweep.store.override_rules import is_local_store
     from fsdp_lab.sweep.store.passwords import store_address
     from fsdp_lab.sweep.store.trust import check_store
-    from fsdp_lab.sweep.store.words import is_local_store
 
     uri = config.tracking.uri
     if not own and not is_local_store(uri):
-        raise ConfigError(f"tracking.uri={redact(uri)} is from another user's folder; if you want it, type it.")
+        raise ConfigError(
+            f"tracking.uri={redact(uri)} is from another user's folder; to use it, add it to the command."
+        )
     if not own:
         check_store(uri, record.launched_in)
     return seen_from(store_address(config, record.arguments), record.launched_in)
 
 
 def seen_from(uri: str, folder: str) -> str:
-    """A store in a file, as it was meant where the sweep was started."""
+    """Return a store in a file as seen from the folder in which the sweep was started."""
     place = uri.removeprefix("sqlite:///")
     return uri if place == uri or place.startswith("/") else f"sqlite:///{Path(folder, place)}"
 
 
-def with_tolerances(sweep: Sweep, options: dict[str, str]) -> Sweep:
-    """
+def with_tolerances(sweep: SweepData, options: dict[str, str]) -> SweepData:
+    """Return the sweep with the tolerances of the command line.
+
     Raises:
-        ConfigError: a tolerance that is none.
+        ConfigError: a tolerance is no number, or out of range.
     """
-    given = {}
+    given: dict[str, Any] = {}
     for key in TOLERANCES:
         text = options.get(f"report.{key}")
         try:
@@ -199,12 +209,16 @@ def with_tolerances(sweep: Sweep, options: dict[str, str]) -> Sweep:
         except ValueError:
             raise ConfigError(f"report.{key}={text} is not a number; use for example 0.05.") from None
     check_ranges(ReportConfig(**given), "report.")
-    return dataclasses.replace(sweep, **given)  # type: ignore[arg-type]
+    if sweep.resume and "report.others_cpu" in options:  # a resume is to judge by the same limit
+        given["resume"] = f"{sweep.resume} report.others_cpu={options['report.others_cpu']}"
+    return dataclasses.replace(sweep, **given)
 
 
-def tell(found: Answer, folder: Path) -> None:
-    print(*plain_text(found), sep="\n")
-    print(f"report: {folder}/report.html   the same: report.md, report.csv")
+def print_answer(recommendation: Answer, folder: Path) -> None:
+    """Print the answer and where the report is."""
+    sentence, *rest = plain_text(recommendation)
+    print(recommendation.head + sentence, *rest, sep="\n")
+    print(f"report: {folder}/report.html   also: report.md, report.csv")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a sweep says, in words: the recommended setting, how sure that is, and every other value against it."""
+"""The answer of a sweep in words: the recommended setting, how sure it is, and every other value against it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.metrics import MEMORY, SPEED, VAL_LOSS, declared
-from fsdp_lab.report.choice import (
-    PLAIN,
-    Choice,
-    choose,
-    departures,
-    value,
-)
-from fsdp_lab.report.data import REPEATS, Setting, Sweep, Trial, words
-from fsdp_lab.report.notes import apart, contention, notes_on
+from fsdp_lab.report.choice import DISTURBED, PLAIN, Choice, choose, departures, value
+from fsdp_lab.report.data import REPEATS, Setting, SweepData, TrialRow, words
+from fsdp_lab.report.notes import apart, contention, named, notes_on, smaller_forecast
 from fsdp_lab.report.speed import Interval, Speeds
 from fsdp_lab.report.texts import memory_text, ratio_text, speed_text, times_text
 from fsdp_lab.wording import count
@@ -36,22 +30,23 @@ _SAME = 5e-4  # a difference that three digits do not show
 
 @dataclass(frozen=True)
 class Answer:
-    """What the sweep says.
+    """The answer of a sweep.
 
     Attributes:
-        setting: the recommended one; None when nothing qualifies.
+        setting: the recommended one; None: none qualifies.
         sentence: for people, with the reason.
-        command: trains the setting, alone; "" without one.
+        command: trains the setting alone; "" without one.
         rules: how it was chosen, a sentence each.
-        lines: what every other value costs or gains against the recommended setting, a line each.
+        lines: the costs and gains of every other value against the recommended setting, a line each.
         notes: what the figures do not show: noise that was not measured, speeds that do not count.
         why_not: name of a setting -> why it does not qualify.
         front: the settings that no other beats in one of `axes` without being worse in another, by name.
         axes: `(metric, "min" or "max")` of the main picture.
-        intervals: name of a setting -> its samples/s and where they lie with 95 % confidence.
+        intervals: name of a setting -> its samples/s and their 95 % interval.
         title: what was compared.
-        told: names of the settings that `lines` speak of.
-        by_memory: no speed counts, because others used the cores too: the setting is the one that takes least memory.
+        described: names of the settings in `lines`.
+        by_memory: speeds are not compared, because other processes used the cores too. The setting is the one with the
+            least memory.
     """
 
     setting: Setting | None
@@ -65,29 +60,29 @@ class Answer:
     axes: list[tuple[str, str]] = field(default_factory=list)
     intervals: dict[str, Interval] = field(default_factory=dict)
     title: str = ""
-    told: list[str] = field(default_factory=list)
+    described: list[str] = field(default_factory=list)
     by_memory: bool = False
 
     @property
     def basis(self) -> str:
-        """What the setting is recommended by, as `results.csv` says it: `yes`, by all that was measured."""
+        """The basis of the recommendation, as in `results.csv`: `yes`, or `by memory` or `by loss` without speeds."""
         if not self.by_memory or self.setting is None:
             return "yes"
         return "by memory" if math.isfinite(self.setting.median(MEMORY)) else "by loss"
 
     @property
     def head(self) -> str:
-        """What stands before the sentence: whether it recommends something, or says why not."""
+        """The words before the sentence: `Recommended: `; "" if nothing is recommended by speed."""
         return "Recommended: " if self.setting and not self.by_memory else ""
 
 
-def answer(sweep: Sweep) -> Answer:
+def answer(sweep: SweepData) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
     choice = choose(sweep)
     chosen = choice.setting
     so_far = _so_far(sweep)
     contended = contention(sweep, choice)
-    others = _to_tell(sweep, chosen) if chosen else []
+    others = _settings_with_a_line(sweep, chosen) if chosen else []
     if chosen is None:
         sentence = _nothing(sweep, choice.why_not)
     elif sweep.objectives:
@@ -101,7 +96,7 @@ def answer(sweep: Sweep) -> Answer:
         so_far + sentence,
         _command(chosen, sweep.command) if chosen else "",
         _rules(sweep),
-        [f"`{apart(chosen, other)}`: {_against(sweep, choice, chosen, other)}" for other in others] if chosen else [],
+        [f"`{named(sweep, chosen, o)}`: {_against(sweep, choice, chosen, o)}" for o in others] if chosen else [],
         notes_on(sweep, choice) if chosen else [],
         choice.why_not,
         choice.front,
@@ -113,45 +108,47 @@ def answer(sweep: Sweep) -> Answer:
     )
 
 
-def _intervals(sweep: Sweep, speeds: Speeds) -> dict[str, Interval]:
+def _intervals(sweep: SweepData, speeds: Speeds) -> dict[str, Interval]:
     known = {s.name: speeds.speed(g) for s in sweep.settings if speeds.has(g := sweep.groups[s.name])}
     return {name: i if math.isfinite(i.high) else Interval(i.value) for name, i in known.items()}
 
 
-def plain_text(found: Answer) -> list[str]:
-    """What a terminal shows of an answer, line by line: the sentence, the other values, the notes and the command."""
-    told = [f"  {line}" for line in found.lines[:_MOST_PRINTED]]
-    if more := len(found.lines) - len(told):
-        told.append(f"  and {count(more, 'more setting')}: see report.html")
-    lines = [found.sentence, *told, *found.notes]
-    return [line.replace("`", "") for line in lines] + ([f"  {found.command}"] if found.command else [])
+def plain_text(recommendation: Answer) -> list[str]:
+    """Return the lines of an answer for a terminal: the sentence, the other values, the notes and the command."""
+    shown = [f"  {line}" for line in recommendation.lines[:_MOST_PRINTED]]
+    if more := len(recommendation.lines) - len(shown):
+        shown.append(f"  and {count(more, 'more setting')}: see report.html")
+    lines = [recommendation.sentence, *shown, *recommendation.notes]
+    return [line.replace("`", "") for line in lines] + (
+        [f"  {recommendation.command}"] if recommendation.command else []
+    )
 
 
-def title(sweep: Sweep) -> str:
-    """What was compared: `sharding × precision, 6 trials`."""
+def title(sweep: SweepData) -> str:
+    """Return what was compared, such as `sharding × precision, 6 trials`."""
     count = len(sweep.trials)
     return f"{' × '.join(sweep.setting_axes) or 'one setting'}, {count} trial{'s' if count != 1 else ''}"
 
 
-def _so_far(sweep: Sweep) -> str:
+def _so_far(sweep: SweepData) -> str:
     count = len(sweep.trials)
     return f"So far, with {count - sweep.unfinished} of {count} results: " if sweep.unfinished else ""
 
 
-def _rules(sweep: Sweep) -> list[str]:
-    idle = [f"On a CPU {axis} changes nothing: its values count as repeats of a setting." for axis in sweep.idle_axes]
+def _rules(sweep: SweepData) -> list[str]:
+    idle = [f"On a CPU, {axis} has no effect: its values count as repeats of a setting." for axis in sweep.idle_axes]
     same = [axis for axis in sweep.setting_axes if axis not in sweep.speed_axes]
-    pooled = [f"{' and '.join(same)} cannot change speed or peak memory: runs that differ in nothing else count as "
+    pooled = [f"{' and '.join(same)} cannot change speed or peak memory: runs that are otherwise equal count as "
               "repeats of one speed."] if same else []  # fmt: skip
-    fits = "It fits: every trial of the setting finished, within the capacity of a device where that is known."
+    fits = "It fits: every trial of the setting finished, within the capacity of a device if that is known."
     if sweep.objectives:
-        told = ", then ".join(f"{metric} ({better})" for metric, better in sweep.objectives)
+        order = ", then ".join(f"{metric} ({better})" for metric, better in sweep.objectives)
         return [
             fits,
-            f"Then the objectives decide, in their order: {told}. Samples/s leave the settings within "
-            f"{sweep.speed_tolerance:.3g} of the fastest (report.speed_tolerance), as a ratio; other metrics but the "
-            f"last those within {sweep.loss_tolerance:.3g} of the best (report.loss_tolerance). Of equals the smallest "
-            "peak memory is taken.",
+            f"Then the objectives decide, in this order: {order}. Samples/s keeps the settings within a ratio of "
+            f"{sweep.speed_tolerance:.3g} of the fastest (report.speed_tolerance). Each other metric except the last "
+            f"keeps those within {sweep.loss_tolerance:.3g} of the best (report.loss_tolerance). Ties go to the "
+            "smallest peak memory.",
             *pooled,
             *idle,
         ]
@@ -160,24 +157,27 @@ def _rules(sweep: Sweep) -> list[str]:
         fits,
         f"It learned: its last {kind} loss is within {sweep.loss_tolerance:.3g} of the best, as a ratio "
         "(report.loss_tolerance).",
-        "Then the fastest in samples/s as measured; among settings within "
-        f"{sweep.speed_tolerance * 100:.3g} % of it (report.speed_tolerance) the smallest peak memory wins, among "
-        f"equal peaks the plainest setting ({words(PLAIN)}; the first counts most). Settings within the tolerance, or "
-        "whose ratio may be 1 by its interval, are called tied.",
+        "It has the most samples/s. Among settings within "
+        f"{sweep.speed_tolerance * 100:.3g} % of the fastest (report.speed_tolerance), the smallest peak memory wins; "
+        f"among equal peaks, the simplest setting ({words(PLAIN)}; the first counts most). Settings are tied if they "
+        "are within the tolerance, or if the interval of their ratio includes 1.",
         "95 % intervals: Student's for speeds, Tukey's for ratios, which are valid jointly. They come from repeats, "
-        "with drift between rounds removed; where nothing was repeated, from the steps of each run, by batch means.",
-        "On a CPU, runs during which other processes used more than "
-        f"{sweep.others_cpu * 100:.3g} % of the cores (report.others_cpu) are ignored for speed.",
+        "with drift between rounds removed; without repeats, from the steps of each run, by batch means.",
+        "On a CPU, the speed of a run does not count if other processes used more than "
+        f"{sweep.others_cpu * 100:.3g} % of the cores (report.others_cpu).",
         *pooled,
         *idle,
     ]
 
 
-def _figures(sweep: Sweep, choice: Choice, chosen: Setting, without: Sequence[str] = ()) -> str:
-    """`1,950 samples/s (1,900 to 2,000), 40.00 MiB at the peak, val/loss 1.012`.
+def _figures(sweep: SweepData, choice: Choice, chosen: Setting, without: Sequence[str] = ()) -> str:
+    """Return text such as `1,950 samples/s (1,900 to 2,000), 40.00 MiB at the peak, val/loss 1.012`.
 
     Args:
-        without: metrics that were told; of the speed the interval is worth another mention.
+        sweep: of the setting.
+        choice: with the speeds.
+        chosen: the setting.
+        without: metrics to leave out; the speed is repeated for its interval.
     """
     parts = []
     if choice.speeds.has(sweep.groups[chosen.name]):
@@ -190,7 +190,7 @@ def _figures(sweep: Sweep, choice: Choice, chosen: Setting, without: Sequence[st
     return ", ".join(parts)
 
 
-def _sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
+def _sentence(sweep: SweepData, choice: Choice, chosen: Setting) -> str:
     figures = _figures(sweep, choice, chosen)
     plain = min(choice.able, key=lambda s: departures(s.values))
     tie = _tie(choice)
@@ -206,16 +206,16 @@ def _sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
             alone = "no other setting fits and learned"
             if sweep.unfinished:
                 alone = "no other has a result yet"
-            elif any("measured while other processes used" in reason for reason in choice.why_not.values()):
-                alone = "no other has a speed that counts"
             return f"`{chosen.name}`: {figures}; {alone}."
         if tie:
             return f"`{chosen.name}`: {figures}. {tie}"
         next_best = max(others, key=lambda s: value(sweep, choice.speeds, s, SPEED))
         ratio = choice.ratio(sweep, chosen, next_best)
+        disturbed = any(reason.startswith(DISTURBED) for reason in choice.why_not.values())
+        which = "whose speed counts" if disturbed else "that fit and learned"
         return (
-            f"`{chosen.name}`: the fastest of {len(choice.able)} settings that fit and learned, {times_text(ratio)} "
-            f"the speed of the next, `{apart(chosen, next_best)}` ({figures})."
+            f"`{chosen.name}`: the fastest of {len(choice.able)} settings {which}, {times_text(ratio)} the speed of "
+            f"the next, `{apart(chosen, next_best)}` ({figures})."
         )
     memory, other = chosen.median(MEMORY), plain.median(MEMORY)
     at = f" at {memory / other * 100:.3g} % of its peak memory" if memory > 0 and other > 0 else ""
@@ -233,11 +233,11 @@ def _tie(choice: Choice) -> str:
         return ""
     names = [f"`{s.name}`" for s in choice.tied[:_MOST_TIED]]
     more = len(choice.tied) - len(names)
-    told = ", ".join(names) + (f" and {more} more" if more else "")
-    return f"Tied in speed with {told}; {choice.broke_tie}."
+    listed = ", ".join(names) + (f" and {more} more" if more else "")
+    return f"Tied in speed with {listed}; {choice.broke_tie}."
 
 
-def _objective_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
+def _objective_sentence(sweep: SweepData, choice: Choice, chosen: Setting) -> str:
     def of(setting: Setting, metric: str) -> float:
         return value(sweep, choice.speeds, setting, metric)
 
@@ -245,7 +245,7 @@ def _objective_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
     objectives = [o for o in sweep.objectives if not (contended and o[0] == SPEED)]
     if not objectives:
         return _untimed_sentence(sweep, choice, chosen)
-    told = [f"{metric} {declared(metric).text(of(chosen, metric))}" for metric, _ in objectives]
+    measured = [f"{metric} {declared(metric).text(of(chosen, metric))}" for metric, _ in objectives]
     others = len(choice.able) - 1
     metric, direction = objectives[0]
     best = "lowest" if direction == "min" else "highest"
@@ -254,7 +254,8 @@ def _objective_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
         what = "the only setting that qualifies"
     elif len(objectives) > 1:
         metrics = " and ".join(metric for metric, _ in objectives)
-        what = f"among the {len(choice.front)} settings that no other beats in {metrics}"
+        what = f"one of the {len(choice.front)} settings" if len(choice.front) > 1 else "the only setting"
+        what += f" on the Pareto front of {metrics}"
         if chosen.name not in choice.front:
             what = f"within the tolerances of the best in {metrics}"
     elif of(chosen, metric) == (min(values) if direction == "min" else max(values)):
@@ -264,44 +265,52 @@ def _objective_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
     tie = f" {_tie(choice)}" if choice.timed and choice.tied else ""
     speed = f" {SPEED} was not compared: {contended}." if contended else ""
     figures = _figures(sweep, choice, chosen, without=[metric for metric, _ in objectives])
-    return f"`{chosen.name}`: {', '.join(told)}; {what}{f' ({figures})' if figures else ''}.{tie}{speed}"
+    return f"`{chosen.name}`: {', '.join(measured)}; {what}{f' ({figures})' if figures else ''}.{tie}{speed}"
 
 
-def _untimed_sentence(sweep: Sweep, choice: Choice, chosen: Setting) -> str:
-    """Where no run was long enough to be timed, or none was alone: memory decides, and what it would take."""
+def _untimed_sentence(sweep: SweepData, choice: Choice, chosen: Setting) -> str:
+    """Return why speeds are not compared, and that memory decides.
+
+    No run was long enough to be timed, or none had the cores for itself.
+    """
     able = choice.able
     memory, loss = chosen.median(MEMORY), chosen.median(sweep.loss_key)
     figures = f"{sweep.loss_key} {loss:#.4g}"
     if math.isfinite(memory):
         of = f" of {len(able)} settings that fit and learned" if len(able) > 1 else ""
-        least = f", the least{of}" if of else ""
+        least = f", the least{of}{smaller_forecast(sweep, memory)}" if of else ""
         figures = f"{memory_text(memory)} at the peak{least}, {figures}"
     if contended := contention(sweep, choice):
         by = "By memory alone" if math.isfinite(memory) else "No memory was measured either; by the loss alone"
         return f"No setting is recommended, because {contended}. {by}: `{chosen.name}`: {figures}."
     return (
         f"`{chosen.name}`: {figures}. No step was timed, so speeds are not compared. The first {STEPS_TO_TIME - 1} "
-        f"steps are not timed (training.timing_warmup_steps={STEPS_TO_TIME - 3}, and 2 that memory_profile=peaks "
-        f"follows): run {STEPS_TO_TIME} or more."
+        f"steps are not timed (training.timing_warmup_steps={STEPS_TO_TIME - 3}, and 2 of memory_profile=peaks): "
+        f"run {STEPS_TO_TIME} or more."
     )
 
 
-def _to_tell(sweep: Sweep, chosen: Setting) -> list[Setting]:
-    """The settings that get a line against the recommended one. Of many: for each other value the setting that differs
-    in nothing else, or in as little as there is."""
+def _settings_with_a_line(sweep: SweepData, chosen: Setting) -> list[Setting]:
+    """Return the settings that get a line against the recommended one.
+
+    If there are many: for each other value the setting with the fewest other differences.
+    """
     others = [s for s in sweep.settings if s is not chosen]
     if len(others) <= _MOST_LINES:
         return others
     apart = {s.name: sum(s.values[axis] != chosen.values[axis] for axis in s.values) for s in others}
-    told: set[str] = set()
+    chosen_names: set[str] = set()
     for axis in chosen.values:
         for text in dict.fromkeys(s.values[axis] for s in others if s.values[axis] != chosen.values[axis]):
-            told.add(min((s for s in others if s.values[axis] == text), key=lambda s: apart[s.name]).name)
-    return [s for s in others if s.name in told]
+            chosen_names.add(min((s for s in others if s.values[axis] == text), key=lambda s: apart[s.name]).name)
+    return [s for s in others if s.name in chosen_names]
 
 
-def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> str:
-    """`0.57× (0.51 to 0.64) the speed, 0.56× the memory, val/loss +2.7 %, above the tolerance of 2 %`."""
+def _against(sweep: SweepData, choice: Choice, chosen: Setting, other: Setting) -> str:
+    """Return a line about the costs and gains of another setting.
+
+    Such as `0.57× (0.51 to 0.64) the speed, 0.56× the memory, val/loss +2.7 %, above the tolerance of 2 %`.
+    """
     parts = []
     groups = sweep.groups[other.name], sweep.groups[chosen.name]
     if other.finished and all(choice.speeds.has(group) for group in groups):
@@ -323,7 +332,7 @@ def _against(sweep: Sweep, choice: Choice, chosen: Setting, other: Setting) -> s
     return ", ".join(parts) or "no result"
 
 
-def _loss_change(sweep: Sweep, setting: Setting, reference: Setting) -> str:
+def _loss_change(sweep: SweepData, setting: Setting, reference: Setting) -> str:
     mine, other = setting.median(sweep.loss_key), reference.median(sweep.loss_key)
     if not (math.isfinite(mine) and math.isfinite(other)):
         return f"{sweep.loss_key} not known"
@@ -331,30 +340,33 @@ def _loss_change(sweep: Sweep, setting: Setting, reference: Setting) -> str:
     return f"the same {sweep.loss_key}" if abs(change) < 1e-5 else f"{sweep.loss_key} {ratio_text(change)}"
 
 
-def _nothing(sweep: Sweep, why_not: Mapping[str, str]) -> str:
+def _nothing(sweep: SweepData, why_not: Mapping[str, str]) -> str:
     if not sweep.trials:
-        return "Nothing can be recommended: no trial was begun."
+        return "Nothing can be recommended: no trial was started."
     reasons = Counter(reason.partition(":")[0].partition(" in ")[0] for reason in why_not.values())
-    told = ", ".join(f"{count} {_of_many(reason) if count > 1 else reason}" for reason, count in reasons.most_common())
-    return f"Nothing qualifies: of {len(sweep.settings)} settings {told}."
+    counts = ", ".join(
+        f"{count} {_of_many(reason) if count > 1 else reason}" for reason, count in reasons.most_common()
+    )
+    return f"Nothing qualifies: of {len(sweep.settings)} settings {counts}."
 
 
 def _of_many(reason: str) -> str:
-    """What is said of one setting, said of several."""
+    """Return a reason about one setting in the plural."""
     verb, space, rest = reason.partition(" ")
     return {"has": "have", "was": "were", "needs": "need"}.get(verb, verb) + space + rest
 
 
-def plainest(setting: Setting) -> Trial:
-    """Return the trial that stands for a setting: of those with other values of an axis that changes nothing, the one
-    with the plainest."""
+def plainest(setting: Setting) -> TrialRow:
+    """Return the trial that represents a setting: the one with the simplest values on axes that change nothing."""
     return min(setting.trials, key=lambda trial: departures(trial.setting))
 
 
 def _command(setting: Setting, typed: str) -> str:
-    """
+    """Return the command that trains a setting alone.
+
     Args:
-        typed: the command of the sweep, whose options of the user's the setting may be of.
+        setting: to train.
+        typed: the command of the sweep, which may name a folder of the user's options.
     """
     try:
         folders = [word for word in shlex.split(typed) if word.startswith("--config-dir=")]

@@ -1,6 +1,6 @@
-"""Which setting a sweep recommends, by figures alone: it fits, it learned, then it is the fastest, ties to the smaller.
+"""The setting that a sweep recommends, by figures alone: it fits, it learned, it is the fastest; the smaller wins ties.
 
-Where objectives were asked for, they take the place of learning and speed.
+Objectives, if there are any, replace learning and speed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
-from fsdp_lab.report.data import Setting, Sweep, Trial
+from fsdp_lab.report.data import Setting, SweepData, TrialRow
 from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Interval, Speeds
 from fsdp_lab.report.texts import ratio_text
 from fsdp_lab.status import TrialStatus
@@ -25,11 +25,13 @@ PLAIN = {
     "reshard_after_forward": "always",
     "activation_checkpointing": "none",
 }
+SAME_MEMORY = 0.01  # of the smallest: what needs no more than this above it counts as equally small
 _NO_MATTER = {
     TrialStatus.waiting, TrialStatus.starting, TrialStatus.running, TrialStatus.interrupted, TrialStatus.stopped,
 }  # fmt: skip
 _BEYOND_NOISE = 3.0
 _POCOCK = {1: 0.05, 2: 0.0294, 3: 0.0221, 4: 0.0182, 5: 0.0158}  # all looks together: 0.05
+DISTURBED = "its speed was measured while other processes used"
 _WHY_NOT = {
     TrialStatus.oom: "ran out of memory",
     TrialStatus.diverged: "diverged",
@@ -42,18 +44,18 @@ _WHY_NOT = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What the figures say.
+    """The recommendation by figures.
 
     Attributes:
-        setting: the recommended one; None when nothing qualifies.
+        setting: the recommended one; None: none qualifies.
         able: the settings that qualify.
-        tied: of these the ones that cannot be told from the recommended one in what is looked for, without itself: by
-            the tolerance, or by the noise of speeds.
+        tied: of these the ones that are equally good as the recommended one, by the tolerance or the noise of speeds;
+            without itself.
         broke_tie: what decided among them, a clause; "" without a tie.
         why_not: name of a setting -> why it does not qualify.
         front: the settings that no other beats in one of `axes` without being worse in another, by name.
         axes: `(metric, "min" or "max")` of the main picture.
-        speeds: of `Sweep.groups`.
+        speeds: of `SweepData.groups`; none if only one counts because the others were disturbed.
         timed: whether speeds decided.
     """
 
@@ -67,15 +69,17 @@ class Choice:
     speeds: Speeds = field(repr=False)
     timed: bool = False
 
-    def ratio(self, sweep: Sweep, one: Setting, other: Setting) -> Interval:
+    def ratio(self, sweep: SweepData, one: Setting, other: Setting) -> Interval:
         """Return how many times as fast one setting is as another."""
         return self.speeds.ratio(sweep.groups[one.name], sweep.groups[other.name])
 
 
-def choose(sweep: Sweep) -> Choice:
+def choose(sweep: SweepData) -> Choice:
     """Choose the recommended setting."""
     speeds = Speeds(sweep.runs, significance_of(sweep))
     able, why_not = _able(sweep)
+    if _only_one_counts(sweep, speeds, able):
+        speeds = Speeds([])  # there is nothing to compare it with
     by_speed = not sweep.objectives or any(metric == SPEED for metric, _ in sweep.objectives)
     timed = [s for s in able if speeds.has(sweep.groups[s.name])] if by_speed else []
     if timed:
@@ -94,16 +98,16 @@ def choose(sweep: Sweep) -> Choice:
     others = [s for s in (raced or best) if s is not chosen]
     tied = [s for s in others if _tied(sweep, speeds, s, chosen)] if raced else others
     if raced and len(best) == 1:
-        broke_tie = "this one was faster as measured"
+        broke_tie = "this one had the highest measured speed"
     elif raced and not broke_tie.startswith("nothing"):
-        broke_tie += f", of those within {sweep.speed_tolerance * 100:.3g} % of the fastest"
+        broke_tie += f" among those within {sweep.speed_tolerance * 100:.3g} % of the fastest"
     return Choice(chosen, able, tied, broke_tie if tied else "", why_not, front, axes, speeds, bool(raced))
 
 
-def significance_of(sweep: Sweep) -> float:
-    """The significance with which ratios are judged: of each look, where repeats go on until the answer is settled.
+def significance_of(sweep: SweepData) -> float:
+    """Return the significance with which ratios are judged: of each look, if repeats run until the answer is settled.
 
-    There is a look after each round; but the first shows no noise, unless several of its runs share one speed.
+    There is a look after each round. The first shows no noise, unless several of its runs share one speed.
     """
     if sweep.repeat_max is None:
         return SIGNIFICANCE
@@ -113,19 +117,23 @@ def significance_of(sweep: Sweep) -> float:
 
 
 def level_of(looks: int) -> float:
-    """The significance of each of so many looks, all of which together have the usual one: Pocock's ("Group sequential
-    methods in the design and analysis of clinical trials", Biometrika 64, 1977), beyond five Bonferroni's."""
+    """Return the significance of each of so many looks, all of which together have the usual one.
+
+    Pocock's ("Group sequential methods in the design and analysis of clinical trials", Biometrika 64, 1977); beyond
+    five looks Bonferroni's.
+    """
     return _POCOCK.get(looks, SIGNIFICANCE / max(looks, 1))
 
 
-def candidates(sweep: Sweep) -> list[Setting]:
-    """The settings that more repeats could still make the recommended one, one for each group of equal speeds; a single
-    one, or none, when the answer is settled. None where objectives were asked for and speed is not among them.
+def candidates(sweep: SweepData) -> list[Setting]:
+    """Return the settings that more repeats could still make the recommended one, one for each group of equal speeds.
 
-    A setting is out when another is faster beyond noise and tolerance; or when another takes less memory, or is the
-    plainer of two equals, and this one is, beyond noise, no faster than the tolerance. One run of each shows no noise:
-    then it is out when another was three times as fast, which is more than runs of one setting differ on cores of their
-    own.
+    A single one, or none, means that the answer is settled. With objectives that lack speed there is none. A setting is
+    out in any of these cases:
+
+    - Another is faster beyond noise and tolerance.
+    - Another takes less memory, or is the simpler of two equals, and this one is not faster beyond noise and tolerance.
+    - Without repeats, another was three times as fast: runs of one setting differ less on cores of their own.
     """
     speeds = Speeds(sweep.runs, significance_of(sweep))
     able, _ = _able(sweep)
@@ -150,53 +158,63 @@ def candidates(sweep: Sweep) -> list[Setting]:
         faster = ratio.known and ratio.low > 1 and ratio.value > limit
         # With no tolerance nothing is ever shown to be as fast.
         return faster or (
-            memory_breaks_ties and ratio.known and ranks[other.name] < ranks[one.name] and ratio.low > 1 / limit
+            memory_breaks_ties
+            and ratio.known
+            and _breaks_tie(ranks[other.name], ranks[one.name])
+            and ratio.low > 1 / limit
         )
 
-    found = list(firsts.values())
-    fast = sorted(found, key=lambda s: -_or_zero(value(sweep, speeds, s, SPEED)))  # first, because these beat most
-    ranks = {s.name: _rank(sweep, s) for s in found}
-    return [one for one in found if not any(beaten(one, other) for other in fast if other is not one)]
+    settings = list(firsts.values())
+    fast = sorted(settings, key=lambda s: -_or_zero(value(sweep, speeds, s, SPEED)))  # first, because these beat most
+    ranks = {s.name: _rank(sweep, s) for s in settings}
+    return [one for one in settings if not any(beaten(one, other) for other in fast if other is not one)]
 
 
 def pareto_front(rows: Sequence[Mapping[str, float]], objectives: Sequence[tuple[str, str]]) -> list[int]:
-    """The rows that no other row beats in one objective without being worse in another, by their places.
+    """Return the indices of rows that no other row beats in one objective without being worse in another.
 
-    Rows without a value for each objective are in nobody's way, and not in the front.
+    Rows that lack a value for an objective are ignored.
     """
     points = {
         place: tuple(row[metric] * (1 if direction == "min" else -1) for metric, direction in objectives)
         for place, row in enumerate(rows)
         if all(math.isfinite(row.get(metric, math.nan)) for metric, _ in objectives)
     }
-    return [
-        place
-        for place, mine in points.items()
-        if not any(other != mine and all(o <= m for o, m in zip(other, mine, strict=True)) for other in points.values())
-    ]
+    front: dict[tuple[float, ...], list[int]] = {}
+    for place, mine in sorted(points.items(), key=lambda point: point[1]):
+        # what beats a point comes before it, and is of the front or beaten by one that is
+        if mine in front or not any(all(o <= m for o, m in zip(other, mine, strict=True)) for other in front):
+            front.setdefault(mine, []).append(place)
+    return sorted(place for places in front.values() for place in places)
 
 
-def value(sweep: Sweep, speeds: Speeds, setting: Setting, metric: str) -> float:
-    """A setting's figure: of speed the estimate from its runs, else the median; NaN where it has none."""
+def value(sweep: SweepData, speeds: Speeds, setting: Setting, metric: str) -> float:
+    """Return a setting's figure: for speed the estimate from its runs, else the median; NaN without one."""
     if metric != SPEED:
         return setting.median(metric)
     group = sweep.groups[setting.name]
     return speeds.estimate(group) if speeds.has(group) else math.nan
 
 
+def smallest(sizes: Sequence[float]) -> list[int]:
+    """Return the indices of the smallest size, and of sizes that exceed it by at most the share `SAME_MEMORY`."""
+    limit = min(sizes) * (1 + SAME_MEMORY)
+    return [place for place, size in enumerate(sizes) if size <= limit]
+
+
 def departures(values: Mapping[str, str]) -> list[bool]:
-    """For each of `PLAIN`, whether the values depart from it."""
+    """Return for each of `PLAIN` whether the values depart from it."""
     return [values.get(key, value) != value for key, value in PLAIN.items()]
 
 
-def _tied(sweep: Sweep, speeds: Speeds, one: Setting, other: Setting) -> bool:
-    """Whether two settings cannot be told apart in speed: they are within the tolerance, or within the noise."""
+def _tied(sweep: SweepData, speeds: Speeds, one: Setting, other: Setting) -> bool:
+    """Return whether two settings are equal in speed, within the tolerance or the noise."""
     ratio = speeds.ratio(sweep.groups[one.name], sweep.groups[other.name])
     limit = 1 / (1 - sweep.speed_tolerance)
     return ratio.value == 1 or 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high)
 
 
-def _axes(sweep: Sweep) -> list[tuple[str, str]]:
+def _axes(sweep: SweepData) -> list[tuple[str, str]]:
     if len(sweep.objectives) > 1:
         return list(sweep.objectives)
     standard: list[tuple[str, str]] = [(metric, declared(metric).better) for metric in (MEMORY, SPEED)]
@@ -205,8 +223,8 @@ def _axes(sweep: Sweep) -> list[tuple[str, str]]:
     return [standard[0], sweep.objectives[0]]
 
 
-def _able(sweep: Sweep) -> tuple[list[Setting], dict[str, str]]:
-    """The settings that qualify, and why the others do not."""
+def _able(sweep: SweepData) -> tuple[list[Setting], dict[str, str]]:
+    """Return the settings that qualify, and why the others do not."""
     why_not = {s.name: reason for s in sweep.settings if (reason := _does_not_fit(s))}
     fitting = [s for s in sweep.settings if s.name not in why_not]
     if any(metric.startswith(("val/", "train/")) for metric, _ in sweep.objectives):
@@ -223,8 +241,15 @@ def _able(sweep: Sweep) -> tuple[list[Setting], dict[str, str]]:
     return [s for s in fitting if s.name not in why_not], why_not
 
 
-def _best(sweep: Sweep, speeds: Speeds, able: Sequence[Setting]) -> tuple[list[Setting], list[Setting]]:
-    """The settings that are equally good in what is looked for, and those that were compared by their speeds."""
+def _only_one_counts(sweep: SweepData, speeds: Speeds, able: Sequence[Setting]) -> bool:
+    """Return whether other processes disturbed all speeds but one, which would be the fastest only for that."""
+    disturbed = {sweep.groups[s.name] for s in able if any(sweep.shared(trial) for trial in s.finished)}
+    counted = {group for s in able if speeds.has(group := sweep.groups[s.name])}
+    return len(counted) == 1 and bool(disturbed - counted)
+
+
+def _best(sweep: SweepData, speeds: Speeds, able: Sequence[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """Return the settings that are equally good, and those that were compared by their speeds."""
     left, raced = list(able), []
     for metric, direction in sweep.objectives or [(SPEED, "max")]:
         if metric == SPEED and direction == "max":
@@ -241,25 +266,33 @@ def _best(sweep: Sweep, speeds: Speeds, able: Sequence[Setting]) -> tuple[list[S
     return left, raced
 
 
-def _break_tie(sweep: Sweep, speeds: Speeds, tied: Sequence[Setting]) -> tuple[Setting, str]:
-    """One of settings that are equally good, and what decided."""
-    left, decided = list(tied), ""
+def _break_tie(sweep: SweepData, speeds: Speeds, tied: Sequence[Setting]) -> tuple[Setting, str]:
+    """Return one of settings that are equally good, and what decided."""
+    small = smallest([_or_inf(sweep.peaks[sweep.groups[s.name]]) for s in tied])
+    left = [tied[place] for place in small]
+    decided = "the smallest peak memory decided" if len(left) < len(tied) else ""
     for name, key in (
-        ("the smallest peak memory", lambda s: _or_inf(sweep.peaks[sweep.groups[s.name]])),
-        ("the plainest setting", lambda s: departures(s.values)),
+        ("the simplest setting", lambda s: departures(s.values)),
         (f"the lowest {sweep.loss_key}", lambda s: _or_inf(s.median(sweep.loss_key))),
-        ("the speed as measured", lambda s: -_or_zero(value(sweep, speeds, s, SPEED))),
+        ("the measured speed", lambda s: -_or_zero(value(sweep, speeds, s, SPEED))),
     ):
         best = min(key(s) for s in left)  # type: ignore[no-untyped-call]
         kept = [s for s in left if key(s) == best]  # type: ignore[no-untyped-call]
         decided = f"{name} decided" if len(kept) < len(left) else decided
         left = kept
-    return left[0], decided or "nothing separates them, and the one listed first is taken"
+    return left[0], decided or "nothing separates them: the one listed first is taken"
 
 
-def _rank(sweep: Sweep, setting: Setting) -> tuple[float, list[bool]]:
-    """What breaks a tie: the smaller, then the plainer."""
+def _rank(sweep: SweepData, setting: Setting) -> tuple[float, list[bool]]:
+    """Return what breaks a tie: the peak memory and the departures from `PLAIN`; see `_breaks_tie`."""
     return (_or_inf(sweep.peaks[sweep.groups[setting.name]]), departures(setting.values))
+
+
+def _breaks_tie(one: tuple[float, list[bool]], other: tuple[float, list[bool]]) -> bool:
+    """Whether the first is clearly smaller, or the plainer of two of the same size."""
+    if smallest([one[0], other[0]]) == [0, 1]:
+        return one[1] < other[1]
+    return one[0] < other[0]
 
 
 def _does_not_fit(setting: Setting) -> str | None:
@@ -273,15 +306,15 @@ def _does_not_fit(setting: Setting) -> str | None:
     return next((reason for trial in setting.trials if (reason := too_large(trial))), None)
 
 
-def too_large(trial: Trial) -> str | None:
-    """Why a trial cannot fit, by its forecast; None where it can, or nobody knows."""
+def too_large(trial: TrialRow) -> str | None:
+    """Return why a trial cannot fit, by its forecast; None if it can, or that is not known."""
     needed, capacity = (trial.figures.get(f"forecast/{key}_bytes") for key in ("needed", "capacity"))
     if needed is None or capacity is None or needed <= capacity:
         return None
-    return f"needs {needed / MIB:,.0f} MiB of {capacity / MIB:,.0f} MiB a device, by its forecast"
+    return f"needs {needed / MIB:,.0f} MiB of {capacity / MIB:,.0f} MiB per device, by its forecast"
 
 
-def _has_not_learned(sweep: Sweep, loss: float, best: float) -> str | None:
+def _has_not_learned(sweep: SweepData, loss: float, best: float) -> str | None:
     if not math.isfinite(loss):
         return f"has no finite {sweep.loss_key}"
     if loss > best + sweep.loss_tolerance * abs(best):
@@ -291,10 +324,10 @@ def _has_not_learned(sweep: Sweep, loss: float, best: float) -> str | None:
     return None
 
 
-def _untimed(sweep: Sweep, setting: Setting) -> str:
+def _untimed(sweep: SweepData, setting: Setting) -> str:
     shared = [trial.figures[OTHERS_CPU] for trial in setting.trials if sweep.shared(trial)]
     if shared:
-        return f"its speed was measured while other processes used {max(shared) * 100:.0f} % of the cores; run it again"
+        return f"{DISTURBED} {max(shared) * 100:.0f} % of the cores"
     return "has no samples/s: it ended before a step was timed"
 
 

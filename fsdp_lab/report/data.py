@@ -1,4 +1,4 @@
-"""What a report is made of: a sweep's trials as they ended, in plain values, wherever they were read from."""
+"""The data of a report: a sweep's trials as they ended, in plain values, wherever they were read from."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ from fsdp_lab.report.speed import Run
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.takehome import Setup
 
-# Axes that tell one attempt at a setting from another, not one setting from another.
+# Axes that distinguish attempts at a setting, not settings.
 REPEATS = ("repeat", "training.seed")
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A trial as it stands in the folder or in MLflow.
+class TrialRow:
+    """A trial as recorded in the folder or in MLflow.
 
     Attributes:
-        setting: what it has for each axis of the sweep, as typed.
-        figures: metric key -> its latest value, with what was forecast; bytes, samples/s, seconds.
+        number: of the trial.
+        setting: its value for each axis of the sweep, as typed.
+        status: how it ended.
+        figures: metric key -> its latest value, with forecasts; bytes, samples/s, seconds.
         epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
-        overrides: what has to be typed to train it again, alone.
-        run_id: of its MLflow run, "" where it has none.
-        device: what it ran on, `cpu` or the name of the GPU; "" where it did not come so far.
-        setup: what it takes to write its setting for other programs; None where that is not known.
-        predicted_by: the basis of its predicted speed; "" where that is not known, or it has none.
+        overrides: the command line that trains it again, alone.
+        error: why it failed; None: it did not.
+        run_id: of its MLflow run; "": it has none.
+        seconds: that it took; None: not known.
+        device: `cpu` or the name of the GPU; "": it ended before that was known.
+        setup: for writing its setting for other programs; None: not known.
+        predicted_by: the basis of its predicted speed; "": not known, or it has none.
     """
 
     number: int
@@ -48,55 +52,63 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """The trial as a chart calls it."""
+        """The trial's name in a chart."""
         return f"trial {self.number}: {words(self.setting)}"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The trials that differ in nothing but the attempt: one, or several where it was repeated."""
+    """The trials that differ only in the attempt: one, or several repeats."""
 
     values: dict[str, str]
-    trials: list[Trial]
+    trials: list[TrialRow]
 
     @property
     def name(self) -> str:
+        """The values as typed."""
         return words(self.values)
 
     @property
-    def finished(self) -> list[Trial]:
+    def finished(self) -> list[TrialRow]:
+        """The trials that finished."""
         return [trial for trial in self.trials if trial.status == TrialStatus.finished]
 
     def of(self, key: str) -> list[float]:
-        """The values of a metric in the finished trials that have it."""
+        """Return the values of a metric in the finished trials that have it."""
         return [trial.figures[key] for trial in self.finished if math.isfinite(trial.figures.get(key, math.nan))]
 
     def median(self, key: str) -> float:
-        """Over the finished trials; NaN where none has the metric."""
+        """Return the median over the finished trials; NaN if none has the metric."""
         return median(self.of(key)) if self.of(key) else math.nan
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepData:
     """A sweep to report on.
 
     Attributes:
+        name: of the sweep.
+        command: that started it.
         axes: the keys that differ between its trials, in the order of the command line.
-        loss_tolerance, speed_tolerance: ratios, see `fsdp_lab.report.choice`.
-        others_cpu: on a CPU the speed of a run decides nothing while others had more of the machine's cores than this.
-        repeat_max: the most rounds of `repeat=auto`; None where repeats were not chosen by it.
-        objectives: `(metric, "min" or "max")` of each that was asked for, the first weighing most; empty: none was, so
-            the fastest that learned is looked for.
-        runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None where no server is known.
-        about: what else belongs in its head, as (name, text).
-        study: the name of what was asked, such as the preset's; "" for a sweep without one.
+        trials: in the order of their numbers.
+        loss_tolerance: a ratio, see `fsdp_lab.report.choice`.
+        speed_tolerance: a ratio, see `fsdp_lab.report.choice`.
+        runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None: no server is known.
+        about: more lines for its head, as (name, text).
+        others_cpu: on a CPU a run's speed does not count if other processes used more than this share of the cores.
+        objectives: `(metric, "min" or "max")` of each objective, the most important first; empty: the fastest setting
+            that learned is recommended.
+        repeat_max: the most rounds of `repeat=auto`; None: repeats were typed.
+        study: the name of the study, such as the preset's; "" for a sweep without one.
         log_axes: the axes that were searched on a logarithmic scale.
+        resume: the command that resumes it; "": there is none.
+        report: the command that reports on it.
     """
 
     name: str
     command: str
     axes: list[str]
-    trials: list[Trial]
+    trials: list[TrialRow]
     loss_tolerance: float
     speed_tolerance: float
     runs_url: str | None = None
@@ -106,19 +118,22 @@ class Sweep:
     repeat_max: int | None = None
     study: str = ""
     log_axes: Sequence[str] = ()
+    resume: str = ""
+    report: str = "python -m fsdp_lab.report sweep=last"
 
     @property
     def statuses(self) -> list[TrialStatus]:
+        """The status of each trial."""
         return [trial.status for trial in self.trials]
 
     @property
     def setting_axes(self) -> list[str]:
-        """The axes that make a setting: all but the repeats, and those that change nothing."""
+        """The axes that make a setting: all except repeats and axes that change nothing."""
         return [axis for axis in self.axes if axis not in REPEATS and axis not in self.idle_axes]
 
     @cached_property
     def idle_axes(self) -> list[str]:
-        """The axes whose values are one setting by several names: offload, where all trials ran on a CPU."""
+        """The axes whose values make no difference: offload, if all trials ran on a CPU."""
         on_cpu = {trial.device for trial in self.trials if trial.device} == {"cpu"}
         return [axis for axis in self.axes if axis.partition(".")[0] == "offload"] if on_cpu else []
 
@@ -127,8 +142,8 @@ class Sweep:
         """The axes of a setting whose values may differ in speed or peak memory; `init` and the like do not."""
         return [axis for axis in self.setting_axes if may_change_speed(axis)]
 
-    def shared(self, trial: Trial) -> bool:
-        """Whether the trial ran on a CPU whose cores others used too."""
+    def shared(self, trial: TrialRow) -> bool:
+        """Return whether the trial ran on a CPU whose cores other processes used too."""
         return trial.device == "cpu" and trial.figures.get(OTHERS_CPU, 0.0) > self.others_cpu
 
     @cached_property
@@ -143,10 +158,10 @@ class Sweep:
     @cached_property
     def peaks(self) -> dict[int, float]:
         """Group of settings -> the median of their peak memories, which nothing in it changes; NaN without one."""
-        found: dict[int, list[float]] = {}
+        by_group: dict[int, list[float]] = {}
         for setting in self.settings:
-            found.setdefault(self.groups[setting.name], []).extend(setting.of(MEMORY))
-        return {group: median(peaks) if peaks else math.nan for group, peaks in found.items()}
+            by_group.setdefault(self.groups[setting.name], []).extend(setting.of(MEMORY))
+        return {group: median(peaks) if peaks else math.nan for group, peaks in by_group.items()}
 
     @property
     def timed(self) -> bool:
@@ -155,7 +170,7 @@ class Sweep:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The runs whose speed counts: timed, finished or stopped early, on cores that others left alone."""
+        """The runs whose speed counts: timed, finished or stopped early, on cores that other processes did not use."""
         rounds: dict[tuple[str, ...], int] = {}
         for trial in self.trials:
             rounds.setdefault(tuple(trial.setting.get(axis, "") for axis in REPEATS), len(rounds))
@@ -182,29 +197,29 @@ class Sweep:
     @cached_property
     def settings(self) -> list[Setting]:
         """In the order of their first trials."""
-        found: dict[tuple[str, ...], Setting] = {}
+        settings: dict[tuple[str, ...], Setting] = {}
         for trial in self.trials:
             values = {axis: trial.setting.get(axis, "") for axis in self.setting_axes}
-            found.setdefault(tuple(values.values()), Setting(values, [])).trials.append(trial)
-        return list(found.values())
+            settings.setdefault(tuple(values.values()), Setting(values, [])).trials.append(trial)
+        return list(settings.values())
 
     @cached_property
     def loss_key(self) -> str:
-        """What a trial has learned is told by the loss on images that it has not seen, where there are any."""
+        """The metric of learning: the validation loss if there is one, else the training loss."""
         return VAL_LOSS if any(VAL_LOSS in trial.figures for trial in self.trials) else TRAIN_LOSS
 
-    def url(self, trial: Trial) -> str:
-        """Where the trial's run is shown; "" where that is not known."""
+    def url(self, trial: TrialRow) -> str:
+        """Return the address of the trial's run; "" if not known."""
         return f"{self.runs_url}/{trial.run_id}" if self.runs_url and trial.run_id else ""
 
 
 def words(values: dict[str, str]) -> str:
-    """`sharding=per_block precision=fp16`, as it is typed."""
+    """Return text such as `sharding=per_block precision=fp16`, as it is typed."""
     return " ".join(f"{key}={value}" for key, value in values.items()) or "the only setting"
 
 
 def as_number(text: str) -> float | None:
-    """The number that a value of an axis is; None for a word."""
+    """Return the number in a value of an axis; None for a word."""
     try:
         value = float(text)
     except ValueError:
@@ -212,5 +227,5 @@ def as_number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _has_speed(trial: Trial) -> bool:
+def _has_speed(trial: TrialRow) -> bool:
     return 0 < trial.figures.get(SPEED, 0.0) < math.inf

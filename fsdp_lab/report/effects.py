@@ -1,4 +1,4 @@
-"""What one axis does alone: means over the other axes, like compared with like."""
+"""The effect of one axis alone: means over the other axes, over equal combinations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from fsdp_lab.metrics import SPEED
-from fsdp_lab.report.data import Setting, Sweep, as_number
+from fsdp_lab.report.data import Setting, SweepData, as_number
 
 _PARTS = 5
 
 
 @dataclass(frozen=True)
 class Effect:
-    """A value of an axis: the mean of a metric over the settings that have it, their standard deviation (0 of one) and
-    number."""
+    """A value of an axis, and a metric over the settings that have it.
+
+    Attributes:
+        value: of the axis.
+        mean: of the metric.
+        spread: the standard deviation; 0 for one setting.
+        count: of settings.
+    """
 
     value: str
     mean: float
@@ -24,12 +30,12 @@ class Effect:
     count: int
 
 
-def effects(sweep: Sweep, axis: str, metric: str) -> list[Effect]:
-    """One for each value of the axis, in the order of the sweep.
+def effects(sweep: SweepData, axis: str, metric: str) -> list[Effect]:
+    """Return the effect of each value of the axis, in the order of the sweep.
 
-    Where some combinations have no result, a mean over what is left would compare a value's easy cases with another's
-    hard ones. So only those combinations of the other axes count in which every value has a result; where there is
-    none such, all count.
+    If some combinations have no result, a mean over the rest would compare a value's easy cases with another's hard
+    ones. So only combinations of the other axes count in which every value has a result. Without any such combination,
+    all count.
     """
     with_result = [s for s in sweep.settings if math.isfinite(s.median(metric))]
     if metric == SPEED:  # without those whose every run shared its cores
@@ -45,16 +51,19 @@ def effects(sweep: Sweep, axis: str, metric: str) -> list[Effect]:
 
 
 def _effect(value: str, settings: Sequence[Setting], metric: str) -> Effect:
-    found = [s.median(metric) for s in settings]
-    return Effect(value, fmean(found), stdev(found) if len(found) > 1 else 0.0, len(found))
+    values = [s.median(metric) for s in settings]
+    return Effect(value, fmean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
 
 
-def share_explained(sweep: Sweep, axis: str, values: Mapping[str, float]) -> float:
-    """How much of what settings differ in the axis explains alone: the adjusted R² of the logarithms, 0 for nothing.
+def share_explained(sweep: SweepData, axis: str, values: Mapping[str, float]) -> float:
+    """Return how much of the settings' differences the axis explains alone: the adjusted R² of the logarithms.
 
-    The adjustment takes off what many values explain by chance; an axis of many numbers counts by fifths of them.
+    It is at least 0. The adjustment removes what many values explain by chance. An axis of many numbers counts by
+    fifths of them.
 
     Args:
+        sweep: of the settings.
+        axis: one of its axes.
         values: name of a setting -> its figure.
     """
     settings = [s for s in sweep.settings if math.isfinite(values.get(s.name, math.nan))]
@@ -73,7 +82,7 @@ def share_explained(sweep: Sweep, axis: str, values: Mapping[str, float]) -> flo
 
 
 def _parts(values: Sequence[str]) -> Sequence[object]:
-    """The values, or where they are many numbers the fifth of them in which each lies."""
+    """Return the values, or if they are many numbers the fifth that contains each."""
     numbers = [as_number(value) for value in values]
     if None in numbers or len(set(values)) <= _PARTS:
         return values

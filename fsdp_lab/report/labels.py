@@ -1,4 +1,4 @@
-"""Where texts stand beside the points of a figure, so that none covers another or a point. Pure."""
+"""Positions of labels beside the points of a figure, so that none covers another or a point. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def place_labels(texts: Mapping[str, str], points: Mapping[str, tuple[float, float]]) -> dict[str, tuple[str, str]]:
-    """Name -> its text and Plotly's `textposition`; the text is "" where there is no room for it.
+    """Return name -> its text and Plotly's `textposition`; the text is "" if there is no space for it.
 
     Args:
-        points: name -> its place, from 0 to 1 from left to right and from the bottom to the top.
+        texts: name -> its text.
+        points: name -> its position, from 0 to 1 from left to right and from the bottom to the top.
     """
     centers = {name: (x * _WIDTH, (1 - y) * _HEIGHT) for name, (x, y) in points.items()}
     taken: list[Box] = [(x - _AWAY / 2, y - _AWAY / 2, x + _AWAY / 2, y + _AWAY / 2) for x, y in centers.values()]
-    found = {}
+    labels = {}
     for name, text in texts.items():
-        found[name] = ("", "middle right")
+        labels[name] = ("", "middle right")
         for position, box in _boxes(*centers[name], len(text) * _LETTER).items():
             inside = box[0] >= 0 and box[2] <= _WIDTH and box[1] >= 0 and box[3] <= _HEIGHT
             if text and inside and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
-                found[name] = (_GAP + text + _GAP if position.startswith("middle") else text, position)
+                labels[name] = (_GAP + text + _GAP if position.startswith("middle") else text, position)
                 break
-    return found
+    return labels
 
 
 def _boxes(x: float, y: float, width: float) -> dict[str, Box]:

@@ -1,4 +1,4 @@
-"""The report's main picture: what the recommendation weighs, a point a setting, with its interval."""
+"""The report's main picture: the figures that decide, a point for each setting, with its interval."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 from fsdp_lab.metrics import MEMORY, SPEED
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.choice import value
-from fsdp_lab.report.data import Setting, Sweep, as_number
+from fsdp_lab.report.data import Setting, SweepData, as_number
 from fsdp_lab.report.dimensions import Dimension, Point, dimensions, run_points, setting_points
 from fsdp_lab.report.labels import place_labels
 from fsdp_lab.report.speed import Interval, Speeds
 from fsdp_lab.report.style import COLORS, GREY, SCALE, Coloring, coloring, lay_out, setting_text, trial_text
+from fsdp_lab.report.thin import MOST, shown_trials, thinned_note
 from fsdp_lab.status import TrialStatus
 
 STOPPED, SHARED = "stopped early", "speed does not count: shared cores"
@@ -28,10 +29,19 @@ _WORDS = {MEMORY: "peak memory", SPEED: "samples/s"}
 
 @dataclass(frozen=True)
 class MainPlot:
-    """What is drawn, and what is said of it."""
+    """The content of the picture, and its texts.
 
-    sweep: Sweep
-    found: Answer
+    Attributes:
+        sweep: of the settings.
+        answer: the answer that it illustrates.
+        x: from left to right.
+        y: from the bottom to the top.
+        settings: a point each.
+        runs: a point each.
+    """
+
+    sweep: SweepData
+    answer: Answer
     x: Dimension
     y: Dimension
     settings: list[Point]
@@ -39,27 +49,29 @@ class MainPlot:
 
     @property
     def heading(self) -> str:
+        """The heading, as HTML."""
         text = " against ".join(_WORDS.get(d.key, d.title) for d in (self.y, self.x))
         return html.escape(text[0].upper() + text[1:])
 
     @property
     def note(self) -> str:
-        """How to read it, as HTML."""
+        """How to read the picture, as HTML."""
         ways = [("up" if self.y.better == "max" else "down") if self.y.better else ""]
         ways += [("to the right" if self.x.better == "max" else "to the left") if self.x.better else ""]
-        said = [" and ".join(way for way in ways if way).capitalize() + " is better."]
+        sentences = [" and ".join(way for way in ways if way).capitalize() + " is better."]
         if any(interval.known for _, interval in self._intervals()):
-            said.append("Bars are 95 % intervals of samples/s.")
+            sentences.append("Bars are 95 % intervals of samples/s.")
         if any(_is_wide(interval) for _, interval in self._intervals()):
-            said.append(f"Those wider than {WIDEST:g}× run out of the picture.")
+            sentences.append(f"Bars wider than {WIDEST:g}× are cut off.")
         if any(self._kind(point) == "run" for point in self.runs):
-            said.append("Small dots are single runs.")
+            sentences.append("Small dots are single runs.")
         click = "; click on it to open its run" if self._has_urls else ""
-        said.append(f"Hover over a point for its figures{click}.")
-        return " ".join(said)
+        sentences.append(f"Hover over a point for its figures{click}.")
+        sentences += [cut] if (cut := thinned_note(self.sweep)) else []
+        return " ".join(sentences)
 
     def figure(self) -> Any:
-        """The picture as Plotly draws it."""
+        """Return the picture as a Plotly figure."""
         import plotly.graph_objects as go
 
         figure = go.Figure()
@@ -93,14 +105,14 @@ class MainPlot:
         return any(self.sweep.url(trial) for trial in self.sweep.trials)
 
     def _intervals(self) -> Iterator[tuple[Point, Interval]]:
-        """The settings whose samples/s are shown, with their intervals."""
+        """Yield the settings whose samples/s are shown, with their intervals."""
         if SPEED in (self.x.key, self.y.key):
             for point in self.settings:
-                if point.setting.name in self.found.intervals:
-                    yield point, self.found.intervals[point.setting.name]
+                if point.setting.name in self.answer.intervals:
+                    yield point, self.answer.intervals[point.setting.name]
 
     def _kind(self, point: Point) -> str:
-        """What a run is drawn as; "" for one that lies where its setting's own point does."""
+        """Return how a run is drawn; "" for one at the same position as its setting's point."""
         assert point.trial is not None
         if point.trial.status is TrialStatus.stopped:
             return STOPPED
@@ -113,7 +125,7 @@ class MainPlot:
         return {(point.setting.name, *_rounded(point)) for point in self.settings}
 
     def _x(self, point: Point) -> float:
-        """Where a point is drawn: at a word those of one colour stand beside those of the next."""
+        """Return where a point is drawn: at a word, points of one colour are next to those of another."""
         colors = list(self._coloring.colors)
         own = point.setting.values.get(self._coloring.axis or "", "")
         if not self.x.words or own not in colors:
@@ -149,15 +161,15 @@ class MainPlot:
             )
 
     def _bars(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Error bars, where an interval is known."""
+        """Return error bars for known intervals."""
         known = {id(point): interval for point, interval in self._intervals() if interval.known}
         if not any(id(point) in known for point in points):
             return {}
-        found = [known.get(id(point)) for point in points]
+        intervals = [known.get(id(point)) for point in points]
         bars = {
             "type": "data",
-            "array": [i.high - i.value if i else None for i in found],
-            "arrayminus": [i.value - i.low if i else None for i in found],
+            "array": [i.high - i.value if i else None for i in intervals],
+            "arrayminus": [i.value - i.low if i else None for i in intervals],
             "thickness": 1.2,
             "width": 4,
         }
@@ -166,7 +178,7 @@ class MainPlot:
         return {"error_y" if self.y.key == SPEED else "error_x": bars}
 
     def _scale_marker(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Colours of a continuous scale, by the logarithm where the axis was searched so."""
+        """Return colours of a continuous scale, logarithmic for an axis that was searched so."""
         axis = self._coloring.axis or ""
         numbers = [as_number(point.setting.values[axis]) or 0.0 for point in points]
         bar: dict[str, Any] = {
@@ -182,7 +194,7 @@ class MainPlot:
         return {"color": numbers, "colorscale": SCALE, "showscale": True, "colorbar": bar}
 
     def _draw_runs(self, figure: Any) -> None:
-        """Single runs: dots for those of repeated settings, grey for those that do not count."""
+        """Draw single runs: dots for those of repeated settings, grey for those that do not count."""
         markers: dict[str, dict[str, Any]] = {
             "run": {"size": 5, "opacity": 0.55},
             STOPPED: {"size": 9, "symbol": "circle-open", "color": GREY},
@@ -208,10 +220,10 @@ class MainPlot:
             )
 
     def _draw_front(self, figure: Any) -> None:
-        """The Pareto front, as stairs: between two points nothing better was measured."""
-        if not (self.x.better and self.y.better) or len(self.found.axes) > 2:
+        """Draw the Pareto front as stairs: between two points nothing better was measured."""
+        if not (self.x.better and self.y.better) or len(self.answer.axes) > 2:
             return
-        points = sorted((point.x, point.y) for point in self.settings if point.setting.name in self.found.front)
+        points = sorted((point.x, point.y) for point in self.settings if point.setting.name in self.answer.front)
         if len(points) < 2:
             return
         figure.add_scatter(
@@ -225,31 +237,31 @@ class MainPlot:
         )
 
     def _draw_recommended(self, figure: Any) -> None:
-        chosen = [point for point in self.settings if point.setting is self.found.setting]
+        chosen = [point for point in self.settings if point.setting is self.answer.setting]
         if chosen:
             figure.add_scatter(
                 x=[self._x(chosen[0])],
                 y=[chosen[0].y],
                 mode="markers",
                 marker={"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}},
-                name=_CHOSEN[self.found.basis],
+                name=_CHOSEN[self.answer.basis],
                 hoverinfo="skip",
             )
 
     def _hover(self, setting: Setting) -> str:
-        speed = self.found.intervals.get(setting.name)
-        why_not = self.found.why_not.get(setting.name, "")
+        speed = self.answer.intervals.get(setting.name)
+        why_not = self.answer.why_not.get(setting.name, "")
         return setting_text(setting, speed, self.sweep.loss_key, f"does not qualify: {why_not}" if why_not else "")
 
     def _url(self, setting: Setting) -> str:
-        """The run of a setting that has one alone."""
+        """Return the address of a setting's run, if it has only one."""
         return self.sweep.url(setting.trials[0]) if len(setting.trials) == 1 else ""
 
     def _labels(self) -> dict[str, tuple[str, str]]:
-        """Name of a setting -> what stands beside its point, and where: the values that no colour or axis tells."""
-        told = {self._coloring.axis, self.x.key}
+        """Return name of a setting -> its label and the label's position: the values that no colour or axis shows."""
+        shown = {self._coloring.axis, self.x.key}
         texts = {
-            p.setting.name: " ".join(v for k, v in p.setting.values.items() if k not in told) for p in self.settings
+            p.setting.name: " ".join(v for k, v in p.setting.values.items() if k not in shown) for p in self.settings
         }
         if len(self.settings) > MOST_LABELS:
             return {}
@@ -257,13 +269,13 @@ class MainPlot:
         return place_labels(texts, places)
 
     def _part(self, place: float, of: str) -> float:
-        """Where a number lies between the ends of what is drawn, from 0 to 1."""
+        """Return where a number lies between the ends of the drawing, from 0 to 1."""
         dimension = self.x if of == "x" else self.y
         low, high = self._range(dimension, of)
         return ((math.log10(place) if dimension.kind == "log" else place) - low) / (high - low)
 
     def _range(self, dimension: Dimension, of: str) -> tuple[float, float]:
-        """The ends of what is drawn, as Plotly takes them: of all points, and of intervals that are not too wide."""
+        """Return the ends of the drawing, as Plotly takes them: of all points, and of narrow intervals."""
         if dimension.words:
             return -0.5, len(dimension.words) - 0.5
         places = [getattr(point, of) for point in (*self.settings, *self.runs)]
@@ -281,17 +293,21 @@ class MainPlot:
         return max(low - room, floor), high + room
 
 
-def main_plot(sweep: Sweep, found: Answer) -> MainPlot | None:
-    """The picture of an answer; None where there is nothing to compare."""
-    chosen = dimensions(sweep, found.axes)
+def main_plot(sweep: SweepData, answer: Answer) -> MainPlot | None:
+    """Return the picture of an answer; None if there is nothing to compare."""
+    chosen = dimensions(sweep, answer.axes)
     if chosen is None:
         return None
     settings, runs = setting_points(sweep, *chosen), run_points(sweep, *chosen)
-    return MainPlot(sweep, found, *chosen, settings, runs) if settings or runs else None
+    shown = {trial.number for trial in shown_trials(sweep, answer)}
+    if len(settings) > MOST:
+        settings = [p for p in settings if any(trial.number in shown for trial in p.setting.trials)]
+    runs = [p for p in runs if p.trial is not None and p.trial.number in shown]
+    return MainPlot(sweep, answer, *chosen, settings, runs) if settings or runs else None
 
 
 def _rounded(point: Point) -> tuple[str, str]:
-    """A point's place, without what an estimate's last digits make of it."""
+    """Return a point's position, rounded so that the last digits of estimates do not matter."""
     return f"{point.x:.9g}", f"{point.y:.9g}"
 
 

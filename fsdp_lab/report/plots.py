@@ -1,4 +1,4 @@
-"""The report's figures but for the main one, as Plotly draws them. What they show is folded on the page."""
+"""The report's figures except the main one, as Plotly figures. They are folded on the page."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_lab.metrics import MEMORY, MIB, SPEED, TRAIN_LOSS, VAL_LOSS, declared
+from fsdp_lab.metrics import FORECAST, MEMORY, MIB, SPEED, TRAIN_LOSS, VAL_LOSS, declared
 from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.data import Sweep, Trial, as_number
+from fsdp_lab.report.data import SweepData, TrialRow, as_number
 from fsdp_lab.report.effects import effects
 from fsdp_lab.report.main_plot import STOPPED, main_plot
 from fsdp_lab.report.style import COLORS, GREY, MOST_COLORS, coloring, four_digits, is_numeric, lay_out, trial_text
+from fsdp_lab.report.thin import MOST_BARS, MOST_LINES, shown_trials
 from fsdp_lab.status import TrialStatus
 
-FORECAST = "forecast/peak_bytes"
 _CATEGORY_COLORS = {
     "param": "#0072B2", "optimizer": "#D55E00", "buffer": "#000000", "input": "#8C6D31", "grad": "#009E73",
     "unsharded_param": "#56B4E9", "all_gather": "#3B4CC0", "activation": "#E69F00", "unsharded_grad": "#7FC97F",
@@ -23,26 +23,26 @@ _CATEGORY_COLORS = {
 }  # fmt: skip
 
 
-def figures(sweep: Sweep, found: Answer) -> list[tuple[str, str, Any]]:
-    """`(id, heading, figure)` of every chart that there is something to show in, the main one first."""
-    main = main_plot(sweep, found)
+def figures(sweep: SweepData, answer: Answer) -> list[tuple[str, str, Any]]:
+    """Return `(id, heading, figure)` of every chart with content, the main one first."""
+    main = main_plot(sweep, answer)
     charts = [
         *([("main", main.heading, main.figure())] if main else []),
-        ("forecast", "Forecast against measured", forecast(sweep)),
-        ("effects", "What each axis does alone", axis_effects(sweep)),
-        ("parallel", "All axes at once", parallel(sweep)),
-        ("losses", "Loss by epoch", losses(sweep)),
-        ("breakdown", "What the peak is made of", breakdown(sweep)),
+        ("forecast", "Forecast against measured", forecast(sweep, shown_trials(sweep, answer))),
+        ("effects", "Effect of each axis", axis_effects(sweep)),
+        ("parallel", "All axes at once", parallel(sweep, shown_trials(sweep, answer, MOST_LINES))),
+        ("losses", "Loss by epoch", losses(sweep, shown_trials(sweep, answer, MOST_LINES))),
+        ("breakdown", "Peak memory by category", breakdown(sweep, shown_trials(sweep, answer, MOST_BARS))),
     ]
     return [(name, heading, figure) for name, heading, figure in charts if figure is not None]
 
 
-def breakdown(sweep: Sweep) -> Any | None:
-    """A bar a finished trial, the smallest on top: what its largest worker held when it held most."""
+def breakdown(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
+    """Return a bar for each finished trial, the smallest on top: the peak of its largest worker by category."""
     import plotly.graph_objects as go
 
     shown = sorted(
-        (t for t in _finished(sweep) if any(f"memory/{c}_bytes" in t.figures for c in _CATEGORY_COLORS)),
+        (t for t in _finished(trials) if any(f"memory/{c}_bytes" in t.figures for c in _CATEGORY_COLORS)),
         key=lambda t: t.figures.get(MEMORY, math.inf),
         reverse=True,  # Plotly draws from the bottom
     )
@@ -69,16 +69,16 @@ def breakdown(sweep: Sweep) -> Any | None:
     return figure
 
 
-def losses(sweep: Sweep) -> Any | None:
-    """A line a trial that reported, also those that did not finish; a menu changes between the losses."""
+def losses(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
+    """Return a line for each trial that reported, even if it did not finish; a menu switches between the losses."""
     import plotly.graph_objects as go
 
-    kinds = [k for k in (VAL_LOSS, TRAIN_LOSS) if any(k in m for t in sweep.trials for m in t.epochs)]
+    kinds = [k for k in (VAL_LOSS, TRAIN_LOSS) if any(k in m for t in trials for m in t.epochs)]
     if not kinds:
         return None
     figure = go.Figure()
     colors = coloring(sweep, [{s.name: s.median(sweep.loss_key) for s in sweep.settings}], scale=False)
-    reported = [t for t in sweep.trials if t.epochs]
+    reported = [t for t in trials if t.epochs]
     for kind in kinds:
         named: set[str] = set()
         for trial in reported:
@@ -108,7 +108,7 @@ def losses(sweep: Sweep) -> Any | None:
 
 
 def _loss_menus(kinds: Sequence[str], lines: int) -> list[dict[str, Any]]:
-    """Menus for which loss is shown, of `lines` lines each, and on which scale."""
+    """Return menus for the loss, of `lines` lines each, and for the scale."""
     buttons = []
     for place, kind in enumerate(kinds):
         visible = [i // lines == place for i in range(len(kinds) * lines)]
@@ -118,12 +118,12 @@ def _loss_menus(kinds: Sequence[str], lines: int) -> list[dict[str, Any]]:
     return [{"buttons": b, "x": x, "y": 1.16, "xanchor": "left"} for b, x in ((buttons, 0), (scales, 0.16))]
 
 
-def parallel(sweep: Sweep) -> Any | None:
-    """A line a finished trial through all axes and figures, each scaled to its own range; None for a single axis."""
+def parallel(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
+    """Return a line for each finished trial through all axes and figures, scaled to their ranges; None for one axis."""
     import plotly.graph_objects as go
 
     keys = (MEMORY, SPEED, sweep.loss_key)
-    shown = [t for t in _finished(sweep) if _has(t, *keys)]
+    shown = [t for t in _finished(trials) if _has(t, *keys)]
     if len(shown) < 2 or len(sweep.setting_axes) < 2:
         return None
     columns = [(axis, [t.setting.get(axis, "") for t in shown]) for axis in sweep.setting_axes]
@@ -155,7 +155,7 @@ def parallel(sweep: Sweep) -> Any | None:
 
 
 def _draw_scales(figure: Any, names: Sequence[str], scales: Sequence[Sequence[tuple[float, str]]]) -> None:
-    """A vertical line for each column, with texts at its ticks."""
+    """Draw a vertical line for each column, with texts at its ticks."""
     for x, ticks in enumerate(scales):
         figure.add_vline(x=x, line={"color": GREY, "width": 1}, opacity=0.5, layer="below")
         for y, text in ticks:
@@ -172,9 +172,11 @@ def _draw_scales(figure: Any, names: Sequence[str], scales: Sequence[Sequence[tu
     figure.update_yaxes(visible=False, range=[-0.06, 1.06])
 
 
-def axis_effects(sweep: Sweep) -> Any | None:
-    """A column an axis, a row a metric: the mean of each value over the other axes, with the standard deviation; None
-    for a single axis."""
+def axis_effects(sweep: SweepData) -> Any | None:
+    """Return a column for each axis and a row for each metric; None for a single axis.
+
+    Each cell shows the mean of each value over the other axes, with the standard deviation.
+    """
     from plotly.subplots import make_subplots
 
     axes = [axis for axis in sweep.setting_axes if len({s.values[axis] for s in sweep.settings}) > 1]
@@ -195,35 +197,38 @@ def axis_effects(sweep: Sweep) -> Any | None:
     return figure
 
 
-def _draw_effect(figure: Any, sweep: Sweep, axis: str, metric: str, row: int, column: int) -> None:
+def _draw_effect(figure: Any, sweep: SweepData, axis: str, metric: str, row: int, column: int) -> None:
     scale = declared(metric).scale
-    found = effects(sweep, axis, metric)
+    points = effects(sweep, axis, metric)
     numeric = is_numeric(sweep, axis)
-    many = len(found) > 2 * MOST_COLORS
-    bars = {"array": [e.spread / scale for e in found], "thickness": 1.5, "width": 6}
+    many = len(points) > 2 * MOST_COLORS
+    bars = {"array": [e.spread / scale for e in points], "thickness": 1.5, "width": 6}
     figure.add_scatter(
-        x=[as_number(e.value) if numeric else html.escape(e.value) for e in found],
-        y=[e.mean / scale for e in found],
+        x=[as_number(e.value) if numeric else html.escape(e.value) for e in points],
+        y=[e.mean / scale for e in points],
         error_y=None if many else bars,
         mode="markers",
         marker={"size": 6 if many else 11, "color": COLORS[(row - 1) % MOST_COLORS]},
         text=[f"{html.escape(f'{axis}={e.value}')}<br>{four_digits(e.mean / scale):,.9g} ± {e.spread / scale:.2g}, of "
-              f"{e.count} setting{'s' if e.count != 1 else ''}" for e in found],
+              f"{e.count} setting{'s' if e.count != 1 else ''}" for e in points],
         hovertemplate="%{text}<extra></extra>",
         showlegend=False,
         row=row, col=column,
     )  # fmt: skip
     if not numeric:  # the room at the sides keeps points off the frame
-        figure.update_xaxes(type="category", range=[-0.5, len(found) - 0.5], row=row, col=column)
-    elif axis in sweep.log_axes and all((as_number(e.value) or 0.0) > 0 for e in found):
+        figure.update_xaxes(type="category", range=[-0.5, len(points) - 0.5], row=row, col=column)
+    elif axis in sweep.log_axes and all((as_number(e.value) or 0.0) > 0 for e in points):
         figure.update_xaxes(type="log", row=row, col=column)
 
 
-def forecast(sweep: Sweep) -> Any | None:
-    """A point a trial that has both; on the line the forecast is what was measured. None where all are equal."""
+def forecast(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
+    """Return a point for each trial with a forecast and a measured peak, and the line of equality.
+
+    None if all are equal.
+    """
     import plotly.graph_objects as go
 
-    shown = with_forecast(sweep)
+    shown = with_forecast(trials)
     if all(t.figures[FORECAST] == t.figures[MEMORY] for t in shown):
         return None
     figure = go.Figure()
@@ -246,9 +251,9 @@ def forecast(sweep: Sweep) -> Any | None:
     return figure
 
 
-def with_forecast(sweep: Sweep) -> list[Trial]:
-    """The finished trials whose peak was forecast and measured."""
-    return [t for t in _finished(sweep) if _has(t, FORECAST, MEMORY) and t.figures[MEMORY] > 0]
+def with_forecast(trials: Sequence[TrialRow]) -> list[TrialRow]:
+    """Return the finished trials whose peak was forecast and measured."""
+    return [t for t in _finished(trials) if _has(t, FORECAST, MEMORY) and t.figures[MEMORY] > 0]
 
 
 def _scaled_axis(texts: Sequence[str], log: bool) -> tuple[list[float], list[tuple[float, str]]]:
@@ -277,14 +282,14 @@ def _scaled_numbers(values: Sequence[float]) -> tuple[list[float], list[tuple[fl
     return [(value - low) / (high - low) for value in values], ticks
 
 
-def _finished(sweep: Sweep) -> list[Trial]:
-    return [trial for trial in sweep.trials if trial.status == TrialStatus.finished]
+def _finished(trials: Sequence[TrialRow]) -> list[TrialRow]:
+    return [trial for trial in trials if trial.status == TrialStatus.finished]
 
 
-def _has(trial: Trial, *keys: str) -> bool:
+def _has(trial: TrialRow, *keys: str) -> bool:
     return all(math.isfinite(trial.figures.get(key, math.nan)) for key in keys)
 
 
-def _label(trial: Trial) -> str:
+def _label(trial: TrialRow) -> str:
     values = " ".join(trial.setting.values())
     return html.escape(f"{trial.number}  {values if len(values) <= 60 else values[:59] + '…'}")

@@ -1,13 +1,14 @@
-"""How sure speeds are: an interval for each group of runs, and for the ratio of two. Pure.
+"""The uncertainty of speeds: an interval for each group of runs, and for the ratio of two. Pure.
 
-What noise does to a speed is a factor, so everything is in logarithms. With repeats, a run's logarithm is taken to be
-the sum of its group's, of its round's (which holds what drifts from one round to the next) and of noise that has one
-variance in all groups: an additive two-way layout with unequal numbers, fitted by least squares. A group's interval is
-Student's. The intervals of all ratios of a sweep hold together with the stated confidence: they are Tukey's with
-Kramer's standard errors (Kramer, "Extension of multiple range tests to group means with unequal numbers of
-replications", Biometrics 12, 1956), so the fastest of many is not called so for being the luckiest.
+Noise is a factor on a speed, so all computation is in logarithms. With repeats, a run's logarithm is modelled as the
+sum of three terms: its group's, its round's (drift between rounds) and noise with one variance in all groups. That is
+an additive two-way layout with unequal numbers, fitted by least squares. A group's interval is Student's. The intervals
+of all ratios of a sweep hold together with the stated confidence: they are Tukey's with Kramer's standard errors
+(Kramer, "Extension of multiple range tests to group means with unequal numbers of replications", Biometrics 12, 1956).
+So the fastest of many is not called so for being the luckiest.
 
-Without repeats only the steps of each run are known. How runs of one setting differ is then not in the intervals.
+Without repeats only the steps of each run are known. The differences between runs of one setting are then not in the
+intervals.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _WIDEST = math.log(100)
 
 
 class Basis(Enum):
-    """What intervals are made from."""
+    """The source of intervals."""
 
     repeats = "repeats"
     steps = "steps"
@@ -37,10 +38,10 @@ class Run:
     """A run of a group.
 
     Attributes:
-        group: its place in the list of groups, from 0.
-        round: which round of repeats it belongs to; any numbers.
+        group: its index in the list of groups, from 0.
+        round: of repeats; any numbers.
         speed: above 0.
-        error: the relative standard error of the speed by the run's own steps; None where that is not known.
+        error: the relative standard error of the speed by the run's own steps; None: not known.
         steps: how many steps were timed.
     """
 
@@ -53,8 +54,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and where it lies with the stated confidence: anywhere from 0 to infinity where the runs say too little;
-    `low` and `high` are NaN where nothing was repeated and no step told."""
+    """A value and its interval with the stated confidence.
+
+    Attributes:
+        value: the estimate.
+        low: the lower end, 0 if the runs determine too little; NaN without repeats and timed steps.
+        high: the upper end, infinite if the runs determine too little; NaN likewise.
+    """
 
     value: float
     low: float = math.nan
@@ -62,10 +68,11 @@ class Interval:
 
     @property
     def known(self) -> bool:
+        """Whether there is an interval."""
         return math.isfinite(self.low)
 
     def times(self, factor: float) -> Interval:
-        """The interval of that many times the value."""
+        """Return the interval of a multiple of the value."""
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
 
@@ -73,6 +80,7 @@ class Speeds:
     """The speeds of groups of runs.
 
     Args:
+        runs: of all groups.
         significance: the probability with which the interval of any ratio of the sweep misses. That of a group's own
             speed misses in five of a hundred.
     """
@@ -100,22 +108,22 @@ class Speeds:
         return group in self._place
 
     def count(self, group: int) -> int:
-        """The number of its runs."""
+        """Return the number of runs of a group."""
         return int((self._groups == self._place[group]).sum()) if self.has(group) else 0
 
     @cached_property
     def basis(self) -> Basis:
-        """What the intervals are made from."""
+        """The source of the intervals."""
         if self._freedom > 0:
             return Basis.repeats
         return Basis.steps if any(run.error for run in self._runs) else Basis.nothing
 
     def estimate(self, group: int) -> float:
-        """The group's speed over the rounds of the sweep."""
+        """Return the group's speed over the rounds of the sweep."""
         return math.exp(float(self._effects[self._place[group]]))
 
     def speed(self, group: int) -> Interval:
-        """The group's speed over the rounds of the sweep, and its interval."""
+        """Return the group's speed over the rounds of the sweep, and its interval."""
         place = self._place[group]
         log = self._effects[place]
         if self.basis is Basis.repeats:
@@ -127,7 +135,7 @@ class Speeds:
         return _interval(log, _student(SIGNIFICANCE, freedom) * error if error else math.nan)
 
     def ratio(self, a: int, b: int) -> Interval:
-        """The speed of a group over that of another, and its interval."""
+        """Return the speed of a group over that of another, and its interval."""
         if a == b:
             return Interval(1.0, 1.0, 1.0)
         i, j = self._place[a], self._place[b]
@@ -155,7 +163,7 @@ class Speeds:
 
     @cached_property
     def _share(self) -> np.ndarray:
-        """Of each group's runs the share that lies in each round."""
+        """The share of each group's runs in each round."""
         return self._counts / self._counts.sum(axis=1, keepdims=True)
 
     @cached_property
@@ -165,13 +173,16 @@ class Speeds:
 
     @cached_property
     def _fixed(self) -> np.ndarray:
-        """The projector on what the runs tell of the rounds."""
+        """The projector on the part of the rounds that the runs determine."""
         reduced = np.diag(self._counts.sum(axis=0)) - self._counts.T @ self._share
         projector: np.ndarray = self._inverse @ reduced
         return projector
 
     def _estimable(self, rounds: np.ndarray) -> bool:
-        """Whether the runs tell a sum of rounds: not where groups never met in one, nor met a third that both met."""
+        """Return whether the runs determine a sum of rounds.
+
+        They do not if groups never met in a round, nor met a third that both met.
+        """
         return bool(np.abs(rounds - self._fixed @ rounds).max() < 1e-6)
 
     @cached_property
@@ -191,7 +202,7 @@ class Speeds:
         return effects
 
     def _unscaled(self, i: int, j: int) -> float:
-        """The covariance of two groups' effects, over the variance of a run."""
+        """Return the covariance of two groups' effects, over the variance of a run."""
         first, second = (self._share[k] - 1 / self._num_rounds for k in (i, j))
         own = 1 / self._counts[i].sum() if i == j else 0.0
         return float(own + first @ self._inverse @ second)
@@ -203,7 +214,7 @@ class Speeds:
 
     @cached_property
     def _variance(self) -> float:
-        """Of a run: by what repeats leave unexplained, and no less than the steps of the runs show."""
+        """The variance of a run: what repeats leave unexplained, and at least what the steps of the runs show."""
         residuals = self._y - self._effects[self._groups] - self._round_effects[self._rounds]
         errors = [run.error for run in self._runs if run.error]
         floor = sum(error**2 for error in errors) / len(errors) if errors else 0.0
@@ -211,13 +222,13 @@ class Speeds:
 
     @cached_property
     def _by_group(self) -> list[list[Run]]:
-        found: list[list[Run]] = [[] for _ in self._known]
+        by_group: list[list[Run]] = [[] for _ in self._known]
         for run, place in zip(self._runs, self._groups.tolist(), strict=True):
-            found[place].append(run)
-        return found
+            by_group[place].append(run)
+        return by_group
 
     def _steps_error(self, place: int) -> tuple[float, int]:
-        """The relative standard error of a group's only run and its degrees of freedom; zeros where not known."""
+        """Return the relative standard error of a group's only run and its degrees of freedom; zeros if not known."""
         runs = self._by_group[place]
         if not all(run.error for run in runs):
             return 0.0, 0
@@ -226,7 +237,7 @@ class Speeds:
 
 
 def _interval(log: float, half: float) -> Interval:
-    """From 0 to infinity where the value is not known to within a factor of a hundred."""
+    """Return the interval around a logarithm; from 0 to infinity if it spans more than a factor of a hundred."""
     if half > _WIDEST:
         return Interval(math.exp(log), 0.0, math.inf)
     return Interval(math.exp(log), math.exp(log - half), math.exp(log + half))

@@ -1,4 +1,4 @@
-"""What the report's figures share: colours, texts beside a point, and the frame of a figure."""
+"""Common parts of the report's figures: colours, texts beside a point, and the frame of a figure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_lab.metrics import SPEED, Metric, table_columns
 from fsdp_lab.report.answer import memory_text, speed_text
-from fsdp_lab.report.data import Setting, Sweep, Trial, as_number
+from fsdp_lab.report.data import Setting, SweepData, TrialRow, as_number
 from fsdp_lab.report.effects import share_explained
 from fsdp_lab.report.speed import Interval
 
@@ -23,10 +23,10 @@ SCALE = ((0.0, "#2F86C8"), (0.5, "#B39DB5"), (1.0, "#D55E00"))  # of numbers; se
 
 @dataclass(frozen=True)
 class Coloring:
-    """What colours stand for: the values of one axis.
+    """The meaning of colours: the values of one axis.
 
     Attributes:
-        axis: None where there is none to be told by colours; all have one colour then.
+        axis: None: all have one colour.
         colors: value -> colour, numbers in ascending order; empty for a scale.
         is_scale: the axis has more numbers than there are colours, so a continuous scale shows them.
     """
@@ -36,22 +36,23 @@ class Coloring:
     is_scale: bool = False
 
     def of(self, values: Mapping[str, str]) -> str:
-        """The colour of a setting or trial, by its values."""
+        """Return the colour of a setting or trial, by its values."""
         return self.colors.get(values.get(self.axis or "", ""), GREY if self.axis else COLORS[0])
 
     def name(self, value: str) -> str:
-        """The value as the legend calls it."""
+        """Return the value's name in the legend."""
         return html.escape(f"{self.axis}={value}") if self.axis else "settings"
 
 
 def coloring(
-    sweep: Sweep, by: Sequence[Mapping[str, float]], without: str | None = None, scale: bool = True
+    sweep: SweepData, by: Sequence[Mapping[str, float]], without: str | None = None, scale: bool = True
 ) -> Coloring:
-    """Choose the axis that explains most of these figures.
+    """Return a coloring by the axis that explains most of these figures.
 
     Args:
+        sweep: of the settings.
         by: for each figure, name of a setting -> its value.
-        without: an axis that the figure shows otherwise.
+        without: an axis that the figure shows in another way; None: none.
         scale: whether a continuous scale can be drawn.
     """
     able = []
@@ -70,7 +71,7 @@ def coloring(
     return Coloring(axis, dict(zip(values, COLORS, strict=False)))
 
 
-def is_numeric(sweep: Sweep, axis: str) -> bool:
+def is_numeric(sweep: SweepData, axis: str) -> bool:
     """Whether every value of the axis is a number."""
     return all(as_number(s.values.get(axis, "")) is not None for s in sweep.settings)
 
@@ -90,7 +91,7 @@ def lay_out(figure: Any, x: str | None, y: str | None, height: int) -> None:
 
 
 def setting_text(setting: Setting, speed: Interval | None, loss_key: str, why_not: str) -> str:
-    """What a hover says of a setting: its figures and how sure its speed is."""
+    """Return the text over a setting's point: its figures and the interval of its speed."""
     figures = {key: setting.median(key) for trial in setting.finished for key in trial.figures}
     numbers = ", ".join(str(trial.number) for trial in setting.trials[:6]) + (" …" if len(setting.trials) > 6 else "")
     many = len(setting.trials) > 1
@@ -98,8 +99,8 @@ def setting_text(setting: Setting, speed: Interval | None, loss_key: str, why_no
     return _lines([*head, *_figure_lines(figures, speed, loss_key), *([why_not] if why_not else [])])
 
 
-def trial_text(trial: Trial, loss_key: str, note: str = "") -> str:
-    """What a hover says of a trial."""
+def trial_text(trial: TrialRow, loss_key: str, note: str = "") -> str:
+    """Return the text over a trial's point."""
     head = [f"trial {trial.number}", *(f"{key}={value}" for key, value in trial.setting.items())]
     speed = trial.figures.get(SPEED, math.nan)
     measured = Interval(speed) if math.isfinite(speed) else None
@@ -116,12 +117,12 @@ def _figure_lines(figures: Mapping[str, float], speed: Interval | None, loss_key
 
 
 def _hover_line(column: Metric, value: float) -> str:
-    """A metric by its form; of bytes the form gets the text with its unit."""
+    """Return a metric in its own format; bytes as text with their unit."""
     return column.form.format(memory_text(value) if column.unit == "bytes" else four_digits(value / column.scale))
 
 
 def four_digits(value: float) -> float:
-    """The number rounded to four significant digits."""
+    """Return the number rounded to four significant digits."""
     return float(f"{value:.4g}")
 
 

@@ -1,4 +1,4 @@
-"""Figures as a report's sentences write them: with three or four digits, their unit, and where they lie."""
+"""Figures in a report's sentences: with three or four digits, their unit, and their interval."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_lab.wording import significant
 
 
 def times_text(ratio: Interval) -> str:
-    """`1.95× (1.80 to 2.11)`; without the interval where that is not known."""
+    """Return text such as `1.95× (1.80 to 2.11)`; without the interval if it is not known."""
     return f"{_ratio_text(ratio.value)}×{_spread(ratio, _ratio_text)}"
 
 
@@ -30,22 +30,22 @@ def _ratio_text(number: float) -> str:
 
 
 def speed_text(speed: Interval) -> str:
-    """`1,950 samples/s (1,900 to 2,000)`."""
+    """Return text such as `1,950 samples/s (1,900 to 2,000)`."""
     return f"{figures_text(speed.value)} samples/s{_spread(speed, figures_text)}"
 
 
 def memory_text(num_bytes: float) -> str:
-    """Bytes with four digits and their unit."""
+    """Return bytes with four digits and their unit."""
     return f"{num_bytes / MIB:#.4g} MiB" if num_bytes < 999.95 * MIB else f"{num_bytes / MIB / 1024:#.4g} GiB"
 
 
 def figures_text(number: float) -> str:
-    """A number with three digits, from a thousand on with four: `1,950`, `0.0123`."""
+    """Return a number with three digits, from a thousand on with four: `1,950`, `0.0123`."""
     return f"{float(f'{number:.4g}'):,.0f}" if number >= 999.5 else significant(number)
 
 
 def ratio_text(value: float) -> str:
-    """A change as a ratio, in per cent with its sign and two or three digits: `+2.7 %`."""
+    """Return a change as a ratio, in per cent with its sign and two or three digits: `+2.7 %`."""
     percent = value * 100
     digits = 0 if abs(percent) >= 100 else 1 if abs(percent) >= 1 else 2 if abs(percent) >= 0.1 else None
     return f"{percent:+.{digits}f} %" if digits is not None else f"{percent:+.1g} %"

@@ -12,7 +12,7 @@ from fsdp_lab.takehome import FILES, write_out
 USE_FILES = tuple(FILES.values())
 
 
-def write_uses(found: Answer, folder: Path) -> list[str]:
+def write_uses(answer: Answer, folder: Path) -> list[str]:
     """Write `USE_FILES` of the recommended trial into the folder, and remove those that cannot be written.
 
     Returns the names of those that were.
@@ -20,7 +20,7 @@ def write_uses(found: Answer, folder: Path) -> list[str]:
     Raises:
         OSError: the folder cannot be written.
     """
-    setup = plainest(found.setting).setup if found.setting else None
+    setup = plainest(answer.setting).setup if answer.setting else None
     written = []
     for use, name in FILES.items():
         (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The files of a report: one HTML page, the same as Markdown and as CSV."""
+"""The files of a report: one HTML page, and the same as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp_lab.files import write_text
 from fsdp_lab.report.answer import Answer, answer
-from fsdp_lab.report.data import Sweep
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.markdown import to_markdown
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.uses import write_uses
@@ -16,23 +16,32 @@ from fsdp_lab.report.uses import write_uses
 FILES = ("report.html", "report.md", "report.csv")
 
 
-def write_report(sweep: Sweep, folder: Path) -> Answer:
-    """Write `report.html`, `report.md` and `report.csv` into the folder, each under a temporary name first, and the
-    recommended setting for other programs (`USE_FILES`).
+def write_report(sweep: SweepData, folder: Path) -> Answer:
+    """Write `report.html`, `report.md` and `report.csv`, and the recommended setting for other programs (`USE_FILES`).
+
+    Each file is written under a temporary name first.
+
+    Args:
+        sweep: to report on.
+        folder: an existing one.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    found = answer(sweep)
-    uses = write_uses(found, folder)
-    contents = (to_html(sweep, found, uses), to_markdown(sweep, found, uses), to_csv(sweep, found))
+    recommendation = answer(sweep)
+    uses = write_uses(recommendation, folder)
+    contents = (
+        to_html(sweep, recommendation, uses),
+        to_markdown(sweep, recommendation, uses),
+        to_csv(sweep, recommendation),
+    )
     for name, content in zip(FILES, contents, strict=True):
         write_text(folder / name, content, parents=False)
-    return found
+    return recommendation
 
 
-def to_csv(sweep: Sweep, found: Answer) -> str:
-    """A row a trial with the latest of every figure, in bytes, seconds and samples/s."""
+def to_csv(sweep: SweepData, recommendation: Answer) -> str:
+    """Return a row for each trial with the latest of every figure, in bytes, seconds and samples/s."""
     keys = sorted({key for trial in sweep.trials for key in trial.figures})
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
@@ -46,9 +55,9 @@ def to_csv(sweep: Sweep, found: Answer) -> str:
                     trial.number,
                     *(trial.setting.get(axis, "") for axis in sweep.axes),
                     trial.status,
-                    found.basis if setting is found.setting else "",
-                    "yes" if setting.name in found.front else "",
-                    found.why_not.get(setting.name, ""),
+                    recommendation.basis if setting is recommendation.setting else "",
+                    "yes" if setting.name in recommendation.front else "",
+                    recommendation.why_not.get(setting.name, ""),
                     trial.error or "",
                     trial.run_id,
                     "" if trial.seconds is None else round(trial.seconds, 2),

@@ -1,1 +1,5 @@
-"""How long a step takes on a device that is not here: what it computes and sends, and what that costs. No torch."""
+"""The time of a step on a device that is not here: its operators, and the cost of each. Imports no torch.
+
+Start with `predict.py`. `program.py` holds the operators, `device.py` the data sheet, `costs.py` the seconds of an
+operator, `streams.py` the order on the device's streams.
+"""

@@ -10,13 +10,13 @@ from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.program import Kind, Operator, Stream
 
 _TILE = (128, 128)  # of a matrix product's result, which one core computes
-# What attention reaches backwards, of what it does forwards: 25-35 % of the peak and 30-50 % ("FlashAttention-2", Dao,
-# 2023, section 1).
+# The rate of attention backwards relative to forwards: 25-35 % and 30-50 % of the peak ("FlashAttention-2", Dao, 2023,
+# section 1).
 _BACKWARD = 0.75
 
 
 class _Path(NamedTuple):
-    """How messages go around, relative to a ring with the protocol "simple": latencies, and the share of bandwidth."""
+    """How messages travel, relative to a ring with the protocol "simple": factors of latencies, and of bandwidth."""
 
     begin: float = 1.0
     link: float = 1.0
@@ -31,10 +31,10 @@ _TREES = (_Path(1, 4 / 3.4, 1, 0.92), _Path(6.8 / 8.4, 0.6 / 3.4, 5 / 14, 1 / 3.
 
 
 def seconds(operator: Operator, device: Device) -> float:
-    """Return how long it takes where nothing else is at work: as measured, or else by the device's figures.
+    """Return the seconds of an operator that runs alone: as measured, else by the device's figures.
 
     Raises:
-        ConfigError: the device's file has nothing on the dtype that it computes in.
+        ConfigError: the device's file has no figures for the operator's dtype.
     """
     factor = device.factors.communication if operator.kind.is_collective else device.factors.compute
     if device.measured is not None and _was_measured(operator, device):
@@ -43,14 +43,14 @@ def seconds(operator: Operator, device: Device) -> float:
 
 
 def host_seconds(program: Sequence[Operator], device: Device) -> list[float]:
-    """Return how long the host takes to issue each operator of a step."""
+    """Return the seconds that the host takes to issue each operator of a step."""
     if device.measured is not None:
         return device.measured.host_seconds(program)
     return [device.launch_s] * len(program)
 
 
 def _was_measured(operator: Operator, device: Device) -> bool:
-    """Whether a calibration, which sees one node, tells of it."""
+    """Return whether a calibration, which covers one node, includes the operator."""
     if operator.kind.is_collective:
         return device.kind is DeviceKind.cpu or _num_nodes(operator, device) == 1
     return operator.kind is not Kind.transfer and operator.stream is not Stream.host
@@ -61,9 +61,10 @@ def _num_nodes(operator: Operator, device: Device) -> int:
 
 
 def _by_figures(operator: Operator, device: Device) -> float:
-    """
-    Computing takes as long as the slower of arithmetic and memory ("Roofline", Williams, Waterman and Patterson,
-    CACM 52, 2009).
+    """Return the seconds by the device's figures.
+
+    Computing takes as long as the slower of arithmetic and memory ("Roofline", Williams, Waterman and Patterson, CACM
+    52, 2009).
     """
     efficiency, most = device.efficiency, device.reached
     if operator.kind.is_collective:
@@ -85,8 +86,15 @@ def _by_figures(operator: Operator, device: Device) -> float:
 
 
 def occupied(shape: tuple[int, int, int, int], num_cores: int) -> float:
-    """Return the share of the cores' time that a matrix product uses: its tiles run in waves, the last of which is
-    rarely full ("Matrix Multiplication Background User's Guide", NVIDIA, sections on tile and wave quantization)."""
+    """Return the share of the cores' time that a matrix product uses.
+
+    Its tiles run in waves, the last of which is rarely full ("Matrix Multiplication Background User's Guide", NVIDIA,
+    sections on tile and wave quantization).
+
+    Args:
+        shape: (batch, rows, columns, inner size).
+        num_cores: of the device.
+    """
     batch, rows, columns, _ = shape
     if not batch * rows * columns:
         return 1.0
@@ -99,7 +107,7 @@ def collective_seconds(operator: Operator, device: Device) -> float:
     """Return the seconds of a collective: NCCL takes the fastest of its algorithms and protocols.
 
     A ring passes `n - 1` of its `n` parts over each link, twice for an all-reduce ("Bandwidth Optimal All-reduce
-    Algorithms", Patarasu and Yuan, 2009). An all-reduce between nodes can be a tree, too, which has fewer steps.
+    Algorithms", Patarasu and Yuan, 2009). An all-reduce between nodes can also be a tree, which has fewer steps.
     """
     ranks = len(operator.group)
     if ranks <= 1:
@@ -126,8 +134,11 @@ def _rings(device: Device, nodes: int) -> tuple[_Path, ...]:
 
 
 def _bandwidth(device: Device, ranks: int, nodes: int) -> float:
-    """Return the bytes/s of a group. Its rings cross from node to node side by side and have the node's network
-    together; they share it with the groups of the node's other devices, which send at the same time."""
+    """Return the bytes/s of a group.
+
+    Its rings cross between nodes side by side and have the node's network together. They share it with the groups of
+    the node's other devices, which send at the same time.
+    """
     within = device.link_bandwidth * device.efficiency.link
     if nodes == 1:
         return within

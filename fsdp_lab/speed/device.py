@@ -1,4 +1,4 @@
-"""Data sheets of devices: `conf/device/*.yaml`, one file a device."""
+"""Data sheets of devices: `conf/device/*.yaml`, one file for each device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from fsdp_lab.speed.measured import Measured, read_measured
 
 
 class DeviceKind(StrEnum):
-    """Which collectives send: NCCL's or gloo's."""
+    """Which library runs the collectives: NCCL on `cuda`, gloo on `cpu`."""
 
     cuda = "cuda"
     cpu = "cpu"
 
 
 class Basis(StrEnum):
-    """Where a device's efficiencies are from. `data sheet`: from another device, as none were measured on this one;
-    `fitted`: to published steps of this one; `calibration`: measured on it; `trials`: any of these, corrected by
-    trials that ran on it."""
+    """Where a device's efficiencies come from.
+
+    - `data sheet`: another device, because none were measured on this one
+    - `fitted`: published steps of this device
+    - `calibration`: measurements on this machine
+    - `trials`: any of these, corrected by trials that ran on the device
+    """
 
     data_sheet = "data sheet"
     fitted = "fitted"
@@ -33,8 +37,13 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True)
 class Reached:
-    """Which share of a data sheet's peaks microbenchmarks reach: of arithmetic by large matrix products and by fused
-    attention, of bandwidth by copies."""
+    """The shares of a data sheet's peaks that microbenchmarks reach.
+
+    Attributes:
+        matmul: of arithmetic, by large matrix products.
+        attention: of arithmetic, by fused attention.
+        memory: of bandwidth, by copies.
+    """
 
     matmul: float = 1.0
     attention: float = 1.0
@@ -43,7 +52,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Which share of what microbenchmarks reach a training step does: learned on one device, and used for others, too.
+    """The shares of microbenchmarks' rates that a training step reaches: fitted on one device, and used for others too.
 
     Attributes:
         matmul: by matrix products whose tiles fill the device.
@@ -62,11 +71,11 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """Relative errors of step times that were predicted on this basis, of steps that it was not fitted to.
+    """Relative errors of predicted step times on this basis, for steps that it was not fitted to.
 
     Attributes:
         median: of their absolute values.
-        p90: what nine of ten do not exceed.
+        p90: nine of ten do not exceed it.
     """
 
     median: float
@@ -75,13 +84,13 @@ class KnownError:
 
 @dataclass(frozen=True)
 class Factors:
-    """What finished trials have taken of what was predicted.
+    """Corrections of predictions by finished trials.
 
     Attributes:
         compute: factor of the seconds of everything but collectives.
         communication: factor of the seconds of collectives.
-        overlap: the share that was hidden of what the streams could hide.
-        settings: how many of them have run.
+        overlap: the share that was hidden of the time that the streams could hide.
+        settings: how many settings have run.
     """
 
     compute: float = 1.0
@@ -92,30 +101,35 @@ class Factors:
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device, and the nodes that it stands in.
+    """One kind of device, and the nodes that contain it.
 
     Attributes:
-        memory_gib: GiB, as CUDA tells it.
+        name: as CUDA or the operating system reports it.
+        kind: `cuda` or `cpu`.
+        basis: where its efficiencies come from.
+        memory_gib: GiB, as CUDA reports it.
         peak_flops: dtype -> dense peak in FLOP/s.
         memory_bandwidth: bytes/s.
-        num_cores: what the tiles of a matrix product are divided among: streaming multiprocessors, compute units.
-        link_bandwidth: bytes/s that one device sends to those of its node.
+        num_cores: units that the tiles of a matrix product are divided among: streaming multiprocessors, compute units.
+        link_bandwidth: bytes/s that one device sends to others of its node.
         node_size: devices of a node.
         network_bandwidth: bytes/s that one node sends to others.
         host_bandwidth: bytes/s between the device and its host, one way.
         host_memory_bandwidth: bytes/s of the host's memory, a device's share.
         launch_s: seconds from one launch of an operator to the next.
-        latency_s: seconds that a collective takes before it sends.
+        latency_s: seconds before a collective sends.
         link_latency_s: seconds of a message from device to device within a node.
         network_latency_s: the same between nodes.
-        error: of predictions for this device on this basis, of the steps that were looked at: sharded in blocks, in
-            bfloat16, on one node.
+        reached: the shares of the peaks that microbenchmarks reach.
+        efficiency: the shares of these that a training step reaches.
+        error: of predictions for this device on this basis, for validated steps: sharded in blocks, in bfloat16, on one
+            node.
         error_elsewhere: of predictions of any other step.
-        relative: of the ratio of two predictions of the steps that were looked at, for one model on this device:
-            what is common to all of them, as the level of a machine, is not in it. None: not known.
+        relative: of the ratio of two predictions of validated steps, for one model on this device. An error common to
+            all of them, such as the level of a machine, cancels. None: not known.
         source: where the figures are from.
-        measured: by a calibration, in place of what the peaks and efficiencies say; None: there was none.
-        factors: by which trials that ran on it correct the rest; in no file.
+        measured: by a calibration, instead of the peaks and efficiencies; None: there was none.
+        factors: corrections by trials that ran on the device; in no file.
     """
 
     name: str
@@ -144,9 +158,10 @@ class Device:
     factors: Factors = Factors()
 
     def peak(self, dtype: str) -> float:
-        """
+        """Return the dense peak in FLOP/s for a dtype.
+
         Raises:
-            ConfigError: the data sheet has none for this dtype.
+            ConfigError: the data sheet has none for it.
         """
         try:
             return self.peak_flops[dtype]
@@ -158,7 +173,7 @@ class Device:
             ) from None
 
 
-SETTINGS_FOR_ERRORS = 8  # that have run, from which their own errors are known
+SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
 _OPTIONAL = {"measured", "relative"}
 _ERRORS = ("error", "error_elsewhere", "relative")
 _FIELDS = {each.name: each.type for each in fields(Device) if each.name != "factors"}
@@ -168,7 +183,7 @@ def load_device(path: Path) -> Device:
     """Read a data sheet.
 
     Raises:
-        ConfigError: a key is missing or unknown, or a value is not one of its key's.
+        ConfigError: a key is missing or unknown, or a value is invalid.
     """
     import yaml  # forecasts of memory need only PyTorch and torchvision
 
@@ -188,7 +203,7 @@ def load_device(path: Path) -> Device:
             content[key] = choices(content[key])
         except ValueError:
             known = ", ".join(choices)
-            raise ConfigError(f"{path.name}: {key}={content[key]} is none of {known}; use one of these.") from None
+            raise ConfigError(f"{path.name}: {key}={content[key]} is not one of {known}; use one of these.") from None
     _check_numbers(content, path.name)
     if "measured" in content:
         content["measured"] = read_measured(content["measured"], path.name)
@@ -198,9 +213,9 @@ def load_device(path: Path) -> Device:
 def _check_numbers(content: Mapping[str, Any], where: str) -> None:
     for key in ("name", "source"):
         if not isinstance(content[key], str):
-            raise ConfigError(f"{where}: {key}={content[key]} is no text.")
+            raise ConfigError(f"{where}: {key}={content[key]} is not text.")
     if not isinstance(content["peak_flops"], dict) or not content["peak_flops"]:
-        raise ConfigError(f"{where}: peak_flops={content['peak_flops']} is no mapping of dtypes to FLOP/s.")
+        raise ConfigError(f"{where}: peak_flops={content['peak_flops']} is not a mapping of dtypes to FLOP/s.")
     numbers = {key: value for key, value in content.items() if _FIELDS[key] in ("float", "int")}
     numbers |= {f"peak_flops.{dtype}": peak for dtype, peak in dict(content["peak_flops"]).items()}
     errors = [key for key in _ERRORS if key in content]
@@ -213,13 +228,13 @@ def _check_numbers(content: Mapping[str, Any], where: str) -> None:
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(
-                f"{where}: {key}={value} is no positive number; YAML writes 1.0e+12, with a point and a sign."
+                f"{where}: {key}={value} is not a positive number; YAML writes 1.0e+12, with a point and a sign."
             )
 
 
 def _checked(content: Any, expected: set[str], where: str, optional: Collection[str] = ()) -> dict[str, Any]:
-    found = set(content) if isinstance(content, dict) else set()
-    missing, unknown = sorted(expected - found - set(optional)), sorted(map(str, found - expected))
+    keys = set(content) if isinstance(content, dict) else set()
+    missing, unknown = sorted(expected - keys - set(optional)), sorted(map(str, keys - expected))
     if missing or unknown:
-        raise ConfigError(f"{where} is no data sheet of a device: missing {missing}, unknown {unknown}.")
+        raise ConfigError(f"{where} is not a data sheet of a device: missing {missing}, unknown {unknown}.")
     return dict(content)

@@ -1,4 +1,4 @@
-"""Which data sheets have efficiencies that were fitted to published steps: ours, as long as nobody has changed them."""
+"""Data sheets whose efficiencies were fitted to published steps: ours, unless somebody has changed them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ DIGESTS = {
 
 
 def digest(device: Device) -> str:
-    """Return what tells the figures of a file from others. Comments and `source` do not count."""
+    """Return a digest of the figures of a file, 16 digits. Comments and `source` do not count."""
     counted = [f.name for f in fields(Device) if f.compare and getattr(device, f.name) != f.default]
     figures = {name: value for name, value in asdict(device).items() if name in counted}
     return sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def believed(device: Device) -> Device:
-    """Return the device as what is known of it: with other figures than were fitted it is a data sheet like any other,
-    and its error that of a step unlike those that were looked at."""
+    """Return the device with the basis and errors that its figures justify.
+
+    A device whose figures were changed after the fit counts as a plain data sheet, with the error of steps that were
+    never validated.
+    """
     if device.basis is not Basis.fitted or DIGESTS.get(device.name) == digest(device):
         return device
     return replace(device, basis=Basis.data_sheet, error=device.error_elsewhere, relative=None)

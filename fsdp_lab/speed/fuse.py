@@ -1,4 +1,4 @@
-"""A step whose blocks are compiled: chains of operators that only read and write become kernels of their own."""
+"""A step whose blocks are compiled: chains of memory-bound operators become kernels of their own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from fsdp_lab.speed.program import Kind, Operator, Stream
 
 
 def fuse(program: Sequence[Operator], is_compiled: Callable[[str], bool]) -> list[Operator]:
-    """Return the program with every chain of memory-bound operators of a compiled module as one.
+    """Return the program with every chain of memory-bound operators of a compiled module as one operator.
 
-    A fused kernel reads what the chain has not written itself, once, and writes what is read after it: what lies
-    between stays in registers. Matrix products, attention and collectives end a chain.
+    A fused kernel reads what the chain has not written itself, once, and writes what is read after it; values in
+    between stay in registers. Matrix products, attention and collectives end a chain.
 
     Args:
-        is_compiled: says so of a module, by its name.
+        program: the operators of a step.
+        is_compiled: returns whether a module is compiled, by its name.
     """
     last_read: dict[int, int] = {}
     for place, operator in enumerate(program):

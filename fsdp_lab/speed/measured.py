@@ -1,4 +1,4 @@
-"""What a calibration has measured of a machine: seconds of its operators, its collectives and of Python."""
+"""The measurements of a calibration: seconds of a machine's operators, its collectives and of Python."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fsdp_lab.speed.program import Kind, Operator
 
 ANY = "any"  # stands for every dtype
 _TILE_COLUMNS = 512  # keys of a tile of attention
-_VERSION = 2  # of what the lines are through: since 2 attention has tiles
-DISTURBED = 0.1  # the share of the cores that others may have while something is measured
+_VERSION = 2  # of the amounts: since 2 attention has tiles
+DISTURBED = 0.1  # the share of the cores that other processes may use during a measurement
 
 
 @dataclass(frozen=True)
 class Line:
     """Seconds of an operator: `fixed_s + flops * s_per_flop + bytes * s_per_byte + items * s_per_item`.
 
-    Of a collective the bytes are those that one rank sends. Items are the matrices of a batched product, and in
+    For a collective the bytes are those that one rank sends. Items are the matrices of a batched product, and in
     attention the tiles of all heads.
     """
 
@@ -30,12 +30,13 @@ class Line:
     s_per_item: float = 0.0
 
     def seconds(self, flops: float, num_bytes: float, items: float = 0.0) -> float:
+        """Return the seconds of an operator with these amounts."""
         return self.fixed_s + flops * self.s_per_flop + num_bytes * self.s_per_byte + items * self.s_per_item
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that Python takes beside the operators.
+    """Seconds of Python in addition to the operators.
 
     Attributes:
         operator_s: of each operator: modules, autograd, dispatching.
@@ -52,14 +53,15 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class Measured:
-    """
+    """The measurements of a machine.
+
     Attributes:
-        machine: on which it was measured.
+        machine: its name.
         torch: the version of PyTorch.
         workers: how many ranks trained side by side.
-        cores: that they shared.
-        others: the share of these cores that other processes had meanwhile.
-        operators: PyTorch's name, or a `Kind` for the operators without a line of their own -> dtype -> line.
+        cores: cores that they shared.
+        others: the share of these cores that other processes used meanwhile.
+        operators: PyTorch's name, or a `Kind` for operators without a line of their own -> dtype -> line.
         host: costs of Python.
     """
 
@@ -75,7 +77,7 @@ class Measured:
         """Return the seconds of an operator that runs alone.
 
         Raises:
-            ConfigError: nothing was measured that computes in its dtype.
+            ConfigError: no operator was measured in its dtype.
         """
         if not operator.kind.is_collective:
             return self._line(operator).seconds(*amounts(operator))
@@ -88,14 +90,14 @@ class Measured:
 
     def host_seconds(self, program: Sequence[Operator]) -> list[float]:
         """Return the seconds of Python before each operator of a step."""
-        found, before = [], "optimizer"
+        seconds, before = [], "optimizer"
         for place, operator in enumerate(program):
             cost = self.host.operator_s + self.host.step_s * (place == 0)
             cost += self.host.microbatch_s * (operator.phase == "forward" != before)
             cost += self.host.collective_s * (operator.kind in (Kind.gather, Kind.scatter))
-            found.append(cost)
+            seconds.append(cost)
             before = operator.phase
-        return found
+        return seconds
 
     def _line(self, operator: Operator) -> Line:
         for name in (operator.name, operator.kind.value):
@@ -116,10 +118,10 @@ class Measured:
 
 
 def amounts(operator: Operator) -> tuple[float, float, float]:
-    """Return the FLOPs, bytes and items of an operator, of which its seconds are a line.
+    """Return the FLOPs, bytes and items of an operator, from which its line gives the seconds.
 
     PyTorch's attention on a CPU (`FlashAttentionKernel.cpp`) divides each head into tiles. Each has matrix products of
-    its own, which take the time of a call however small they are, and a causal mask spares only whole tiles.
+    its own, which take the time of a call however small they are, and a causal mask skips only whole tiles.
     """
     flops, parts = operator.flops, 0.0
     if operator.shape is not None:
@@ -145,10 +147,14 @@ def sent_bytes(operator: Operator) -> float:
 
 
 def read_measured(content: Mapping[str, Any], where: str) -> Measured:
-    """Return what a device's file has under `measured`.
+    """Return the measurements in a device's file.
+
+    Args:
+        content: the values under `measured`.
+        where: the file's name, for messages.
 
     Raises:
-        ConfigError: a key is missing or unknown, or a value is none of its key's.
+        ConfigError: a key is missing or unknown, or a value is invalid.
     """
     try:
         if content.get("version") != _VERSION:
@@ -159,26 +165,26 @@ def read_measured(content: Mapping[str, Any], where: str) -> Measured:
         }
         host = HostCosts(**{name: float(value) for name, value in content["host"].items()})
         names = {name: str(content[name]) for name in ("machine", "torch")}
-        found = Measured(
+        measured = Measured(
             **names, workers=int(content["workers"]), cores=int(content["cores"]), others=float(content["others"]),
             operators=operators, host=host,
         )  # fmt: skip
-        if unknown := set(content) - set(vars(found)) - {"version"}:
+        if unknown := set(content) - set(vars(measured)) - {"version"}:
             raise ValueError(f"unknown {sorted(unknown)}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{where}: measured cannot be read ({error}); run python -m fsdp_lab.calibrate again."
         ) from None
     numbers = [value for lines in operators.values() for line in lines.values() for value in vars(line).values()]
-    if not all(0 <= number < math.inf for number in [*numbers, *vars(host).values(), found.others]):
+    if not all(0 <= number < math.inf for number in [*numbers, *vars(host).values(), measured.others]):
         raise ConfigError(
-            f"{where}: measured has a time that is negative or no number; run python -m fsdp_lab.calibrate again."
+            f"{where}: measured has a time that is negative or not a number; run python -m fsdp_lab.calibrate again."
         )
-    return found
+    return measured
 
 
 def plain_measured(measured: Measured) -> dict[str, Any]:
-    """Return what `read_measured` reads, as plain values."""
+    """Return measurements as plain values, which `read_measured` reads."""
     content = {"version": _VERSION, **{each.name: getattr(measured, each.name) for each in fields(Measured)}}
     content["operators"] = {
         name: {dtype: list(vars(line).values()) for dtype, line in sorted(lines.items())}

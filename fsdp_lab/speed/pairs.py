@@ -1,4 +1,4 @@
-"""How sure the ratio of two predicted times is: what is common to all predictions cancels in it."""
+"""The error of the ratio of two predicted times: an error common to all predictions cancels in it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import median
 
 from fsdp_lab.speed.device import KnownError
 
-_LEAST, _MOST = 0.01, 0.9  # what a device's file may say
-_PAIRS = 20  # of which nine in ten tell something
+_LEAST, _MOST = 0.01, 0.9  # the range that a device's file allows
+_PAIRS = 20  # the fewest for a 90th percentile
 
 
 def pair_error(groups: Iterable[Sequence[float]]) -> KnownError | None:
-    """Return by how much the ratio of two predicted times is off; None of fewer than twenty pairs.
+    """Return the relative error of the ratio of two predicted times; None for fewer than twenty pairs.
 
     Args:
-        groups: of each model the ratios predicted / measured of its settings, above 0. Only settings of one group are
+        groups: for each model the ratios predicted / measured of its settings, above 0. Only settings of one group are
             compared.
     """
     errors = sorted(exp(abs(log(a / b))) - 1 for ratios in groups for a, b in combinations(ratios, 2))

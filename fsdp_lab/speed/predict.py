@@ -1,4 +1,4 @@
-"""How long a step takes on a device, what bounds it, and how sure that is."""
+"""The predicted time of a step on a device, what bounds it, and its error."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
 # The share of a step from which launches count: of the published steps that efficiencies were fitted to they bound at
 # most 0.005 % (experiments/published_speed), so nothing is known of the figures for them.
 _LAUNCHES = 0.01
-_STEP = 1e-3  # of which the duration of a bound is changed, to see what becomes of the step
+_STEP = 1e-3  # the relative change of a bound's duration from which its share is extrapolated
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds that make up a step, as the device's file has them, before trials correct them.
+    """Seconds that make up a step by the device's file, before trials correct them.
 
     Attributes:
-        compute: by which the step would be shorter without anything but collectives and launches.
-        communication: the same of collectives.
-        launch: the same of launches.
-        hidden: of what runs at the same time as something else.
+        compute: how much shorter the step would be if everything but collectives and launches took no time.
+        communication: the same for collectives.
+        launch: the same for launches.
+        hidden: of work that runs at the same time as other work.
     """
 
     compute: float
@@ -40,21 +40,24 @@ class Speed:
 
     Attributes:
         step_s: seconds of the step.
-        shares: what bounds it -> by how much the step would be shorter, as a share of it, if that took no time, as far
-            as a small change tells. They add up to 1.
-        low_s: with a chance of nine in ten the measured step is between this
-        high_s: and this, by the errors that predictions on this basis had.
-        error: of such a prediction, as a share of what is measured, which nine of ten do not exceed.
-        relative: the same of the ratio of two such steps of one group; None where that is not known.
-        group: of the steps that `relative` compares; "": it is compared with none.
+        shares: each of `BOUNDS` -> how much shorter the step would be, as a share of it, if the bound took no time,
+            extrapolated from a small change. They add up to 1.
+        low_s: the lower end of a 90 % range of the measured step, by the errors of predictions on this basis.
+        high_s: its upper end.
+        error: of such a prediction, as a share of the measured time; nine of ten do not exceed it.
         basis: where the device's figures are from.
         device: its name.
         samples: that all workers train on in the step.
+        tokens: of a sample; None: samples are counted.
+        mfu: the model's FLOPs over the device's peak during the step; None: one of them is not known.
+        busy: stream -> seconds that it is busy.
         parts: what the step is made of, for trials to correct.
-        settings: of how many settings the finished trials have corrected it.
-        bound_unseen: launches bound more of it than of any step that was looked at: how far off it is is not known.
-        tokens: that a sample has; None where samples are what is counted.
-        mfu: the model's FLOPs over what the device could do in the step; None where one of them is not known.
+        settings: how many settings of finished trials have corrected it.
+        relative: the error of the ratio of two such steps of one group; None: not known.
+        group: of the steps that `relative` compares; "": it is compared with none.
+        bound_unseen: launches bound more of it than of any validated step: its error is not known.
+        unlike: how it differs from the steps that `error` is known for, in words; then the range is that of another
+            device.
     """
 
     step_s: float
@@ -73,18 +76,21 @@ class Speed:
     relative: float | None = None
     group: str = ""
     bound_unseen: bool = False
+    unlike: tuple[str, ...] = ()
 
     @property
     def bound(self) -> str:
-        """What the step would gain most from."""
+        """The bound that the step would gain most from."""
         return max(self.shares, key=lambda name: self.shares[name])
 
     @property
     def samples_per_s(self) -> float:
+        """Samples/s of all workers together."""
         return self.samples / self.step_s
 
     @property
     def tokens_per_s(self) -> float | None:
+        """Tokens/s of all workers together; None: samples are counted."""
         return None if self.tokens is None else self.samples_per_s * self.tokens
 
 
@@ -94,11 +100,13 @@ def predict(
     """Predict the step of a program on a device, and when each of its operators runs.
 
     Args:
+        program: the operators of a step.
+        device: to predict for.
         separate_scatter: reductions have a communicator of their own.
         looked_at: the step is of the kind that the device's error is known for.
 
     Raises:
-        ConfigError: the device's file has no peak for what the program computes in.
+        ConfigError: the device's file has no peak for the program's dtype.
     """
     durations = [seconds(operator, device) for operator in program]
     launches = host_seconds(program, device)
@@ -110,11 +118,11 @@ def predict(
         scale = factor if slower == "launch" else 1.0
         return schedule(program, scaled, [cost * scale for cost in launches], separate_scatter, synchronous)
 
-    found = run()
-    exposed = {name: max(found.seconds - run(name, 1 - _STEP).seconds, 0.0) / _STEP for name in {*bounds, "launch"}}
+    timeline = run()
+    exposed = {name: max(timeline.seconds - run(name, 1 - _STEP).seconds, 0.0) / _STEP for name in {*bounds, "launch"}}
     total = sum(exposed.values()) or 1.0
-    hidden = _hidden(durations, launches, synchronous, found.seconds)
-    step_s = found.seconds + (1 - device.factors.overlap) * hidden
+    hidden = _hidden(durations, launches, synchronous, timeline.seconds)
+    step_s = timeline.seconds + (1 - device.factors.overlap) * hidden
     bound_unseen = exposed["launch"] / total > _LAUNCHES and not _launches_known(device)
     looked_at = looked_at and not bound_unseen
     most = (device.error if looked_at else device.error_elsewhere).p90
@@ -126,35 +134,35 @@ def predict(
         most,
         device.basis,
         device.name,
-        busy={stream.value: busy for stream, busy in found.busy().items()},
+        busy={stream.value: busy for stream, busy in timeline.busy().items()},
         parts=_parts(exposed, hidden, device.factors),
         settings=device.factors.settings,
         relative=device.relative.p90 if looked_at and device.relative is not None else None,
         bound_unseen=bound_unseen,
     )
-    return speed, found
+    return speed, timeline
 
 
 def _launches_known(device: Device) -> bool:
-    """Whether the device's errors are of steps that launches bound, too: those of a calibration, and of trials."""
+    """Return whether the device's errors include steps that launches bound: those of a calibration, and of trials."""
     return device.measured is not None or device.factors.settings >= SETTINGS_FOR_ERRORS
 
 
 def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: bool = False) -> float:
-    """Return the seconds of a step, where nothing else of `predict` is wanted."""
+    """Return the seconds of a step, without the other results of `predict`."""
     durations = [seconds(operator, device) for operator in program]
     launches, synchronous = host_seconds(program, device), device.kind is DeviceKind.cpu
-    found = schedule(program, durations, launches, separate_scatter, synchronous).seconds
-    return found + (1 - device.factors.overlap) * _hidden(durations, launches, synchronous, found)
+    step_s = schedule(program, durations, launches, separate_scatter, synchronous).seconds
+    return step_s + (1 - device.factors.overlap) * _hidden(durations, launches, synchronous, step_s)
 
 
-def _hidden(durations: Sequence[float], launches: Sequence[float], synchronous: bool, found: float) -> float:
-    """By how many seconds a step is shorter than all that it does, one after the other."""
-    return max(sum(durations) + (sum(launches) if synchronous else 0.0) - found, 0.0)
+def _hidden(durations: Sequence[float], launches: Sequence[float], synchronous: bool, seconds: float) -> float:
+    """Return the seconds by which a step is shorter than all its operators in sequence."""
+    return max(sum(durations) + (sum(launches) if synchronous else 0.0) - seconds, 0.0)
 
 
 def bound_of(operator: Operator) -> str:
-    """Return which of `BOUNDS` an operator's duration counts to."""
+    """Return which of `BOUNDS` an operator's duration counts towards."""
     if operator.kind is Kind.gather:
         return "gather"
     if operator.kind.is_collective:

@@ -1,4 +1,4 @@
-"""What one optimizer step of one rank does, operator by operator: plain values, as a trace has found them."""
+"""The operators of one optimizer step of one rank, in order: plain values from a trace."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Kind(StrEnum):
 
     @property
     def is_collective(self) -> bool:
+        """Whether ranks exchange data."""
         return self in _COLLECTIVES
 
 
@@ -26,8 +27,11 @@ _COLLECTIVES = frozenset({Kind.gather, Kind.scatter, Kind.reduce})
 
 
 class Stream(StrEnum):
-    """A queue whose operators run one after the other. FSDP2 copies what it gathers into one buffer on `copy_in`, and
-    has streams for its collectives; DDP reduces on `scatter`. `host` is the CPU's, of what is offloaded."""
+    """A queue whose operators run one after the other.
+
+    FSDP2 copies what it gathers into one buffer on `copy_in`, and has streams for its collectives; DDP reduces on
+    `scatter`. `host` is the CPU, which works on offloaded tensors.
+    """
 
     compute = "compute"
     host = "host"
@@ -41,19 +45,21 @@ class Operator:
     """One call of a kernel or of a collective.
 
     Attributes:
-        name: PyTorch's, as `aten.mm`.
+        name: PyTorch's, such as `aten.mm`.
+        kind: what bounds it.
+        stream: the queue it runs on.
         phase: forward, backward or optimizer.
-        module: the innermost at work, "" outside of all.
-        flops: of a matrix product or of attention, multiplications and additions apart; what a causal mask leaves out
-            does not count.
-        num_bytes: read and written; of a collective, what all ranks of it hold together.
-        dtype: of the first tensor that it is given, as `bfloat16`: what matrix products are computed in.
+        module: the innermost active one; "" outside of all.
+        flops: of a matrix product or of attention, multiplications and additions counted separately; masked parts of
+            causal attention do not count.
+        num_bytes: read and written; of a collective, the bytes that all its ranks hold together.
+        dtype: of the first input tensor, such as `bfloat16`: the type that matrix products are computed in.
         group: the ranks of a collective.
         shape: of a matrix product, (batch, rows, columns, inner size); of attention, (heads of all samples, queries,
             keys, size of a head).
-        reads: storages, by numbers that tell them apart. What waits for what is found in them.
-        writes: the same.
-        sizes: bytes of what is read and written of each of these storages, in their order.
+        reads: storages that it reads, as numbers. The schedule derives dependencies from them.
+        writes: storages that it writes.
+        sizes: bytes that are read and written of each of these storages, in their order.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Finished trials correct what is predicted of the device that they ran on: compute, communication and overlap."""
+"""Finished trials correct the predictions for their device: compute, communication and overlap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_lab.speed.pairs import pair_error
 from fsdp_lab.speed.predict import Parts
 
 _NOISE = 0.1  # of a trial, as a relative error
-# How far from 1 a factor may well be, before a trial has run.
+# Prior widths: how far from 1 a factor may be before a trial has run.
 _COMPUTE, _COMMUNICATION, _OVERLAP = 0.3, 0.5, 0.5
 
 
@@ -21,7 +21,7 @@ class Observation:
     """The step of a finished trial.
 
     Attributes:
-        setting: what tells settings apart.
+        setting: an identifier, equal for runs of one setting.
         parts: of the step as predicted, uncorrected.
         measured_s: its seconds, without waiting for data.
         torch: the version of PyTorch.
@@ -36,10 +36,11 @@ class Observation:
 
 
 def refine(device: Device, observations: Iterable[Observation]) -> Device:
-    """Return the device as finished trials correct it; the same where there are none.
+    """Return the device as finished trials correct it, or unchanged without trials.
 
-    The factors minimise the squares of the relative errors, and stay near 1 where the trials do not tell. With eight
-    settings or more the errors are what each has by the factors of the others, at least half of what they were.
+    The factors minimise the squares of the relative errors, and stay near 1 if the trials do not determine them. With
+    eight settings or more, the errors come from leaving one setting out at a time, and are at least half of the earlier
+    ones.
     """
     settings = _settings(observations)
     if not settings:
@@ -65,7 +66,7 @@ def _within(error: float) -> float:
 
 
 def _settings(observations: Iterable[Observation]) -> list[Observation]:
-    """One for each setting, with the median of its runs."""
+    """Return one observation for each setting, with the median of its runs."""
     runs: dict[str, list[Observation]] = defaultdict(list)
     for one in observations:
         runs[one.setting].append(one)

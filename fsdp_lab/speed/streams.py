@@ -1,4 +1,4 @@
-"""A step on the streams of a device: what runs when, and what waits for what."""
+"""A step on the streams of a device: when each operator runs, and what it waits for."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ class Slot:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A step. `issued`: when its last operator was issued by the host."""
+    """When each operator of a step runs.
+
+    Attributes:
+        slots: in the order of the program.
+        issued: the time when the host issued the last operator.
+    """
 
     slots: Sequence[Slot]
     issued: float
 
     @property
     def seconds(self) -> float:
+        """Seconds from the beginning of the step to the end of its last operator."""
         return max((slot.end for slot in self.slots), default=0.0)
 
     def busy(self) -> dict[Stream, float]:
-        """Return the seconds that each stream is at work."""
+        """Return the seconds that each stream is busy."""
         total: dict[Stream, float] = defaultdict(float)
         for slot in self.slots:
             total[slot.operator.stream] += slot.end - slot.begin
@@ -46,18 +52,20 @@ def schedule(
     separate_scatter: bool = False,
     synchronous: bool = False,
 ) -> Schedule:
-    """Return when each operator runs: after the host has issued it, after the one before it on its stream, and after
-    what it reads has been written and what it overwrites has been read.
+    """Return when each operator runs: after its launch, its stream's previous operator, and its data dependencies.
 
-    FSDP2 adds three rules: gathers and scatters of a process group share its communicator, unless it is told otherwise;
-    a gather waits until the one before the last has been copied out in the forward pass, for their memory; one scatter
-    is under way at a time, and the copying of the next unit's gradients into its buffer waits for it.
+    It waits for writes of what it reads and overwrites, and for reads of what it overwrites. FSDP2 adds three rules:
+
+    - Gathers and scatters of a process group share its communicator, unless `separate_scatter` is set.
+    - In the forward pass a gather waits until the one before the last has been copied out, to limit memory.
+    - One scatter runs at a time, and the next unit's gradients are copied into its buffer after it.
 
     Args:
+        program: the operators of a step.
         durations: seconds of each operator.
         launches: seconds that the host takes to issue each operator.
         separate_scatter: reductions have a communicator of their own.
-        synchronous: the host waits for each operator, as on a CPU; DDP's reductions are sent by a thread of gloo's.
+        synchronous: the host waits for each operator, as on a CPU; a thread of gloo's sends DDP's reductions.
     """
     free: dict[Stream, float] = defaultdict(float)
     written: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""One trial with no sweep around it: what is typed without `-m`."""
+"""One trial without a sweep: a command without `-m`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import objectives
 from fsdp_lab.locks import locked
 from fsdp_lab.status import ExitCode
+from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.folder import new_folder
-from fsdp_lab.sweep.store.record import Record, begin_folder, read_record, remember_last, write_hydra_folder
+from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
+from fsdp_lab.sweep.store.record import Record, begin_folder, read_record, remember_last
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 
 
 def run_alone(trial: Trial) -> ExitCode:
-    """Train a trial, or go on with it; its exit status.
+    """Train a trial, or resume it, and return the exit status.
 
     Raises:
-        UserError: its folder is taken, or nothing can be resumed there; see `run_sweep` for what else.
+        UserError: its folder is taken, or nothing can be resumed there; see also `run_sweep`.
     """
     if trial.config.resume is not None:
         with locked(trial.folder, "resume"):
@@ -29,20 +31,27 @@ def run_alone(trial: Trial) -> ExitCode:
             states = resumed_states([trial], trial.folder, trial.config)
             typed_now = [word for word in trial.overrides if word not in record.arguments]
             check_unchanged(record, states, trial.folder, trial.config, typed_now)
+            plan = _plan(states, record, resumed=True)
+            reach_cluster(plan)
             remember_last(trial.folder)
-            return _start(states, record, resumed=True)
+            return _start(plan)
+    record = Record.of(sys.argv[1:], False, trial.config)
+    reach_cluster(_plan([TrialState(trial)], record))
     with new_folder(trial.folder, "hydra.run.dir", trial.hydra_config.hydra) as folder:
         trial = replace(trial, folder=folder)
-        record = Record.of(sys.argv[1:], False, trial.config)
         begin_folder(folder, [trial])
         write_hydra_folder(trial)
         record.write(folder)
-        return _start([TrialState(trial)], record)
+        return _start(_plan([TrialState(trial)], record))
 
 
-def _start(states: Sequence[TrialState], record: Record, resumed: bool = False) -> ExitCode:
-    from fsdp_lab.sweep.start import start_sweep
-
+def _plan(states: Sequence[TrialState], record: Record, resumed: bool = False) -> SweepPlan:
     trial = states[0].trial
     state = SweepState(states, objectives(trial.config))
-    return start_sweep(SweepPlan(state, trial.config, trial.folder, [], record, resumed=resumed))
+    return SweepPlan(state, trial.config, trial.folder, [], record, resumed=resumed)
+
+
+def _start(plan: SweepPlan) -> ExitCode:
+    from fsdp_lab.sweep.start import start_sweep
+
+    return start_sweep(plan)

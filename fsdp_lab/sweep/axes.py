@@ -1,4 +1,4 @@
-"""What `-m` would sweep, for commands that train or show one trial."""
+"""The axes that `-m` would sweep, for commands that train or show one trial."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from fsdp_lab.sweep.grid import all_overrides
 
 
 def axes_of(parser: OverridesParser, params: Mapping[str, str | None], typed: Sequence[str]) -> list[str]:
-    """Return the axes as they are typed: `sharding=ddp,per_block`.
+    """Return the axes as they are typed, such as `sharding=ddp,per_block`.
 
     Args:
-        params: `hydra.sweeper.params`; what was typed takes their place.
+        parser: of overrides.
+        params: `hydra.sweeper.params`; typed axes replace them.
+        typed: the overrides of the command line.
     """
     given = all_overrides(parser, params, typed).values()
     return [override.input_line or "" for override in given if override.is_sweep_override()]
 
 
-def axes_shown(typed: Sequence[str], found_in: Sequence[str]) -> list[str]:
+def axes_shown(typed: Sequence[str], search_words: Sequence[str]) -> list[str]:
     """Return the axes of a sweep, before Hydra has composed anything.
 
     Args:
-        found_in: overrides by which Hydra finds the user's options.
+        typed: the overrides of the command line.
+        search_words: overrides by which Hydra finds the user's options.
 
     Raises:
-        Exception: what Hydra says of the overrides.
+        Exception: Hydra refuses the overrides.
     """
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        params = compose("config", [*typed, *found_in], return_hydra_config=True).hydra.sweeper.params
+        params = compose("config", [*typed, *search_words], return_hydra_config=True).hydra.sweeper.params
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         return axes_of(parser, dict(params), typed)
 
 
 def preset_note(hydra: DictConfig) -> str | None:
-    """Return a line on the axes that a preset brings, for a trial alone; None where it brings none.
+    """Return a line about the axes that a preset adds, for a trial alone; None if it adds none.
 
     Args:
         hydra: Hydra's own node of the composed config.
@@ -53,4 +56,4 @@ def preset_note(hydra: DictConfig) -> str | None:
     ours = dict(OmegaConf.load(conf_dir() / "config.yaml").hydra.sweeper.params)
     its_own = axes_of(parser, {key: value for key, value in params.items() if value != ours.get(key)}, [])
     axes = axes_of(parser, params, list(hydra.overrides.task))
-    return f"experiment={preset} has axes ({', '.join(axes)}); -m sweeps them" if its_own and axes else None
+    return f"experiment={preset} has axes ({', '.join(axes)}); add -m to sweep them" if its_own and axes else None

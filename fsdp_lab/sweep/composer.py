@@ -5,62 +5,100 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_lab.compose import Trial, group_choices, typed_config
+from fsdp_lab.compose import Trial, group_choices, plain, typed_config
 from fsdp_lab.config import all_keys
 
 _KEYS = frozenset(all_keys())
 
 
 class Composer:
-    """Makes the trial of a cell, as Hydra does. Cells with the same options of all groups share Hydra's work on these,
-    which is nearly all of it."""
+    """Makes the trial of a cell, as Hydra does.
+
+    Cells with the same options of all groups share Hydra's work on these, which is nearly all of it.
+    """
 
     def __init__(self, context: HydraContext, config: DictConfig, parser: OverridesParser, folder: Path) -> None:
         self._loader, self._config, self._parser, self._folder = context.config_loader, config, parser, folder
-        self._by_options: dict[tuple[str, ...], DictConfig] = {}
+        self._by_options: dict[tuple[str, ...], tuple[DictConfig, DictConfig]] = {}
+        self._last: dict[str, Any] = {}
 
     def __call__(self, overrides: Sequence[str], number: int) -> Trial:
-        """
-        Raises:
-            HydraException, OmegaConfBaseException: an override that cannot be.
-        """
-        cfg = self._by_parts(overrides)
-        if cfg is None:
-            cfg = self._loader.load_sweep_config(self._config, list(overrides))
-        with open_dict(cfg):
-            cfg.hydra.job.id = f"{cfg.hydra.job.name}_{number}"
-            cfg.hydra.job.num = number
-        trial_folder = self._folder / str(cfg.hydra.sweep.subdir)
-        return Trial(number, typed_config(cfg), group_choices(cfg), list(overrides), trial_folder, cfg)
+        """Return the trial of a cell.
 
-    def _by_parts(self, overrides: Sequence[str]) -> DictConfig | None:
-        """The values set on what the options give; None where only Hydra itself can tell what is meant, or say what
-        is wrong."""
+        Args:
+            overrides: of the cell.
+            number: of the trial.
+
+        Raises:
+            HydraException: an override is invalid.
+            OmegaConfBaseException: an override is invalid.
+        """
+        own, hydra = self._by_parts(overrides) or _apart(self._loader.load_sweep_config(self._config, list(overrides)))
+        with open_dict(own), flag_override(own, "no_deepcopy_set_nodes", True):
+            own.hydra = hydra
+            own.hydra.job.id = f"{own.hydra.job.name}_{number}"
+            own.hydra.job.num = number
+        trial_folder = self._folder / str(own.hydra.sweep.subdir)
+        composed, choices = self._shared(plain(own)), group_choices(own)
+        _apart(own)
+        return Trial(number, typed_config(own), choices, list(overrides), trial_folder, composed)
+
+    def _shared(self, composed: dict[str, Any]) -> dict[str, Any]:
+        """Return the same values, sharing equal parts with the previous trial: thousands of trials differ in little."""
+        self._last = _with_parts_of(self._last, composed)
+        return self._last
+
+    def _by_parts(self, overrides: Sequence[str]) -> tuple[DictConfig, DictConfig] | None:
+        """Return our part and Hydra's of a config, with values set on the composed options.
+
+        None if only Hydra itself can interpret the overrides, or report the error. Hydra's part is the same object for
+        all cells with these options.
+        """
         parsed = self._parser.parse_overrides(list(overrides))
         values = [o for o in parsed if _is_value(o.key_or_group) and o.type is OverrideType.CHANGE]
         options = tuple(o.input_line or "" for o in parsed if o not in values)
         try:
             if options not in self._by_options:
-                self._by_options[options] = self._loader.load_sweep_config(self._config, list(options))
-            cfg = copy.deepcopy(self._by_options[options])
-            OmegaConf.copy_cache(from_config=self._config, to_config=cfg)
+                self._by_options[options] = _apart(self._loader.load_sweep_config(self._config, list(options)))
+            own, hydra = self._by_options[options]
+            own = copy.deepcopy(own)
+            OmegaConf.copy_cache(from_config=self._config, to_config=own)
             for override in values:
-                OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+                OmegaConf.update(own, override.key_or_group, override.value(), merge=True)
         except (HydraException, OmegaConfBaseException):
             return None
-        naming = cfg.hydra.job.config.override_dirname
-        cfg.hydra.overrides.task = list(overrides)
+        naming = hydra.job.config.override_dirname
+        hydra.overrides.task = list(overrides)
         kept = [override for override in parsed if override.key_or_group not in naming.exclude_keys]
-        cfg.hydra.job.override_dirname = dirname(kept, naming.item_sep, naming.kv_sep)
-        return cfg
+        hydra.job.override_dirname = dirname(kept, naming.item_sep, naming.kv_sep)
+        return own, hydra
+
+
+def _apart(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
+    """Take Hydra's part out of a composed config: our code does not read it, and it is most of what would be copied."""
+    with open_dict(cfg):
+        return cfg, cfg.pop("hydra")
+
+
+def _with_parts_of(before: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with equal values, and equal groups within groups, as the same objects as before."""
+    return {
+        key: known
+        if (known := before.get(key)) == value
+        else _with_parts_of(known, value)
+        if isinstance(known, dict) and isinstance(value, dict)
+        else value
+        for key, value in values.items()
+    }
 
 
 def _is_value(key: str) -> bool:
@@ -69,5 +107,5 @@ def _is_value(key: str) -> bool:
 
 
 def dirname(overrides: Sequence[Override], item_sep: str, kv_sep: str) -> str:
-    """What Hydra makes of overrides for `${hydra.job.override_dirname}`; its own function is private."""
+    """Return the value of `${hydra.job.override_dirname}` for overrides; Hydra's own function is private."""
     return item_sep.join(sorted(override.input_line or "" for override in overrides)).replace("=", kv_sep)

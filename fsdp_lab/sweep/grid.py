@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.words import AUTO_REPEAT
+from fsdp_lab.config.key_value_args import AUTO_REPEAT
 
 FIRST_ROUND = "repeat=0"
 
@@ -17,16 +20,16 @@ FIRST_ROUND = "repeat=0"
 def enumerate_grid(
     parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]
 ) -> list[list[str]]:
-    """Every combination of the swept values, each as a list of overrides, the last axis fastest.
+    """Return every combination of the swept values, each as a list of overrides, the last axis fastest.
 
     Args:
         parser: with a config loader, so that `glob` can see the options of a group.
-        defaults: `hydra.sweeper.params`; an axis that `arguments` name too is theirs, null is none.
+        defaults: `hydra.sweeper.params`; an axis that `arguments` also name is theirs, null means none.
         arguments: the command line's overrides.
 
     Raises:
-        ConfigError: an `interval`, which has no end of values.
-        OverrideParseException: an override that cannot be read.
+        ConfigError: an `interval`, which has infinitely many values.
+        OverrideParseException: an override that cannot be parsed.
     """
     values = (discrete_values(override) for override in all_overrides(parser, defaults, arguments).values())
     return [list(cell) for cell in itertools.product(*values)]
@@ -35,8 +38,10 @@ def enumerate_grid(
 def all_overrides(
     parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]
 ) -> dict[str, Override]:
-    """The default axes and what was typed, by key, in the order of a trial's overrides; of `repeat=auto` the first
-    round."""
+    """Return the default and the typed axes by key, in the order of a trial's overrides.
+
+    `repeat=auto` becomes its first round.
+    """
     given = parser.parse_overrides([FIRST_ROUND if word == AUTO_REPEAT else word for word in arguments])
     # A default that is named anew gives its place in the order, as in Hydra; `+key` and `~key` are keys of their own.
     replaced = {override.get_key_element() for override in given}
@@ -46,13 +51,13 @@ def all_overrides(
 
 
 def fixed_words(parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]) -> list[str]:
-    """The overrides that every cell of a grid shares."""
+    """Return the overrides that every cell of a grid shares."""
     given = all_overrides(parser, defaults, arguments).values()
     return [word for override in given if not override.is_sweep_override() for word in discrete_values(override)]
 
 
 def discrete_values(override: Override) -> list[str]:
-    """Each value, as an override of its own."""
+    """Return each value as a separate override."""
     key = override.get_key_element()
     if override.is_delete():
         return [override.input_line or key]
@@ -60,20 +65,29 @@ def discrete_values(override: Override) -> list[str]:
         return [f"{key}={override.get_value_element_as_str()}"]
     if not override.is_discrete_sweep():
         raise ConfigError(
-            f"{override.input_line}: an interval has no end of values and cannot be enumerated by a grid; use a "
-            f"list or range, for example {key}={_between(override)}, or search=random or search=optuna."
+            f"{override.input_line}: a grid cannot enumerate an interval; use a list or range, for example "
+            f"{key}={_between(override)}, or search=random or search=optuna."
         )
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
+def unescaped(word: str) -> str:
+    """Return an override without escapes that Hydra does not need, such as a backslash before the colon of `s3://`."""
+    parser, plain = OverridesParser.create(), re.sub(r"\\(.)", r"\1", word)
+    with suppress(HydraException):
+        if discrete_values(parser.parse_override(plain)) == discrete_values(parser.parse_override(word)):
+            return plain
+    return word
+
+
 def _between(override: Override) -> str:
-    """Some values of an interval, as a list is typed."""
+    """Return some values of an interval, in the form of a typed list."""
     sweep = override.value()
     assert isinstance(sweep, IntervalSweep)
     return f"{sweep.start:g},{sweep.end:g}"
 
 
 def swept_keys(grid: Sequence[Sequence[str]]) -> list[str]:
-    """The keys that differ between trials, in the order of the command line."""
+    """Return the keys that differ between trials, in the order of the command line."""
     keys = [override.partition("=")[0].lstrip("+") for override in grid[0]] if grid else []
     return [key for i, key in enumerate(keys) if len({cell[i] for cell in grid}) > 1]

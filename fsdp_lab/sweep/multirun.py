@@ -1,4 +1,4 @@
-"""Hydra's `-m`: plan the sweep, write down what it is, run it."""
+"""Hydra's `-m`: plan the sweep, record it, run it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,29 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, objectives
+from fsdp_lab.config.key_value_args import AUTO_REPEAT, as_typed
 from fsdp_lab.config.options import secret_keys
-from fsdp_lab.config.words import AUTO_REPEAT, as_typed
 from fsdp_lab.forecast.devices import check_sweep
 from fsdp_lab.locks import locked
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
+from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
-from fsdp_lab.sweep.report import sweep_of
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.folder import new_folder
+from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
+from fsdp_lab.sweep.store.override_rules import with_overrides
 from fsdp_lab.sweep.store.passwords import words_as_typed
-from fsdp_lab.sweep.store.record import (
-    Record,
-    add_trial,
-    begin_folder,
-    read_record,
-    read_trials,
-    remember_last,
-    with_overrides,
-    write_hydra_folder,
-)
+from fsdp_lab.sweep.store.record import Record, begin_folder, read_record, remember_last
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
+from fsdp_lab.sweep.store.trials import add_trial, read_trials
+from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
+from fsdp_lab.sweep.sweep_data import sweep_of
 from fsdp_lab.wording import count
 
 
@@ -56,6 +52,10 @@ def run_multirun(
     command = Command(context, config, defaults, arguments)
     if command.common.config.resume is None:
         plan, notes = command.new_sweep()  # first: a command that is refused writes nothing
+    if is_for_manager(command.common.config):
+        code = submit_sweep(command.common.config, command.folder, config.hydra, multirun=True)
+    elif command.common.config.resume is None:
+        reach_cluster(plan)
         with new_folder(command.folder, "hydra.sweep.dir", config.hydra) as folder:
             if folder != command.folder:
                 config.hydra.sweep.dir = str(folder)
@@ -65,6 +65,7 @@ def run_multirun(
     else:
         with locked(command.folder, "resume"):  # first: another resume may be at work
             plan = command.resumed_sweep()
+            reach_cluster(plan)
             remember_last(command.folder)
             code = _run(plan, [])
     if code:
@@ -72,9 +73,11 @@ def run_multirun(
 
 
 def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
-    """
+    """Print the plan and run it.
+
     Args:
-        notes: what the user should know of the plan.
+        plan: of the sweep.
+        notes: lines for the user about the plan.
     """
     print(f"{_how_many(plan)}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
     for line in notes:
@@ -86,20 +89,27 @@ def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
 
 
 def _how_many(plan: SweepPlan) -> str:
-    """How many trials a sweep has, as far as that is known."""
+    """Return how many trials a sweep has, as far as that is known."""
     trials = plan.state.trials
-    number, rounds = count(len(trials), "trial"), f"up to {count(plan.config.repeat_max, 'round')}"
+    number, up_to = len(trials), ""
     if plan.config.search.samples:
-        return f"up to {count(plan.config.search.num_trials, 'trial')}"
-    if plan.search is None:
-        return number
-    if not plan.resumed:
-        return f"{number}, then repeats of what is undecided, {rounds}"
-    return f"resumes: {sum(state.ended for state in trials)} of {number} done; {rounds}"
+        number, up_to = max(number, plan.config.search.num_trials), "up to "
+    text = f"{up_to}{count(number, 'trial')}"
+    if plan.resumed:
+        text = f"resumes: {number - sum(state.ended for state in trials)} of {text} left"
+        again = sum(state.again for state in trials)
+        text += f", {again} of them to be measured again" if again else ""
+    if plan.search is None or up_to:
+        return text
+    return f"{text}, then repeats of undecided settings, up to {count(plan.config.repeat_max, 'round')}"
 
 
 class Command:
-    """What was typed with `-m`, and the trials that it stands for. `common`: what all of them share, as a trial."""
+    """A command line with `-m`, and its trials.
+
+    Attributes:
+        common: what all trials share, as a trial.
+    """
 
     def __init__(
         self, context: HydraContext, config: DictConfig, defaults: Mapping[str, str | None], arguments: Sequence[str]
@@ -117,10 +127,10 @@ class Command:
             check_auto(self.common.config.repeat_max, self.common.config.search.samples, axes)
 
     def new_sweep(self) -> tuple[SweepPlan, list[str]]:
-        """The plan of a sweep that starts now, and what was left out of its grid.
+        """Return the plan of a sweep that starts now, and notes about what was left out of its grid.
 
         Raises:
-            ConfigError: a value that is wrong, or no trial that can be.
+            ConfigError: a value is invalid, or no trial is valid.
         """
         record = Record.of(as_typed(sys.argv[1:]), True, self.common.config)
         if not self.common.config.search.samples:
@@ -143,14 +153,14 @@ class Command:
         return self._plan(states, swept, record.with_code(search.code()), search), search.notes()
 
     def _idle_search_keys(self) -> list[str]:
-        """What was typed for a search, where a grid runs all its cells."""
+        """Return typed keys of a search, which have no effect on a grid."""
         typed = [
             word for word in self._arguments if word.lstrip("+").startswith(("search.num_trials=", "search.seed="))
         ]
-        return [f"{word} has no effect with search=grid, which runs every cell; add search=random" for word in typed]
+        return [f"{word} has no effect with search=grid, which runs every setting; add search=random" for word in typed]
 
     def resumed_sweep(self) -> SweepPlan:
-        """The plan of what an earlier start has left in the folder, which is locked by the caller.
+        """Return the plan for the rest of a sweep in the folder, which the caller has locked.
 
         Raises:
             UserError: the folder holds no sweep, or one of other settings, code or data.
@@ -168,7 +178,7 @@ class Command:
         elif trials:
             swept = swept_keys([trial.overrides for trial in trials])
         else:
-            raise ConfigError(f"resume={self.folder}: no trial was written down there yet; start the sweep anew.")
+            raise ConfigError(f"resume={self.folder}: no trial is recorded there yet; start a new sweep.")
         config = trials[0].config if trials else self.common.config
         states = resumed_states(trials, self.folder, config)
         check_unchanged(record, states, self.folder, config, typed_now)
@@ -184,9 +194,14 @@ class Command:
         search: OptunaSearch | None = None,
         typed_now: Sequence[str] = (),
     ) -> SweepPlan:
-        """
+        """Return the plan for these trials.
+
         Args:
-            typed_now: what was typed for a resume.
+            states: of the known trials.
+            swept: the keys that differ between trials.
+            record: of the sweep.
+            search: suggests more trials; None: a grid.
+            typed_now: overrides that were typed for a resume.
         """
         config = states[0].trial.config if states else self.common.config
         state = SweepState(states, objectives(config))
@@ -202,10 +217,10 @@ class Command:
         return SweepPlan(state, config, self.folder, axes, record, repeats)
 
     def _search(self, typed_now: Sequence[str]) -> tuple[OptunaSearch, list[str]]:
-        """The search, and the keys that it varies.
+        """Return the search, and the keys that it varies.
 
         Args:
-            typed_now: what was typed for a resume; it is no part of the space.
+            typed_now: overrides that were typed for a resume; they are not part of the space.
         """
 
         def compose(overrides: Sequence[str], number: int) -> Trial:
@@ -216,13 +231,12 @@ class Command:
         return OptunaSearch(config.search, space, objectives(config), compose), list(space.dimensions)
 
     def _compose_with(self, typed_now: Sequence[str], overrides: Sequence[str], number: int) -> Trial:
-        """A trial as it was suggested or written down, with what was typed for the resume."""
+        """Return a trial as it was suggested or recorded, with the overrides that were typed for the resume."""
         return replace(self._compose(with_overrides(overrides, typed_now), number), overrides=list(overrides))
 
 
 def write_multirun(config: DictConfig, plan: SweepPlan) -> None:
-    """Write `multirun.yaml` and the record of the sweep, and `.hydra/` of each trial that is known, as Hydra's own
-    launcher leaves it."""
+    """Write `multirun.yaml`, the record of the sweep, and `.hydra/` of each known trial, as Hydra's launcher does."""
     trials = [state.trial for state in plan.state.trials]
     begin_folder(plan.folder, trials)
     kept = copy.deepcopy(config)

@@ -1,4 +1,4 @@
-"""What trials, folders and commands are called before people."""
+"""Names of trials, folders and commands for people."""
 
 from __future__ import annotations
 
@@ -10,28 +10,35 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config.words import as_typed
+from fsdp_lab.config.key_value_args import as_typed
+from fsdp_lab.deploy.job import resume_by
+from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.override_rules import key_of, known_words, leads_away, refusal
 from fsdp_lab.sweep.store.paths import copy_of
 from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
 GOES_ON = "FSDP_LAB_GOES_ON"  # set by a night for its sweep
+_NOT_AGAIN = ("resume", "trust", "cluster.storage_path", "hydra.output_subdir")
 
 
 def setting(trial: Trial, key: str) -> Any:
-    """What a trial has for a swept key: a group's option, or a value."""
+    """Return a trial's value for a swept key: a group's option, or a value."""
     return trial.choices.get(key, trial.values.get(key))
 
 
 def run_name(trial: Trial, swept: Sequence[str]) -> str:
-    """Short, for lists: the swept settings, or the main ones for a trial alone."""
+    """Return a short name for lists: the swept settings, or the main ones for a trial alone."""
     keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
     return " ".join(f"{key}={setting(trial, key)}" for key in keys)
 
 
 def short_name(trial: Trial, swept: Sequence[str]) -> str:
-    """For MLflow's list, which shows a dozen letters: `per_block never`, `root lr=0.00123`. Numbers are rounded."""
+    """Return a name for MLflow's list, which shows a dozen letters: `per_block never`, `root lr=0.00123`.
+
+    Numbers are rounded.
+    """
     keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
     words = (
         str(setting(trial, k)) if k in trial.choices else f"{k.split('.')[-1]}={_rounded(setting(trial, k))}"
@@ -41,15 +48,17 @@ def short_name(trial: Trial, swept: Sequence[str]) -> str:
 
 
 def _rounded(value: Any) -> str:
-    """To three digits, of a whole number all."""
+    """Return a number with three digits, a whole number with all."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def sweep_name(trials: Sequence[Trial], swept: Sequence[str]) -> str:
-    """Return what a sweep compares: `zero2_zero3: sharding × reshard_after_forward (4 trials)`. A search has its name
-    before the number of trials that there are by now."""
+    """Return what a sweep compares, such as `zero2_zero3: sharding × reshard_after_forward (4 trials)`.
+
+    A search's name comes before the current number of its trials.
+    """
     axes = " × ".join(key.lstrip("+").rpartition(".")[2] for key in swept)
     preset = trials[0].choices.get("experiment", "null") if trials else "null"
     study = f"{preset}: " if preset != "null" else ""
@@ -59,30 +68,77 @@ def sweep_name(trials: Sequence[Trial], swept: Sequence[str]) -> str:
 
 
 def label(number: int, states: Sequence[TrialState]) -> str:
+    """Return `trial 3`, or `trial` for a trial alone."""
     return "trial" if states[number].trial.index is None else f"trial {number}"
 
 
 def command_line() -> str:
-    """As it was typed, for the record."""
+    """Return the command as it was typed, for the record."""
     return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in as_typed(sys.argv[1:]))
 
 
-def go_on_command(folder: Path) -> str:
-    """What goes on with an interrupted sweep: for one that belongs to a night, what its night says."""
-    return os.environ.get(GOES_ON) or resume_command(folder)
+def go_on_lines(folder: Path, address: str | None) -> list[str]:
+    """Return lines with the commands that resume an interrupted sweep.
+
+    For a sweep of a night it is the night's command, for a manager's job its script or manifest. A sweep in object
+    storage also has a command for any other machine.
+    """
+    here = os.environ.get(GOES_ON) or resume_by() or resume_command(folder, address=address)
+    lines = [f"to resume: {here}"]
+    if address is not None and GOES_ON not in os.environ and here != (anywhere := resume_from_storage(address)):
+        lines.append(f"from any machine: {anywhere}")
+    return lines
 
 
 def folder_key(multirun: bool) -> str:
-    """What sets a sweep's folder on the command line; a night gives its sweep one, below its own."""
+    """Return the key that sets a sweep's folder on the command line; a night sets one below its own folder."""
     if GOES_ON in os.environ:
         return "nightly.folder"
     return "hydra.sweep.dir" if multirun else "hydra.run.dir"
 
 
-def resume_command(folder: Path) -> str:
-    """Return it with the folder of the user's options, which no resume takes from a file."""
-    folders, trust = config_dir_words(sys.argv[1:]), ["trust=true"] if copy_of(folder) else []
-    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *trust, *folders])
+def resume_command(folder: Path, arguments: Sequence[str] | None = None, address: str | None = None) -> str:
+    """Return the command that resumes a sweep, with the arguments that a resume does not read from the folder.
+
+    It names the address if the folder will not last.
+
+    Args:
+        folder: the sweep's.
+        arguments: of the sweep; None: of this process.
+        address: of the sweep in object storage; None: it has none.
+    """
+    if lasting := lasting_address(folder, address):
+        return resume_from_storage(lasting, arguments)
+    typed = sys.argv[1:] if arguments is None else arguments
+    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *config_dir_words(typed)])
+
+
+def resume_from_storage(address: str, arguments: Sequence[str] | None = None) -> str:
+    """Return the command that resumes a sweep on any machine, from object storage alone. `arguments`: as above."""
+    again = _typed_again(sys.argv[1:] if arguments is None else arguments)
+    return shlex.join(["python", "-m", "fsdp_lab", f"resume={address}", "trust=true", *again])
+
+
+def report_command(folder: Path, address: str | None = None) -> str:
+    """Return the command that reports on a sweep from this working directory. `address`: as for `resume_command`."""
+    lasting = lasting_address(folder, address)
+    named = [f"sweep={lasting}", "trust=true"] if lasting else [f"sweep={relative(folder)}"]
+    return shlex.join(["python", "-m", "fsdp_lab.report", *named])
+
+
+def lasting_address(folder: Path, address: str | None) -> str | None:
+    """Return a sweep's address if its folder will not last: a copy of storage, or Ray's. None if it will."""
+    return copy_of(folder) or (address if is_rays_copy(folder) else None)
+
+
+def _typed_again(arguments: Sequence[str]) -> list[str]:
+    """Return arguments that a resume reads only from the user's own folders.
+
+    They name code, or another machine such as `cluster.address`. The address in storage implies where storage is.
+    """
+    words = [word for word in as_typed(arguments) if not word.startswith("-") and key_of(word) not in _NOT_AGAIN]
+    wanted = [word for word in words if leads_away(word) or refusal(word, known_words(), own=False)]
+    return [*config_dir_words(arguments), *(redact(word) for word in wanted)]
 
 
 def ui_command(uri: str) -> str:
@@ -101,6 +157,6 @@ def config_dir_words(words: Sequence[str]) -> list[str]:
 
 
 def relative(path: Path) -> Path:
-    """As seen from where the command was typed, where it lies below: a resume may have gone to another folder."""
+    """Return a path relative to where the command was typed, if it is below: a resume may have changed the folder."""
     path, here = path.absolute(), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) and TYPED_ELSEWHERE not in os.environ else path

@@ -29,7 +29,7 @@ class Plan:
     folded: list[tuple[str, int]] = field(default_factory=list)
 
     def notes(self) -> list[str]:
-        """What was left out of the grid, and why, a line each."""
+        """Return what was left out of the grid, and why, a line each."""
         lines = [f"left out {len(cells)}: {reason}" for reason, cells in self.left_out.items()]
         if self.folded:
             lines.append(
@@ -49,13 +49,13 @@ def plan_sweep(
     """Compose and check every cell.
 
     Args:
-        compose: makes the trial of a cell, given its overrides and its number.
-        check: raises for a config that cannot be; by default for one that cannot run here.
-        fold: hold cells with the same effect once.
+        grid: the overrides of each cell.
+        compose: makes the trial of a cell from its overrides and its number.
+        check: raises for an invalid config; by default also for one that cannot run here.
+        fold: keep only the first of cells with the same effect.
 
     Raises:
-        ConfigError: a value that is wrong in itself, values that no axis changes and that have no meaning
-            together, or a grid in which no cell has a meaning.
+        ConfigError: a value is wrong in itself, values that no axis changes are invalid together, or no cell is valid.
     """
     plan = Plan()
     seen: dict[str, int] = {}
@@ -83,13 +83,15 @@ def plan_sweep(
 
 
 def effect(config: SweepConfig, num_workers: int) -> str:
-    """Return what is equal for cells that one trial stands for; see `effective_settings`."""
+    """Return a value that is equal for cells that are one trial; see `effective_settings`."""
     return json.dumps(effective_settings(config, num_workers), sort_keys=True)
 
 
 def varies(keys: Sequence[str], swept: Sequence[str], fixed: Collection[str]) -> bool:
-    """Whether another cell of the grid may be free of what is wrong in this one: does an axis set one of the
-    keys, itself or by an option of its group?"""
+    """Return whether another cell of the grid may lack a problem of this one.
+
+    That is so if an axis sets one of the keys, itself or by an option of its group.
+    """
     return any(_sets(axis, key) for axis in swept for key in keys if key not in fixed)
 
 

@@ -1,7 +1,7 @@
-"""`repeat=auto`: after the first round of a grid only the settings that could still be the answer run again.
+"""`repeat=auto`: after the first round of a grid, only the settings that could still be the answer run again.
 
-Round by round, every second one backwards, so that what drifts evenly meets all settings alike. What to run next is a
-function of the trials that there are, so a resume goes on as an uninterrupted sweep would.
+Every second round runs backwards, so that a steady drift affects all settings alike. The next trials are a function of
+the existing ones, so a resume continues as an uninterrupted sweep would.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ _TRIED_IN_VAIN = 2
 
 
 class AutoRepeat:
-    """A `Search` whose trials are repeats of those that the grid began with.
+    """A `Search` whose trials are repeats of the grid's.
 
     Args:
-        state: of the sweep; trials that are suggested are added to it by the caller.
-        told: the sweep as a report sees it, of the trials in the state.
-        compose: makes the trial of overrides, given its number.
-        most: rounds, the first included.
+        state: of the sweep; the caller adds suggested trials to it.
+        read_sweep: returns the report's view of the sweep's current trials.
+        compose: makes a trial from its overrides and its number.
+        most: rounds, including the first.
     """
 
     def __init__(
         self,
         state: SweepState,
-        told: Callable[[], data.Sweep],
+        read_sweep: Callable[[], data.SweepData],
         compose: Callable[[Sequence[str], int], Trial],
         most: int,
     ) -> None:
-        self._state, self._told, self._compose, self._most = state, told, compose, most
+        self._state, self._read_sweep, self._compose, self._most = state, read_sweep, compose, most
         self._notes: list[str] = []
-        self._told_of: set[int] = set()
+        self._announced: set[int] = set()
         self._wanted: dict[int, list[list[str]]] = {}  # round -> the overrides of its trials, without the repeat
 
     def has_more(self) -> bool:
+        """Return whether trials are running or a repeat is left."""
         return self._state.open or self._next_overrides() is not None
 
     def next(self) -> Trial | None:
-        """The next repeat; None while the round that decides is running, and when the answer is settled."""
+        """Return the next repeat; None while the deciding round is running, and when the answer is settled."""
         overrides = self._next_overrides()
         return None if overrides is None else self._compose(overrides, len(self._state.trials))
 
@@ -56,11 +57,12 @@ class AutoRepeat:
         return []
 
     def notes(self) -> list[str]:
+        """Return the messages for the user since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
-    def tell(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
-        """Nothing to keep: all is in the state."""
+    def report_result(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
+        """Do nothing: the state has everything."""
 
     def _next_overrides(self) -> list[str] | None:
         current = max((state.trial.config.repeat for state in self._state.trials), default=0)
@@ -71,14 +73,14 @@ class AutoRepeat:
         wanted = self._wanted_in(current + 1)
         if len(wanted) < 2:
             return None
-        if current + 1 not in self._told_of:
-            self._told_of.add(current + 1)
+        if current + 1 not in self._announced:
+            self._announced.add(current + 1)
             count = f"{len(wanted)} settings" if len(wanted) < len(self._first_round()) else "all settings"
             self._notes.append(f"repeat=auto: round {current + 2} of at most {self._most} repeats {count}")
         return self._left_of(current + 1)
 
     def _left_of(self, number: int) -> list[str] | None:
-        """The first trial of a round that nobody has begun; None when all were, and of the first round."""
+        """Return the first trial of a round that has not begun; None if all have, and for the first round."""
         earlier = (state for state in self._state.trials if state.trial.config.repeat < number)
         if number == 0 or any(not state.ended for state in earlier):
             return None
@@ -90,13 +92,13 @@ class AutoRepeat:
         return None
 
     def _wanted_in(self, number: int) -> list[list[str]]:
-        """What a round repeats, by the rounds before it."""
+        """Return what a round repeats, by the rounds before it."""
         if number not in self._wanted:
             self._wanted[number] = self._undecided_before(number)[:: -1 if number % 2 else 1]
         return self._wanted[number]
 
     def _undecided_before(self, number: int) -> list[list[str]]:
-        sweep = self._told()
+        sweep = self._read_sweep()
         before = [trial for trial in sweep.trials if self._state.trials[trial.number].trial.config.repeat < number]
         seen = replace(sweep, trials=before)
         if not seen.runs and (number >= _TRIED_IN_VAIN or not seen.timed):
@@ -110,20 +112,21 @@ class AutoRepeat:
 
 
 def check_auto(most: int, samples: bool, axes: Sequence[str]) -> None:
-    """
+    """Check that `repeat=auto` fits the other settings.
+
     Args:
+        most: `repeat_max`.
+        samples: whether a search suggests trials.
         axes: the keys that have several values.
 
     Raises:
-        ConfigError: `repeat=auto` with what it has no meaning with.
+        ConfigError: it does not.
     """
     if samples:
         raise ConfigError(
-            "repeat=auto repeats the settings of a grid; with a search use repeat=0,1,2 in a grid of its best settings."
+            "repeat=auto needs a grid; after a search, run a grid of its best settings with repeat=0,1,2."
         )
     if most < 2:
-        raise ConfigError(f"repeat_max={most} leaves repeat=auto nothing to repeat; use 2 or more.")
+        raise ConfigError(f"repeat_max={most} leaves nothing to repeat; use 2 or more.")
     if "training.seed" in axes:
-        raise ConfigError(
-            "repeat=auto with several values of training.seed: both repeat each setting; leave one of them out."
-        )
+        raise ConfigError("repeat=auto with several values of training.seed: both repeat each setting; leave one out.")

@@ -1,4 +1,4 @@
-"""A sweep from its first trial to its last: an executor runs the trials, listeners publish what becomes of them."""
+"""A sweep from its first trial to its last: an executor runs the trials, listeners publish the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
-from fsdp_lab.engine.files import (
+from fsdp_lab.engine.trial_files import (
     Outcome,
     clear_attempt,
     clear_left_over,
@@ -24,24 +24,30 @@ from fsdp_lab.engine.files import (
     write_outcome,
 )
 from fsdp_lab.files import sync, write_json
-from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.paths import make_storage, storage, trial_address
-from fsdp_lab.sweep.store.record import Record, add_trial, restore_hydra_folder, write_hydra_folder
+from fsdp_lab.sweep.store.disturbed import set_aside
+from fsdp_lab.sweep.store.hydra_folder import restore_hydra_folder, write_hydra_folder
+from fsdp_lab.sweep.store.paths import make_storage, storage, sweep_address, trial_address
+from fsdp_lab.sweep.store.record import Record
+from fsdp_lab.sweep.store.trials import add_trial
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep is to do.
+    """The plan of a sweep.
 
     Attributes:
         state: the trials that are known at first; a search adds its own.
         config: of any trial, for the keys that all share.
+        folder: of the sweep.
         swept: the keys that differ between trials.
-        resumed: whether an earlier start has left something of them in the folder.
+        record: of the sweep.
+        search: suggests more trials; None: a grid without repeats.
+        resumed: whether the folder has trials of an earlier start.
     """
 
     state: SweepState
@@ -58,7 +64,7 @@ class FolderGone(UserError):
 
 
 class Listener:
-    """Is called with what happens in a sweep, each time after the sweep's own state and files have it.
+    """Receives the events of a sweep, each after the sweep's own state and files have it.
 
     Entered before anything starts, left after everything has ended. Only `opened` may raise.
     """
@@ -71,54 +77,60 @@ class Listener:
     ) -> None: ...
 
     def opened(self, sweep: SweepRun) -> None:
-        """Nothing has started yet. A `UserError` from here ends the sweep."""
+        """Handle the opening of the sweep, before anything has started. A `UserError` from here ends the sweep."""
 
     def ready(self, sweep: SweepRun) -> None:
-        """The executor can run trials, and has begun none."""
+        """Handle the readiness of the executor, which has begun no trial."""
 
     def added(self, sweep: SweepRun, number: int) -> None:
-        """A search has suggested one more trial."""
+        """Handle a trial that a search has suggested."""
 
     def began(self, sweep: SweepRun, number: int) -> None:
-        """A trial runs; a second time where its process was killed and it is tried again."""
+        """Handle the start of a trial; a second one after its process was killed."""
 
     def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
-        """A trial is about to take its first step, on this device and these data."""
+        """Handle the facts of a trial that is about to take its first step: its device, its data."""
 
     def forecast(self, sweep: SweepRun, number: int) -> None:
-        """The forecast of a trial is known."""
+        """Handle the forecast of a trial."""
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        """A trial has finished an epoch."""
+        """Handle a finished epoch of a trial."""
 
     def ended(self, sweep: SweepRun, number: int) -> None:
-        """A trial has its result; or, interrupted, none yet."""
+        """Handle the end of a trial. An interrupted one has no result yet."""
 
     def tick(self, sweep: SweepRun) -> None:
-        """Called several times a second while trials run."""
+        """Handle the passing of time: called several times a second while trials run."""
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
-        """The sweep ends; trials that still run are ended after this."""
+        """Handle the end of the sweep; trials that still run are ended after this."""
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
-        """Every trial that ran has ended."""
+        """Handle the end of every trial that ran."""
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
-        """All listeners have closed: time for what needs their files."""
+        """Do what needs the files of other listeners, after all have closed."""
 
-    def say(self, text: str) -> None:
-        """A message for the user."""
+    def log(self, text: str) -> None:
+        """Handle a message for the user."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a sweep ends. `error`: what ended it before its time, other than an interrupt."""
+    """How a sweep ends.
+
+    Attributes:
+        code: its exit status.
+        error: that ended it early, other than an interrupt; None: none did.
+    """
 
     code: ExitCode
     error: BaseException | None = None
 
     @property
     def early(self) -> bool:
+        """Whether it ends before its trials."""
         return self.code is ExitCode.interrupted or self.error is not None
 
 
@@ -127,16 +139,20 @@ class Executor(Protocol):
 
     @property
     def interrupted_by(self) -> str | None:
-        """What of its own ended by itself, where that interrupted the sweep."""
+        """The executor's server that ended by itself and so interrupted the sweep; None: none did."""
 
     def start(self, sweep: SweepRun) -> None:
-        """Get what trials need. Raises UserError where it cannot be had."""
+        """Prepare what trials need.
+
+        Raises:
+            UserError: it is not available.
+        """
 
     def run(self, sweep: SweepRun) -> None:
         """Run trials until there are no more."""
 
     def stop(self) -> None:
-        """End what `start` started."""
+        """End everything that `start` started."""
 
 
 def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]) -> ExitCode:
@@ -162,14 +178,14 @@ def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]
                     sweep.check_folder()
             else:
                 what = "the trial has" if len(sweep.states) == 1 else f"all {len(sweep.states)} trials have"
-                sweep.say(f"nothing is left to do: {what} a result")
+                sweep.log(f"nothing is left to do: {what} a result")
         except KeyboardInterrupt:
             interrupted = True
             lost = executor.interrupted_by
-            sweep.say(f"{lost} has ended: it was killed" if lost else "interrupted")
+            sweep.log(f"{lost} has ended: it was killed" if lost else "interrupted")
         except FolderGone as gone:
             error = gone
-            sweep.say(str(gone))
+            sweep.log(str(gone))
         except BaseException as caught:
             error = caught
             raise
@@ -191,12 +207,13 @@ class SweepRun:
         self._mark = [path for path in (self.folder / "sweep.json",) if path.exists()]
         self._listeners = listeners
         self._opened = False
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._facts_read = {number for number, state in enumerate(plan.state.trials) if state.ended}
-        self._places_free_since: list[float] = []
+        self._slots_freed_at: list[float] = []
 
     @property
     def states(self) -> list[TrialState]:
+        """The states of all trials."""
         return self.state.trials
 
     def publish(self, event: str, *details: Any) -> None:
@@ -204,27 +221,36 @@ class SweepRun:
         for listener in self._listeners:
             getattr(listener, event)(self, *details)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
+        """Log a message for the user."""
         for listener in self._listeners:
-            listener.say(text)
+            listener.log(text)
 
-    def say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self.say(text)
+    def log_once(self, text: str) -> None:
+        """Log a message for the user, unless it was logged before."""
+        if text not in self._logged:
+            self._logged.add(text)
+            self.log(text)
 
     def folder_of(self, number: int) -> Path:
-        """Where the processes of a trial write."""
+        """Return the folder that a trial's processes write to."""
         return storage(self.states[number].trial, self.folder)
 
     def address_of(self, number: int) -> str | None:
-        """The place of a trial in object storage; None where it has none."""
+        """Return the address of a trial in object storage; None without one."""
         return trial_address(self.states[number].trial, self.folder)
 
+    @property
+    def address(self) -> str | None:
+        """The address of the sweep in object storage; None without one."""
+        return sweep_address(self.config.cluster.storage_path, self.folder)
+
     def open(self) -> None:
-        """
+        """Open the listeners.
+
         Raises:
             TrackingError: the store cannot be reached.
+            UserError: object storage refuses, or does not answer.
         """
         if self.plan.resumed:
             for state in self.states:
@@ -235,6 +261,9 @@ class SweepRun:
         except UserError:
             self._opened = False
             raise
+        for number, state in enumerate(self.states):  # after MLflow: a kill leaves a trial that has its result
+            if state.again:
+                set_aside(self.folder_of(number), self.address_of(number))
 
     @property
     def has_folder(self) -> bool:
@@ -242,9 +271,10 @@ class SweepRun:
         return all(path.exists() for path in self._mark)
 
     def check_folder(self) -> None:
-        """
+        """Check that the sweep's folder still exists.
+
         Raises:
-            FolderGone: the folder is not there any more.
+            FolderGone: it was removed or moved.
         """
         if not self.has_folder:
             raise FolderGone(
@@ -257,7 +287,7 @@ class SweepRun:
         return self.state.open or (self.plan.search is not None and self.plan.search.has_more())
 
     def next(self) -> int | None:
-        """The number of the trial to begin next; None when there is none."""
+        """Return the number of the trial to begin next; None if there is none now."""
         self.check_folder()
         while True:
             number = self.state.next_waiting()
@@ -277,7 +307,7 @@ class SweepRun:
             trial = search.next()
         finally:
             for note in search.notes():
-                self.say(note)
+                self.log(note)
         if trial is None:
             return None
         self._keep(trial)
@@ -286,25 +316,25 @@ class SweepRun:
         return number
 
     def _keep(self, trial: Trial) -> None:
-        """Write a suggested trial down before it starts, so that a resume finds it."""
+        """Record a suggested trial before it starts, so that a resume finds it."""
         clear_left_over(make_storage(trial, self.folder))
         write_hydra_folder(trial)
         add_trial(self.folder, trial)
         sync(self.folder / "trials.jsonl")
 
     def prepare(self, number: int) -> None:
-        """Empty a trial's folder of what another command left there; one that goes on keeps what it has."""
+        """Remove files of another command from a trial's folder; a trial that resumes keeps its files."""
         folder = make_storage(self.states[number].trial, self.folder)
-        if self.states[number].goes_on:
+        if self.states[number].resuming:
             clear_attempt(folder)
         else:
             clear_left_over(folder)
 
     def begin(self, number: int) -> None:
-        """A trial has its place. A second time when its process was killed and it is tried again."""
+        """Begin a trial that has its resources; a second time after its process was killed."""
         state = self.states[number]
-        if self._places_free_since and state.begun is None:
-            state.place_free_since = self._places_free_since.pop(0)
+        if self._slots_freed_at and state.begun is None:
+            state.slot_freed_at = self._slots_freed_at.pop(0)
         before = list(read_metrics(self.folder_of(number)))
         state.epochs_before = int(before[-1]["epoch"]) if before else 0
         state.begin(time.time())
@@ -326,10 +356,11 @@ class SweepRun:
                 write_json(self.folder_of(number) / "forecast.json", {**figures, **state.forecast_words}, parents=False)
 
     def is_training(self, number: int) -> bool:
+        """Return whether a trial has reported its facts, or has ended."""
         return self.states[number].ended or (self.folder_of(number) / "facts.json").exists()
 
     def is_through(self, number: int) -> bool:
-        """Whether a trial has done all it was to do, though nobody waited for it."""
+        """Return whether a trial has done all its work, though nobody waited for it."""
         state, folder = self.states[number], self.folder_of(number)
         epochs = [metrics["epoch"] for metrics in read_metrics(folder)]
         whole = bool(epochs) and epochs[-1] >= state.trial.config.training.epochs
@@ -342,25 +373,25 @@ class SweepRun:
             self._facts_read.add(number)
             self.publish("facts", number, facts)
         for metrics in read_metrics(folder):
-            if state.report(metrics):
+            if state.record_epoch(metrics):
                 self._time_turnaround(number)
                 self.publish("epoch", number, metrics)
 
     def _time_turnaround(self, number: int) -> None:
         state, folder = self.states[number], self.folder_of(number)
         first_step = read_progress(folder).get("first_step")
-        if state.turnaround_s is None and state.place_free_since is not None and first_step is not None:
-            state.turnaround_s = first_step - state.place_free_since
+        if state.turnaround_s is None and state.slot_freed_at is not None and first_step is not None:
+            state.turnaround_s = first_step - state.slot_freed_at
             with suppress(OSError):
                 write_json(folder / "turnaround.json", {"turnaround_s": state.turnaround_s}, parents=False)
 
     def tick(self) -> None:
-        """Called again and again while trials run. Raises as `check_folder`."""
+        """Let time pass for the listeners: called repeatedly while trials run. Raises as `check_folder`."""
         self.check_folder()
         self.publish("tick")
 
     def end(self, number: int, status: TrialStatus, error: str | None = None) -> None:
-        """A trial has its result; or, interrupted, none yet."""
+        """End a trial. An interrupted one has no result yet."""
         state = self.states[number]
         if state.ended:
             return
@@ -368,7 +399,7 @@ class SweepRun:
         state.end(status, error, time.time())
         if status.is_result:
             self._write_outcome(number)
-        self._places_free_since.append(read_progress(self.folder_of(number)).get("reported", time.time()))
+        self._slots_freed_at.append(read_progress(self.folder_of(number)).get("reported", time.time()))
         self._publish_end(number)
 
     def skip(self, number: int, error: str) -> None:
@@ -394,7 +425,7 @@ class SweepRun:
         state = self.states[number]
         self.publish("ended", number)
         if self.plan.search is not None:
-            self.plan.search.tell(state.trial, state.status, state.figures())
+            self.plan.search.report_result(state.trial, state.status, state.figures())
 
     def _write_outcome(self, number: int) -> None:
         state, folder = self.states[number], self.folder_of(number)
@@ -402,10 +433,10 @@ class SweepRun:
             try:
                 write_outcome(folder, Outcome(state.status, state.error, state.seconds))
             except OSError:
-                self.say_once(f"{folder} cannot be written: a resume would try this trial again")
+                self.log_once(f"{folder} cannot be written: a resume will retry this trial")
 
     def close(self, interrupted: bool, error: BaseException | None = None) -> ExitCode:
-        """End what still runs, and let the listeners close; once, whoever comes first."""
+        """End trials that still run, and close the listeners; only the first call does."""
         ending = Ending(self.state.exit_code(interrupted, error), error)
         if self.closed or not self._opened:
             return ending.code

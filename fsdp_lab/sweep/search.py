@@ -1,6 +1,6 @@
-"""Where a sweep's trials come from: all cells of a grid, or what Optuna suggests. Knows no Ray.
+"""The source of a sweep's trials: all cells of a grid, or Optuna's suggestions. Imports no Ray.
 
-Every suggestion is composed and checked here, in the driver; one that cannot be costs no trial.
+Every suggestion is composed and checked here, in the driver; an invalid one costs no trial.
 """
 
 from __future__ import annotations
@@ -36,33 +36,38 @@ _MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that
 
 
 class Search(Protocol):
-    """Gives the next trial, and is told how each ended."""
+    """Suggests trials, and receives how each ended."""
 
-    def has_more(self) -> bool: ...
+    def has_more(self) -> bool:
+        """Return whether it may suggest another trial."""
 
     def next(self) -> Trial | None:
-        """The next trial; None when there are no more."""
+        """Return the next trial; None if there is none now."""
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that any trial may call."""
 
     def notes(self) -> list[str]:
-        """What the user should know of since the last call: what was refused, and why."""
+        """Return the messages for the user since the last call: which suggestions were refused, and why."""
 
-    def tell(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
-        """How a trial ended, with the latest value of each metric, and what was forecast."""
+    def report_result(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
+        """Receive how a trial ended, with the latest value of each metric, and its forecast."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """`fixed`: overrides that every trial has. `dimensions`: key -> where its values come from; a categorical
-    one holds whole overrides."""
+    """A search space.
+
+    Attributes:
+        fixed: overrides that every trial has.
+        dimensions: key -> the distribution of its values; a categorical one holds whole overrides.
+    """
 
     fixed: list[str]
     dimensions: dict[str, BaseDistribution]
 
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
-        """The overrides of one suggestion, in the order of the command line."""
+        """Return the overrides of one suggestion, in the order of the command line."""
         made = [f"{key}={value!r}" if _is_number(value) else str(value) for key, value in params.items()]
         return [*self.fixed, *made]
 
@@ -72,14 +77,18 @@ def _is_number(value: Any) -> bool:
 
 
 def read_space(parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]) -> Space:
-    """Lists, ranges and groups become categories, an `interval` a float or, with `int(...)`, a whole number, on a
-    logarithmic scale with `tag(log, ...)`.
+    """Return the search space of a command line.
+
+    Lists, ranges and groups become categories. An `interval` becomes a float or, with `int(...)`, a whole number; with
+    `tag(log, ...)` on a logarithmic scale.
 
     Args:
-        parser, defaults, arguments: as for `grid.enumerate_grid`.
+        parser: see `grid.enumerate_grid`.
+        defaults: see `grid.enumerate_grid`.
+        arguments: see `grid.enumerate_grid`.
 
     Raises:
-        ConfigError: an interval that is empty, or not positive on a logarithmic scale; nothing to search.
+        ConfigError: an interval is empty, or not positive on a logarithmic scale; or there is nothing to search.
     """
     from optuna.distributions import CategoricalDistribution
 
@@ -127,8 +136,8 @@ def _interval(override: Override) -> BaseDistribution:
 class OptunaSearch:
     """Trials that a sampler of Optuna's suggests, for one objective or several.
 
-    Seeded: a random search gives the same trials in the same order in every run. What Optuna's own samplers
-    suggest hangs on the results too, and on their order where trials run side by side.
+    A random search with the same seed gives the same trials in the same order in every run. Optuna's own samplers
+    depend also on the results, and on their order if trials run side by side.
     """
 
     def __init__(
@@ -159,18 +168,19 @@ class OptunaSearch:
         self._study = optuna.create_study(sampler=self._sampler(0), directions=directions)
 
     def _sampler(self, known: int) -> BaseSampler:
-        """
+        """Return the sampler.
+
         Args:
-            known: trials of a start before; what was suggested then is not to be suggested again.
+            known: trials of an earlier start, whose suggestions must not be repeated.
         """
         module = importlib.import_module(module_of("search.name", self._settings.name))
         sampler: BaseSampler = module.build_sampler(self._settings.seed + 1_000_003 * known)
         return sampler
 
     def go_on(self, trials: Sequence[tuple[Trial, TrialStatus, Mapping[str, float]]]) -> None:
-        """Take over the trials of the start before, in their order: `(trial, status, metrics)` of each.
+        """Take over the trials of an earlier start, in order: `(trial, status, metrics)` of each.
 
-        The sampler begins anew: what it suggests from here on is not what it would have suggested.
+        The sampler starts anew: its suggestions differ from those of an uninterrupted search.
         """
         self._study.sampler = self._sampler(len(trials))
         for trial, status, metrics in trials:
@@ -180,12 +190,14 @@ class OptunaSearch:
             self._tried.add(tuple(trial.overrides))
             self._made += 1
             if status.ended:
-                self.tell(trial, status, metrics)
+                self.report_result(trial, status, metrics)
 
     def has_more(self) -> bool:
+        """Return whether trials are left, and the space is not exhausted."""
         return not self._exhausted and self._made < self._settings.num_trials
 
     def code(self) -> list[str]:
+        """Return the dotted paths to the user's code in all trials that the space allows."""
         from optuna.distributions import CategoricalDistribution
 
         named = [
@@ -208,9 +220,10 @@ class OptunaSearch:
         return params
 
     def next(self) -> Trial | None:
-        """
+        """Return the next valid suggestion; None if the search is over, or the space exhausted.
+
         Raises:
-            ConfigError: a value that no dimension sets is wrong; or nothing of the space can be.
+            ConfigError: a value that no dimension sets is wrong; or no suggestion is valid.
         """
         reason = ""
         if not self.has_more():
@@ -245,17 +258,21 @@ class OptunaSearch:
         self._exhausted = True
         self._notes.append(
             f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {_MOST_REFUSED} "
-            "suggestions in a row were tried already or have no meaning"
+            "suggestions in a row were duplicates or invalid"
         )
         return None
 
     def notes(self) -> list[str]:
+        """Return the messages for the user since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
-    def tell(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
-        """Finished trials count with their latest values. Of one objective also the stopped ones, as Optuna's pruned.
-        What did not fit, by its forecast or as it ran, is beyond a constraint; any other end has no value."""
+    def report_result(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
+        """Pass the end of a trial to Optuna.
+
+        Finished trials count with their latest values; with a single objective stopped ones do too, as pruned. Trials
+        that did not fit, by forecast or in training, violate a constraint. Any other end has no value.
+        """
         from optuna.trial import TrialState
 
         assert trial.index is not None
@@ -292,7 +309,7 @@ class OptunaSearch:
 
 
 def _overrun(status: TrialStatus, figures: Mapping[str, float]) -> float | None:
-    """By what share a trial exceeds the memory of a device; None where neither its forecast nor its end tells."""
+    """Return the share by which a trial exceeds the memory of a device; None if neither forecast nor end shows it."""
     needed, capacity = figures.get("forecast/needed_bytes"), figures.get("forecast/capacity_bytes")
     share = needed / capacity - 1 if needed is not None and capacity else None
     return max(share or 0.0, _LEAST_OVERRUN) if status is TrialStatus.oom else share

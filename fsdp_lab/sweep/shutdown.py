@@ -1,4 +1,4 @@
-"""The first interrupt and what follows: whatever hangs, the driver has recorded what it knows and is gone in time."""
+"""The shutdown after the first interrupt: whatever hangs, the driver has saved its state and exits in time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ _LIMIT_S = 8.0  # then what hangs is left behind
 
 
 class Closable(Protocol):
-    """The sweep, as far as its end is concerned."""
+    """A sweep that can be closed."""
 
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the sweep was closed."""
 
-    def say(self, text: str) -> None: ...
+    def log(self, text: str) -> None:
+        """Log a message for the user."""
 
-    def close(self, interrupted: bool) -> ExitCode: ...
+    def close(self, interrupted: bool) -> ExitCode:
+        """End the sweep, and return its exit status."""
 
 
-class Deadline:
-    """From the first interrupt on: whatever hangs, this process has recorded what it knows and is gone in time."""
+class ShutdownGuard:
+    """From the first interrupt on: whatever hangs, this process has saved its state and exits in time."""
 
     def __init__(self, sweep: Closable) -> None:
         self._sweep = sweep
@@ -39,19 +42,21 @@ class Deadline:
 
     @property
     def closing(self) -> bool:
+        """Whether the end has begun."""
         return self.over.is_set() or self._sweep.closed
 
     def begin(self) -> None:
+        """Start the countdown, once."""
         if not self._begun:
             self._begun = True
             threading.Thread(target=self._wait, name="deadline", daemon=True).start()
 
     def _wait(self) -> None:
-        until, told = time.monotonic() + _LIMIT_S, False
+        until, logged = time.monotonic() + _LIMIT_S, False
         while not self.over.wait(2.0) and time.monotonic() < until:
-            if self.closing and not told:
-                told = True
-                self._sweep.say(f"MLflow and Ray are still being told; it ends within {_LIMIT_S:g} s")
+            if self.closing and not logged:
+                logged = True
+                self._sweep.log(f"still closing MLflow and Ray; this ends within {_LIMIT_S:g} s")
             if not self.closing:  # what was raised at the first signal was swallowed: by a destructor, say
                 os.kill(os.getpid(), signal.SIGINT)
         if not self.over.is_set():
@@ -65,37 +70,37 @@ class Deadline:
 
 @contextmanager
 def interruptible(sweep: Closable) -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does: what was reported stays, and the runs are ended."""
-    deadline = Deadline(sweep)
+    """Let SIGTERM interrupt as Ctrl-C does: reported results stay, and the runs are ended."""
+    guard = ShutdownGuard(sweep)
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    told_of_swallowed = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
     def interrupt(number: int, frame: Any) -> None:
-        """People press Ctrl-C twice: when the end has begun, that changes nothing."""
-        deadline.begin()
-        if not deadline.closing:
+        """Interrupt once: a second Ctrl-C changes nothing when the end has begun."""
+        guard.begin()
+        if not guard.closing:
             raise KeyboardInterrupt
 
-    def tell(unraisable: Any) -> None:
+    def report_unraisable(unraisable: Any) -> None:
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            told_of_swallowed(unraisable)
+            previous_hook(unraisable)
 
     signal.signal(signal.SIGINT, interrupt)
     sigterm_interrupts()
-    sys.unraisablehook = tell
+    sys.unraisablehook = report_unraisable
     try:
         yield
     finally:
-        deadline.over.set()
-        sys.unraisablehook = told_of_swallowed
+        guard.over.set()
+        sys.unraisablehook = previous_hook
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def sigterm_interrupts() -> None:
-    """Let SIGTERM do what Ctrl-C does."""
+    """Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))

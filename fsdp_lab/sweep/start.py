@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from fsdp_lab.config.machine import check_driver
 from fsdp_lab.config.sweep import Engine
-from fsdp_lab.engine.ray_job import check_job
+from fsdp_lab.engine.ray_job import check_job, is_rays_copy
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.listeners.console import Console
@@ -13,12 +16,15 @@ from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.listeners.report import Report
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
 from fsdp_lab.sweep.listeners.storage import StorageCopy
-from fsdp_lab.sweep.names import folder_key, go_on_command, relative, ui_command
+from fsdp_lab.sweep.names import folder_key, go_on_lines, relative, ui_command
 from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
+from fsdp_lab.sweep.store.paths import sweep_address
+from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
+from fsdp_lab.tracking.store import sqlite_file
 
 
 def start_sweep(plan: SweepPlan) -> ExitCode:
-    """Run a sweep and print what came of it.
+    """Run a sweep and print the result.
 
     Raises:
         UserError: see `run_sweep`; PyTorch cannot use this machine's GPUs; or a job of Ray's would lose its results.
@@ -26,29 +32,31 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     check_job(plan.config, plan.folder, folder_key(plan.record.multirun))
     if plan.config.cluster.address is None:  # another machine's driver is for its workers to ask
         check_driver()
+    if TYPED_ELSEWHERE in os.environ and (store := sqlite_file(plan.config.tracking.uri)):
+        print(f"resumes in {Path.cwd()}, where the sweep was started; its MLflow store is {store}", flush=True)
     console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)
     runs = MlflowRuns(plan.config.tracking, console)
     report = Report(runs)
     # In this order: MLflow first, so that the table has the runs' ids; forecasts last, for they may skip a trial.
     # Storage before them: a sweep that it does not take makes no runs.
-    copy = StorageCopy(console.say)
+    copy = StorageCopy(console.log)
     listeners = [copy, runs, console, ResultsCsv(runs.run_id), report]
     if plan.config.engine is Engine.ray:
         listeners.append(Forecasts(plan))
     code = run_sweep(plan, build_executor(plan.config.engine), listeners)
     console.final(report.answer)
-    shown = f"report: {relative(plan.folder)}/{FILES[0]}   " if report.answer else ""
-    shown += (
-        f"results: {relative(plan.folder)}/results.csv   compare: {runs.ui_url or ui_command(plan.config.tracking.uri)}"
-    )
+    address = sweep_address(plan.config.cluster.storage_path, plan.folder)
+    where = address if address and is_rays_copy(plan.folder) else relative(plan.folder)
+    shown = f"report: {where}/{FILES[0]}   " if report.answer else ""
+    shown += f"results: {where}/results.csv   compare: {runs.ui_url or ui_command(plan.config.tracking.uri)}"
     shown += f"   MLflow run: {runs.parent_id}" if runs.parent_id else ""
-    shown += f"   to resume: {go_on_command(plan.folder)}" if code is ExitCode.interrupted else ""
-    console.rich.print(shown, highlight=False, soft_wrap=True)
+    go_on = go_on_lines(plan.folder, address) if code is ExitCode.interrupted else []
+    console.rich.print(shown, *go_on, sep="\n", highlight=False, soft_wrap=True)
     return code
 
 
 def build_executor(engine: Engine) -> Executor:
-    """Imports Ray only for a sweep that uses it."""
+    """Return the executor. Ray is imported only for a sweep that uses it."""
     if engine is Engine.inline:
         from fsdp_lab.sweep.executors.inline import InlineExecutor
 

@@ -1,6 +1,6 @@
-"""A trial's setting as the files of other programs: a plain PyTorch script, accelerate's YAML, torchtitan's TOML.
+"""A trial's setting as files for other programs: a plain PyTorch script, accelerate's YAML, torchtitan's TOML.
 
-Text from plain values: nothing of a model or of PyTorch is imported here.
+Text from plain values: imports neither the model nor PyTorch.
 """
 
 from fsdp_lab.takehome.setup import Setup, read_setup

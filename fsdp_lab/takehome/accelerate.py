@@ -1,6 +1,6 @@
 """A setting as a configuration file of Hugging Face's accelerate, for `accelerate launch --config_file`.
 
-Keys: `accelerate.commands.config.config_args.ClusterConfig` and what `accelerate.commands.launch` makes of its parts;
+Keys: `accelerate.commands.config.config_args.ClusterConfig` and how `accelerate.commands.launch` uses its parts;
 behaviour: `accelerate.utils.fsdp_utils.fsdp2_prepare_model` of accelerate 1.15.
 """
 
@@ -17,7 +17,7 @@ _MIXED = {Dtype.float32: "no", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
 
 
 def to_accelerate(setup: Setup) -> str:
-    """Return the YAML file, with what it cannot express as comments at its top."""
+    """Return the YAML file, with the settings that it cannot express as comments at its top."""
     import yaml  # the rest of this package needs Python alone
 
     values: dict[str, Any] = {
@@ -71,7 +71,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
 
 
 def _left_out(setup: Setup) -> list[str]:
-    """What the file cannot say, a sentence each."""
+    """Return the settings that the file cannot express, a sentence each."""
     config, notes = setup.config, []
     if not setup.is_ddp:
         notes += [*_precision_notes(setup), *_sharding_notes(setup)]
@@ -90,7 +90,7 @@ def _left_out(setup: Setup) -> list[str]:
         )
     mode = config.activation_checkpointing
     if mode not in (ActivationCheckpointing.none, ActivationCheckpointing.full):
-        notes.append(f"Not in this file: activation_checkpointing={mode.name}; accelerate has all blocks or none.")
+        notes.append(f"Not in this file: activation_checkpointing={mode.name}; accelerate takes all blocks or none.")
     if config.compile_memory_budget is not None:
         setting = f"torch._functorch.config.activation_memory_budget = {config.compile_memory_budget}"
         notes.append(f"Not in this file: {setting}")
@@ -101,7 +101,7 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append(f"Not in this file: Accelerator(gradient_accumulation_plugin={plugin}).")
     if training.max_grad_norm is not None:
         notes.append(f"Not in this file: accelerator.clip_grad_norm_(model.parameters(), {training.max_grad_norm}).")
-    notes.append("Not in this file: optimizer, learning rate, batch size and seed; they are your script's.")
+    notes.append("Not in this file: optimizer, learning rate, batch size and seed; set them in your script.")
     return notes
 
 
@@ -111,7 +111,7 @@ def _precision_notes(setup: Setup) -> list[str]:
     if param is reduce:
         return []
     return [
-        f"Not in this file: gradients reduced in {reduce.value}; mixed_precision names one type for both. In code:",
+        f"Not in this file: gradients reduced in {reduce.value}; mixed_precision sets one type for both. In code:",
         f"  policy = MixedPrecisionPolicy(param_dtype=torch.{param.value}, reduce_dtype=torch.{reduce.value})",
         "  accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy=policy))",
     ]
@@ -121,7 +121,9 @@ def _sharding_notes(setup: Setup) -> list[str]:
     config, notes = setup.config, []
     reshard, sharding = config.reshard_after_forward, config.sharding
     if setup.reshard == "always":
-        notes.append("the root's parameters, freed after the forward pass; accelerate keeps those that are in no unit.")
+        notes.append(
+            "the root's parameters, freed after the forward pass; accelerate keeps parameters outside of units."
+        )
     if setup.reshard == "to_size":
         notes.append(f"reshard_after_forward={reshard.size}, a number of ranks; accelerate takes true or false.")
     if config.offload.target is OffloadTarget.cpu_unpinned:
@@ -136,7 +138,7 @@ def _sharding_notes(setup: Setup) -> list[str]:
         notes.append(f"sharding.blocks_per_unit={sharding.blocks_per_unit}; accelerate makes a unit of each block.")
     if setup.layout.units and not setup.layout.unit_classes:
         by_size = sharding.granularity is Granularity.size_based
-        instead = "accelerate counts the parameters of inner units as well" if by_size else "the file has the blocks"
+        instead = "accelerate also counts the parameters of inner units" if by_size else "the file has the blocks"
         notes.append(f"the trial's units, {', '.join(setup.layout.units)}; {instead}.")
-    notes.append("other units that accelerate makes: of a model's get_input_embeddings() and get_output_embeddings().")
+    notes.append("more units of accelerate: a model's get_input_embeddings() and get_output_embeddings().")
     return [f"Not in this file: {note}" for note in notes]

@@ -1,4 +1,4 @@
-"""Activation checkpointing in a script."""
+"""The lines of a script for activation checkpointing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def checkpointing_lines(setup: Setup, imports: Imports, is_block: str) -> list[s
     """Return the lines that wrap the blocks of a model.
 
     Args:
-        is_block: the condition that `m` is a block.
+        setup: the trial.
+        imports: collects the imports of the script.
+        is_block: the condition, as an expression, that `m` is a block.
     """
     mode, lines, check, more = setup.config.activation_checkpointing, [], f"lambda m: {is_block}", ""
     if mode is ActivationCheckpointing.none:
@@ -33,7 +35,7 @@ def checkpointing_lines(setup: Setup, imports: Imports, is_block: str) -> list[s
 
 
 def _selective(imports: Imports) -> list[str]:
-    """The lines of the rule by operators."""
+    """Return the lines of the rule by operators."""
     checkpoint = "torch.utils.checkpoint"
     imports.name(checkpoint, "CheckpointPolicy"), imports.name(checkpoint, "create_selective_checkpoint_contexts")
     aten = [name.split(".")[1] for name in SAVED_OPERATORS if name.startswith("aten.") and name not in MATRIX_PRODUCTS]

@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_lab.config.errors import UserError
 
 WIDTH = 118
-# What a script calls its own things: what is imported under such a name gets another one.
+# The script's own variables: an import with such a name is renamed.
 _OWN = (
     "batch", "chosen", "contexts", "converted", "count", "cuda", "device", "dist", "epoch", "example", "generator",
     "i", "inputs", "inside", "items", "labels", "last", "loader", "loss", "losses", "m", "math", "mesh",
@@ -34,13 +34,13 @@ class Imports:
         self._modules |= set(names)
 
     def name(self, module: str, name: str) -> str:
-        """Import a name from a module and return what the script calls it.
+        """Import a name from a module, and return its name in the script.
 
         Raises:
-            UserError: these are no names.
+            UserError: one of them is no identifier.
         """
         if not all(part.isidentifier() for part in (*module.split("."), name)):
-            raise UserError(f"{module}.{name} is no path to a name; no script can import it.")
+            raise UserError(f"{module}.{name} is not a path to a name; no script can import it.")
         line = f"from {module} import {name}"
         shown = name
         while shown in _OWN or self._names.get(shown, line) != line:
@@ -49,8 +49,11 @@ class Imports:
         return shown
 
     def path(self, path: str) -> str:
-        """Import what a dotted path names, and return the expression for it. Names of modules begin with a small
-        letter; where none of a path's names begins with a capital, the last one is no module."""
+        """Import what a dotted path names, and return the expression for it.
+
+        Names of modules begin with a small letter. If no name of the path begins with a capital, only the last one is
+        no module.
+        """
         parts = path.split(".")
         first = next((i for i, part in enumerate(parts) if part[:1].isupper()), len(parts) - 1)
         if first == 0:
@@ -59,7 +62,7 @@ class Imports:
         return ".".join((self.name(".".join(parts[:first]), parts[first]), *parts[first + 1 :]))
 
     def kind(self, path: str) -> str | None:
-        """Import a class by `module:Name`, and return the expression for it; None where no script can import it."""
+        """Import a class by `module:Name`, and return the expression for it; None if no script can import it."""
         module, _, name = path.partition(":")
         if module == "__main__" or "<" in name:
             return None
@@ -75,7 +78,7 @@ class Imports:
 
 
 def _merged(lines: Any) -> list[str]:
-    """Return one statement a module."""
+    """Return one statement for each module."""
     by_module: dict[str, list[str]] = {}
     for line in sorted(lines):
         module, _, names = line.removeprefix("from ").partition(" import ")
@@ -85,7 +88,13 @@ def _merged(lines: Any) -> list[str]:
 
 
 def call(function: str, arguments: Mapping[str, Any], imports: Imports) -> str:
-    """Return a call with plain values as arguments, and with objects where one has a `_target_`, on one line."""
+    """Return a call on one line.
+
+    Args:
+        function: the expression that is called.
+        arguments: plain values, and dictionaries with a `_target_` for objects.
+        imports: collects the imports of the script.
+    """
     return f"{function}({', '.join(f'{name}={_expression(value, imports)}' for name, value in arguments.items())})"
 
 
@@ -101,7 +110,7 @@ def _expression(value: Any, imports: Imports) -> str:
 
 
 def fold(line: str) -> list[str]:
-    """Break a statement that is too long after commas inside brackets; what has none stays long."""
+    """Break a statement that is too long after commas inside brackets. A statement without such commas stays long."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     lines, start, commas = [line], 0, _commas(line)
     while len(lines[-1]) > WIDTH:
@@ -115,16 +124,16 @@ def fold(line: str) -> list[str]:
 
 
 def _commas(line: str) -> list[int]:
-    """Return the places behind the commas of a line that are inside brackets and in no string."""
+    """Return the positions after the commas of a line that are inside brackets and in no string."""
     indent, depth = len(line) - len(line.lstrip()), 0
-    found: list[int] = []
+    commas: list[int] = []
     with suppress(tokenize.TokenError, SyntaxError):  # part of a statement, which ends in the middle
         for token in tokenize.generate_tokens(io.StringIO(line.lstrip()).readline):
             depth += (token.string in "([{") - (token.string in ")]}") if token.type == tokenize.OP else 0
-            found += [token.end[1] + indent] if token.string == "," and depth > 0 else []
-    return found
+            commas += [token.end[1] + indent] if token.string == "," and depth > 0 else []
+    return commas
 
 
 def indented(lines: Sequence[str], levels: int) -> list[str]:
-    """Return the lines further to the right."""
+    """Return the lines indented by so many levels of four spaces."""
     return [f"{'    ' * levels}{line}" for line in lines]

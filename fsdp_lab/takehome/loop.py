@@ -10,7 +10,7 @@ from fsdp_lab.takehome.workload import loader_line, loss_lines, num_labels_lines
 
 
 def optimizer_lines(setup: Setup, imports: Imports) -> list[str]:
-    """The optimizer, made after sharding, its schedule and the loss scaler."""
+    """Return the lines that make the optimizer, its schedule and the loss scaler. They belong after sharding."""
     config, optimizer = setup.config, setup.config.optimizer
     kind = {OptimizerName.adam: "Adam", OptimizerName.adamw: "AdamW", OptimizerName.sgd: "SGD"}[optimizer.name]
     own = f"betas=({optimizer.beta1}, {optimizer.beta2})" if kind != "SGD" else f"momentum={optimizer.momentum}"
@@ -84,7 +84,7 @@ def _seed(setup: Setup, step: str) -> str:
 
 
 def _step(setup: Setup, imports: Imports) -> list[str]:
-    """One optimizer step."""
+    """Return the lines of one optimizer step."""
     training, scaled = setup.config.training, setup.config.precision.loss_scaling
     lines = [*_microbatch(setup, imports), "losses.append(loss.detach())"]
     if (accum := training.grad_accum_steps) > 1:
@@ -110,7 +110,7 @@ def _step(setup: Setup, imports: Imports) -> list[str]:
 
 
 def _microbatch(setup: Setup, imports: Imports) -> list[str]:
-    """Forward and backward of one microbatch."""
+    """Return the lines of the forward and backward pass of one microbatch."""
     precision, accum = setup.config.precision, setup.config.training.grad_accum_steps
     move, forward, loss = loss_lines(setup, imports)
     if setup.is_ddp and precision.param_dtype is not Dtype.float32:  # DDP has no policy of its own

@@ -46,17 +46,17 @@ def _head(setup: Setup) -> list[str]:
     return [
         *textwrap.wrap(f'"""{name}', WIDTH),
         f"    {path}torchrun --nproc-per-node {setup.world_size} use_pytorch.py",
-        "prints the train/loss of every epoch, as the trial has it. Left out: validation, checkpoints, figures, and",
-        "the seeds of a data set that draws random numbers: those are others here.",
+        "prints the train/loss of every epoch, like the trial. Left out: validation, checkpoints and metrics.",
+        "A data set that draws random numbers has other seeds here.",
         *_left_out(setup),
         '"""',
     ]
 
 
 def _left_out(setup: Setup) -> list[str]:
-    """What the trial did and the script does not, a line each."""
+    """Return what the trial did and the script does not, a line each."""
     if setup.config.optimizer.state_dtype is StateDtype.bf16:
-        return ["Not here: optimizer.state_dtype=bf16; Adam's moments are float32, so that losses differ a little."]
+        return ["Not here: optimizer.state_dtype=bf16; Adam's moments are float32, so losses differ a little."]
     return []
 
 
@@ -80,7 +80,7 @@ def _start(setup: Setup, imports: Imports) -> list[str]:
 
 
 def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
-    """Activation checkpointing, then compile: before anything is sharded."""
+    """Return the lines for activation checkpointing, then compile: before anything is sharded."""
     lines = checkpointing_lines(setup, imports, _is_one_of(setup.layout.block_classes, imports, "m"))
     if setup.config.compile_memory_budget is not None:
         imports.module("torch._functorch.config")
@@ -92,7 +92,10 @@ def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:
 
 
 def _float8(setup: Setup, imports: Imports) -> list[str]:
-    """The lines that let linear layers of blocks multiply in float8: before units are listed, for they are replaced."""
+    """Return the lines that convert the linear layers of blocks to float8.
+
+    They come before units are listed, because layers are replaced.
+    """
     if not setup.config.precision.float8:
         return []
     imports.name("torchao.float8", "Float8LinearConfig"), imports.name("torchao.float8", "convert_to_float8_training")
@@ -108,7 +111,7 @@ def _float8(setup: Setup, imports: Imports) -> list[str]:
 
 
 def _is_block(setup: Setup, classes: Sequence[str], imports: Imports) -> str:
-    """Return the condition that `m` is a block of these classes, or the wrapper that checkpointing put in its place."""
+    """Return the condition that `m` is a block of these classes, or the wrapper that checkpointing replaced it by."""
     mode = setup.config.activation_checkpointing
     plain = _is_one_of(classes, imports, "m")
     if mode is ActivationCheckpointing.none:
@@ -118,7 +121,7 @@ def _is_block(setup: Setup, classes: Sequence[str], imports: Imports) -> str:
 
 
 def _is_one_of(paths: Sequence[str], imports: Imports, variable: str) -> str:
-    """Return the condition that a module is of one of these classes, by name where they cannot be imported."""
+    """Return the condition that a module is of one of these classes; by name if they cannot be imported."""
     kinds = [imports.kind(path) for path in paths]
     if None not in kinds:
         shown = ", ".join(map(str, kinds))
@@ -128,7 +131,7 @@ def _is_one_of(paths: Sequence[str], imports: Imports, variable: str) -> str:
 
 
 def _shard(setup: Setup, imports: Imports) -> list[str]:
-    """`fully_shard` bottom-up, the root last."""
+    """Return the lines that call `fully_shard` bottom-up, the root last."""
     config = setup.config
     imports.name(_FSDP, "MixedPrecisionPolicy"), imports.name(_FSDP, "fully_shard")
     reshard = {
@@ -168,7 +171,7 @@ def _shard(setup: Setup, imports: Imports) -> list[str]:
 
 
 def _units(setup: Setup, imports: Imports) -> list[str]:
-    """The lines that list the units: by their classes for `per_block`, else by their names."""
+    """Return the lines that list the units: by their classes for `per_block`, else by their names."""
     layout = setup.layout
     if layout.unit_classes and setup.config.sharding.granularity is Granularity.per_block:
         is_unit = _is_block(setup, layout.unit_classes, imports)
@@ -182,7 +185,7 @@ def _units(setup: Setup, imports: Imports) -> list[str]:
 
 
 def _in_groups(setup: Setup) -> list[str]:
-    """The lines that put consecutive children of one module into one unit."""
+    """Return the lines that put consecutive children of one module into one unit."""
     size = setup.config.sharding.blocks_per_unit
     return [
         "parts = {}",
@@ -194,7 +197,7 @@ def _in_groups(setup: Setup) -> list[str]:
 
 
 def _replicate(setup: Setup, imports: Imports) -> list[str]:
-    """DDP, the baseline."""
+    """Return the lines for DDP, the baseline."""
     version = tuple(int(part) for part in setup.torch.split("+")[0].split(".")[:2] if part.isdigit())
     sync = "forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers"  # its name since 2.15
     unused = ", find_unused_parameters=True" if setup.layout.find_unused else ""

@@ -1,4 +1,4 @@
-"""What a trial trained with, as the writers of this package need it."""
+"""A trial's training setup, as the writers of this package need it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from fsdp_lab.layout import Layout, read_layout
 
 @dataclass(frozen=True)
 class Setup:
-    """A trial's config, and what was known of it when it started.
+    """A trial's config, and the facts that were known when it started.
 
     Attributes:
         name: of the trial, for people.
-        num_params: of the model. num_train: the training samples that it used.
+        config: of the trial.
+        layout: how the model was divided.
+        world_size: the number of ranks.
+        num_params: of the model.
+        num_train: the training samples that it used.
         torch: the version of PyTorch.
     """
 
@@ -31,19 +35,22 @@ class Setup:
 
     @property
     def is_ddp(self) -> bool:
+        """Whether the trial used DDP."""
         return self.config.sharding.granularity is Granularity.ddp
 
     @property
     def dp_replicate(self) -> int:
+        """Replicas of the model: all ranks for DDP."""
         return self.world_size if self.is_ddp else self.config.sharding.dp_replicate
 
     @property
     def dp_shard(self) -> int:
+        """Shards of the model: 1 for DDP."""
         return self.world_size // self.dp_replicate
 
     @property
     def reshard(self) -> str:
-        """What the trial's `reshard_after_forward` comes to: a size of 1 is `never`, one of all ranks `always`."""
+        """The effective `reshard_after_forward`: a size of 1 is `never`, one of all ranks `always`."""
         return self.config.reshard_after_forward.effective(self.config.sharding, self.world_size)[0]
 
     @property
@@ -53,7 +60,7 @@ class Setup:
 
     @property
     def microbatch_size(self) -> int:
-        """The samples of one rank in one forward pass."""
+        """Samples of one rank in one forward pass."""
         training = self.config.training
         return training.global_batch_size // self.world_size // training.grad_accum_steps
 
@@ -66,7 +73,7 @@ class Setup:
 
 
 def read_setup(name: str, config: TrialConfig, facts: Mapping[str, Any] | None) -> Setup | None:
-    """Return the setup of a trial from its facts; None where it has none, or an earlier version wrote them."""
+    """Return the setup of a trial from its facts; None if facts are missing, or an earlier version wrote them."""
     facts = facts or {}
     layout = read_layout(facts.get("layout"))
     numbers = {

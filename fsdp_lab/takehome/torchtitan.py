@@ -1,7 +1,7 @@
 """A setting as a job's TOML file of torchtitan, for its own models.
 
 Keys: `torchtitan/config/job_config.py` of torchtitan 0.2.2, the newest release. Its main branch has replaced TOML by
-functions that return a `Trainer.Config`: there the sections `parallelism`, `training` and `compile` are attributes.
+functions that return a `Trainer.Config`, in which the sections `parallelism`, `training` and `compile` are attributes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _IMPLEMENTATION = {
 
 
 def to_torchtitan(setup: Setup) -> str:
-    """Return the TOML file, with what it cannot express as comments at its top."""
+    """Return the TOML file, with the settings that it cannot express as comments at its top."""
     head = [
         setup.name,
         f"torchtitan {VERSION}: CONFIG_FILE=use_torchtitan.toml ./run_train.sh, with your [model] added. Its main "
-        "branch takes no TOML: there set what stands under parallelism and compile, and enable_cpu_offload and "
-        "mixed_precision_* under training, in a Trainer.Config.",
+        "branch takes no TOML: set the values of parallelism and compile, and enable_cpu_offload and "
+        "mixed_precision_* of training, in a Trainer.Config.",
         *(f"Not in this file: {note}" for note in _left_out(setup)),
     ]
     lines = [f"# {line}" for note in head for line in textwrap.wrap(note, 116, break_on_hyphens=False)]
@@ -106,7 +106,7 @@ def _schedule(setup: Setup) -> dict[str, Any]:
 
 
 def _left_out(setup: Setup) -> list[str]:
-    """What torchtitan cannot be told, or does in another way."""
+    """Return the settings that torchtitan cannot express, or handles in another way."""
     config, notes = setup.config, []
     precision, sharding = config.precision, config.sharding
     if precision.param_dtype is Dtype.float16:
@@ -114,7 +114,7 @@ def _left_out(setup: Setup) -> list[str]:
             "float16 and loss scaling; torchtitan computes in bfloat16 or float32, and the file says bfloat16."
         )
     if precision.float8:
-        notes.append("float8 products; torchtitan makes them by its own section for float8 of linear layers.")
+        notes.append("float8 products; torchtitan has its own section for float8 linear layers.")
     if precision.reduce_dtype is not Dtype.float32:
         notes.append(f"gradients reduced in {precision.reduce_dtype.value}; torchtitan reduces in float32.")
     if setup.layout.units and sharding.granularity is not Granularity.per_block:
@@ -125,7 +125,7 @@ def _left_out(setup: Setup) -> list[str]:
         notes.append("sharding=root; torchtitan shards per block, with the embedding and the head.")
     elif not setup.is_ddp:
         notes.append(
-            "units: torchtitan makes some of the embedding, and of the last norm with the head, beside the blocks."
+            "units: besides the blocks, torchtitan makes units of the embedding, and of the last norm with the head."
         )
     if sharding.separate_reduce_scatter_group:
         notes.append("a process group for reduce-scatter: model.set_separate_reduce_scatter_group().")
@@ -140,7 +140,7 @@ def _left_out(setup: Setup) -> list[str]:
     if sharding.forward_prefetch is not None or sharding.backward_prefetch is not None:
         notes.append("the trial's explicit prefetching.")
     if config.training.grad_accum_steps > 1 and not config.training.sync_each_microbatch:
-        notes.append("gradients reduced once a step; torchtitan reduces those of each microbatch.")
+        notes.append("gradients reduced once per step; torchtitan reduces them after each microbatch.")
     if config.optimizer.name is OptimizerName.sgd:
         notes.append("SGD; torchtitan has Adam and AdamW.")
     if config.optimizer.state_dtype is StateDtype.bf16:
@@ -148,6 +148,6 @@ def _left_out(setup: Setup) -> list[str]:
     if config.lr_schedule.name is LrScheduleName.step:
         notes.append("a learning rate that falls in steps.")
     if config.training.max_grad_norm is None:
-        notes.append("no clipping; torchtitan always clips, and the file has a limit that no norm reaches.")
+        notes.append("no clipping; torchtitan always clips, so the file sets a limit that no norm reaches.")
     notes.append("your model and data set: torchtitan trains its own models, by [model] name and flavor.")
     return notes

@@ -81,7 +81,7 @@ def loader_line(setup: Setup, imports: Imports) -> str:
 
 
 def to_device_lines(setup: Setup) -> list[str]:
-    """Return a function that copies a batch, for tasks that know nothing of its structure."""
+    """Return the lines of a function that copies a batch, for tasks that do not know its structure."""
     if setup.config.task.name != "custom":
         return []
     return [
@@ -96,7 +96,7 @@ def to_device_lines(setup: Setup) -> list[str]:
 
 
 def loss_lines(setup: Setup, imports: Imports) -> tuple[list[str], list[str], str]:
-    """Return the lines that put a batch on the device, those of the forward pass, and the expression of the mean loss.
+    """Return the lines that move a batch to the device, those of the forward pass, and the expression of the mean loss.
 
     Raises:
         UserError: the task is another package's.
@@ -141,7 +141,7 @@ def loss_lines(setup: Setup, imports: Imports) -> tuple[list[str], list[str], st
 
 
 def num_labels_lines(setup: Setup) -> list[str]:
-    """Return the lines that count the labels of a step over all ranks; none for tasks whose parts weigh the same."""
+    """Return the lines that count the labels of a step over all ranks; empty if microbatches weigh the same."""
     if setup.config.task.name != "seq2seq":
         return []
     batches = "microbatches" if setup.config.training.grad_accum_steps > 1 else "[batch]"
@@ -150,7 +150,7 @@ def num_labels_lines(setup: Setup) -> list[str]:
 
 
 def _config(config: Any, imports: Imports) -> str:
-    """Return the expression of one of our configs, with the values that are not the defaults."""
+    """Return the expression of one of our configs, with the values that differ from the defaults."""
     kind = type(config)
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(kind)}
     changed = {name: value for name, value in fields.items() if value != getattr(kind(), name)}

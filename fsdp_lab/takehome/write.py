@@ -1,4 +1,4 @@
-"""The files that a setting can be taken home in."""
+"""The files in which a setting can be taken home."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ _WRITERS: dict[str, Callable[[Setup], str]] = {
     "accelerate": to_accelerate,
     "torchtitan": to_torchtitan,
 }
-# What `use=` takes -> the name of the file beside the report.
+# A value of `use=` -> the name of the file beside the report.
 FILES = {"pytorch": "use_pytorch.py", "accelerate": "use_accelerate.yaml", "torchtitan": "use_torchtitan.toml"}
 
 
 def write_out(use: str, setup: Setup) -> str:
-    """Return the text of one of `FILES`, without passwords.
+    """Return the text of a file, without passwords.
+
+    Args:
+        use: a key of `FILES`.
+        setup: the trial.
 
     Raises:
         UserError: the setting cannot be written in this form.

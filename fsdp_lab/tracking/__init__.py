@@ -1,4 +1,7 @@
-"""MLflow: the only package that imports it. One writer, the driver."""
+"""MLflow: the only package that imports it. One writer, the driver.
+
+`tracker.py` logs, `outbox.py` keeps the order while the store is away, `read.py` reads a sweep back.
+"""
 
 from fsdp_lab.tracking.read import annotate, fetch_artifact, find_sweep_run, folder_of_run, read_sweep
 from fsdp_lab.tracking.store import TrackingError, runs_url

@@ -28,11 +28,12 @@ class _Write:
 class Outbox:
     """Sends writes in the order in which they were put.
 
-    A write that the store refuses is reported once for each kind, and left out. While the store does not answer,
-    writes wait in memory. One thread sends at a time: while that hangs, what another one puts waits behind it.
+    A write that the store refuses is reported once for each kind, and dropped. While the store does not answer, writes
+    wait in memory. One thread sends at a time: while it hangs, writes of other threads wait behind it.
 
     Args:
         uri: of the store, for messages; without credentials.
+        on_problem: gets a message about a problem.
     """
 
     def __init__(self, uri: str, on_problem: Callable[[str], None]) -> None:
@@ -41,7 +42,7 @@ class Outbox:
         self._sending = threading.Lock()
         self._silent_until = 0.0  # time.monotonic(): no attempt before it
         self._pause_s = _FIRST_PAUSE_S
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._refused: set[str] = set()
 
     def put(self, what: str, run: str, do: Callable[[bool], None]) -> None:
@@ -49,8 +50,8 @@ class Outbox:
 
         Args:
             what: the kind of write, for messages.
-            run: whose it is, for `refused`.
-            do: makes the write; gets whether an attempt before may have got through.
+            run: the run that it belongs to, for `refused`.
+            do: makes the write; gets whether an earlier attempt may have succeeded.
         """
         self._waiting.append(_Write(what, run, do))
         self._send()
@@ -60,10 +61,10 @@ class Outbox:
         return run in self._refused
 
     def settle(self, limit_s: float) -> int:
-        """Send what waits, for at most so long; returns how many writes still wait."""
+        """Send waiting writes for at most so many seconds, and return how many still wait."""
         until = time.monotonic() + limit_s
         if self._waiting and limit_s > 0:
-            self._on_problem(f"waits up to tracking.patience_s={limit_s:g} s for the MLflow store to answer")
+            self._on_problem(f"waiting up to tracking.patience_s={limit_s:g} s for the MLflow store to answer")
         while self._waiting:
             self._silent_until = 0.0
             self._send()
@@ -72,14 +73,14 @@ class Outbox:
             time.sleep(min(1.0, limit_s))
         return len(self._waiting)
 
-    def tell(self, kind: str, message: str) -> None:
+    def report_problem(self, kind: str, message: str) -> None:
         """Report a problem, once for each kind."""
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._reported:
+            self._reported.add(kind)
             self._on_problem(message)
 
     def _send(self) -> None:
-        """Do what waits, in order, unless another thread is at it."""
+        """Send waiting writes in order, unless another thread does."""
         if self._sending.acquire(blocking=False):
             try:
                 while self._waiting and time.monotonic() >= self._silent_until:
@@ -87,14 +88,14 @@ class Outbox:
                         return
                     self._waiting.popleft()
                     self._pause_s = _FIRST_PAUSE_S
-                    if not self._waiting and "away" in self._told:
-                        self._told.discard("away")
-                        self._on_problem("the MLflow store answers again; what waited was sent")
+                    if not self._waiting and "away" in self._reported:
+                        self._reported.discard("away")
+                        self._on_problem("the MLflow store answers again; the delayed writes were sent")
             finally:
                 self._sending.release()
 
     def _try(self, write: _Write) -> bool:
-        """Whether the write is done with; False where the store is away and left alone for a while."""
+        """Return whether the write is done; False if the store is away and not tried for a while."""
         try:
             write.do(write.tried)
         except Exception as error:  # noqa: BLE001 (no failure of the record may end the sweep)
@@ -104,14 +105,14 @@ class Outbox:
                 write.tried = True
                 self._silent_until = time.monotonic() + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-                self.tell(
+                self.report_problem(
                     "away",
-                    f"tracking.uri={self._uri}: the MLflow store does not answer ({reason}). The trials go on and keep "
-                    "their results in their folders; they are sent when it answers again.",
+                    f"tracking.uri={self._uri}: the MLflow store does not answer ({reason}). Trials continue and keep "
+                    "their results in their folders. They are sent when the store answers again.",
                 )
                 return False
             self._refused.add(write.run)
-            self.tell(write.what, f"tracking.uri={self._uri}: MLflow did not take {write.what} ({reason}).")
+            self.report_problem(write.what, f"tracking.uri={self._uri}: MLflow refused {write.what} ({reason}).")
         except BaseException:  # an interrupt: the write may have got through
             write.tried = True
             raise

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -> Path:
-    """Copy an artifact of a run, a file or a folder, into the folder `to`, and say where it lies.
+    """Copy an artifact of a run, a file or a folder, into the folder `to`, and return its path.
 
     Raises:
         TrackingError: there is no such store, run or artifact.
     """
     client = _client_with_run(tracking, run_id)
     with _refusals(tracking):
-        found = [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]
-    if path not in found:
+        paths = [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]
+    if path not in paths:
         raise TrackingError(
             f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a sweep; "
             "give the id of a finished trial."
@@ -50,7 +50,7 @@ class StoredRun:
 
 
 def read_sweep(tracking: TrackingConfig, run_id: str) -> tuple[StoredRun, list[StoredRun]]:
-    """A sweep's own run and those of its trials, in their order; a trial alone is its own only trial.
+    """Return a sweep's own run and its trials' in order; a trial alone is its own only trial.
 
     Raises:
         TrackingError: there is no such store or run, or it is one trial of a sweep.
@@ -62,10 +62,16 @@ def read_sweep(tracking: TrackingConfig, run_id: str) -> tuple[StoredRun, list[S
             raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, "
                                 f"{parent.data.tags['mlflow.parentRunId']}.")  # fmt: skip
         children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'")
+        children = [run for run in children if not _is_set_aside(run)]
         children.sort(key=lambda run: (int(run.data.tags.get(TRIAL_TAG, "0")), run.info.start_time))
         return _stored(client, parent, []), [
             _stored(client, run, ("val/loss", "train/loss")) for run in (children or [parent])
         ]
+
+
+def _is_set_aside(run: Run) -> bool:
+    """Whether another run has taken the place of this one: see `Tracker.set_aside`."""
+    return not run.data.tags.get(TRIAL_TAG, "0").isdigit()
 
 
 def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun:
@@ -94,10 +100,14 @@ def annotate(
     """Add tags and artifacts to a run that has ended.
 
     Args:
-        answer: what its description is to begin with; "": as it is.
+        tracking: the store.
+        run_id: of the run.
+        tags: to set.
+        files: to add.
+        answer: the new beginning of its description; "": unchanged.
 
     Raises:
-        TrackingError: there is no such store or run, or it does not take them.
+        TrackingError: there is no such store or run, or it refuses them.
     """
     client = _client_with_run(tracking, run_id)
     with _refusals(tracking):
@@ -113,7 +123,7 @@ def annotate(
 
 
 def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
-    """The id of the run that a sweep, or a trial alone, has in the store; "" where it has none.
+    """Return the id of the run of a sweep, or of a trial alone; "" if the store has none.
 
     Raises:
         TrackingError: the store cannot be used.
@@ -124,14 +134,15 @@ def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
         return ""
     with _refusals(tracking):
         runs = search_runs(client, experiment, f"tags.`{SWEEP_TAG}` = '{sweep_id}'")
-    return next((str(run.info.run_id) for run in runs if "mlflow.parentRunId" not in run.data.tags), "")
+    runs = [run for run in runs if not _is_set_aside(run) and "mlflow.parentRunId" not in run.data.tags]
+    return str(runs[0].info.run_id) if runs else ""
 
 
 def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
-    """The folder that a run's sweep, or trial alone, has written into.
+    """Return the folder of the sweep, or of the trial alone, that a run belongs to.
 
     Raises:
-        TrackingError: there is no such store or run, or its folder is not here.
+        TrackingError: there is no such store or run, or its folder is not on this machine.
     """
     tags = _client_with_run(tracking, run_id).get_run(run_id).data.tags
     folder = Path(tags.get("fsdp_lab.folder", ""))
@@ -141,15 +152,15 @@ def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
         )
     if not tags.get("fsdp_lab.folder") or not folder.is_dir():
         raise TrackingError(
-            f"run={run_id} was written from {folder} on {tags.get('host', 'another machine')}, and that folder is not "
-            "here; resume where it is."
+            f"run={run_id} belongs to {folder} on {tags.get('host', 'another machine')}, and that folder is not here; "
+            "resume it there."
         )
     return folder
 
 
 @contextmanager
 def _refusals(tracking: TrackingConfig) -> Iterator[None]:
-    """What goes wrong in the store, in our words."""
+    """Translate errors of the store into TrackingErrors."""
     try:
         yield
     except TrackingError:
@@ -162,7 +173,9 @@ def _require_store(tracking: TrackingConfig) -> None:
     file = sqlite_file(tracking.uri)
     if file is not None and not file.exists():
         uri = redact(tracking.uri)
-        raise TrackingError(f"tracking.uri={uri}: there is no store there yet; run a trial first, or name its store.")
+        raise TrackingError(
+            f"tracking.uri={uri}: this store does not exist yet; run a trial first, or name another store."
+        )
 
 
 def _client_with_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> MlflowClient:

@@ -1,4 +1,4 @@
-"""Opening the store: told in seconds, and in a sentence, when it is not there or not ours to write."""
+"""Opening the store: fails within seconds, with a sentence, if it is missing or cannot be written."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    # Artifacts go by way of the server. MLflow would ask it for an address in its object storage, which drivers may not
+    # reach: a small file took two minutes to fail.
+    "MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD": "false",
+    "MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD": "false",
 }
 # They log every migration, every retry, and each database error with its traceback; what matters of it
 # becomes a TrackingError or goes to `on_problem`.
@@ -48,17 +52,18 @@ _NOISY_LOGGERS = ("alembic", "mlflow.store.db.utils", "urllib3.connectionpool")
 
 
 class TrackingError(UserError):
-    """The MLflow store cannot be used: names the key, its value, what happened and what to do."""
+    """The MLflow store cannot be used. The message names the key, its value, the problem and the remedy."""
 
 
 def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowClient, str]:
-    """A client of the store, and the id of the experiment.
+    """Return a client of the store, and the id of the experiment.
 
     Args:
-        to_write: make the schema and the experiment where there is none; else the id may be "".
+        tracking: the store.
+        to_write: make a missing schema and experiment; otherwise the id may be "".
 
     Raises:
-        TrackingError: the store is not there, cannot be written, or is of another version of MLflow.
+        TrackingError: the store is missing, cannot be written, or is of another version of MLflow.
     """
     if not tracking.experiment.strip():
         raise TrackingError("tracking.experiment is empty; give it a name, for example fsdp_lab.")
@@ -81,8 +86,8 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
                 logging.getLogger(logger).setLevel(logging.CRITICAL)
             client = MlflowClient(tracking_uri=uri)
             if not to_write:
-                found = client.get_experiment_by_name(tracking.experiment)
-                return client, str(found.experiment_id) if found else ""
+                experiment = client.get_experiment_by_name(tracking.experiment)
+                return client, str(experiment.experiment_id) if experiment else ""
             return client, _ensure_experiment(client, tracking.experiment, artifacts)
     except UserError:
         raise
@@ -91,7 +96,7 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
 
 
 def _check_uri(uri: str) -> tuple[str, Path | None]:
-    """The URI with an absolute path, and the folder of the artifacts; None where the server decides."""
+    """Return the URI with an absolute path, and the folder of the artifacts; None if the server chooses it."""
     parts = urlsplit(uri)
     kind = parts.scheme.partition("+")[0]
     if kind in ("http", "https"):
@@ -109,20 +114,20 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
         return uri, None  # MLflow may know it by a plugin
     raise _error(
         uri,
-        "this is not a store that can be written to",
+        "MLflow cannot write to this kind of store",
         f"use a file ({_LOCAL}), a server (http://host:5000) or a database (postgresql://, mysql://, mssql://)",
     )
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The file of a store that is one; None for a server or another database."""
+    """Return the file of a store in a file; None for a server or another database."""
     return _sqlite_path(uri) if uri.startswith("sqlite") else None
 
 
 def _sqlite_path(uri: str) -> Path:
     parts = urlsplit(uri)
     if parts.netloc or not parts.path.strip("/") or ":memory:" in parts.path:
-        raise _error(uri, "an sqlite store is a file, named after three slashes", f"use {_LOCAL}")
+        raise _error(uri, "the path of an sqlite file follows three slashes", f"use {_LOCAL}")
     return Path(parts.path[1:]).absolute()
 
 
@@ -154,7 +159,7 @@ def _check_server(uri: str, parts: SplitResult) -> None:
 
 
 def _check_database_host(uri: str, parts: SplitResult, default_port: int) -> None:
-    """MLflow tries a database that is not there ten times, for 100 s."""
+    """Connect to the database's host once, because MLflow tries ten times, for 100 s."""
     try:
         if parts.hostname:
             address = (parts.hostname, parts.port or default_port)
@@ -165,7 +170,7 @@ def _check_database_host(uri: str, parts: SplitResult, default_port: int) -> Non
 
 
 def _check_sqlite(uri: str, path: Path) -> None:
-    """Take the write lock for a moment: what does not let us would make MLflow try for 100 s."""
+    """Take the write lock for a moment: if that fails, MLflow would try for 100 s."""
     try:
         with closing(sqlite3.connect(path, timeout=_SQLITE_TIMEOUT_S, isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
@@ -176,7 +181,7 @@ def _check_sqlite(uri: str, path: Path) -> None:
 
 @contextmanager
 def _only_one(uri: str, artifacts: Path | None) -> Iterator[None]:
-    """One process at a time past here, for a store in a folder of this machine that can be written."""
+    """Let one process at a time pass, for a store in a writable folder of this machine."""
     folder = artifacts.parent if artifacts else None
     if folder is None or not os.access(folder, os.W_OK):
         yield
@@ -185,13 +190,14 @@ def _only_one(uri: str, artifacts: Path | None) -> Iterator[None]:
         with exclusive(folder / ".mlflow.lock", _SCHEMA_LIMIT_S):
             yield
     except InUse as error:
-        raise _error(
-            uri, f"another process is opening the store ({error.holder})", "wait until that has ended"
-        ) from None
+        raise _error(uri, f"another process is opening the store ({error.holder})", "wait until it ends") from None
 
 
 def runs_url(tracking: TrackingConfig) -> str | None:
-    """The address of an MLflow UI's runs, `/<id>` to be added, without credentials; None where no server is known."""
+    """Return the address of an MLflow UI's runs, to which `/<id>` is added; None if no server is known.
+
+    It holds no credentials.
+    """
     parts = urlsplit(tracking.ui or tracking.uri)
     if parts.scheme not in ("http", "https"):
         return None
@@ -199,7 +205,7 @@ def runs_url(tracking: TrackingConfig) -> str | None:
 
 
 def ui_url(tracking: TrackingConfig, experiment_id: str) -> str | None:
-    """The address of an experiment's runs; without its last word MLflow opens on traces of language models."""
+    """Return the address of an experiment's runs; without its last word MLflow opens on traces of language models."""
     runs = runs_url(tracking)
     if runs is None:
         return None
@@ -207,18 +213,18 @@ def ui_url(tracking: TrackingConfig, experiment_id: str) -> str | None:
 
 
 def search_runs(client: MlflowClient, experiment_id: str, filter_string: str) -> list[Run]:
-    """All of them, page by page."""
-    found: list[Run] = []
+    """Return all matching runs, page by page."""
+    runs: list[Run] = []
     token = None
     while token != "":
         page = client.search_runs([experiment_id], filter_string, max_results=500, page_token=token)
-        found += page
+        runs += page
         token = page.token or ""
-    return found
+    return runs
 
 
 def set_answer(client: MlflowClient, run_id: str, answer: str) -> None:
-    """Begin a run's description with what its sweep says."""
+    """Replace the beginning of a run's description by its sweep's answer."""
     from mlflow.entities import RunTag
 
     tags = answer_tags(client.get_run(run_id).data.tags, answer)
@@ -228,25 +234,25 @@ def set_answer(client: MlflowClient, run_id: str, answer: str) -> None:
 def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
         try:
             location = artifacts.as_uri() if artifacts else None
             # the UI would guess the kind, and ask, otherwise
             tags = {"mlflow.note.content": how_to_read(), "mlflow.experimentKind": "custom_model_development"}
             return client.create_experiment(name, location, tags)
         except MlflowException:
-            found = client.get_experiment_by_name(name)  # another sweep was quicker
-            if found is None:
+            experiment = client.get_experiment_by_name(name)  # another sweep was quicker
+            if experiment is None:
                 raise
-    if found.lifecycle_stage == "deleted":
+    if experiment.lifecycle_stage == "deleted":
         raise TrackingError(
-            f"tracking.experiment={name} was deleted in MLflow; bring it back with `mlflow experiments "
-            f"restore --experiment-id {found.experiment_id}`, or give another tracking.experiment."
+            f"tracking.experiment={name} was deleted in MLflow; restore it with `mlflow experiments "
+            f"restore --experiment-id {experiment.experiment_id}`, or give another tracking.experiment."
         )
-    if "mlflow.note.content" not in found.tags:
-        client.set_experiment_tag(found.experiment_id, "mlflow.note.content", how_to_read())
-    return str(found.experiment_id)
+    if "mlflow.note.content" not in experiment.tags:
+        client.set_experiment_tag(experiment.experiment_id, "mlflow.note.content", how_to_read())
+    return str(experiment.experiment_id)
 
 
 def _error(uri: str, reason: str, remedy: str) -> TrackingError:
@@ -270,21 +276,22 @@ def _not_there(uri: str, cause: object, parts: SplitResult) -> TrackingError:
 
 
 def refusal(uri: str, error: Exception) -> TrackingError:
+    """Return the TrackingError for an error of the store."""
     text = str(error)
     if "out-of-date database schema" in text:
         import mlflow
 
         return _error(
             uri,
-            f"the store is of another version of MLflow than the installed {mlflow.__version__}",
-            "back it up and run `mlflow db upgrade` on it if it is older, install the MLflow that wrote it "
-            f"if it is newer, or use a new store such as tracking.uri={_LOCAL}",
+            f"another version of MLflow than the installed {mlflow.__version__} wrote the store",
+            "if the store is older, back it up and run `mlflow db upgrade`; if it is newer, install the MLflow that "
+            f"wrote it; or use a new store such as tracking.uri={_LOCAL}",
         )
     if "401" in text or "403" in text:
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        return _error(uri, f"the server refuses ({one_line(text, 300)})", remedy)
+        return _error(uri, f"the server refuses access ({one_line(text, 300)})", remedy)
     return _error(
         uri,
         f"MLflow cannot use the store ({one_line(text, 300) or type(error).__name__})",
-        f"mend that, or use tracking.uri={_LOCAL}",
+        f"fix that, or use tracking.uri={_LOCAL}",
     )

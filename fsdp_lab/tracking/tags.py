@@ -1,4 +1,4 @@
-"""What is written on a run besides its metrics: parameters, tags, and no secrets. Imports no MLflow."""
+"""The content of a run besides its metrics: parameters, tags, and no secrets. Imports no MLflow."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from typing import Any
 from fsdp_lab import metrics
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.options import said_by_option
+from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import SweepConfig
 from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.redact import redact
 
 _FOR_SAMPLERS = ("search.num_trials", "search.seed")  # a grid has all its cells
 _HOW_TO_READ = """\
-**How to read this experiment.** A parent run is one sweep, its child runs are the trials; a run without \
-children is a trial that was started alone.
+**How to read this experiment.** A parent run is one sweep, and its child runs are the trials. A run without \
+children is a single trial.
 
 The answer: open a sweep and look at `report.html` among its artifacts. It says which setting to take and why.
 
 To compare settings yourself: select the trials of a sweep and press *Compare*. The parameters are the keys of the \
-command line; the groups (`sharding`, `precision`, `offload`, `reshard_after_forward` …) stand by their option's name.
+command line; the groups (`sharding`, `precision`, `offload`, `reshard_after_forward` …) have the name of their option.
 
 | metric | unit | what it is |
 | --- | --- | --- |
 METRICS
 
-A night's sweep has the tag `nightly.verdict` (good, regression, accepted); `nightly.regressions` names what got \
-worse.
+The sweep of a nightly run has the tag `nightly.verdict` (good, regression, accepted); `nightly.regressions` names \
+what got worse.
 
-The tag `status` says how a trial ended, `error` why it failed. The data set of a trial stands with its \
-digest under *Datasets*: two trials with equal digests saw the same images.
+The tag `status` says how a trial ended, `error` why it failed. *Datasets* shows the data set \
+of a trial with its digest: two trials with equal digests used the same data.
 """
 
 
 def how_to_read() -> str:
-    """The description of the experiment, with a row for each metric."""
+    """Return the description of the experiment, with a row for each metric."""
     rows = []
     for metric in metrics.METRICS:
         named = [(metric.key, metric.unit), *([(metric.mib_key, "MiB")] if metric.mib_key else [])]
@@ -57,6 +57,7 @@ def how_to_read() -> str:
 
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
+DISTURBED = "disturbed"  # in the trial's tag and the name of a run that another one has replaced
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
@@ -66,33 +67,37 @@ _GIT_TIMEOUT_S = 5
 
 
 def shortened(name: str, length: int = NAME_LENGTH) -> str:
-    """A name that a database takes, still its own: a digest of the whole stands in the place of what is cut."""
+    """Return a name that a database takes; if it is cut, a digest of the whole keeps it unique."""
     if len(name) <= length:
         return name
     return f"{name[: length - 10]}-{hashlib.sha256(name.encode()).hexdigest()[:9]}"
 
 
 def one_line(text: str, length: int) -> str:
-    """Redacted, without line breaks, cut to `length` characters."""
+    """Return text redacted, without line breaks, cut to `length` characters."""
     text = " ".join(redact(text).split())
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def trial_params(config: SweepConfig, choices: Mapping[str, str]) -> dict[str, str]:
-    """The parameters of a trial: the group choices, then every key by its dotted name, as they are typed; without what
-    a choice says already, so that a comparison shows an axis once."""
+    """Return the parameters of a trial: the group choices, then every key by its dotted name, as they are typed.
+
+    Keys that a choice implies are left out, so that a comparison shows an axis once.
+    """
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
     keys = keys_of(config)
     idle = () if config.search.samples else _FOR_SAMPLERS
     own = {k: v for k, v in flatten(config).items() if keys[k].is_param and k not in idle}
-    said = {k: v for group, option in chosen.items() if group != "experiment" for k, v in _said(group, option).items()}
-    values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in said or said[k] != v)}}
+    implied = {
+        k: v for group, option in chosen.items() if group != "experiment" for k, v in _implied(group, option).items()
+    }
+    values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in implied or implied[k] != v)}}
     return {shortened(key): shortened(redact(_typed(value)), _PARAM_LENGTH) for key, value in values.items()}
 
 
-def _said(group: str, option: str) -> dict[str, Any]:
+def _implied(group: str, option: str) -> dict[str, Any]:
     try:
-        return said_by_option(group, option)
+        return values_implied_by_option(group, option)
     except OSError:  # an option from another folder, by Hydra's searchpath
         return {}
 
@@ -106,16 +111,17 @@ def _typed(value: Any) -> str:
 
 
 def sweep_tags(folder: Path, command: str, num_trials: int, sweep_id: str = "") -> dict[str, str]:
-    """The tags of a parent run. The time is in its description: its name says what it compares."""
+    """Return the tags of a parent run. The time is in its description, because its name is what it compares."""
     note = f"Started {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z} in `{folder.absolute()}` by\n\n    {command}\n"
-    return _cut({**_origin(folder, command), "num_trials": num_trials, _NOTE_TAG: note, **_found_by(sweep_id)})
+    return _cut({**_origin(folder, command), "num_trials": num_trials, _NOTE_TAG: note, **_search_tags(sweep_id)})
 
 
 def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
-    """The tags of a run whose description begins with what its sweep says, in the place of what it said before.
+    """Return the tags of a run whose description begins with its sweep's answer, instead of an earlier one.
 
     Args:
-        tags: as they are; what people added to the description stays.
+        tags: the current ones; text that people added to the description stays.
+        answer: of the sweep.
     """
     answer = redact(answer)[:_ANSWER_LENGTH]
     note = tags.get(_NOTE_TAG, "").removeprefix(tags.get(ANSWER_TAG, "")).lstrip("\n")
@@ -125,17 +131,17 @@ def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
 def trial_tags(
     folder: Path, overrides: Sequence[str], parent: str | None, sweep_id: str = "", number: str = ""
 ) -> dict[str, str]:
-    """The tags of a trial; its command is the one that trains it again, alone."""
-    tags = _origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides])) | _found_by(sweep_id, number)
+    """Return the tags of a trial; its command trains it again, alone."""
+    tags = _origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides])) | _search_tags(sweep_id, number)
     return _cut({**tags, "mlflow.parentRunId": parent} if parent else tags)
 
 
-def _found_by(sweep_id: str, number: str = "") -> dict[str, str]:
+def _search_tags(sweep_id: str, number: str = "") -> dict[str, str]:
     return ({SWEEP_TAG: sweep_id} if sweep_id else {}) | ({TRIAL_TAG: number} if number else {})
 
 
 def fact_tags(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The tags of what a trial told before its first step; what it did not tell has no tag."""
+    """Return the tags for a trial's facts; a missing fact has no tag."""
     tags = {key: facts.get(key) for key in ("device", "world_size", "num_params", "resumed_from", PREDICTED_BY)}
     tags["note"] = " ".join(facts.get("notes") or ()) or None
     return _cut({key: value for key, value in tags.items() if value is not None})
@@ -152,14 +158,14 @@ def _origin(folder: Path, command: str) -> dict[str, Any]:
 
 
 def _without_slashes(command: str) -> str:
-    """A command without the words that hold a slash: of a source's name MLflow shows what follows the last one."""
+    """Return a command without words that hold a slash: MLflow shows only the part after the last slash."""
     words = shlex.split(command)
     kept = [word for word in words if "/" not in word]
     return " ".join([*map(shlex.quote, kept), *(["…"] if len(kept) < len(words) else [])])
 
 
 def command_of(tags: Mapping[str, str]) -> str:
-    """Return the command that a run was started with, by its tags; "" where they have none."""
+    """Return the command that a run was started with, by its tags; "" if they have none."""
     return tags.get(COMMAND_TAG) or tags.get("mlflow.source.name", "")  # where earlier versions had it
 
 
@@ -169,12 +175,12 @@ def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def _machine() -> dict[str, str]:
-    """Asked once: the driver's code is what it was when it started."""
+    """Return the tags of this machine, computed once: the driver's code is as it was when it started."""
     return machine_tags()
 
 
 def machine_tags() -> dict[str, str]:
-    """Who, where and with which code and libraries, as it is on the disk now."""
+    """Return tags for the user, the machine, the code and the libraries, as they are on the disk now."""
     tags = {"mlflow.user": _user(), "host": platform.node(), "version.python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -192,7 +198,7 @@ def _user() -> str:
 
 
 def _git_tags(folder: Path) -> dict[str, str]:
-    """The commit, and whether tracked files differ from it; nothing for an installed package."""
+    """Return the commit, and whether tracked files differ from it; nothing for an installed package."""
     try:
         # A virtual environment inside somebody's repository must not take that repository's commit.
         if _git(folder, "ls-files", "--", "..") == "":

@@ -1,4 +1,4 @@
-"""The one writer of MLflow: a sweep's driver tells a `Tracker`, and nothing else opens the store."""
+"""The one writer of MLflow: a sweep's driver calls a `Tracker`, and nothing else writes to the store."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking.outbox import Outbox
 from fsdp_lab.tracking.store import open_store, refusal, runs_url, search_runs, set_answer, ui_url
 from fsdp_lab.tracking.tags import (
+    DISTURBED,
     RECORDED_TAG,
     SWEEP_TAG,
     TRIAL_TAG,
@@ -58,9 +59,15 @@ def _to_stderr(message: str) -> None:
 
 
 @dataclass(frozen=True)
-class FoundRun:
-    """A run of a sweep that is in the store. `recorded`: with everything that belongs to it; `ended`: when, in
-    milliseconds since 1970, None while it runs."""
+class RecordedRun:
+    """A run of a sweep in the store.
+
+    Attributes:
+        handle: see `Tracker.run_id`.
+        status: MLflow's tag; None: not known.
+        recorded: it has everything that belongs to it.
+        ended: milliseconds since 1970; None: it runs.
+    """
 
     handle: str
     status: str | None
@@ -69,12 +76,12 @@ class FoundRun:
 
 
 class Tracker:
-    """Writes a sweep and its trials into MLflow, in order, each thing once.
+    """Writes a sweep and its trials to MLflow, in order, each item once.
 
-    Only `open` raises. After it the sweep is worth more than its record. A write that the store refuses is told to
-    `on_problem`, once for each kind of problem, and left out. While the store does not answer, writes wait in
-    memory, and are sent when it answers again; `settle` says how many still wait in the end. The next `resume`
-    sends those: `find_runs` says what is there, and what is told again is not written twice.
+    Only `open` raises: after it the sweep is worth more than its record. A write that the store refuses is passed to
+    `on_problem`, once for each kind of problem, and dropped. While the store does not answer, writes wait in memory,
+    and are sent when it answers again; `settle` returns how many wait at the end. The next `resume` sends those:
+    `find_runs` returns what the store has, and an item that is sent again is not written twice.
 
     A run is named by a handle, which is its id as soon as it has one: see `run_id`.
 
@@ -94,13 +101,13 @@ class Tracker:
         """Make the store's schema and the experiment, once, before any trial.
 
         Raises:
-            TrackingError: the store is not there (told within about 10 s), cannot be written, or is of
-                another version of MLflow.
+            TrackingError: the store is missing (reported within about 10 s), cannot be written, or is of another
+                version of MLflow.
         """
         self._client, self._experiment_id = open_store(self._tracking)
 
-    def find_runs(self, sweep_id: str) -> dict[str, FoundRun]:
-        """What a sweep has in the store already: `""` -> its own run, `"<number>"` -> the run of that trial.
+    def find_runs(self, sweep_id: str) -> dict[str, RecordedRun]:
+        """Return the runs of a sweep in the store: `""` -> its own run, `"<number>"` -> the run of that trial.
 
         Raises:
             TrackingError: the store does not answer.
@@ -110,14 +117,14 @@ class Tracker:
             runs = search_runs(self._client, self._experiment_id, f"tags.`{SWEEP_TAG}` = '{sweep_id}'")
         except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
             raise refusal(self._tracking.uri, error) from None
-        found = {}
+        recorded = {}
         for run in runs:
             handle = str(run.info.run_id)
             self._ids[handle] = handle
-            found[run.data.tags.get(TRIAL_TAG, "")] = FoundRun(
+            recorded[run.data.tags.get(TRIAL_TAG, "")] = RecordedRun(
                 handle, run.data.tags.get("status"), RECORDED_TAG in run.data.tags, run.info.end_time
             )
-        return found
+        return recorded
 
     def reopen(self, handle: str) -> None:
         """Let a run that was ended go on: its epochs of before are not written again."""
@@ -131,6 +138,17 @@ class Tracker:
 
         self._write(_RUN, handle, write)
         self.check_epochs(handle)
+
+    def set_aside(self, handle: str) -> None:
+        """Keep a trial's run, but as none of the sweep's trials any more: another run takes its place."""
+
+        def write(client: MlflowClient, run_id: str, again: bool) -> None:
+            run = client.get_run(run_id)
+            if (number := run.data.tags.get(TRIAL_TAG, "")).isdigit():
+                client.set_tag(run_id, TRIAL_TAG, f"{number} {DISTURBED}")
+                client.update_run(run_id, name=shortened(f"{run.info.run_name} ({DISTURBED})"))
+
+        self._write(_RUN, handle, write)
 
     def check_epochs(self, handle: str) -> None:
         """Ask the store which epochs of a run it has, before any is written again."""
@@ -154,17 +172,18 @@ class Tracker:
         return ui_url(self._tracking, self._experiment_id) if self._experiment_id else None
 
     def run_id(self, handle: str | None) -> str:
-        """The id of a run; "" while it has none."""
+        """Return the id of a run; "" while it has none."""
         return self._ids.get(handle or "", "")
 
     def start_sweep(self, name: str, folder: Path, command: str, num_trials: int, sweep_id: str = "") -> str:
         """Start the parent run of a sweep and return its handle.
 
         Args:
+            name: of the run.
             folder: the sweep's own, kept as the tag `fsdp_lab.folder`.
             command: as it was typed; credentials in it are not shown.
-            num_trials: those that are known; `name_sweep` counts those that a search adds.
-            sweep_id: what `find_runs` finds it by.
+            num_trials: the known ones; `name_sweep` counts those that a search adds.
+            sweep_id: `find_runs` finds the run by it.
         """
         return self._create_run(name, lambda: sweep_tags(folder, command, num_trials, sweep_id), sweep_id, "")
 
@@ -178,7 +197,7 @@ class Tracker:
         self._write("tags", handle, write)
 
     def describe_sweep(self, handle: str, answer: str) -> None:
-        """Begin the description of a sweep's run with what it says; a resume replaces it."""
+        """Replace the beginning of a sweep run's description by its answer."""
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
             set_answer(client, id_, answer)
@@ -197,10 +216,12 @@ class Tracker:
         """Start the run of a trial and return its handle.
 
         Args:
-            overrides: what was typed for this trial.
+            name: of the run.
+            overrides: the command line of this trial.
             folder: the trial's own, kept as the tag `fsdp_lab.folder`.
-            parent: the handle of the sweep's run, None for a trial alone.
-            sweep_id, number: what `find_runs` finds it by.
+            parent: the handle of the sweep's run; None: a trial alone.
+            sweep_id: `find_runs` finds the run by it,
+            number: and by the trial's number.
         """
         return self._create_run(
             name,
@@ -212,20 +233,23 @@ class Tracker:
     def log_config(
         self, run_id: str, config: SweepConfig, choices: Mapping[str, str], folder: Path, resumed: bool = False
     ) -> None:
-        """The parameters of a trial and its config's files.
+        """Log the parameters of a trial and its config's files.
 
         Args:
+            run_id: of the trial.
+            config: of the trial.
             choices: group -> option, as Hydra chose them; they become the first parameters.
-            resumed: the run may have parameters; MLflow changes none, so what is other now is the tag `resumed_with`.
-            folder: the trial's own; what is in its `.hydra` is kept under `config/`, without credentials.
+            folder: the trial's own; the files in its `.hydra` are kept under `config/`, without credentials.
+            resumed: the run may have parameters. MLflow changes none, so differences go to the tag `resumed_with`.
         """
         self._write("parameters", run_id, lambda client, id_, again: _log_params(client, id_, config, choices, resumed))
         self._write("the config's files", run_id, lambda client, id_, again: _log_config_files(client, id_, folder))
 
     def log_facts(self, run_id: str, facts: Mapping[str, Any]) -> None:
-        """What a trial told before its first step, as tags and as the data set with its digest.
+        """Log the facts of a trial as tags and as the data set with its digest.
 
         Args:
+            run_id: of the trial.
             facts: as `training.train` reports them, with `data`, the name of the data set.
         """
 
@@ -239,11 +263,10 @@ class Tracker:
         self._write("facts", run_id, write)
 
     def log_epoch(self, run_id: str, metrics: Mapping[str, float]) -> None:
-        """The metrics of a finished epoch, at step `metrics["epoch"]`, some bytes also in MiB; `step` is kept as
-        `train/step`.
+        """Log the metrics of a finished epoch, at step `metrics["epoch"]`.
 
-        A trial that was resumed tells its old epochs again: an epoch that is in MLflow already is left
-        alone, one that was lost with the store away is filled in.
+        Some bytes are also logged in MiB, and `step` as `train/step`. A trial that was resumed reports its old epochs
+        again: an epoch that is in MLflow already is not changed, one that was lost is added.
         """
         epoch = int(metrics["epoch"])
         names = {"train/step" if k == "step" else k: float(v) for k, v in metrics.items() if k != "epoch"}
@@ -264,13 +287,13 @@ class Tracker:
 
     @staticmethod
     def _has_epoch(client: MlflowClient, run_id: str, key: str, epoch: int) -> bool:
-        """An attempt that seemed to fail may have got through."""
+        """Return whether MLflow has an epoch: an attempt that seemed to fail may have succeeded."""
         return any(point.step == epoch for point in client.get_metric_history(run_id, key))
 
     def log_artifact(self, run_id: str, path: Path, folder: str = "") -> None:
         """Copy a file, or a folder with all in it, into the run's artifacts, below `folder`."""
         if not path.exists():
-            self._outbox.tell("missing", f"{path} is not there, so MLflow has no copy of it.")
+            self._outbox.report_problem("missing", f"{path} is missing, so MLflow has no copy of it.")
             return
         if path.is_dir():
             for file in sorted(f for f in path.rglob("*") if f.is_file()):
@@ -296,9 +319,10 @@ class Tracker:
         ended: int | None = None,
         artifacts: Sequence[Path] = (),
     ) -> None:
-        """End a run; the first ending that reached the store stands, later calls do nothing.
+        """End a run. The first end that reached the store stays; later calls do nothing.
 
         Args:
+            run_id: of the run.
             status: one that ends a trial; kept as a tag.
             error: why it failed, kept as the tag `error`: one line of at most 500 characters.
             ended: when, in milliseconds since 1970; None: now.
@@ -321,8 +345,10 @@ class Tracker:
         self._write("the end of a run", run_id, write)
 
     def recorded(self, run_id: str) -> None:
-        """Nothing more comes: with this mark in the store, a resume has nothing to send. A run of which a write was
-        refused does not get it."""
+        """Mark a run as complete in the store, so that a resume has nothing to send.
+
+        A run with a refused write does not get the mark.
+        """
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
             if not self._outbox.refused(run_id):
@@ -331,7 +357,7 @@ class Tracker:
         self._write("the end of a run", run_id, write)
 
     def settle(self, limit_s: float) -> int:
-        """Send what waits, for at most so long; returns how many writes still wait."""
+        """Send waiting writes for at most so many seconds, and return how many still wait."""
         return self._outbox.settle(limit_s)
 
     def _create_run(self, name: str, tags: Callable[[], dict[str, str]], sweep_id: str, number: str) -> str:
@@ -355,9 +381,11 @@ class Tracker:
         return run_id
 
     def _write(self, what: str, run: str, do: Callable[[MlflowClient, str, bool], Any]) -> None:
-        """Write as soon as what was asked for before is written.
+        """Write as soon as all earlier writes are done.
 
         Args:
+            what: the kind of write, for messages.
+            run: the handle of the run.
             do: gets the client, the run's id, and whether it was tried before.
         """
         client = self._client
@@ -371,8 +399,11 @@ class Tracker:
 
 
 def _linked(client: MlflowClient, run_id: str, path: Path, folder: str) -> bool:
-    """Whether a file is a run's artifact by a second name, and so stored once: where artifacts lie in a folder on the
-    same disk. Only for files that are replaced and never written into; a name is as good as a copy of one."""
+    """Return whether a file became a run's artifact as a hard link, so that it is stored once.
+
+    That needs artifacts in a folder on the same disk. Only for files that are replaced and never written into: a link
+    is then as good as a copy.
+    """
     place = urlsplit(client.get_run(run_id).info.artifact_uri)
     if place.scheme != "file" or path.is_symlink():
         return False

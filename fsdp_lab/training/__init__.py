@@ -1,6 +1,6 @@
 """Training one trial in plain PyTorch, under torchrun or any launcher that makes a process group.
 
-Knows neither Ray nor Hydra nor MLflow. `train` is the whole flow; start reading there.
+Imports neither Ray nor Hydra nor MLflow. `train` is the whole flow; start reading there.
 """
 
 from fsdp_lab.training.loop import DivergedError

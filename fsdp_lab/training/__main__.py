@@ -1,9 +1,9 @@
-"""One trial without the platform:
+"""One trial without the platform.
 
 torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=per_block precision=fp16 optimizer.lr=0.01
 torchrun --nproc-per-node 2 -m fsdp_lab.training --config outputs/.../.hydra/config.yaml
 
-Takes `group=option` and `key=value` as the command line of fsdp_lab does, without sweeps and presets.
+Takes `group=option` and `key=value` like the command line of fsdp_lab, without sweeps and presets.
 """
 
 from __future__ import annotations
@@ -27,28 +27,36 @@ from fsdp_lab.training.train import train
 
 
 class ConsoleReporter:
-    """Prints on rank 0, one line an epoch."""
+    """Prints one line of JSON for each epoch, on rank 0."""
 
     def __init__(self) -> None:
         self.speaks = int(os.environ.get("RANK", 0)) == 0
 
     def facts(self, facts: dict[str, Any]) -> None:
+        """Print the facts."""
         if self.speaks:
             print(json.dumps(facts), flush=True)
 
     def phase(self, name: str) -> None:
+        """Do nothing."""
         pass
 
     def step(self, step: int) -> None:
+        """Do nothing."""
         pass
 
     def epoch(self, metrics: Metrics, checkpoint: Path | str | None) -> None:
+        """Print the metrics, rounded to six decimals."""
         if self.speaks:
             print(json.dumps({key: round(value, 6) for key, value in metrics.items()}), flush=True)
 
 
 def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
     """Return the defaults, or a composed config's file, with overrides on top.
+
+    Args:
+        base: a YAML file; None: the defaults.
+        overrides: `group=option` and `key=value`.
 
     Raises:
         ConfigError: an unknown key or option, or a value of the wrong type.
@@ -71,7 +79,11 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
 
 
 def read_option(group: Path, option: str) -> Any:
-    """The values of a group's option.
+    """Return the values of a group's option.
+
+    Args:
+        group: the folder of its options.
+        option: the name of one.
 
     Raises:
         ConfigError: the group has no such option.
@@ -85,7 +97,11 @@ def read_option(group: Path, option: str) -> Any:
 
 
 def resolved(value: Any, root: dict[str, Any]) -> Any:
-    """`value` with what `${group.key}` alone stands for in its place, as an option may say of another group.
+    """Return `value` with each `${group.key}` replaced by the value of that key, as options of other groups use it.
+
+    Args:
+        value: plain values in any nesting.
+        root: the whole config.
 
     Raises:
         ConfigError: there is no such key.
@@ -94,18 +110,18 @@ def resolved(value: Any, root: dict[str, Any]) -> Any:
         return {key: resolved(item, root) for key, item in value.items()}
     if not isinstance(value, str) or not (named := re.fullmatch(r"\$\{([\w.]+)\}", value)):
         return value
-    found: Any = root
+    node: Any = root
     for name in named[1].split("."):
-        if not isinstance(found, dict) or name not in found:
+        if not isinstance(node, dict) or name not in node:
             if named[1] == "model.vocab_size" and (size := known_vocab_size(root["model"])):
                 return size
-            raise ConfigError(f"{value} is needed and {named[1]} is not there; give the key that asks for it a value.")
-        found = found[name]
-    return found
+            raise ConfigError(f"{value} refers to {named[1]}, which is not set; give the key that uses it a value.")
+        node = node[name]
+    return node
 
 
 def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `on_top` in place of its own."""
+    """Return `base` with the leaves of `on_top` in place of its own."""
     merged = dict(base)
     for key, value in on_top.items():
         old = merged.get(key)
@@ -114,13 +130,14 @@ def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Train the trial that the command line describes, and return the exit status."""
     parser = argparse.ArgumentParser(
         "fsdp_lab.training", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--config", type=Path, help="a composed config, such as a trial's .hydra/config.yaml")
     parser.add_argument(
-        "--folder", type=Path, default=Path("outputs/training"), help="checkpoints and the model go here"
+        "--folder", type=Path, default=Path("outputs/training"), help="folder for checkpoints and the model"
     )
     args = parser.parse_intermixed_args()
     try:

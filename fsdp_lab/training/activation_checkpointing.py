@@ -1,4 +1,4 @@
-"""Which blocks are recomputed in the backward pass, and which of their operators are not."""
+"""Which blocks are recomputed in the backward pass, and which outputs of their operators are saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_lab.training.torch_private import checkpoint_wrapper
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> list[nn.Module]:
-    """Return for each block what takes its place: its wrapper, or the block where it is not recomputed."""
+    """Return the replacement of each block: its wrapper, or the block itself if it is not recomputed."""
     match config.activation_checkpointing:
         case ActivationCheckpointing.none:
             return list(blocks)
@@ -34,24 +34,29 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> list[
 
 
 def check_no_unit_inside(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """
+    """Check that no wrapped block has a sharding unit inside, whose gathering would count among its operators.
+
+    Args:
+        model: with wrapped blocks.
+        units: the sharding units.
+
     Raises:
-        UserError: a wrapped block has a sharding unit inside: its gathering would be counted among its operators.
+        UserError: a block has one.
     """
     wrapped = [module for module in model.modules() if hasattr(module, "checkpoint_fn")]
     inside = {id(module) for wrapper in wrapped for module in wrapper.modules() if module is not wrapper}
     if any(id(unit) in inside for unit in units):
         raise UserError(
-            "activation_checkpointing=selective: a block has sharding units inside, and cannot be computed again then; "
-            "name the outer blocks alone with model.block_classes=[...], or use activation_checkpointing=full."
+            "activation_checkpointing=selective: a block has sharding units inside, so it cannot be recomputed; name "
+            "only the outer blocks with model.block_classes=[...], or use activation_checkpointing=full."
         )
 
 
 def selective_contexts() -> Any:
-    """Return the contexts of the forward pass of a block and of its recomputation.
+    """Return the contexts of a block's forward pass and of its recomputation.
 
-    torchtitan's rule: what is dear to compute is kept, and of matrix products every second one. A layer with a bias is
-    `addmm`, which torchtitan's models have not: it counts as a matrix product here.
+    By torchtitan's rule the outputs of expensive operators are saved, and of matrix products every second one. A layer
+    with a bias is `addmm`, which torchtitan's models lack; it counts as a matrix product here.
     """
     seen = {False: 0, True: 0}  # matrix products, of the forward pass and of the recomputation
 
@@ -67,12 +72,12 @@ def selective_contexts() -> Any:
 
 
 def _operators(names: Sequence[str]) -> frozenset[Any]:
-    """Return the operators of these names below `torch.ops`, without those that this PyTorch does not have."""
-    found = set()
+    """Return the operators of these names below `torch.ops`; names that this PyTorch lacks are skipped."""
+    operators = set()
     for name in names:
         with suppress(AttributeError):
-            found.add(attrgetter(name)(torch.ops))
-    return frozenset(found)
+            operators.add(attrgetter(name)(torch.ops))
+    return frozenset(operators)
 
 
 _PRODUCTS = _operators(MATRIX_PRODUCTS)

@@ -1,4 +1,4 @@
-"""The repeating blocks of a model: what `per_block` shards, checkpointing wraps and compile compiles."""
+"""The repeating blocks of a model: `per_block` shards them, checkpointing wraps them, compile compiles them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ BlockClasses = tuple[type[nn.Module], ...]
 
 
 def find_block_classes(model: nn.Module) -> BlockClasses:
-    """Return the classes that the model names itself, as those of transformers do, else the class that the longest list
-    of its modules repeats; nothing where there is no such list."""
+    """Return the classes of a model's repeating blocks.
+
+    They are the classes that the model names itself, as those of transformers do, else the class that its longest list
+    of modules repeats. The tuple is empty without such a list.
+    """
     named = unsplit_classes(model)
     classes = {type(module) for module in model.modules() if type(module).__name__ in named}
     if classes:
@@ -26,7 +29,10 @@ def find_block_classes(model: nn.Module) -> BlockClasses:
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """The children of a list of modules of one class. A sequence of PyTorch's own layers is no list of blocks."""
+    """Return the children of a list of modules of one class, else nothing.
+
+    A sequence of PyTorch's own layers is no list of blocks.
+    """
     children = list(module.children())
     kinds = {type(child) for child in children}
     if len(children) < 2 or len(kinds) > 1 or not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -37,9 +43,15 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) -> None:
-    """
+    """Check that the model has the blocks that the config needs.
+
+    Args:
+        model: before it is sharded.
+        blocks: the classes of its blocks; empty: none were found.
+        config: the trial.
+
     Raises:
-        UserError: the config needs blocks, and the model has none of these classes.
+        UserError: it has none of these classes, or fewer blocks than `activation_checkpointing_every`.
     """
     num_blocks = sum(isinstance(module, blocks) for module in model.modules())
     if num_blocks:
@@ -64,26 +76,27 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
 
 
 def _check_every(num_blocks: int, config: TrialConfig) -> None:
-    """
+    """Check that there is an n-th block to checkpoint.
+
     Raises:
-        UserError: every n-th block is to be checkpointed, and there are fewer.
+        UserError: there are fewer blocks than n.
     """
     every = config.activation_checkpointing_every
     if config.activation_checkpointing is ActivationCheckpointing.every_n and every > num_blocks:
         raise UserError(
-            f"activation_checkpointing_every={every} is more than the model's {count(num_blocks, 'block')}, so that "
+            f"activation_checkpointing_every={every} is more than the model's {count(num_blocks, 'block')}, so "
             f"activation_checkpointing=every_n would do nothing; use at most {num_blocks}."
         )
 
 
 def batch_norm_notes(model: nn.Module, world_size: int) -> list[str]:
-    """Say once what batch norm does on several ranks."""
+    """Return a note about batch norm on several ranks; an empty list for one rank or without batch norm."""
     kinds = {
         type(m).__name__ for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
     }
     if world_size == 1 or not kinds:
         return []
     return [
-        f"{', '.join(sorted(kinds))} computes its statistics from each rank's part of the batch: losses depend on the "
+        f"{', '.join(sorted(kinds))} computes its statistics from each rank's part of the batch. Losses depend on the "
         "number of workers, and the exported model has the statistics of rank 0. nn.SyncBatchNorm shares them."
     ]

@@ -1,4 +1,4 @@
-"""From a workload to everything that a step changes: the one path that training and forecasts share.
+"""From a workload to the state that a step changes: the one path that training and forecasts share.
 
 The order is FSDP2's: shard bottom-up, materialise, and only then the optimizer.
 """
@@ -34,16 +34,20 @@ def build(
     total_steps: int = 1,
     find_unused: bool = False,
 ) -> TrainState:
-    """Build, shard and materialise the model, then make what trains it.
+    """Build, shard and materialise the model, then make its optimizer, loss scaler and learning-rate schedule.
 
     Args:
+        spec: how to build the model.
+        config: the trial.
+        dims: how the ranks divide the work; needs a mesh.
         device: where the model computes.
         materialize: gives the parameters of a model on `meta` their storage and values, in place.
-        steps_per_epoch, total_steps: of the learning-rate schedule.
+        steps_per_epoch: of the learning-rate schedule.
+        total_steps: of the learning-rate schedule.
         find_unused: whether some parameters get no gradient.
 
     Raises:
-        UserError: the model has no blocks and the config needs some, or cannot be built on `meta`.
+        UserError: the model lacks blocks that the config needs, or cannot be built on `meta`.
     """
     assert dims.mesh is not None
     blueprint = build_blueprint(spec, config)
@@ -65,8 +69,10 @@ def build(
 
 
 def leaves_some_unused(workload: Workload, config: TrialConfig) -> bool:
-    """Whether some parameters get no gradient, for which DDP would wait; where a step on `meta` cannot tell, they may.
-    FSDP2 does not ask."""
+    """Return whether DDP must look for parameters without a gradient, as a step on `meta` shows.
+
+    True if such a step cannot be computed. False for FSDP2, which needs no such list.
+    """
     if config.sharding.granularity is not Granularity.ddp:
         return False
     try:

@@ -1,8 +1,9 @@
-"""Checkpoints: DCP shards, written under a temporary name and made a checkpoint when whole.
+"""Checkpoints: DCP shards, written under a temporary name and renamed when complete.
 
-A folder of checkpoints holds `step_00000022/` and so on; each has DCP's files and `meta.json`, which says what wrote
-it and carries the metrics of the epochs so far. What has another name is not a checkpoint, and a damaged one is passed
-over for the one before: see `checkpoint_files.py`; for object storage, `checkpoint_place.py`.
+A folder of checkpoints holds `step_00000022/` and so on. Each has DCP's files and `meta.json`, which names what wrote
+it
+and carries the metrics of the epochs so far. Folders with other names are no checkpoints. A damaged checkpoint is
+skipped for the one before: see `checkpoint_files.py`; for object storage, `checkpoint_place.py`.
 
 DCP's own files are read with pickle: load only checkpoints that you or your jobs wrote.
 """
@@ -40,20 +41,22 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.layout import Layout
 from fsdp_lab.training.checkpoint_files import META
 from fsdp_lab.training.checkpoint_place import Where, place_of, reader, step_of, writer
-from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.distributed import DistributedContext
 
 Metrics = dict[str, float]
 _SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be loaded here, and why."""
+    """A checkpoint that cannot be loaded here, and the reason."""
 
 
 @contextmanager
 def ordinary_errors(doing: str) -> Iterator[None]:
-    """Raise what went wrong on the first rank that failed, with a note of what was being done. DCP raises a
-    `CheckpointException` on every rank instead, which is no `Exception` and would end the process."""
+    """Raise the error of the first rank that failed, with a note of what was being done.
+
+    DCP raises a `CheckpointException` on every rank instead, which is no `Exception` and would end the process.
+    """
     try:
         yield
     except CheckpointException as failed:
@@ -64,8 +67,19 @@ def ordinary_errors(doing: str) -> Iterator[None]:
 
 @dataclass
 class TrainState(Stateful):
-    """Everything that training changes. `layout` says how the model was divided, `history` has the metrics of every
-    epoch so far, `epoch_step` counts the optimizer steps of an epoch that is not finished."""
+    """Everything that training changes.
+
+    Attributes:
+        model: sharded.
+        optimizer: of the sharded parameters.
+        scaler: of the loss; disabled without loss scaling.
+        lr_schedule: of the learning rate.
+        layout: how the model was divided.
+        epoch: finished epochs.
+        step: optimizer steps so far.
+        epoch_step: optimizer steps of an epoch that is not finished.
+        history: the metrics of every epoch so far.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -78,10 +92,11 @@ class TrainState(Stateful):
     history: list[Metrics] = field(default_factory=list)
 
     def remember(self, metrics: Metrics) -> None:
-        """Add an epoch to the history; one that `max_steps` had cut short is replaced."""
+        """Add an epoch to the history, replacing an earlier entry that `max_steps` had cut short."""
         self.history = [*(m for m in self.history if m["epoch"] != metrics["epoch"]), metrics]
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what DCP saves: the sharded state and the position in the training. The history is not in it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,
@@ -93,6 +108,7 @@ class TrainState(Stateful):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned. A checkpoint without loss scaling leaves the scaler at its start."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -108,7 +124,7 @@ class TrainState(Stateful):
 
 
 class _AsSaved(dcp.DefaultLoadPlanner):
-    """Loads no optimizer state of a parameter that had none yet: it had no gradient before the checkpoint was saved."""
+    """Skips the optimizer state of a parameter that had no gradient before the checkpoint was saved."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         states = state_dict["train"]["optimizer"]["state"]
@@ -120,9 +136,18 @@ class _AsSaved(dcp.DefaultLoadPlanner):
 
 
 class Checkpoints:
-    """The checkpoints of one trial, in a folder that all ranks see or at an address in object storage."""
+    """The checkpoints of one trial, in a folder that all ranks see or at an address in object storage.
 
-    def __init__(self, place: Where, config: TrialConfig, ranks: Ranks) -> None:
+    Args:
+        place: the folder or the address.
+        config: the trial.
+        ranks: this process.
+
+    Attributes:
+        notes: sentences about the checkpoint that was loaded.
+    """
+
+    def __init__(self, place: Where, config: TrialConfig, ranks: DistributedContext) -> None:
         self.place, self.config, self.ranks = place_of(place), config, ranks
         self.settings: CheckpointConfig = config.checkpoint
         self.notes: list[str] = []  # on what was loaded
@@ -131,13 +156,14 @@ class Checkpoints:
         self._async_group: dist.ProcessGroup | None = None
 
     def load(self, state: TrainState) -> Where | None:
-        """Go on from this trial's own last checkpoint, else from `checkpoint.resume_from`, else not at all.
+        """Resume from this trial's own last checkpoint, else from `checkpoint.resume_from`.
 
         Returns:
-            the checkpoint that was loaded.
+            the checkpoint that was loaded; None: training starts from step 0.
 
         Raises:
-            CheckpointError: there is none where `resume_from` points, or it is of another model or PyTorch.
+            CheckpointError: `resume_from` has no checkpoint, or the checkpoint is damaged or of another model or
+                PyTorch.
         """
         source, meta, self.notes = self._agree_on_source()
         if source is None:
@@ -154,17 +180,17 @@ class Checkpoints:
                 raise
             raise CheckpointError(
                 f"the checkpoint {source} is damaged: its files have the expected sizes but cannot be read "
-                f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); move it away, and the trial "
-                "starts from the one before."
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); move it away to start from the "
+                "checkpoint before it."
             ) from error
         state.history = meta["history"]
         return source
 
     def _agree_on_source(self) -> tuple[Where | None, dict[str, Any], list[str]]:
-        """Rank 0 looks and tells the others: a slow shared disk must not split them.
+        """Let rank 0 look and broadcast the answer: on a slow shared disk ranks could see different files.
 
         Returns:
-            the checkpoint to load, its metadata, and a note where damaged ones were passed over.
+            the checkpoint to load, its metadata, and a note about each damaged one that was skipped.
         """
         return self._on_first_rank(self._find_source)
 
@@ -174,20 +200,20 @@ class Checkpoints:
             source, damaged_there = place_of(self.settings.resume_from).find_latest()
             if source is None:
                 raise CheckpointError(
-                    f"checkpoint.resume_from={self.settings.resume_from} holds no whole checkpoint; give a "
-                    f"folder named step_<number> with a {META} in it, or the folder above such ones."
+                    f"checkpoint.resume_from={self.settings.resume_from} has no complete checkpoint; give a "
+                    f"folder named step_<number> with a {META} in it, or its parent folder."
                     + "".join(f" Damaged: {each}." for each in damaged_there)
                 )
             damaged += damaged_there
-        instead = f"training starts from {source}" if source else "training starts anew"
-        notes = [f"passed over a damaged checkpoint, {each}; {instead}" for each in damaged]
+        instead = f"training starts from {source}" if source else "training starts from step 0"
+        notes = [f"skipped a damaged checkpoint, {each}; {instead}" for each in damaged]
         return source, place_of(source).meta(source) if source else {}, notes
 
     def save(self, state: TrainState, metrics: Metrics) -> Metrics:
         """Save now (`sync`) or start to (`async`); every rank calls it.
 
-        Adds to `metrics` the seconds that training stood still (`checkpoint/blocked_s`) and, when one was
-        finished, what the save took and its size. Then appends them to the state's history.
+        Adds to `metrics` the seconds that training stood still (`checkpoint/blocked_s`). If a save was finished, also
+        adds its duration and its size. Then appends the metrics to the state's history.
         """
         if self.settings.mode is CheckpointMode["off"]:
             state.remember(metrics)
@@ -220,11 +246,15 @@ class Checkpoints:
         return metrics
 
     def last_whole(self) -> Where | None:
-        """The newest finished checkpoint of this trial, of those that were loaded or saved here."""
+        """Return the newest finished checkpoint of this trial that was loaded or saved here; None: none was."""
         return self._newest
 
     def finish(self) -> Metrics:
-        """Wait for a save in the making and publish it. Every rank calls it, also at the end of training."""
+        """Wait for a running save and publish it. Every rank calls it, also at the end of training.
+
+        Returns:
+            its duration and size as metrics; empty without a running save.
+        """
         if self._writing is None:
             return {}
         future, making, step, meta, begun = self._writing
@@ -236,8 +266,10 @@ class Checkpoints:
         return figures
 
     def load_best_weights(self, state: TrainState) -> int:
-        """Give the model the weights of this trial's checkpoint with the least validation loss, and return their step;
-        every rank calls it, at the end of training."""
+        """Load the weights of this trial's checkpoint with the least validation loss, and return its step.
+
+        Every rank calls it, at the end of training.
+        """
         best = self._on_first_rank(self.place.best)
         step = step_of(best)
         if best == self._newest:
@@ -249,7 +281,7 @@ class Checkpoints:
         return step
 
     def _on_first_rank(self, do: Callable[[], Any]) -> Any:
-        """Return on every rank what it returns on rank 0, or raise what it raises there."""
+        """Return the result that `do` has on rank 0 on every rank, or raise its error on every rank."""
         done: list[Any] = [None]
         if self.ranks.is_first:
             try:
@@ -265,11 +297,11 @@ class Checkpoints:
         return self._on_first_rank(lambda: self.place.begin(step))
 
     def _size(self, making: Where) -> float:
-        """Bytes of a finished save. Only rank 0 looks: it is also the one that publishes it."""
+        """Return the bytes of a finished save. Only rank 0, which also publishes it, looks."""
         return float(self._on_first_rank(lambda: self.place.size(making)))
 
     def _publish(self, making: Where, step: int, meta: dict[str, Any]) -> None:
-        """Rank 0 makes it a checkpoint, and then removes what need not be kept."""
+        """Publish a save on rank 0, and then remove checkpoints that need not be kept."""
 
         def publish() -> Where:
             target = self.place.publish(making, step, meta)
@@ -292,15 +324,20 @@ class Checkpoints:
 
 
 def is_of_the_machine(error: BaseException) -> bool:
-    """Whether memory or a disk failed, and not what was read from it."""
+    """Return whether memory or a disk failed, not the content that was read."""
     return isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
 
 
 def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
     """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
 
+    Args:
+        meta: the checkpoint's metadata.
+        source: the checkpoint, for messages.
+        config: the trial that is to load it.
+
     Raises:
-        CheckpointError: see above. DCP gives no promise between PyTorch versions.
+        CheckpointError: they differ. DCP promises nothing between PyTorch versions.
     """
     wanted, there = to_dict(config.model), meta["model"]
     keys = dict.fromkeys([*wanted, *there])  # a user's model has other keys with other arguments
@@ -309,27 +346,32 @@ def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None
         other.append(f"optimizer={meta['optimizer']} there, {config.optimizer.name.name} here")
     if other:
         raise CheckpointError(
-            f"the checkpoint {source} is of another model or optimizer: {'; '.join(other)}; use the same values, "
-            "or start anew in another folder."
+            f"the checkpoint {source} has another model or optimizer: {'; '.join(other)}; use the same values, "
+            "or start a new trial in another folder."
         )
     here = torch.__version__
     if _minor(meta["torch_version"]) != _minor(here) and not config.checkpoint.any_torch_version:
         raise CheckpointError(
-            f"the checkpoint {source} was written by PyTorch {meta['torch_version']}, this is {here}; PyTorch "
-            "promises nothing between versions. Use that version, or checkpoint.any_torch_version=true to try."
+            f"the checkpoint {source} was written by PyTorch {meta['torch_version']}, and this is {here}; PyTorch does "
+            "not promise that versions are compatible. Use that version, or try checkpoint.any_torch_version=true."
         )
 
 
 def trial_identity(config: TrialConfig) -> dict[str, Any]:
-    """The keys that make a trial what it is."""
+    """Return the settings that identify a trial: its checkpoints are of no other."""
     return settings(config, Between.CHECKPOINT)
 
 
 def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
-    """Refuse to go on in a folder that another trial was trained in.
+    """Refuse to resume in a folder in which another trial was trained.
+
+    Args:
+        meta: the checkpoint's metadata.
+        source: the checkpoint, for messages.
+        config: the trial that is to load it.
 
     Raises:
-        CheckpointError: with what differs.
+        CheckpointError: with the settings that differ.
     """
     here, there = trial_identity(config), trial_identity(TrialConfig()) | meta["trial"]  # older ones lack newer keys
     known = keys_of(TrialConfig)
@@ -345,7 +387,7 @@ def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -
         folder = str(source).rpartition("/checkpoints/")[0]
         raise CheckpointError(
             f"the folder {folder} holds another trial ({'; '.join(other)}); use another folder, or "
-            f"checkpoint.resume_from={source} in a new one to go on from its weights."
+            f"checkpoint.resume_from={source} in a new one to continue from its weights."
         )
 
 

@@ -1,4 +1,4 @@
-"""Both splits of a workload, served in an order that depends on seed and epoch only, and divided among the ranks."""
+"""Both splits of a workload, divided among the ranks in an order that depends on seed and epoch only."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.hardware import default_loader_workers, worker_cpus
-from fsdp_lab.training.distributed import ParallelDims, Ranks, gather
+from fsdp_lab.training.distributed import DistributedContext, ParallelDims, gather
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec
 from fsdp_lab.workloads.construct import seed_all
 
 
-def load_data(spec: DataSpec, ranks: Ranks) -> Data:
-    """Both splits. Where files are downloaded, one process of each node does it and the others wait.
+def load_data(spec: DataSpec, ranks: DistributedContext) -> Data:
+    """Return both splits. One process of each node downloads missing files while the others wait.
 
     Raises:
-        UserError: the data cannot be had, or does not suit the model.
+        UserError: the data are missing, or do not suit the model. Every rank raises it.
     """
     problem = ""
     if ranks.local_rank == 0:
@@ -39,9 +39,17 @@ def load_data(spec: DataSpec, ranks: Ranks) -> Data:
 class TrainOrder(Sampler[Tensor]):
     """The indices of each microbatch of this rank, through one epoch.
 
-    An epoch is a permutation of the training samples, cut into global batches; what is left over at its
-    end is not used. Each global batch is cut by microbatch first and rank second, so that the samples of
-    an optimizer step are the same for every number of workers.
+    An epoch is a permutation of the training samples, cut into global batches; a rest at its end is dropped. Each
+    global batch is cut by microbatch first and rank second, so the samples of an optimizer step are the same for every
+    number of workers.
+
+    Args:
+        count: training samples.
+        training: batch size, accumulation and seed.
+        dims: this rank's part.
+
+    Raises:
+        ConfigError: a global batch is larger than the split.
     """
 
     def __init__(self, count: int, training: TrainingConfig, dims: ParallelDims) -> None:
@@ -55,7 +63,7 @@ class TrainOrder(Sampler[Tensor]):
             )
 
     def go_to(self, epoch: int, steps_done: int) -> None:
-        """Begin after so many optimizer steps of an epoch."""
+        """Start after so many optimizer steps of an epoch."""
         self.epoch, self.steps_done = epoch, steps_done
 
     def __len__(self) -> int:
@@ -71,12 +79,18 @@ class TrainOrder(Sampler[Tensor]):
 
 
 def microbatch_size(training: TrainingConfig, dims: ParallelDims) -> int:
-    """The samples that one rank takes at once."""
+    """Return the samples that one rank takes at once."""
     return training.global_batch_size // dims.dp_degree // training.grad_accum_steps
 
 
 class ValOrder(Sampler[Tensor]):
-    """Every validation sample once, dealt to the ranks in turn; padded, since all ranks must step together."""
+    """Every validation sample once, dealt to the ranks in turn, with padding, because all ranks must step together.
+
+    Args:
+        count: validation samples.
+        batch_size: samples of a microbatch.
+        dims: this rank's part.
+    """
 
     def __init__(self, count: int, batch_size: int, dims: ParallelDims) -> None:
         per_rank = -(-count // dims.dp_degree)
@@ -92,7 +106,7 @@ class ValOrder(Sampler[Tensor]):
 
 
 class SeededOrder(Sampler[tuple[int, Tensor]]):
-    """The batches of an order, each with a seed that depends on `training.seed`, the epoch and its items alone."""
+    """The batches of an order, each with a seed that depends only on `training.seed`, the epoch and its items."""
 
     def __init__(self, order: TrainOrder | ValOrder, seed: int) -> None:
         self.order, self.seed = order, seed
@@ -107,8 +121,10 @@ class SeededOrder(Sampler[tuple[int, Tensor]]):
 
 
 class Seeded:
-    """Reads each batch after seeding all generators: what a data set draws is the same in this process, in those of
-    the loader, and after a resume."""
+    """Seeds all generators before it reads a batch.
+
+    A data set's random numbers are then the same in this process, in loader processes, and after a resume.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -124,7 +140,13 @@ class Seeded:
 
 @dataclass(frozen=True)
 class Loaders:
-    """Both splits as this rank takes them. `order`: of the training split, to be sent to an epoch."""
+    """Both splits as this rank reads them.
+
+    Attributes:
+        order: of the training split; `go_to` selects the epoch.
+        train: whole microbatches.
+        val: whole microbatches, padded with the index -1.
+    """
 
     order: TrainOrder
     train: DataLoader[Batch]
@@ -132,9 +154,10 @@ class Loaders:
 
 
 def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: torch.device) -> Loaders:
-    """
+    """Return the loaders of both splits for this rank.
+
     Raises:
-        ConfigError: a global batch is more than there are training samples.
+        ConfigError: a global batch is larger than the training split.
     """
     order = TrainOrder(len(data.train), config.training, dims)
     val_order = ValOrder(len(data.val), microbatch_size(config.training, dims), dims)
@@ -149,11 +172,14 @@ def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: t
 def build_loader(
     dataset: Dataset, order: TrainOrder | ValOrder, loader_workers: int | None, device: torch.device, seed: int = 0
 ) -> DataLoader[Batch]:
-    """A loader of whole microbatches.
+    """Return a loader of whole microbatches.
 
     Args:
-        loader_workers: the processes that prepare batches; None: as many as suit the device.
-        seed: of what the data set draws.
+        dataset: serves batches by the indices of their items.
+        order: the indices of each batch.
+        loader_workers: processes that prepare batches; None: as many as suit the device.
+        device: batches are pinned if it is a GPU.
+        seed: of the data set's random numbers.
     """
     if loader_workers is None:
         loader_workers = default_loader_workers(device.type == "cuda", worker_cpus())

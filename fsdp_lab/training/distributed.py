@@ -14,8 +14,8 @@ from fsdp_lab.config.parallel import Granularity, ShardingConfig
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Who this process is, and the device it computes on."""
+class DistributedContext:
+    """The rank of this process, and the device it computes on."""
 
     rank: int
     local_rank: int
@@ -24,24 +24,31 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
 def backend_name(device_type: str) -> str:
-    """CUDA takes gloo beside NCCL: offloaded gradients and checkpoints are reduced on the CPU."""
+    """Return the backend of a process group.
+
+    CUDA adds gloo to NCCL, because offloaded gradients and checkpoints are reduced on the CPU.
+    """
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def sees_cuda() -> tuple[bool, str | None]:
-    """Whether PyTorch sees a GPU, and the CUDA version that it is built for; None: without CUDA."""
+    """Return whether PyTorch sees a GPU, and the CUDA version that it is built for; None: without CUDA."""
     return torch.cuda.is_available(), torch.version.cuda
 
 
-def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
+def setup_distributed(timeout_s: float = 1800.0) -> DistributedContext:
     """Join the process group that torchrun's variables describe, or the one that a launcher made already.
 
-    Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works. A group of one meets
-    in memory: PyTorch's store would listen on every interface.
+    Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works. A group of one uses a
+    store in memory: PyTorch's TCP store would listen on every interface.
+
+    Args:
+        timeout_s: of collectives.
     """
     cuda = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in str(dist.get_backend_config()))
     if not dist.is_initialized():
@@ -53,11 +60,19 @@ def setup_distributed(timeout_s: float = 1800.0) -> Ranks:
         else:
             dist.init_process_group(backend, timeout=limit)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    return Ranks(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
+    return DistributedContext(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
 
 def join_by_file_store(path: str, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """Join the process group of ranks on one machine that all name the same new file."""
+    """Join the process group of ranks on one machine that all name the same new file.
+
+    Args:
+        path: of the file.
+        backend: see `backend_name`.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: of joining and of collectives.
+    """
     store = dist.FileStore(path, world_size)
     join_by_store(store, backend, rank, world_size, timeout_s)
 
@@ -65,10 +80,17 @@ def join_by_file_store(path: str, backend: str, rank: int, world_size: int, time
 def join_by_tcp_store(
     host: str, port: int, listener: int | None, backend: str, rank: int, world_size: int, timeout_s: float
 ) -> None:
-    """Join the process group of ranks that meet at a port of rank 0's.
+    """Join the process group of ranks that meet at a port of rank 0's host.
 
     Args:
-        listener: rank 0's socket that listens there, by its number; the store closes it in the end.
+        host: of rank 0.
+        port: of the store.
+        listener: the file descriptor of rank 0's listening socket, which the store closes at the end; None on other
+            ranks.
+        backend: see `backend_name`.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: of joining and of collectives.
     """
     limit, first = timedelta(seconds=timeout_s), listener is not None
     store = dist.TCPStore(host, port, world_size, first, limit, wait_for_workers=False, master_listen_fd=listener)
@@ -76,7 +98,7 @@ def join_by_tcp_store(
 
 
 def join_by_store(store: dist.Store, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """Join the process group whose ranks meet in a store."""
+    """Join the process group whose ranks meet in a store; `timeout_s` also limits collectives."""
     limit = timedelta(seconds=timeout_s)
     store.set_timeout(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
@@ -86,11 +108,17 @@ def join_by_store(store: dist.Store, backend: str, rank: int, world_size: int, t
 class ParallelDims:
     """How the ranks divide the work: `dp_replicate` groups of `dp_shard` shards of `tp` tensor-parallel ranks.
 
-    `tp` is 1: there is no tensor parallelism yet. Whatever divides samples, or averages over their parts, asks for the
-    data-parallel degree and rank, not for the world's size.
+    `tp` is 1: there is no tensor parallelism yet. Code that divides samples, or averages over their parts, uses the
+    data-parallel degree and rank, not the world's size.
 
-    `mesh`: the axes that are divided, `(dp_shard,)`, `(dp_replicate, dp_shard)` or, for DDP, `(dp_replicate,)`; None
-    where only the numbers are wanted. `dp_group`: the ranks that hold the other samples of a batch; None: all ranks.
+    Attributes:
+        dp_replicate: replicas of the sharded model.
+        dp_shard: shards of the model.
+        tp: tensor-parallel ranks of a shard.
+        rank: of this process.
+        mesh: the divided axes: `(dp_shard,)`, `(dp_replicate, dp_shard)` or, for DDP, `(dp_replicate,)`. None: only the
+            numbers are needed.
+        dp_group: the ranks that hold the other samples of a batch; None: all ranks.
     """
 
     dp_replicate: int = 1
@@ -102,22 +130,22 @@ class ParallelDims:
 
     @property
     def dp_degree(self) -> int:
-        """The number of parts that a global batch is divided into."""
+        """The number of parts of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def dp_rank(self) -> int:
-        """The part that is this rank's; tensor-parallel ranks share one."""
+        """The index of this rank's part; tensor-parallel ranks share one."""
         return self.rank // self.tp
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a tensor up over the data-parallel ranks, in place."""
+        """Add a tensor up over the data-parallel ranks, in place, and return it."""
         dist.all_reduce(values, group=self.dp_group)
         return values
 
 
-def build_parallel_dims(sharding: ShardingConfig, ranks: Ranks) -> ParallelDims:
-    """Divide the ranks and make their mesh. DDP replicates over all of them, and does not use its mesh."""
+def build_parallel_dims(sharding: ShardingConfig, ranks: DistributedContext) -> ParallelDims:
+    """Divide the ranks and make their mesh. DDP replicates over all ranks and does not use its mesh."""
     if sharding.granularity is Granularity.ddp:
         shape = {"dp_replicate": ranks.world_size}
     elif sharding.dp_replicate == 1:
@@ -129,18 +157,18 @@ def build_parallel_dims(sharding: ShardingConfig, ranks: Ranks) -> ParallelDims:
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Add a tensor up over all ranks, in place."""
+    """Add a tensor up over all ranks, in place, and return it."""
     dist.all_reduce(values)
     return values
 
 
 def gather(text: str) -> list[str]:
-    """What each rank has to say, told to all: so that they fail together, with the same words."""
+    """Return the texts of all ranks in their order, on every rank: so all fail together with the same message."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
 
 
 def largest(value: float) -> float:
-    """The largest of the ranks' values, known to all."""
+    """Return the largest of the ranks' values, on every rank."""
     return max(map(float, gather(repr(value))))

@@ -1,4 +1,4 @@
-"""The trained model as a file, or as a folder in its own format, for whoever wants to use it without any of this."""
+"""The trained model as a file, or as a folder in its own format, for use without fsdp_lab."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import DATA_FILE, DataConfig, DataGroup, ModelConfig, ModelGroup
 from fsdp_lab.files import whole, whole_folder, write_json
-from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.workloads.build import build_model_spec
 
 FORMAT = 1
@@ -24,7 +24,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class ExportedModel:
-    """A loaded model, in eval mode on the CPU, with the configs that built and fed it."""
+    """A loaded model, in eval mode on the CPU, with the configs of the model and of its data."""
 
     module: nn.Module
     model: ModelConfig
@@ -34,7 +34,7 @@ class ExportedModel:
 def export_model(
     model: nn.Module,
     config: TrialConfig,
-    ranks: Ranks,
+    ranks: DistributedContext,
     folder: Path,
     step: int,
     save: Callable[[Mapping[str, Tensor], Path], None] | None = None,
@@ -42,12 +42,15 @@ def export_model(
     """Gather the full weights to rank 0's CPU and write them; every rank calls it.
 
     `model.pt` is a plain dictionary of tensors, texts and numbers: `torch.load(path, weights_only=True)`. A model with
-    a format of its own is a folder `model` instead, with the data that it was trained on beside.
+    a format of its own becomes a folder `model` instead, which also names the data that it was trained on.
 
     Args:
+        model: sharded.
+        config: the trial.
+        ranks: this process.
         folder: the trial's.
-        step: the optimizer step that left these weights; such a folder says it.
-        save: writes such a folder.
+        step: the optimizer step of these weights; recorded in such a folder.
+        save: writes such a folder; None: write `model.pt`.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
@@ -73,26 +76,26 @@ def export_model(
 
 
 def load_exported(path: Path) -> ExportedModel:
-    """Build the model again and give it the exported weights.
+    """Build the model again and load the exported weights.
 
     Raises:
-        UserError: the file is not one that `export_model` wrote.
+        UserError: `export_model` did not write this file, or the model is not one of ours.
     """
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file; give the path of a model.pt that a trial exported.")
+        raise UserError(f"{path}: no such file; give the path of a model.pt that a trial exported.")
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         # not torch's own advice, which is to trust the file
-        raise UserError(f"{path} is not an exported model: it does not hold tensors and plain values only.") from error
+        raise UserError(f"{path} is not an exported model, which has only tensors and plain values.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"{path} is not a model that this version exported (format {FORMAT} is what it reads).")
+        raise UserError(f"{path} was not exported by this version, which reads format {FORMAT}.")
     model, data = ModelGroup.of_plain(content["model"]), DataGroup.of_plain(content["data"])
     if not isinstance(model, ModelConfig) or not isinstance(data, DataConfig):
         # what a file names is not called: it may be anybody's file
         raise UserError(
-            f"{path} is of a model or a data set that fsdp_lab does not know; build the model with its own code, "
-            f'and give it torch.load("{path}", weights_only=True)["state_dict"].'
+            f"{path} has a model or a data set that fsdp_lab does not know; build the model with its own code, "
+            f'and load torch.load("{path}", weights_only=True)["state_dict"].'
         )
     module = build_model_spec(model).build()
     module.load_state_dict(content["state_dict"])

@@ -11,23 +11,26 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.machine import FLOAT8_SINCE
 from fsdp_lab.training.blocks import BlockClasses
 
-_MULTIPLE = 16  # of both sizes of a weight: of others a GPU has no product in float8
+_MULTIPLE = 16  # of both sizes of a weight: GPUs multiply no other sizes in float8
 
 
 def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.device, emulate: bool = False) -> None:
-    """Put torchao's linear layers, scaled by rows, in the place of the plain ones inside blocks. The embedding and the
-    head stay as they are, as do sizes that are no multiple of 16.
+    """Replace the plain linear layers of blocks by torchao's float8 ones, scaled by rows, in place.
+
+    The embedding and the head stay as they are, and so do layers with a size that is no multiple of 16.
 
     Args:
-        device: what the model computes on.
-        emulate: compute on any device what a GPU would in float8.
+        model: before it is sharded.
+        block_classes: the classes of its blocks.
+        device: where the model computes.
+        emulate: compute on any device what a GPU would compute in float8.
 
     Raises:
-        UserError: the device has no float8, torchao is missing, or there is no such layer.
+        UserError: the device has no float8, torchao is missing, or no layer can be replaced.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if not emulate and (capability is None or capability < FLOAT8_SINCE):
-        have = "a CPU" if capability is None else f"one of {capability[0]}.{capability[1]}"
+        have = "a CPU" if capability is None else f"{capability[0]}.{capability[1]}"
         raise UserError(
             "precision=float8 needs a GPU of compute capability 8.9 (Ada, Hopper or newer), and this worker has "
             f"{have}; use precision=bf16_mixed."
@@ -51,5 +54,5 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
 
 
 def _is_converted(layer: nn.Module) -> bool:
-    """Subclasses have a forward pass of their own."""
+    """Return whether a layer is a plain linear one of suitable sizes; subclasses have a forward pass of their own."""
     return type(layer) is nn.Linear and not layer.in_features % _MULTIPLE and not layer.out_features % _MULTIPLE

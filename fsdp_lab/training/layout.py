@@ -18,8 +18,10 @@ def describe_layout(
     """Return how a model was divided.
 
     Args:
-        units: what `apply_fully_shard` sharded, without the root.
+        model: sharded.
+        units: the modules that `apply_fully_shard` sharded, without the root.
         blocks: the classes of the repeating blocks.
+        find_unused: whether DDP looks for parameters without a gradient.
     """
     names = {id(module): name.replace(f".{WRAPPED}", "") for name, module in model.named_modules()}
     ours = {id(unit) for unit in units}
@@ -43,5 +45,5 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def path_of(kind: type) -> str:
-    """Return `module:Name`."""
+    """Return the path of a class as `module:Name`."""
     return f"{kind.__module__}:{kind.__qualname__}"

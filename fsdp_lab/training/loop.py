@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
-from fsdp_lab.training.memory import MemoryProfile
+from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_gradient_sync
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
@@ -32,18 +32,28 @@ class DivergedError(RuntimeError):
 def train_step(
     state: TrainState, task: Task, microbatches: list[Batch], config: TrialConfig, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """One optimizer step over the microbatches of this rank.
+    """Take one optimizer step over the microbatches of this rank.
+
+    Args:
+        state: changed in place.
+        task: the loss.
+        microbatches: of this rank, on any device.
+        config: the trial.
+        device: where the model computes.
 
     Returns:
         this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
-        gradients before they were clipped: with `training.max_grad_norm` and where tokens are counted, else None. Both
-        detached, on the device: no sync point.
+            gradients
+        before clipping. The norm is None unless `training.max_grad_norm` is set or tokens are counted. Both are
+            detached
+        and on the device: no sync point.
     """
     total = torch.zeros((), device=device)
     weights = label_weights(task, microbatches, device)
     for i, batch in enumerate(microbatches):
         batch = to_device(batch, device)
-        set_gradient_sync(state.model, config.training.sync_each_microbatch or i == len(microbatches) - 1)
+        if len(microbatches) > 1:  # it walks through the whole model
+            set_gradient_sync(state.model, config.training.sync_each_microbatch or i == len(microbatches) - 1)
         with ddp_explained(), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
@@ -66,10 +76,10 @@ def train_step(
 
 
 def label_weights(task: Task, microbatches: list[Batch], device: torch.device) -> Tensor | None:
-    """Return what to multiply the mean loss of each microbatch with, so that the mean over ranks of their sums is the
-    mean over all labels of the global batch: one with fewer labels weighs less. None where all weigh the same.
+    """Return a factor for the mean loss of each microbatch, `(microbatches,)` in float32; None if all weigh the same.
 
-    Every rank calls it. The numbers are of float32, exact below 16 million, and no sync point.
+    With these factors the mean over ranks of the summed losses is the mean over all labels of the global batch. A
+    microbatch with fewer labels weighs less. Every rank calls it. Counts are exact below 16 million; no sync point.
     """
     num_labels = getattr(task, "num_labels", None)
     if num_labels is None:
@@ -81,7 +91,7 @@ def label_weights(task: Task, microbatches: list[Batch], device: torch.device) -
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Return the norm of the gradients over all ranks; scale them down where it is more than `max_norm`."""
+    """Return the norm of the gradients over all ranks, and scale them down if it exceeds `max_norm`; None: never."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     # `foreach`: one call for all, of sharded gradients and fake tensors, too, which PyTorch would not choose by itself
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
@@ -94,15 +104,21 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Watch:
-    """Times the steps of a trial, profiles the memory of one, and says which one begins."""
+    """Times the steps of a trial, profiles the memory of some, and reports the beginning of each.
+
+    Attributes:
+        timer: of steps.
+        memory: profiles the first steps.
+        on_step: called with the step's number, counted from 1.
+    """
 
     timer: StepTimer
-    memory: MemoryProfile
+    memory: MemoryProfiler
     on_step: Callable[[int], None]
 
     @contextmanager
     def step(self, state: TrainState, microbatches: list[Batch]) -> Iterator[None]:
-        """Watch the optimizer step inside; an exception from it gets the step as a note."""
+        """Watch the optimizer step inside. An exception from it gets the step as a note."""
         self.on_step(state.step + 1)
         try:
             if self.memory.tracks():
@@ -128,6 +144,15 @@ def train_epoch(
     watch: Watch,
 ) -> tuple[Metrics, list[float]]:
     """Train through one epoch, or up to `training.max_steps`.
+
+    Args:
+        state: changed in place.
+        task: the loss.
+        loader: microbatches of this rank.
+        config: the trial.
+        device: where the model computes.
+        dims: how the ranks divide the work.
+        watch: times and profiles the steps.
 
     Returns:
         metrics over the global batch, and the loss of every step averaged over all ranks.
@@ -176,7 +201,15 @@ def evaluate(
     device: torch.device,
     dims: ParallelDims,
 ) -> Metrics:
-    """The task's metrics over the whole validation split, each sample counted once; without those that count nothing.
+    """Return the task's metrics over the whole validation split, each sample counted once; empty metrics are left out.
+
+    Args:
+        state: its model is set to eval mode.
+        task: the metrics.
+        loader: microbatches of this rank.
+        config: the trial.
+        device: where the model computes.
+        dims: how the ranks divide the work.
 
     Raises:
         DivergedError: the loss is not finite.
@@ -192,7 +225,7 @@ def evaluate(
             sums[0] += total
             sums[1] += count
     # a user's metrics may name what a batch has, so that ranks have others, or in another order
-    names = sorted({name for told in gather("\n".join(totals)) for name in told.split("\n")})
+    names = sorted({name for texts in gather("\n".join(totals)) for name in texts.split("\n")})
     reduced = dims.sum(torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])).tolist()
     means = {name: total / count for name, (total, count) in zip(names, reduced, strict=True) if count}
     if not math.isfinite(means["loss"]):
@@ -201,13 +234,20 @@ def evaluate(
 
 
 def _seed(config: TrialConfig, step: int, dims: ParallelDims) -> None:
-    """Let what a step draws, as dropout does, depend on seed, step and part of the batch alone: a run that was resumed
-    draws what an uninterrupted one does, and no two ranks draw the same."""
+    """Seed all generators by seed, step and part of the batch.
+
+    A resumed run then draws the same dropout as an uninterrupted one, and no two ranks draw the same.
+    """
     seed_all(zlib.crc32(f"{config.training.seed}/{step}/{dims.dp_rank}".encode()))
 
 
 def token_metrics(val_loss: float, bytes_per_token: float | None) -> Metrics:
-    """What the mean loss of the tokens means: the perplexity, and the bits per byte where the data are text."""
+    """Return metrics derived from the mean loss of tokens: perplexity, and bits per byte for text.
+
+    Args:
+        val_loss: in nats.
+        bytes_per_token: None: the data are no text.
+    """
     metrics = {"val/perplexity": math.exp(min(val_loss, 700.0))}  # beyond it there is no float
     if bytes_per_token is not None:
         metrics["val/bits_per_byte"] = val_loss / math.log(2) / bytes_per_token

@@ -1,7 +1,7 @@
-"""Follow every tensor of an optimizer step, real or fake, and say what it held at its peak.
+"""Follows every tensor of an optimizer step, real or fake, and reports the tensors at its peak.
 
-PyTorch's trackers see each storage come and go. They are subclassed here for what both of them lack: the
-changes in their order, FSDP2 and DDP in the same categories, and the device and the host apart.
+PyTorch's trackers see each storage come and go. They are subclassed here for three things that both lack: the order of
+changes, FSDP2 and DDP in the same categories, and the device separate from the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.files import write_json
 from fsdp_lab.profile import CATEGORIES, PLACES, Event, Profile
-from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.module_names import ModuleNames
 from fsdp_lab.training.torch_private import (
     FUNCTIONAL_COLLECTIVES,
@@ -46,8 +46,11 @@ SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump
 
 
 class _Recorder(Tracker):
-    """Notes each change of a step, in their order, until the step is `over`: PyTorch's tracker hears of what the step
-    held for as long as that lives, and a model that is given up is no change of the step."""
+    """Records each change of a step, in order, until the step is `over`.
+
+    PyTorch's tracker reports on the step's storages as long as they live, and a model that is freed later is no change
+    of the step.
+    """
 
     def __init__(self, *args: Any, names: ModuleNames, device: torch.device) -> None:
         super().__init__(*args)
@@ -58,6 +61,7 @@ class _Recorder(Tracker):
         self._serials: dict[int, int] = {}
 
     def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
+        """Add an event, unless the step is over."""
         if self.over:
             return
         serial = self._serials.setdefault(storage, len(self.profile.events))  # an event's index: used once only
@@ -70,7 +74,7 @@ class _Recorder(Tracker):
         return self.names.innermost(self.modules_at_work())
 
     def place(self) -> tuple[str, str]:
-        """Return the phase and the innermost module at work, "" outside of all."""
+        """Return the phase and the innermost active module; "" outside of all modules."""
         return self._now(), self._module()
 
     def _now(self) -> str:
@@ -83,19 +87,22 @@ class _Recorder(Tracker):
         return self._phase
 
     def finish(self) -> Profile:
-        """What was seen so far; a step that failed has a profile up to there."""
+        """Return the profile so far; a step that failed has one up to the failure."""
         self.profile.peaks = {place: at_peak for place in PLACES if (at_peak := self.profile.at_peak(place))}
         return self.profile
 
 
 class _FsdpRecorder(_Recorder, FsdpTracker):
-    """The same for a model that is sharded."""
+    """The recorder for a model that is sharded."""
 
 
-class _GlooOnCopies(TorchDispatchMode):
-    """Gloo's threads hold what they are given for a while after a collective is done, a different while each time.
-    Waited for at once and given copies, they hold nothing that is followed: what training itself holds is then
-    the same in every run. DDP's buckets are float32 and live on in any case, and DDP wants the very same back."""
+class SynchronousGlooMode(TorchDispatchMode):
+    """Makes gloo's collectives synchronous, on copies of their tensors.
+
+    Gloo's threads hold their tensors for a varying time after a collective is done. Waited for at once and given
+    copies, they hold nothing that is followed, so the tensors of training are the same in every run. DDP's buckets are
+    float32 and live on in any case, and DDP needs the very same tensors back.
+    """
 
     _ALL_REDUCE = torch.ops.c10d.allreduce_.default
     _BROADCAST = torch.ops.c10d.broadcast_.default  # of the order of DDP's gradients, in its second step
@@ -123,7 +130,7 @@ class _GlooOnCopies(TorchDispatchMode):
 
 
 def _wait(result: Any) -> Any:
-    """The work of a collective, done."""
+    """Wait for a collective, and return its work."""
     work = result[1]
     dist.Work.unbox(work).wait()
     return work
@@ -139,8 +146,10 @@ def record_step(
     """Follow every tensor of the step inside.
 
     Args:
-        batch: the step's tensors, which are there before it.
-        device: what counts as `device`; tensors elsewhere count as `host`.
+        model: sharded or not.
+        optimizer: of the model.
+        batch: the step's tensors, which exist before it.
+        device: tensors on it count as `device`, all others as `host`.
     """
     recorder: _Recorder
     if isinstance(model, FSDPModule):
@@ -150,26 +159,35 @@ def record_step(
         recorder.track_external(model, optimizer)
     recorder.follow(batch)
     try:
-        with tracker_hooks_removed(), _GlooOnCopies(), recorder:
+        with tracker_hooks_removed(), SynchronousGlooMode(), recorder:
             recorder.profile.begun = len(recorder.profile.events)
             yield recorder
     finally:
         recorder.over = True
 
 
-class MemoryProfile:
-    """Follows the first steps of a run; `figures` has the bytes per rank and of the fullest rank.
+class MemoryProfiler:
+    """Profiles the first steps of a run. `figures` has the bytes per rank and of the fullest rank.
 
-    On CUDA the peaks are the allocator's, over the steps that are not followed where there are any; the tracker
-    explains them. `peak_bytes` are the bytes that tensors asked for, which is what a forecast foretells;
-    `active_bytes` the blocks they lie in, `reserved_bytes` what the process took from the device: what runs out.
-    cuBLAS's workspaces are in the last two, and by themselves in `workspace_bytes`.
+    On CUDA the peaks are the allocator's, over the steps that are not followed if there are any; the tracker explains
+    them.
 
-    What is known is on disk as soon as it is known: `memory_peaks_rank<r>.json`, and with `timeline` a page and, on
-    CUDA, a snapshot.
+    - `peak_bytes` are the bytes that tensors requested, which a forecast predicts.
+    - `active_bytes` are the blocks they lie in.
+    - `reserved_bytes` are what the process took from the device: these run out.
+    - `workspace_bytes` are cuBLAS's workspaces, which are also part of the last two.
+
+    Figures are written as soon as they are known: `memory_peaks_rank<r>.json`, and with `timeline` a page and, on CUDA,
+    a snapshot.
+
+    Args:
+        config: the trial.
+        model: in a few words, for the page.
+        ranks: this process.
+        folder: to write to.
     """
 
-    def __init__(self, config: TrialConfig, model: str, ranks: Ranks, folder: Path) -> None:
+    def __init__(self, config: TrialConfig, model: str, ranks: DistributedContext, folder: Path) -> None:
         self.config, self.model, self.ranks, self.folder = config, model, ranks, folder
         self.detail = config.memory_profile
         self._tracked = 0
@@ -182,12 +200,12 @@ class MemoryProfile:
             start_clean(ranks.device)
 
     def tracks(self) -> bool:
-        """Whether the next step is one to follow tensor by tensor."""
+        """Return whether the next step is to be followed tensor by tensor."""
         return self.detail is not Detail.off and self._tracked < TRACKED_STEPS
 
     @contextmanager
     def track(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]) -> Iterator[None]:
-        """Follow one step on this rank, and leave its profile on disk, however the step ends."""
+        """Follow one step on this rank, and write its profile however the step ends."""
         self._tracked += 1
         self._figures = None  # those of an epoch that ended before this step lack the optimizer's state
         history = self._cuda and self.detail is Detail.timeline
@@ -215,7 +233,7 @@ class MemoryProfile:
             start_clean(self.ranks.device)
 
     def step_done(self) -> None:
-        """A step that was not followed has been taken."""
+        """Count a step that was not followed."""
         self._steps_since += 1
 
     def _write(self, profile: Profile | None) -> None:
@@ -234,7 +252,10 @@ class MemoryProfile:
         return self.folder / f"memory_{what}_rank{self.ranks.rank}.{suffix}"
 
     def figures(self) -> dict[str, float]:
-        """The keys `memory/*`, in bytes. Every rank calls it; the peaks are all-gathered."""
+        """Return the metrics `memory/*`, in bytes; empty before a step was followed.
+
+        Every rank calls it; the peaks are all-gathered.
+        """
         if self._profile is None:
             return {}
         if self._figures is None or self._cuda:  # on CUDA a later step may reach higher
@@ -251,7 +272,7 @@ class MemoryProfile:
 
 
 def start_clean(device: torch.device) -> None:
-    """Give back what an earlier trial of this process left on a GPU, and forget its peaks."""
+    """Free what an earlier trial of this process left on a GPU, and reset its peaks."""
     if device.type != "cuda":
         return
     gc.collect()  # a model and its optimizer are in cycles
@@ -260,10 +281,10 @@ def start_clean(device: torch.device) -> None:
 
 
 def allocator_figures(device: torch.device) -> dict[str, float]:
-    """The most bytes of a GPU's allocator since the last reset.
+    """Return the largest figures of a GPU's allocator since the last reset, in bytes.
 
     `peak_bytes` were requested, `active_bytes` are the blocks for them, `reserved_bytes` were taken from the GPU.
-    `workspace_bytes` are cuBLAS's, left out of the first; without that key PyTorch does not tell them apart.
+    `workspace_bytes` are cuBLAS's, excluded from the first. Without that key this PyTorch cannot separate them.
     """
     stats = torch.cuda.memory_stats(device)
     figures = {f"{name}_bytes": float(stats[f"{name}_bytes.all.peak"]) for name in ("active", "reserved")}
@@ -274,7 +295,7 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
 
 
 def main_settings(config: TrialConfig, model: str) -> dict[str, str]:
-    """What the reader of a page wants to know of the step; `model` in a few words."""
+    """Return the settings that the reader of a page needs, in words; `model` in a few words."""
     training = config.training
     return {
         "model": model,
@@ -296,7 +317,7 @@ def _checkpointing(config: TrialConfig) -> str:
 
 
 def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:
-    """`<category>_bytes` and `peak_bytes` of the device; with `host_` before, of the host where anything is."""
+    """Return `<category>_bytes` and `peak_bytes` of the device, and those of the host with the prefix `host_`."""
     out: dict[str, float] = {}
     for place, prefix in (("device", ""), ("host", "host_")):
         sums = peaks.get(place)
@@ -307,8 +328,10 @@ def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:
 
 
 def over_ranks(mine: dict[str, float]) -> dict[str, float]:
-    """`memory/rank<r>/<key>` for the totals of every rank, `memory/<key>` their maximum; the breakdown is that of
-    the rank with the highest peak."""
+    """Return `memory/rank<r>/<key>` for the totals of every rank, and `memory/<key>` as their maximum.
+
+    The breakdown by category is that of the rank with the highest peak.
+    """
     everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     highest = max(everyone, key=lambda figures: figures["peak_bytes"])

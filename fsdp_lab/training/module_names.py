@@ -1,4 +1,4 @@
-"""How modules are called in profiles: by their place in the model, and which of those at work is meant."""
+"""Names of modules in profiles: their path in the model, and which of several active modules is meant."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _WRAPPERS = (WRAPPED, "module")
 
 
 def plain_name(name: str) -> str:
-    """Return a module's name without those of wrappers, as profiles have it."""
+    """Return a module's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class ModuleNames:
-    """Names the module entered last of those at work: in a backward pass several outer ones stay open.
+    """Names the module that was entered last. In a backward pass several outer ones stay open.
 
-    A module that several others hold, as the rotary embedding of all blocks, has a name for each. It is called by that
-    in the module which uses it, or by its last part where none of them is at work.
+    A module that several others hold, such as the rotary embedding of all blocks, has a name for each. It gets the name
+    below the module that uses it, or only its last part if none of them is active.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class ModuleNames:
         self._latest = ""
 
     def innermost(self, at_work: set[str]) -> str:
-        """Return a plain name, "" outside of all.
+        """Return the plain name of the innermost module; "" outside of all.
 
         Args:
             at_work: the full names of the modules that have been entered and not left, the model's own class first.
@@ -50,21 +50,21 @@ class ModuleNames:
         return self._latest
 
     def _named(self, latest: list[str]) -> str:
-        found = self._of(latest[0]) if latest else ""
-        if found not in self._shared:
-            return found
+        shared_name = self._of(latest[0]) if latest else ""
+        if shared_name not in self._shared:
+            return shared_name
         users = [user for name in latest if (user := self._of(name)) and user not in self._shared]
-        by_user = (name for user in users for name in self._shared[found] if name.startswith(f"{user}."))
-        the_models = (name for name in self._shared[found] if "." not in name)
-        return next(chain(by_user, the_models), found.rpartition(".")[2])
+        by_user = (name for user in users for name in self._shared[shared_name] if name.startswith(f"{user}."))
+        the_models = (name for name in self._shared[shared_name] if "." not in name)
+        return next(chain(by_user, the_models), shared_name.rpartition(".")[2])
 
     def _of(self, full: str) -> str:
-        """The model's own name and those of wrappers say nothing."""
+        """Return a full name without the model's own class and wrappers."""
         if full not in self._plain:
             self._plain[full] = plain_name(full.partition(".")[2])
         return self._plain[full]
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """A wrapper and what it wraps have one name."""
+    """Return the names without duplicates: a wrapper and the module in it have one name."""
     return list(dict.fromkeys(names))

@@ -1,6 +1,6 @@
 """Adam and AdamW with their moments in bfloat16: half of the optimizer's memory.
 
-PyTorch has this for its fused kernel on CUDA alone, and only in newer versions; here any device and kernel will do.
+PyTorch has this only in newer versions, for its fused kernel on CUDA. This works on any device with any kernel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class NarrowAdam(torch.optim.Adam):
     """Adam that computes in the parameters' dtype, one parameter at a time, and keeps its moments in bfloat16.
 
-    They are rounded to the nearest: with a `beta2` near 1 the second moment follows gradients that become larger, and
-    hardly those that become smaller, so steps are smaller than with float32.
+    Moments are rounded to the nearest value. With a `beta2` near 1 the second moment follows growing gradients but
+    hardly shrinking ones, so steps are smaller than with float32.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take one step."""
+        """Take one step, and return the loss of `closure` if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -53,14 +53,14 @@ class NarrowAdam(torch.optim.Adam):
             state[name].copy_(moment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. The base class gives it the dtype of the parameters."""
+        """Load a state, and keep its moments in bfloat16. The base class casts them to the dtype of the parameters."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state.update({name: state[name].bfloat16() for name in _MOMENTS if name in state})
 
 
 class NarrowAdamW(NarrowAdam):
-    """The same with weight decay apart from the gradient."""
+    """The same with weight decay decoupled from the gradient."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, decoupled_weight_decay=True, **kwargs)

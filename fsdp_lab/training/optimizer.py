@@ -22,7 +22,13 @@ from fsdp_lab.training.narrow_adam import NarrowAdam, NarrowAdamW
 
 
 def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters."""
+    """Return the optimizer of the sharded parameters.
+
+    Args:
+        model: sharded.
+        config: the trial.
+        dp_degree: the factor of the learning rate with `optimizer.scale_lr`.
+    """
     optimizer = config.optimizer
     lr = optimizer.lr * (dp_degree if optimizer.scale_lr else 1)
     kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **implementation(config)}
@@ -51,11 +57,12 @@ def implementation(config: TrialConfig) -> dict[str, bool]:
 
 
 def build_scaler(precision: PrecisionConfig, device: torch.device) -> torch.amp.GradScaler:
-    """Dynamic loss scaling for float16; switched off it passes everything through.
+    """Return the dynamic loss scaler for float16; a disabled one passes everything through.
 
     Args:
-        device: where the gradients are. The scale is kept there too: GradScaler copies it, and what it found, to
-            the device of the gradients without waiting, and on a CPU they would be read before they arrive.
+        precision: its first scale and growth interval, and whether it is enabled.
+        device: where the gradients are, and therefore the scale. GradScaler copies its tensors to the gradients' device
+            without waiting, and a CPU would read them before they arrive.
     """
     scaler = torch.amp.GradScaler(
         device.type,
@@ -68,19 +75,19 @@ def build_scaler(precision: PrecisionConfig, device: torch.device) -> torch.amp.
 
 
 def gradient_device(config: TrialConfig, device: torch.device) -> torch.device:
-    """Where the optimizer finds parameters and gradients: on the host with offload, else on the device."""
+    """Return where the optimizer finds parameters and gradients: on the host with offload, else on the device."""
     return device if config.offload.target is OffloadTarget.none else torch.device("cpu")
 
 
 def build_lr_schedule(
     optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps_per_epoch: int, total_steps: int
 ) -> LambdaLR:
-    """A factor on the learning rate for each optimizer step."""
+    """Return a schedule with a factor on the learning rate for each optimizer step."""
     return LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch, total_steps))
 
 
 def lr_factor(config: LrScheduleConfig, step: int, steps_per_epoch: int, total_steps: int) -> float:
-    """The factor at an optimizer step: a linear warm-up from 1/warmup_steps to 1, then the named curve."""
+    """Return the factor at an optimizer step: a linear warm-up from 1/warmup_steps to 1, then the named curve."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     match config.name:

@@ -1,7 +1,7 @@
 """Sharding, precision, offload and resharding, applied to a model from outside.
 
-The order is the one FSDP2 needs: activation checkpointing, compile, then `fully_shard` bottom-up, the
-root last. DDP comes after the weights are there, because it has nothing to materialise.
+The order is the one FSDP2 needs: activation checkpointing, compile, then `fully_shard` bottom-up, the root last. DDP
+comes after the weights are loaded, because it has nothing to materialise.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dty
 
 
 def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: TrialConfig) -> None:
-    """Activation checkpointing, then compile, of every block, in place.
+    """Apply activation checkpointing, then compile, to every block, in place.
 
     Raises:
-        UserError: a memory budget, and this PyTorch's compiler takes none.
+        UserError: a memory budget is set, and this PyTorch's compiler takes none.
     """
     every = model.named_modules(remove_duplicate=False)  # a block that two modules hold has two names
     named = [(name, module) for name, module in every if isinstance(module, block_classes)]
@@ -78,8 +78,16 @@ def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: Trial
 def apply_fully_shard(
     model: nn.Module, block_classes: BlockClasses, config: TrialConfig, mesh: DeviceMesh
 ) -> list[nn.Module]:
-    """Shard the model in place: the units bottom-up, then the root. Return the modules that are units of their own, or
-    together with their neighbours; `ddp` shards nothing.
+    """Shard the model in place: the units bottom-up, then the root. `ddp` shards nothing.
+
+    Args:
+        model: on `meta`.
+        block_classes: the classes of its blocks.
+        config: the trial.
+        mesh: of the data-parallel ranks.
+
+    Returns:
+        the modules that are units, alone or together with their neighbours; without the root.
 
     Raises:
         UserError: selective checkpointing of blocks with units inside.
@@ -112,7 +120,7 @@ def separate_reduce_scatter_group(model: nn.Module) -> None:
     """Give the reduction of gradients a process group of its own, one for all units.
 
     Raises:
-        UserError: this PyTorch has none.
+        UserError: this PyTorch does not support it.
     """
     separate = getattr(model, "set_separate_reduce_scatter_group", None)
     if separate is None:
@@ -125,7 +133,7 @@ def separate_reduce_scatter_group(model: nn.Module) -> None:
 
 
 def in_groups(model: nn.Module, units: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Return the modules that share a unit, children before parents: so many consecutive children of one module."""
+    """Return the modules that share a unit, children before parents: `size` consecutive children of one module."""
     parents = {id(child): id(parent) for parent in model.modules() for child in parent.children()}
     of_parent: dict[int, list[nn.Module]] = {}
     for unit in units:
@@ -136,9 +144,11 @@ def in_groups(model: nn.Module, units: Sequence[nn.Module], size: int) -> list[l
 
 
 def _register_dataclasses(module: nn.Module, args: Any, output: Any) -> None:
-    """Let PyTorch look into a dataclass that a module returns. FSDP2 before PyTorch 2.15 finds no tensor in it, and
-    the module's backward pass would compute without its parameters. The outputs of transformers, which are
-    dictionaries too, are registered."""
+    """Let PyTorch look into a dataclass that a module returns.
+
+    FSDP2 before PyTorch 2.15 finds no tensor in it, and the module's backward pass would compute without its
+    parameters. The outputs of transformers, which are dictionaries too, are registered already.
+    """
     if dataclasses.is_dataclass(output) and not isinstance(output, dict) and type(output) not in _REGISTERED:
         _REGISTERED.add(type(output))
         with suppress(ValueError):  # it is registered
@@ -146,8 +156,11 @@ def _register_dataclasses(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def sharding_units(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
-    """The modules that become units of their own, children before parents, without the root. A module that shares a
-    parameter with one outside of it is none: tied parameters belong into one unit, and theirs is the root."""
+    """Return the modules that become units of their own, children before parents, without the root.
+
+    A module that shares a parameter with another outside of it is no unit: tied parameters belong into one unit, the
+    root.
+    """
     return [unit for unit in _candidates(model, block_classes, sharding) if not _is_tied(model, unit)]
 
 
@@ -180,8 +193,11 @@ def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: Shardin
 
 
 def _bottom_up(module: nn.Module) -> list[nn.Module]:
-    """Return the descendants that are called, each once, in post-order. Lists of modules or parameters are not called,
-    and attention reads its projection's weights itself: hooks of theirs would never gather them."""
+    """Return the descendants that are called, each once, in post-order.
+
+    Lists of modules or parameters are not called, and attention reads its projection's weights itself: their hooks
+    would never gather them.
+    """
     if isinstance(module, nn.MultiheadAttention):
         return []
     descendants = dict.fromkeys(m for child in module.children() for m in (*_bottom_up(child), child))
@@ -193,7 +209,7 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 
 def _units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """A module is a unit when what its inner units left over reaches the threshold."""
+    """Return the modules whose parameters, without those of inner units, reach the threshold."""
     taken: set[int] = set()
     units = []
     for module in _bottom_up(model):
@@ -205,22 +221,24 @@ def _units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def mp_policy(precision: PrecisionConfig) -> MixedPrecisionPolicy:
-    """Both dtypes said outright: what `reduce_dtype=None` means differs between PyTorch versions (2.11
-    reduces in the compute dtype, 2.15 in the parameters')."""
+    """Return FSDP2's precision policy, with both dtypes explicit.
+
+    `reduce_dtype=None` differs between PyTorch versions: 2.11 reduces in the compute dtype, 2.15 in the parameters'.
+    """
     return MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE[precision.param_dtype], reduce_dtype=TORCH_DTYPE[precision.reduce_dtype]
     )
 
 
 def offload_policy(offload: OffloadConfig) -> OffloadPolicy:
-    """Pinned memory needs CUDA; without it `cpu` and `cpu_unpinned` are the same."""
+    """Return FSDP2's offload policy. Pinned memory needs CUDA; without it `cpu` and `cpu_unpinned` are the same."""
     if offload.target is OffloadTarget.none:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=offload.target is OffloadTarget.cpu and torch.cuda.is_available())
 
 
 def reshard_after_forward(reshard: ReshardConfig) -> bool | int | None:
-    """FSDP2's argument; `None` frees the blocks and keeps the root."""
+    """Return FSDP2's argument of that name; `None` frees the blocks and keeps the root."""
     match reshard.policy:
         case ReshardPolicy.always:
             return True
@@ -235,8 +253,10 @@ def reshard_after_forward(reshard: ReshardConfig) -> bool | int | None:
 
 
 def set_prefetch(units: list[nn.Module], sharding: ShardingConfig) -> None:
-    """Gather the next units while one computes: forwards in order, backwards in reverse. A unit of several modules is
-    named by any of them."""
+    """Gather the next units while one computes: forwards in order, backwards in reverse.
+
+    Any module of a unit of several modules stands for it.
+    """
     ahead, behind = sharding.forward_prefetch, sharding.backward_prefetch
     for i, unit in enumerate(units):
         assert isinstance(unit, FSDPModule)
@@ -247,10 +267,14 @@ def set_prefetch(units: list[nn.Module], sharding: ShardingConfig) -> None:
 
 
 def apply_ddp(model: nn.Module, config: TrialConfig, device: torch.device, find_unused: bool = False) -> nn.Module:
-    """The replicated baseline. Gradients are views of the reduction's buckets; a narrower
-    `reduce_dtype` compresses them on the wire.
+    """Return the model wrapped by DDP, or unchanged for a sharded setting.
+
+    Gradients are views of the reduction's buckets. A narrower `reduce_dtype` compresses them on the wire.
 
     Args:
+        model: with its weights.
+        config: the trial.
+        device: where the model computes.
         find_unused: whether some parameters get no gradient, for which DDP would wait.
     """
     if config.sharding.granularity is not Granularity.ddp:
@@ -269,7 +293,7 @@ def apply_ddp(model: nn.Module, config: TrialConfig, device: torch.device, find_
 
 
 def compute_precision(config: TrialConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """FSDP2 casts by its own policy; DDP has none, so its forward pass runs under autocast."""
+    """Return the context of a forward pass: autocast for DDP. FSDP2 casts by its own policy."""
     param_dtype = config.precision.param_dtype
     if config.sharding.granularity is not Granularity.ddp or param_dtype is Dtype.float32:
         return nullcontext()
@@ -278,10 +302,10 @@ def compute_precision(config: TrialConfig, device: torch.device) -> AbstractCont
 
 @contextmanager
 def ddp_explained() -> Iterator[None]:
-    """Say what DDP's error about the step before means.
+    """Explain DDP's error about the previous step.
 
     Raises:
-        UserError: some parameters got no gradient in it, though they did when `leaves_some_unused` looked.
+        UserError: some parameters got no gradient in it, although they did when `leaves_some_unused` looked.
     """
     try:
         yield
@@ -289,14 +313,14 @@ def ddp_explained() -> Iterator[None]:
         if "finished reduction in the prior iteration" not in str(error):
             raise
         raise UserError(
-            "sharding=ddp: in the step before, some parameters got no gradient, as where layers are dropped at random, "
-            "and DDP waits for that of each; use sharding=root or per_block, or let every layer take part in each step "
-            "(add 0 times what it returns)."
+            "sharding=ddp: some parameters got no gradient in the last step, for example because layers are dropped at "
+            "random, and DDP waits for every gradient; use sharding=root or per_block, or use every layer in each step "
+            "(add 0 times its output)."
         ) from error
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward pass reduces gradients. One that does not leaves each rank with the whole model's."""
+    """Set whether the next backward pass reduces gradients. Without, each rank keeps those of the whole model."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync  # what DDP's no_sync() sets, without the nesting
     elif isinstance(model, FSDPModule):

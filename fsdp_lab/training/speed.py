@@ -16,7 +16,7 @@ import torch
 from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics
-from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.distributed import DistributedContext
 
 if TYPE_CHECKING:
     from fsdp_lab.cpu_contention import Window
@@ -43,13 +43,19 @@ PEAK_FLOPS = {
 
 
 class StepTimer:
-    """The seconds of each optimizer step, loading included, without a sync point inside the epoch.
+    """The seconds of each optimizer step, including loading, without a sync point inside the epoch.
 
-    On CUDA events are recorded and read at the end of the epoch; on a CPU the clock is read. `waited_s`: how long
-    this process waited for batches within the steps that `take` returned last.
+    On CUDA events are recorded and read at the end of the epoch; on a CPU the clock is read.
+
+    Args:
+        warmup_steps: steps at the start of the run that are not timed.
+        ranks: this process.
+
+    Attributes:
+        waited_s: seconds that this process waited for batches within the steps that `take` returned last.
     """
 
-    def __init__(self, warmup_steps: int, ranks: Ranks) -> None:
+    def __init__(self, warmup_steps: int, ranks: DistributedContext) -> None:
         self.left_out = warmup_steps
         self.cuda = ranks.device.type == "cuda"
         self.waited_s = 0.0
@@ -58,11 +64,12 @@ class StepTimer:
         self._waiting = 0.0  # of the step that has begun
 
     def start(self) -> None:
-        """Begin a chain of steps; what lies between two chains is not timed."""
+        """Begin a chain of steps; time between two chains is not counted."""
         self._chains.append([self._mark()])
         self._waiting = 0.0
 
     def step_done(self) -> None:
+        """End a step of the current chain."""
         self._chains[-1].append(self._mark())
         self._waits.append(self._waiting)
         self._waiting = 0.0
@@ -82,7 +89,7 @@ class StepTimer:
         return event
 
     def take(self) -> list[float]:
-        """The step times since the last call, in seconds, the run's warm-up steps left out."""
+        """Return the step times since the last call, in seconds, without the run's warm-up steps."""
         if self.cuda:
             torch.cuda.synchronize()
         times = [_seconds(a, b) for chain in self._chains for a, b in itertools.pairwise(chain)]
@@ -105,8 +112,10 @@ class Timed:
     """The timed steps of a run so far, over its epochs and starts.
 
     Attributes:
+        steps: how many.
+        seconds: their sum.
         variance: of `seconds`, as far as the steps of each epoch show it, by batch means.
-        others_cpu: the share of the machine's cores that processes of others had meanwhile.
+        others_cpu: the share of the machine's cores that other processes used meanwhile.
     """
 
     steps: int = 0
@@ -116,7 +125,7 @@ class Timed:
 
     @classmethod
     def before(cls, history: Sequence[Metrics]) -> Timed:
-        """What the epochs of an earlier start have timed."""
+        """Return the steps that the epochs of an earlier start have timed."""
         for metrics in reversed(history):
             if (seconds := metrics.get("perf/timed_s")) is not None:
                 error = metrics.get("perf/speed_error", 0.0) * seconds
@@ -124,7 +133,12 @@ class Timed:
         return cls()
 
     def plus(self, times: Sequence[float], others_cpu: float) -> Timed:
-        """With one more epoch."""
+        """Return these steps and those of one more epoch.
+
+        Args:
+            times: of its steps, in seconds.
+            others_cpu: the share of the machine's cores that other processes used.
+        """
         if not times:
             return self
         seconds = self.seconds + sum(times)
@@ -133,12 +147,11 @@ class Timed:
 
 
 def variance_of_sum(times: Sequence[float]) -> float:
-    """The variance of the sum of step times that follow one another and are correlated; 0 for a single one. Two or
-    three count as independent.
+    """Return the variance of the sum of consecutive, correlated step times; 0 for a single one.
 
     By non-overlapping batch means with batches of the square root of the number of steps (Flegal and Jones, "Batch
-    means and spectral variance estimators in Markov chain Monte Carlo", Annals of Statistics 38, 2010). What changes
-    from run to run, or slower than within a batch, is not in it.
+    means and spectral variance estimators in Markov chain Monte Carlo", Annals of Statistics 38, 2010). Two or three
+    steps count as independent. Changes between runs, or slower than a batch, are not included.
     """
     if len(times) < 2:
         return 0.0
@@ -148,7 +161,7 @@ def variance_of_sum(times: Sequence[float]) -> float:
 
 
 def watch_cores() -> Window | None:
-    """Begin to watch what others use of this node's cores; None without psutil, which PyTorch does not bring."""
+    """Start to watch the CPU use of other processes on this node; None without psutil, no dependency of PyTorch."""
     try:
         from fsdp_lab.cpu_contention import Window, launcher
     except ImportError:
@@ -159,21 +172,25 @@ def watch_cores() -> Window | None:
 def speed_metrics(
     times: list[float],
     config: TrialConfig,
-    ranks: Ranks,
+    ranks: DistributedContext,
     flops_per_sample: float | None,
     waited_s: float | None = None,
     tokens_per_sample: int | None = None,
     run: Timed | None = None,
 ) -> Metrics:
-    """`perf/*` after one epoch; empty when every step of it was warm-up. Each rank steps with the others, so
-    this rank's times are the job's. Speeds are of all timed steps of the run so far, percentiles of this epoch's.
+    """Return `perf/*` after one epoch; empty if every step of it was warm-up.
+
+    All ranks step together, so this rank's times are the job's. Speeds are of all timed steps of the run so far,
+    percentiles of this epoch's.
 
     Args:
         times: of the epoch's steps, in seconds.
-        flops_per_sample: None where that is not known.
-        waited_s: how much of the times was spent waiting for batches.
-        tokens_per_sample: None where samples are what is counted.
-        run: with this epoch; None: the epoch is all there is.
+        config: the trial.
+        ranks: this process.
+        flops_per_sample: None: not known.
+        waited_s: the part of the times spent waiting for batches; None: not known.
+        tokens_per_sample: None: samples are counted.
+        run: the run including this epoch; None: this epoch is all.
     """
     if not times:
         return {}
@@ -205,12 +222,12 @@ def speed_metrics(
 
 
 def percentile(ordered: list[float], q: float) -> float:
-    """Nearest rank: the smallest value that at least a share `q` does not exceed."""
+    """Return the smallest value that at least a share `q` does not exceed (nearest rank)."""
     return ordered[max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1)]
 
 
-def device_peak_flops(config: TrialConfig, ranks: Ranks) -> float | None:
-    """What the device could do in the compute dtype, or None where that is not known."""
+def device_peak_flops(config: TrialConfig, ranks: DistributedContext) -> float | None:
+    """Return the device's peak FLOP/s in the compute dtype; None if it is not known."""
     if ranks.device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(ranks.device)

@@ -1,4 +1,4 @@
-"""A profile as one HTML file that draws itself: no library, no network, any browser or MLflow's viewer."""
+"""A memory profile as one HTML file that draws itself: no library, no network, any browser or MLflow's viewer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ _MAX_HOLDERS = 15
 
 
 def write_timeline(profile: Profile, path: Path, title: str, facts: dict[str, str]) -> None:
-    """Write the page that shows what the step held, event by event, and what held the peak.
+    """Write a page that shows what the step held, event by event, and what held the peak.
 
-    A step of more than about 40,000 events is thinned out, and the page says so. Its peaks stay exact.
+    A step of more than about 40,000 events is thinned out, and the page states that. Its peaks stay exact.
+
+    Args:
+        profile: of the step.
+        path: of the HTML file.
+        title: of the page.
+        facts: name -> value, for its head.
     """
     template = resources.files("fsdp_lab.training").joinpath("timeline.html").read_text(encoding="utf-8")
     before, after = template.split(_PLACEHOLDER)
@@ -54,7 +60,7 @@ def _json(profile: Profile, title: str, facts: dict[str, str]) -> str:
 
 
 def _changes(profile: Profile, places: list[str]) -> list[dict[int, int]]:
-    """For each event, the bytes it adds to each series; place p's category c is series p * len(CATEGORIES) + c.
+    """Return the bytes that each event adds to each series; place p's category c is series p * len(CATEGORIES) + c.
 
     A storage that moves to another category or place leaves one series and enters the other.
     """
@@ -84,10 +90,10 @@ def _sum(changes: list[dict[int, int]], num_places: int) -> list[int]:
 
 
 def _shown(profile: Profile, changes: list[dict[int, int]], num_places: int, limit: int) -> list[int]:
-    """The indices of the step's events after which the page knows the state: all of them, or about `limit`.
+    """Return the indices of the step's events after which the page knows the state: all of them, or about `limit`.
 
-    Kept are the peaks, the borders of the phases and, of each run of neighbours, the last and the highest,
-    so that short spikes stay visible.
+    It keeps the peaks, the borders of the phases and, of each run of neighbours, the last and the highest, so that
+    short spikes stay visible.
     """
     begun, end = profile.begun, len(profile.events)
     if end - begun <= limit:
@@ -110,7 +116,7 @@ def _shown(profile: Profile, changes: list[dict[int, int]], num_places: int, lim
 
 
 def _rows(profile: Profile, changes: list[dict[int, int]], shown: list[int]) -> dict[str, list[Any]]:
-    """One column per field. Row r stands for the `steps[r]` events that end with the one it is named after.
+    """Return one column per field. Row r stands for the `steps[r]` events that end with the one it is named after.
 
     It has `counts[r]` entries of `series` and `deltas`. `phases` are the first ordinals of each phase's runs.
     """
@@ -139,7 +145,7 @@ def _rows(profile: Profile, changes: list[dict[int, int]], shown: list[int]) -> 
 
 
 def _peak(profile: Profile, place: str) -> dict[str, Any] | None:
-    """Where the peak is and the largest that hold it; ordinal 0 is the state before the step's first event."""
+    """Return where the peak is and its largest holders; ordinal 0 is the state before the step's first event."""
     index = profile.peak_index(place)
     if index < 0:
         return None

@@ -1,7 +1,7 @@
 """Every private name of PyTorch that is used, under names of our own.
 
-`tests/training/test_torch_private.py` tries each of `NAMES` and names the missing one. Without one of `OPTIONAL`
-something costs more, as its function says; without another one this module, or what needs the name, fails.
+`tests/training/test_torch_private.py` tries each of `NAMES` and names the missing one. Without a name in `OPTIONAL`
+something costs more, as its function says. Without any other, this module or the code that needs the name fails.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ plain_attention = torch.ops.aten._scaled_dot_product_attention_math
 
 @contextmanager
 def one_post_forward_mesh() -> Iterator[None]:
-    """Let every `fully_shard` call inside that reshards to a smaller mesh use the same one.
+    """Let every `fully_shard` call inside that reshards to a smaller mesh use the same mesh.
 
-    PyTorch makes a mesh for each call, with process groups, and so communicators, of its own: about 150 for the 25
-    units of a ViT-L/16 on 8 workers. Where the private function is missing, PyTorch's own behaviour stays.
+    PyTorch makes a mesh for each call, with its own process groups and communicators: about 150 for the 25 units of a
+    ViT-L/16 on 8 workers. If the private function is missing, PyTorch's own behaviour stays.
     """
     module = getattr(fsdp_package, "_fully_shard", None)
     make: Callable[..., Any] | None = getattr(module, _POST_FORWARD_MESH, None)
@@ -159,10 +159,10 @@ def one_post_forward_mesh() -> Iterator[None]:
 
 
 def free_cublas_workspaces(device: torch.device) -> int | None:
-    """Free what cuBLAS took from the allocator for its workspaces; the next matrix product takes it again.
+    """Free cuBLAS's workspaces; the next matrix product allocates them again.
 
     Returns:
-        the requested bytes that were freed; None where this PyTorch cannot free them.
+        the requested bytes that were freed; None: this PyTorch cannot free them.
     """
     free: Callable[[], None] | None = getattr(torch._C, _CLEAR_WORKSPACES, None)
     if free is None:
@@ -173,7 +173,7 @@ def free_cublas_workspaces(device: torch.device) -> int | None:
 
 
 def gpus_with_context() -> list[int] | None:
-    """The GPUs on which this process has opened a context; None where this PyTorch does not tell."""
+    """Return the GPUs on which this process has opened a context; None: this PyTorch does not report it."""
     has_context: Callable[[int], bool] | None = getattr(torch._C, _HAS_CONTEXT, None)
     return None if has_context is None else [i for i in range(torch.cuda.device_count()) if has_context(i)]
 
@@ -182,14 +182,13 @@ _budget_before: dict[str, float] = {}  # what was in force when this process was
 
 
 def set_memory_budget(budget: float | None) -> bool:
-    """Let the compiler keep this share of activations in what it compiles from now on, and forget what it compiled with
-    another one.
+    """Set the share of activations that the compiler keeps from now on, and forget code compiled with another share.
 
     Args:
-        budget: None for what was in force before.
+        budget: None: the share that was in force before the first call.
 
     Returns:
-        whether it can be done: where the private name is missing, no budget can be set.
+        False if a budget is given and this PyTorch takes none.
     """
     now: float | None = getattr(functorch_config, _MEMORY_BUDGET, None)
     if now is None:
@@ -203,21 +202,21 @@ def set_memory_budget(budget: float | None) -> bool:
 
 
 def start_allocator_history(max_entries: int) -> None:
-    """Let the CUDA allocator keep its last `max_entries` allocations and frees, with Python's stacks."""
+    """Let the CUDA allocator record its last `max_entries` allocations and frees, with Python's stacks."""
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
 
 
 def write_allocator_history(path: Path) -> None:
-    """Write what was kept, for PyTorch's viewer of snapshots."""
+    """Write the recorded history, for PyTorch's viewer of snapshots."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
 def stop_allocator_history() -> None:
-    """Keep no more."""
+    """Stop recording."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-# Both trackers' categories -> ours. "Other" is what was shown to DDP's tracker from outside: the batch.
+# Both trackers' categories -> ours. "Other" is the batch, which DDP's tracker is given from outside.
 CATEGORY_OF = {
     "Sharded Param": "param",
     "Parameter": "param",
@@ -242,15 +241,22 @@ def _no_handle() -> RemovableHandle:
 
 
 class Tracker(MemTracker):
-    """PyTorch's tracker of storages. A subclass hears of each change by `changed`."""
+    """PyTorch's tracker of storages. It reports each change to a subclass by `changed`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._fake_mode = active_fake_mode()
 
     def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
-        """Hear that a storage came, went, or changed its size or category. Its number is used again once it is freed;
-        `num_bytes` are those that were requested."""
+        """Handle a storage that was created, was freed, or changed its size or category.
+
+        Args:
+            storage: its number, which is used again once it is freed.
+            freed: whether it was freed.
+            device: where it is.
+            category: one of `profile.CATEGORIES`.
+            num_bytes: the bytes that were requested; 0 once freed.
+        """
         raise NotImplementedError
 
     def modules_at_work(self) -> set[str]:
@@ -258,19 +264,24 @@ class Tracker(MemTracker):
         return self._mod_tracker.parents - {"Global"}
 
     def in_backward(self) -> bool:
+        """Return whether a backward pass is running."""
         return self._mod_tracker.is_bw
 
     def in_optimizer(self) -> bool:
+        """Return whether the optimizer is stepping."""
         return self._in_opt
 
     def follow(self, tensors: Sequence[Tensor]) -> None:
-        """Count tensors that were made before."""
+        """Count tensors that exist already, as inputs."""
         for tensor in tensors:
             self._update_and_maybe_create_winfos(tensor, _MemRefType.OTH)
 
     def begins_forward(self, module: nn.Module) -> bool:
-        """Whether a forward pass begins. Each may call every module once, the base class says, and refuses the
-        second microbatch of an accumulation; but what it keeps of a module is of no use here."""
+        """Return whether a forward pass begins.
+
+        The base class lets each forward pass call every module once, so it refuses the second microbatch of an
+        accumulation. Its statistics of modules are not needed here and are reset.
+        """
         return not self.modules_at_work() - {self._mod_tracker.get_known_fqn(module)} and not self.in_backward()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -287,8 +298,11 @@ class Tracker(MemTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _makes_bucket(self, func: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether DDP makes one of the buckets that gradients are views of: what it makes itself, before its module is
-        entered, and not the whole numbers that it sends around. The base class takes it for an activation."""
+        """Return whether DDP makes one of the buckets that gradients are views of.
+
+        It makes them itself, before its module is entered, and its whole numbers are no buckets. The base class takes a
+        bucket for an activation.
+        """
         return (
             func is torch.ops.aten.empty.memory_format
             and getattr(kwargs.get("dtype"), "is_floating_point", True)
@@ -304,7 +318,7 @@ class Tracker(MemTracker):
         self.changed(id(winfo), freed, winfo.device, category, 0 if freed else winfo.mem_consumed)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
-        """Nothing: who follows the changes finds the peak in them, and peaks of modules are of no use here."""
+        """Do nothing: the recorder finds the peak in the changes, and peaks of modules are not needed."""
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         for parameter in module.parameters():
@@ -319,10 +333,10 @@ class Tracker(MemTracker):
 
 
 class FsdpTracker(Tracker, FSDPMemTracker):
-    """The same for a model that `fully_shard` was applied to.
+    """The tracker of a model that `fully_shard` was applied to.
 
-    The base class takes each module of a unit for a unit. It is shown the first one of several, whose hooks then go to
-    all of them as PyTorch's do.
+    The base class takes each module of a unit for a unit. It sees only the first module of several, whose hooks then go
+    to all of them, as PyTorch's do.
     """
 
     def _instrument_fsdp_module(self) -> None:
@@ -345,13 +359,14 @@ class FsdpTracker(Tracker, FSDPMemTracker):
             _hook_together(state, state._pre_forward, state._post_forward)
 
     def _shared_units(self) -> list[Any]:
-        """The states of the units of several modules."""
+        """Return the states of the units of several modules."""
         states = {
             id(s): s for m in self._root_mod.modules() if isinstance(m, FSDPModule) and (s := m._get_fsdp_state())
         }
         return [state for state in states.values() if len(state._modules) > 1]
 
     def follow(self, tensors: Sequence[Tensor]) -> None:
+        """Count tensors that exist already, as inputs."""
         for tensor in tensors:
             self._update_and_maybe_create_winfos(tensor, _FSDPRefType.INP)
 
@@ -377,8 +392,10 @@ class FsdpTracker(Tracker, FSDPMemTracker):
 
 
 def _hook_together(state: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Let a unit's modules call `before` when the first of them begins and `after` when the last ends, in the place of
-    the hooks of its first module."""
+    """Let a unit's modules call `before` when the first begins and `after` when the last ends.
+
+    These replace the hooks of its first module.
+    """
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     more = {"cast_output_dtype": state._cast_output_dtype} if hasattr(state, "_cast_output_dtype") else {}
@@ -388,8 +405,10 @@ def _hook_together(state: Any, before: Callable[..., Any], after: Callable[..., 
 
 @contextmanager
 def tracker_hooks_removed() -> Iterator[None]:
-    """Take away the hooks that PyTorch's tracker of modules leaves on the graph, where they keep the whole model alive
-    for good: Python's collector does not see cycles that go through C++."""
+    """Remove the hooks that PyTorch's tracker of modules leaves on the graph.
+
+    They would keep the whole model alive for good: Python's collector does not see cycles that go through C++.
+    """
     handles = []
 
     def register(*args: Any, **kwargs: Any) -> Any:
@@ -405,12 +424,12 @@ def tracker_hooks_removed() -> Iterator[None]:
 
 
 def finished_work() -> Any:
-    """Return the work of a collective that is done, as an operator hands it out."""
+    """Return the work of a finished collective, as an operator returns it."""
     return FakeWork().boxed()
 
 
 def without_modes() -> Any:
-    """Return a context in which no dispatch mode is in force."""
+    """Return a context in which no dispatch mode is active."""
     return _disable_current_modes()
 
 
@@ -430,8 +449,10 @@ def peers_not_asked(device: torch.device) -> Iterator[None]:
 
 
 def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
-    """Put `fresh(tensor)` in the place of every parameter and buffer, and let FSDP2 know. A module that two others
-    hold is visited once: what is in place now may be a fake tensor, which cannot be replaced."""
+    """Replace every parameter and buffer by `fresh(tensor)`, and let FSDP2 know.
+
+    A module that two others hold is visited once: by the second visit its tensor may be fake, and cannot be replaced.
+    """
     places, held = [], set()
     for holder in list(model.modules()):
         for name, child in holder._modules.items():
@@ -461,7 +482,7 @@ FSDP_REDUCES = "FSDP::post_backward_reduce"
 
 
 def argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what an operator was given for an argument of its schema; None where it was given nothing."""
+    """Return the value that an operator got for an argument of its schema; None if it got none."""
     names = [one.name for one in func._schema.arguments]
     if name not in names:
         return None
@@ -471,15 +492,15 @@ def argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operator writes to, by its schema."""
-    found = []
+    arguments = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
-    return found
+            arguments.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return arguments
 
 
 def process_group(value: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operator was given in its box or by its name; None for any other argument."""
+    """Return the process group that an operator got, boxed or by its name; None for any other argument."""
     if isinstance(value, str):
         with suppress(RuntimeError, KeyError, ValueError):  # it is the name of something else
             return _resolve_process_group(value)  # type: ignore[arg-type]  # of a type that older ones lack

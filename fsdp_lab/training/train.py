@@ -1,6 +1,6 @@
 """One trial, from a config to an exported model: read it from top to bottom.
 
-What makes the model and its optimizer is in `build.py`, what a step does in `loop.py`.
+`build.py` makes the model and its optimizer, `loop.py` takes the steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.checkpoint_place import Where
 from fsdp_lab.training.data import build_loaders, load_data
-from fsdp_lab.training.distributed import Ranks, build_parallel_dims, largest, setup_distributed
+from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims, largest, setup_distributed
 from fsdp_lab.training.export import export_model
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
-from fsdp_lab.training.memory import MemoryProfile, start_clean
+from fsdp_lab.training.memory import MemoryProfiler, start_clean
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.base import Data
@@ -36,17 +36,23 @@ class Reporter(Protocol):
     """Where a trial's results go. Every rank calls each method with the same values."""
 
     def facts(self, facts: dict[str, Any]) -> None:
-        """What is known before the first step: device, data digest, number of parameters, notes."""
+        """Report what is known before the first step: device, data digest, number of parameters, notes."""
 
     def phase(self, name: str) -> None:
-        """Something other than a step begins, which may get stuck: `building the model`."""
+        """Report the beginning of work other than a step that may get stuck, such as `building the model`."""
 
     def step(self, step: int) -> None:
-        """Optimizer step `step`, counted from 1, begins."""
+        """Report the beginning of an optimizer step, counted from 1."""
 
     def epoch(self, metrics: Metrics, checkpoint: Where | None) -> None:
-        """The metrics of a finished epoch, with `epoch` and `step` among them. After a resume the epochs
-        before are told again, so that nothing is lost between a checkpoint and its report."""
+        """Report the metrics of a finished epoch, including `epoch` and `step`.
+
+        After a resume the earlier epochs are reported again, so nothing is lost between a checkpoint and its report.
+
+        Args:
+            metrics: of the epoch.
+            checkpoint: the newest finished one; None: none yet.
+        """
 
 
 def train(
@@ -60,14 +66,15 @@ def train(
 
     Args:
         config: what to train.
-        folder: the trial's own folder, seen by all ranks: `checkpoints/` and `model.pt` come to be here.
-            A run that was stopped goes on from the last checkpoint in it.
-        on_step_losses: told the loss of every step of an epoch, over the global batch.
-        storage: the address of the trial's place in object storage; then the checkpoints are there, and the folder is
-            each rank's own.
+        folder: the trial's own folder, seen by all ranks, for `checkpoints/` and `model.pt`. A run that was stopped
+            resumes from the last checkpoint in it.
+        reporter: where results go.
+        on_step_losses: called with the loss of every step of an epoch, over the global batch.
+        storage: the trial's address in object storage. Checkpoints are written there, and the folder is each rank's
+            own. None: everything goes to the folder.
 
     Raises:
-        UserError: something that the user can mend.
+        UserError: a problem that the user can fix.
         DivergedError: the loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +115,7 @@ def train(
 
     watch = Watch(
         StepTimer(config.training.timing_warmup_steps, ranks),
-        MemoryProfile(config, workload.model.description, ranks, folder),
+        MemoryProfiler(config, workload.model.description, ranks, folder),
         reporter.step,
     )
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
@@ -145,7 +152,7 @@ def _is_through(state: TrainState, config: TrialConfig) -> bool:
 
 
 def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints: Checkpoints) -> Metrics:
-    """Save a checkpoint where one is due, and return the metrics with what that took."""
+    """Save a checkpoint if one is due, and return the metrics with its cost."""
     through = _is_through(state, config)
     if not through and state.epoch % config.checkpoint.every_epochs:
         state.remember(metrics)
@@ -158,7 +165,7 @@ def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints:
 
 def _facts(
     config: TrialConfig,
-    ranks: Ranks,
+    ranks: DistributedContext,
     state: TrainState,
     data: Data,
     resumed_from: Where | None,

@@ -1,7 +1,7 @@
 """First weights: those of the model's own constructor after `torch.manual_seed(training.seed)`, whatever the sharding.
 
-`init=rank0`: rank 0 runs the constructor and sends out the values, a parameter at a time. `init=meta`: every rank runs
-it and keeps its part. The weights are equal to the bit either way, for any number of workers.
+`init=rank0`: rank 0 runs the constructor and sends the values, a parameter at a time. `init=meta`: every rank runs it
+and keeps its part. The weights are equal to the bit either way, for any number of workers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _WRAPPER = f"{WRAPPED}."
 
 
 def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
-    """Build the model without the values of its parameters. With `init=rank0` a constructor that reads them is run as
-    it is.
+    """Build the model without the values of its parameters.
+
+    With `init=rank0` a constructor that reads values is run as it is.
 
     Raises:
         UserError: such a constructor with `init=meta`.
@@ -36,7 +37,7 @@ def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
     except ValuesNeeded as error:
         if config.init is Init.meta:
             raise UserError(
-                f"init=meta: the constructor of {error.module} reads the values of parameters, which are not there yet "
+                f"init=meta: the constructor of {error.module} reads the values of parameters, which meta tensors lack "
                 f"({error.reason}); use init=rank0, which builds the whole model on rank 0."
             ) from error
         return Blueprint(spec.build, config.training.seed, whole=True)
@@ -49,13 +50,17 @@ def init_weights(
     device: torch.device,
     load: Callable[[Mapping[str, Tensor]], None] | None = None,
 ) -> None:
-    """Give the parameters of a sharded model on `meta` their storage and values, and put its buffers on the device.
+    """Give the parameters of a sharded model on `meta` their storage and values, and move its buffers to the device.
 
-    With `init=rank0` only rank 0 ever holds the whole model, in host memory; with `init=meta` no rank holds more than
-    a group of its parameters (`construct.GROUP_BYTES`).
+    With `init=rank0` only rank 0 ever holds the whole model, in host memory. With `init=meta` no rank holds more than a
+    group of its parameters (`construct.GROUP_BYTES`).
 
     Args:
-        load: puts in other values than the constructor's, on each rank what it holds.
+        model: sharded.
+        blueprint: of the same model.
+        config: the trial.
+        device: where the model computes.
+        load: puts values other than the constructor's into this rank's part; None: the constructor's values.
     """
     home = gradient_device(config, device)
     materialize(model, lambda old: torch.empty_like(old, device=home) if old.is_meta else old.to(device))
@@ -74,10 +79,12 @@ def init_weights(
 
 
 def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
-    """Put `fresh(tensor)` in the place of every parameter and buffer. Tied parameters stay tied, which they do not
-    under PyTorch's own `to_empty`.
+    """Replace every parameter and buffer by `fresh(tensor)`.
+
+    Tied parameters stay tied, which PyTorch's own `to_empty` does not ensure.
 
     Args:
+        model: sharded.
         fresh: gets parameters on `meta`, and real buffers.
     """
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -87,7 +94,7 @@ def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
     made: set[int] = set()
 
     def once(tensor: Tensor) -> Tensor:
-        """A tied parameter is met again in its second module, by now with storage of its own, maybe on the host."""
+        """Return the tensor itself if it was replaced: a tied parameter is met again, with storage of its own."""
         if id(tensor) in made and not tensor.is_meta:
             return tensor
         if tensor.is_meta:
@@ -101,11 +108,12 @@ def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
 
 
 def _fill(parameter: Tensor, value: Tensor | None, source: int | None) -> None:
-    """Copy the part of a value that is this rank's.
+    """Copy this rank's part of a value.
 
     Args:
-        value: the whole of it; None where another rank sends it.
-        source: the rank that sends it; None where every rank has it.
+        parameter: sharded or not.
+        value: the whole value; None: another rank sends it.
+        source: the rank that sends it; None: every rank has it.
     """
     if not isinstance(parameter, DTensor):
         if value is not None:

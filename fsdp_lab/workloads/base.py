@@ -1,4 +1,4 @@
-"""The contract between what is trained and what trains it: all that training, memory and forecasts see of both."""
+"""The contract between a workload and its training: all that training and forecasts see of a workload."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ _COMPARED = 32  # samples, of which the number of tokens is looked at
 class ModelSpec:
     """How to build a model, and the classes of its repeating blocks.
 
-    `build`: the constructor; what it gives the parameters after `torch.manual_seed(training.seed)` are the first
-    weights. `block_classes`: None where they are to be found in the model. `description`: the model in a few words,
-    for the reader of a memory timeline. `load_weights`: puts other first weights into parameters and buffers, divided
-    or not, by their names; each rank calls it; None: those of the constructor. `save`: writes whole weights and what
-    else the model's own format has into a folder; None: it has none.
+    Attributes:
+        build: the constructor. The values of its parameters after `torch.manual_seed(training.seed)` are the first
+            weights.
+        block_classes: None: they are detected in the model.
+        description: the model in a few words, for the reader of a memory timeline.
+        load_weights: puts other first weights into parameters and buffers by their names, sharded or not; each rank
+            calls it. None: the constructor's weights are the first.
+        save: writes whole weights, and the rest of the model's own format, into a folder. None: no such format.
     """
 
     build: Callable[[], nn.Module]
@@ -39,7 +42,7 @@ class ModelSpec:
 
 
 class Dataset(Protocol):
-    """Serves whole batches by the indices of their items; -1 stands for padding, which no metric counts."""
+    """Serves whole batches by the indices of their items; -1 is padding, which no metric counts."""
 
     def __len__(self) -> int: ...
 
@@ -48,8 +51,15 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """Both splits. `digest` differs when an item does. `bytes_per_token`: of the validation split; None: no text.
-    `vocab_size`: every token is less; None: not known."""
+    """Both splits.
+
+    Attributes:
+        train: the training split.
+        val: the validation split.
+        digest: differs if an item does.
+        bytes_per_token: of the validation split; None: no text.
+        vocab_size: every token is less; None: not known.
+    """
 
     train: Dataset
     val: Dataset
@@ -62,10 +72,12 @@ class Data:
 class DataSpec:
     """Where batches come from.
 
-    `prepare` downloads what is missing; one process of each node calls it, before any calls `load`. Both raise
-    UserError. `example_batch(size)` has the shapes, types and allocations of a batch that the loader serves, from
-    uninitialised memory: forecasts call it under fake tensors, once they have called it before with the same size, and
-    FLOPs are counted with it on `meta`.
+    Attributes:
+        prepare: downloads missing files. One process of each node calls it, before any calls `load`. Raises UserError.
+        load: returns both splits. Raises UserError.
+        example_batch: returns a batch of a given size with the shapes, types and allocations of one that the loader
+            serves, from uninitialised memory. Forecasts call it under fake tensors, after a first call with the same
+            size; FLOPs are counted with it on `meta`.
     """
 
     prepare: Callable[[], None]
@@ -74,10 +86,10 @@ class DataSpec:
 
 
 class Task(Protocol):
-    """What the model learns from a batch. Called with batches on the model's device.
+    """What the model learns from a batch. Methods get batches on the model's device.
 
-    Where batches differ in how many labels count, the task has a method `num_labels(batch)` too, which returns that
-    number as a scalar tensor. The loss of a step is then the mean over all labels of its global batch; without the
+    A task whose batches differ in the number of labels that count also has a method `num_labels(batch)`, which returns
+    that number as a scalar tensor. The loss of a step is then the mean over all labels of its global batch. Without the
     method each microbatch weighs the same.
     """
 
@@ -90,16 +102,25 @@ class Task(Protocol):
         """Return the mean loss of the batch, a scalar."""
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `name -> (sum, count)`, `loss` among them; sums and counts are added up over batches and ranks."""
+        """Return `name -> (sum, count)`, including `loss`. Sums and counts are added up over batches and ranks."""
 
     def units(self, batch: Batch) -> int:
-        """Return how many of the unit a batch has, without the padding that the task knows; of a batch on `meta`, how
-        many one of its shape has without padding."""
+        """Return the number of units in a batch, without the padding that the task knows.
+
+        For a batch on `meta`, return the number of a batch of that shape without padding.
+        """
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a data set and a task. `flops_per_unit`: of training on one of the task's units; None: counted."""
+    """A model, a data set and a task.
+
+    Attributes:
+        model: how to build the model.
+        data: where batches come from.
+        task: what the model learns from a batch.
+        flops_per_unit: FLOPs of training on one of the task's units; None: counted.
+    """
 
     model: ModelSpec
     data: DataSpec
@@ -107,10 +128,12 @@ class Workload:
     flops_per_unit: float | None = None
 
     def train_flops_per_sample(self) -> float | None:
-        """Return the FLOPs of forward and backward for one sample: by `flops_per_unit`, or for tokens by what the
-        model's own method `flops_per_token` says of a batch, else the matrix FLOPs, counted on `meta`, the backward as
-        twice the forward. Recomputation is not counted: MFU is about the model's own work. None where a model cannot
-        compute without values."""
+        """Return the FLOPs of forward and backward for one sample; None if the model cannot compute without values.
+
+        They come from `flops_per_unit`, else for tokens from the model's own method `flops_per_token(batch)`. Else the
+        matrix FLOPs of the forward pass are counted on `meta`, and the backward pass counts as twice the forward.
+        Recomputation is not counted, because MFU is about the model's own work.
+        """
         if self.flops_per_unit is not None:
             return self.flops_per_unit * self.task.units(self._meta_batch())
         with suppress(Exception):  # whatever a forward pass raises where there are no values
@@ -126,27 +149,30 @@ class Workload:
         return 3.0 * counter.get_total_flops()
 
     def tokens_per_sample(self, dataset: Dataset) -> int | None:
-        """Return the tokens of each sample; None where samples are what is counted, or where some have more than
-        others: padding would count, and the FLOPs of one say nothing of another. Reads a few samples."""
+        """Return the tokens of each sample, from a few samples that are read.
+
+        None if samples are counted, or if samples differ: padding would count, and one sample's FLOPs would not be
+        another's.
+        """
         if self.task.unit != "tokens":
             return None
         chosen = torch.linspace(0, len(dataset) - 1, min(_COMPARED, len(dataset)), dtype=torch.float64).long()
         with seeded(0):
-            found = {self.task.units(dataset[index]) for index in chosen.split(1)}
-        return found.pop() if len(found) == 1 else None
+            counts = {self.task.units(dataset[index]) for index in chosen.split(1)}
+        return counts.pop() if len(counts) == 1 else None
 
     def shaped_tokens(self) -> int | None:
-        """Return the tokens of a sample by its shape alone; None where samples are what is counted."""
+        """Return the tokens of a sample by its shape alone; None if samples are counted."""
         return self.task.units(self._meta_batch()) if self.task.unit == "tokens" else None
 
     def parameters_without_gradient(self) -> list[str]:
-        """Return the names of those that a step leaves without one, as a step on `meta` shows, frozen ones apart."""
+        """Return the names of the trainable parameters that a step on `meta` leaves without a gradient."""
         model, batch = self._on_meta()
         self.task.loss(self.task.forward(model, batch), batch).backward()
         return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
     def _on_meta(self) -> tuple[nn.Module, Batch]:
-        """The model, and a batch of one sample."""
+        """Return the model, and a batch of one sample."""
         model = Blueprint(self.model.build, seed=0).model.to("meta")
         return model, self._meta_batch()
 
@@ -156,7 +182,7 @@ class Workload:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device, without waiting where its memory is pinned."""
+    """Return a copy of a batch on the device. Does not wait for the copy if the batch's memory is pinned."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
@@ -169,8 +195,10 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the same nesting of dicts, lists and tuples with `function(tensor)` in the place of each tensor. A
-    subclass of dict comes back as a dict; everything else stays as it is."""
+    """Return the same nesting of dicts, lists and tuples with `function(tensor)` in place of each tensor.
+
+    A subclass of dict becomes a dict; every other value stays as it is.
+    """
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
@@ -182,7 +210,7 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
 
 
 def plain_class(module: nn.Module) -> type:
-    """Return the class that a module had before `fully_shard` put its own in front."""
+    """Return the class that a module had before `fully_shard` replaced it with a subclass of FSDPModule."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 

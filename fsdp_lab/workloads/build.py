@@ -1,4 +1,4 @@
-"""From what a config names to the workload that it stands for."""
+"""Builders that turn the names in a config into a workload."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def build_workload(model: ModelGroup, data: DataGroup, task: TaskConfig | None =
     """Compose the workload of a config. Reads no data and allocates no parameter.
 
     Args:
+        model: one of our models or the user's.
+        data: one of our data sets or the user's.
         task: None: classification.
 
     Raises:
@@ -60,7 +62,13 @@ def build_task(task: TaskConfig, model: ModelGroup) -> Task:
 
 
 def build_data_spec(data: DataGroup, model: ModelGroup, spec: ModelSpec) -> DataSpec:
-    """Return where the configured batches come from."""
+    """Return the configured source of batches.
+
+    Args:
+        data: one of our data sets or the user's.
+        model: decides the shape of our images.
+        spec: of the same model, for `data=example`.
+    """
     if isinstance(data, UserData):
         return build_data(data, spec.build)
     assert isinstance(data, DataConfig)
@@ -79,8 +87,10 @@ def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
 
 
 def with_known_tokens(spec: DataSpec, model: ModelGroup, data: UserData) -> DataSpec:
-    """Return the same data, which are refused when they are loaded where they have tokens that the model has not: a GPU
-    would end with an assertion of its own."""
+    """Return the same data, with a check while loading that the model knows all their tokens.
+
+    Without it a GPU would fail with an assertion in a kernel.
+    """
 
     def load() -> Data:
         loaded = spec.load()
@@ -91,7 +101,7 @@ def with_known_tokens(spec: DataSpec, model: ModelGroup, data: UserData) -> Data
 
 
 def without_padding(spec: DataSpec) -> DataSpec:
-    """Return the same data, whose validation split is served without padding."""
+    """Return the same data with a validation split that is served without padding."""
 
     def load() -> Data:
         data = spec.load()

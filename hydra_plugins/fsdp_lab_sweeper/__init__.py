@@ -1,0 +1,1 @@
+"""The Hydra plugin that runs fsdp_lab's sweeps."""

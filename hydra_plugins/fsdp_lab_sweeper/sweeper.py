@@ -1,4 +1,4 @@
-"""The shell by which Hydra finds the sweeper. Hydra imports this file at every start: keep it light.
+"""The class by which Hydra finds the sweeper. Hydra imports this file at every start: keep it light.
 
 It is loaded under no module name, so annotations here must be real types, not strings.
 """
@@ -14,7 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 
 @dataclass
 class FsdpLabSweeperConf:
-    """`params`: the axes swept by default, and their values; null takes an axis out."""
+    """The options of the sweeper.
+
+    Attributes:
+        params: the axes swept by default, and their values; null removes an axis.
+    """
 
     _target_: str = "hydra_plugins.fsdp_lab_sweeper.sweeper.FsdpLabSweeper"
     params: dict[str, Optional[str]] = field(default_factory=dict)
@@ -24,21 +28,23 @@ ConfigStore.instance().store(group="hydra/sweeper", name="fsdp_lab", node=FsdpLa
 
 
 class FsdpLabSweeper(Sweeper):
-    """Ray Tune under `-m`. The work is in `fsdp_lab.sweep`."""
+    """The sweeper of `-m`. The work is in `fsdp_lab.sweep`."""
 
     def __init__(self, params: dict[str, Optional[str]]) -> None:
         self.params = dict(params)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Keep what Hydra passes, for `sweep`."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def sweep(self, arguments: list[str]) -> Any:
+        """Run a sweep of fsdp_lab, or of another Hydra application as a plain batch."""
         from fsdp_lab.config import NightlyConfig
 
         if not issubclass(OmegaConf.get_type(self.config) or object, NightlyConfig):
-            from fsdp_lab.sweep.foreign import run_foreign
+            from fsdp_lab.sweep.generic_sweeper import run_generic_sweep
 
-            return run_foreign(self, self.hydra_context, self.task_function, self.config, self.params, arguments)
+            return run_generic_sweep(self, self.hydra_context, self.task_function, self.config, self.params, arguments)
         from fsdp_lab.sweep.multirun import run_multirun
 
         return run_multirun(self.hydra_context, self.config, self.params, arguments)

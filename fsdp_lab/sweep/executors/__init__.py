@@ -1,1 +1,1 @@
-"""What runs the trials of a sweep: Ray Tune, or this process."""
+"""Executors of a sweep's trials: Ray Tune, or this process."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fsdp_lab.config import TrialConfig, part
-from fsdp_lab.engine.files import read_outcome, why_unwritten
 from fsdp_lab.engine.inline import run_inline
+from fsdp_lab.engine.trial_files import read_outcome, why_unwritten
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.runner import SweepRun
 
@@ -14,9 +14,11 @@ class InlineExecutor:
 
     interrupted_by = None
 
-    def start(self, sweep: SweepRun) -> None: ...
+    def start(self, sweep: SweepRun) -> None:
+        """Do nothing: this process is ready."""
 
     def run(self, sweep: SweepRun) -> None:
+        """Run the trials one after the other."""
         while (number := sweep.next()) is not None:
             folder = sweep.folder_of(number)
             sweep.prepare(number)
@@ -30,4 +32,5 @@ class InlineExecutor:
             else:
                 sweep.end(number, TrialStatus.failed, why_unwritten(folder))
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Do nothing."""

@@ -12,15 +12,47 @@ import signal
 import threading
 from contextlib import chdir
 
+from fsdp_lab.config.sweep import ClusterConfig, Engine
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
-from fsdp_lab.sweep.runner import SweepRun
+from fsdp_lab.sweep.runner import SweepPlan, SweepRun
 from fsdp_lab.sweep.shutdown import sigterm_interrupts
 from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
 
+def reach_cluster(plan: SweepPlan) -> None:
+    """Reach the Ray at `cluster.address` before the sweep writes anything anywhere; nothing for a Ray of its own.
+
+    Raises:
+        UserError: no Ray answers there, or not to this process's token.
+    """
+    config, search = plan.config, plan.search
+    has_more = plan.state.open or (search is not None and search.has_more())
+    if config.engine is Engine.ray and config.cluster.address is not None and has_more:
+        print("connecting to Ray", flush=True)
+        if (nodes := config.cluster.job.nodes) > 1:
+            print(f"waiting for {nodes} nodes, up to {config.cluster.wait_timeout_s:g} s", flush=True)
+        _start_ray(config.cluster, _code_of(plan))
+
+
+def _code_of(plan: SweepPlan) -> list[str]:
+    """Return the dotted paths to the user's code."""
+    trials = (path for state in plan.state.trials for path in state.trial.config.code())
+    return sorted({*trials, *(plan.search.code() if plan.search is not None else ())})
+
+
+def _start_ray(cluster: ClusterConfig, code: list[str]) -> None:
+    # Ray lets its workers import from the folder that it is started in; where a resume stands is not one for that.
+    with chdir(os.environ.get(TYPED_ELSEWHERE, ".")):
+        engine.start_ray(cluster, code)
+
+
 class RayTuneExecutor:
-    """`engine=ray`. `interrupted_by`: the server of Ray's that ended by itself, and with it the sweep."""
+    """The executor of `engine=ray`.
+
+    Attributes:
+        interrupted_by: Ray's server that ended by itself, and with it the sweep; None: none did.
+    """
 
     def __init__(self) -> None:
         self.interrupted_by: str | None = None
@@ -33,18 +65,15 @@ class RayTuneExecutor:
             UserError: no Ray answers at `cluster.address`.
         """
         cluster = sweep.config.cluster
-        sweep.say("Ray starts" if cluster.address is None else "Ray is being reached")
-        trials = (path for state in sweep.states for path in state.trial.config.code())
-        code = sorted({*trials, *(sweep.plan.search.code() if sweep.plan.search is not None else ())})
-        # Ray lets its workers import from the folder that it is started in; where a resume stands is not one for that.
-        with chdir(os.environ.get(TYPED_ELSEWHERE, ".")):
-            engine.start_ray(cluster, code)
+        if cluster.address is None:
+            sweep.log("Ray starts")
+        _start_ray(cluster, _code_of(sweep.plan))
         sigterm_interrupts()  # Ray has put a handler of its own
         if cluster.address is None:
             threading.Thread(target=self._watch_servers, args=(sweep,), name="ray", daemon=True).start()
 
     def _watch_servers(self, sweep: SweepRun) -> None:
-        """Interrupt this process when a server of its Ray ends: nothing that was asked of it is answered then."""
+        """Interrupt this process when a server of its Ray ends, because Ray answers nothing then."""
         while not self._stopped.wait(1.0) and not sweep.closed:
             if lost := engine.lost_server():
                 self.interrupted_by = f"Ray's {lost}"
@@ -61,7 +90,7 @@ class RayTuneExecutor:
             ray_private.keep_ready_processes()
         ray_private.survive_memory_kills()
         if missing := ray_private.missing():
-            sweep.say(ray_private.slower(missing))
+            sweep.log(ray_private.slower(missing))
         try:
             build_tuner(sweep).fit()
         except KeyboardInterrupt:
@@ -69,5 +98,6 @@ class RayTuneExecutor:
             raise
 
     def stop(self) -> None:
+        """Disconnect from Ray; a Ray that was started here ends."""
         self._stopped.set()
         engine.stop_ray()

@@ -1,4 +1,4 @@
-"""What Ray Tune is given: it asks for the next trial, and says when one starts, reports or ends."""
+"""The interface to Ray Tune: it asks for the next trial, and reports when one starts, reports or ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ray.tune.search import Searcher
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
-from fsdp_lab.engine.files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
+from fsdp_lab.engine.trial_files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.folder_scheduler import FolderScheduler, build_scheduler
-from fsdp_lab.sweep.executors.places import LOOK_S, Places, workers_per_place
+from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun
 
@@ -28,14 +28,19 @@ _REPEAT_S = 60.0
 
 
 def build_tuner(sweep: SweepRun) -> tune.Tuner:
-    places = Places()
+    """Return a tuner for the sweep. Checks first that the cluster can hold each known trial.
+
+    Raises:
+        ConfigError: the cluster cannot hold a trial.
+    """
+    catalog = ResourceCatalog()
     for config in [state.trial.config for state in sweep.states if not state.ended] or [sweep.config]:
-        places.of(config)  # told before the first begins
+        catalog.of(config)  # told before the first begins
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
         tune.with_resources(trial_function, {"memory": 1, **engine.driver_node()}),
         tune_config=tune.TuneConfig(
-            search_alg=NextTrial(sweep, places),
+            search_alg=NextTrial(sweep, catalog),
             scheduler=FolderScheduler(sweep, build_scheduler(sweep.config)),
             num_samples=-1,
             reuse_actors=True,
@@ -46,7 +51,7 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
             name=".ray_tune",
             storage_path=str(sweep.folder),
             verbose=0,
-            callbacks=[TuneCallback(sweep, places), *ray_private.quiet_tune()],
+            callbacks=[TuneCallback(sweep, catalog), *ray_private.quiet_tune()],
             # a trial whose own process was killed; what goes wrong in it is the job's to try again
             failure_config=tune.FailureConfig(max_failures=sweep.config.cluster.max_failures),
         ),
@@ -56,16 +61,17 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
 class NextTrial(Searcher):
     """Gives Tune the sweep's next trial when it has a place for one."""
 
-    def __init__(self, sweep: SweepRun, places: Places) -> None:
+    def __init__(self, sweep: SweepRun, catalog: ResourceCatalog) -> None:
         super().__init__()
-        self._sweep, self._places = sweep, places
+        self._sweep, self._catalog = sweep, catalog
         self._held: int | None = None  # a trial that a search suggested, and that has no room yet
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tune keeps a copy on disk, which nobody reads: the folder of the sweep is what a resume reads."""
+        """Return nothing: Tune keeps a copy on disk, which is never read. A resume reads the sweep's folder."""
         return {}
 
     def suggest(self, trial_id: str) -> Any:
+        """Return the number and the job of the next trial; None if none can start now, FINISHED at the end."""
         while True:
             number, self._held = self._held, None
             if number is None:
@@ -76,10 +82,10 @@ class NextTrial(Searcher):
                 return None if self._sweep.has_more() else Searcher.FINISHED
             config = self._sweep.states[number].trial.config
             try:
-                if not self._places.has_room(config):
+                if not self._catalog.has_room(config):
                     self._held = number
                     return None
-                self._places.taken[trial_id] = self._places.of(config)
+                self._catalog.taken[trial_id] = self._catalog.of(config)
                 break
             except ConfigError as error:
                 if not self._sweep.config.search.samples:
@@ -88,35 +94,51 @@ class NextTrial(Searcher):
                 self._sweep.end(number, TrialStatus.failed, str(error))  # the cluster cannot hold what was suggested
         self._sweep.prepare(number)
         folder, address = str(self._sweep.folder_of(number)), self._sweep.address_of(number)
-        job = job_of(config, folder, self._places.nodes, address)
+        job = job_of(config, folder, self._catalog.nodes, address)
         return {"number": number, "job": json.dumps(job.as_dict())}
 
     def _may_have_room(self) -> bool:
-        """Whether the next trial fits; one that a search suggests, as late as it can, by what its trials share."""
+        """Return whether the next trial fits.
+
+        A search suggests as late as possible, so the resources that its trials share decide.
+        """
         number = self._sweep.state.next_waiting()
         if number is not None:
-            return self._places.has_room(self._sweep.states[number].trial.config)
+            return self._catalog.has_room(self._sweep.states[number].trial.config)
         with suppress(ConfigError):  # what is suggested may be smaller
-            return self._places.has_room(self._sweep.config)
+            return self._catalog.has_room(self._sweep.config)
         return True
 
     def set_search_properties(self, *args: Any, **kwargs: Any) -> bool:
+        """Accept Tune's properties, which are not used."""
         return True
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        self._places.taken.pop(trial_id, None)
+        """Release the resources of a trial."""
+        self._catalog.taken.pop(trial_id, None)
 
     def save(self, checkpoint_path: str) -> None:
+        """Do nothing: the sweep's folder has the state."""
         pass
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
+        """Do nothing: the sweep's folder has the state."""
         pass
 
     def restore(self, checkpoint_path: str) -> None:
+        """Do nothing: the sweep's folder has the state."""
         pass
 
 
 def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | None = None) -> Job:
+    """Return the job of a trial.
+
+    Args:
+        config: of the trial.
+        folder: the trial's.
+        watch: of the cluster's nodes.
+        address: the trial's in object storage; None: none.
+    """
     return Job(
         config=to_dict(part(config, TrialConfig)),
         folder=folder,
@@ -131,24 +153,25 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | No
         ray_is_ours=config.cluster.address is None,
         storage=address,
         nodes=sorted(watch.known),
-        workers_per_place=workers_per_place(config),
+        workers_per_node=workers_per_node(config),
     )
 
 
 class TuneCallback(tune.Callback):
     """Passes Ray Tune's events on to the sweep. Runs in the driver, between Tune's own steps."""
 
-    def __init__(self, sweep: SweepRun, places: Places) -> None:
-        self._sweep, self._places = sweep, places
+    def __init__(self, sweep: SweepRun, catalog: ResourceCatalog) -> None:
+        self._sweep, self._catalog = sweep, catalog
         self._speak_at: dict[int, float] = {}
         self._stopped: set[int] = set()
         self._look_at = 0.0  # at the nodes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tune keeps a copy of its callbacks on disk; this one's state is the driver's, and files."""
+        """Return nothing: Tune keeps a copy of its callbacks on disk, and this one's state is in the driver."""
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Begin a trial."""
         number = trial.config["number"]
         self._sweep.begin(number)
         self._speak_at[number] = time.monotonic() + _QUIET_S
@@ -156,26 +179,29 @@ class TuneCallback(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
+        """Publish new results of a trial. If the scheduler stops it, its workers are freed first."""
         number = trial.config["number"]
         if result.get("done"):  # the scheduler stops it: first of all, before the store is asked anything
             self._stopped.add(number)
-            engine.remove_places(self._sweep.folder_of(number))
+            engine.release_placement_group(self._sweep.folder_of(number))
         self._sweep.look(number)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """End a trial."""
         self._end(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """End a trial."""
         self._end(trial)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """The trial's own process was killed, and Tune starts it again."""
+        """Begin a trial again: its own process was killed, and Tune starts another."""
         number = trial.config["number"]
-        engine.remove_places(self._sweep.folder_of(number))
-        self._sweep.say(f"{self._label(number)}: its own process was killed; it goes on in a new one")
+        engine.release_placement_group(self._sweep.folder_of(number))
+        self._sweep.log(f"{self._label(number)}: its own process was killed; it resumes in a new one")
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Say what a trial is waiting for whose workers say nothing yet themselves."""
+        """Log what a trial is waiting for whose workers do not report yet."""
         self._sweep.tick()
         self._look_at_nodes()
         for number, speak_at in list(self._speak_at.items()):
@@ -184,12 +210,12 @@ class TuneCallback(tune.Callback):
                 self._sweep.look(number)
             elif time.monotonic() > speak_at and not read_progress(self._sweep.folder_of(number)):
                 self._speak_at[number] = time.monotonic() + _REPEAT_S
-                self._sweep.say(f"{self._label(number)} waits for {self._short_of(number)}")
+                self._sweep.log(f"{self._label(number)} waits for {self._short_of(number)}")
 
     def _look_at_nodes(self) -> None:
         if self._sweep.config.cluster.address is not None and time.monotonic() >= self._look_at:
-            for change in self._places.nodes.changes(nodes()):
-                self._sweep.say(change)
+            for change in self._catalog.nodes.changes(nodes()):
+                self._sweep.log(change)
             self._look_at = time.monotonic() + LOOK_S
 
     def _label(self, number: int) -> str:
@@ -199,8 +225,8 @@ class TuneCallback(tune.Callback):
         if not engine.unmet_request():
             return "its worker processes to start and import PyTorch"
         cluster = self._sweep.states[number].trial.config.cluster
-        needed, free = self._places.of(self._sweep.states[number].trial.config), engine.free_resources()
-        total = self._places.total()
+        needed, free = self._catalog.of(self._sweep.states[number].trial.config), engine.free_resources()
+        total = self._catalog.total()
         parts = [
             f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
             for name, amount in needed.items()
@@ -216,7 +242,7 @@ class TuneCallback(tune.Callback):
         if outcome is None:
             # Its process cannot free what the workers hold where it was killed, and would take its time where it
             # was stopped: the next trial waits for these places.
-            engine.remove_places(folder)
+            engine.release_placement_group(folder)
         if outcome is not None:
             self._sweep.end(number, outcome.status, outcome.error)
         elif number in self._stopped:

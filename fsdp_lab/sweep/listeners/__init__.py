@@ -1,1 +1,1 @@
-"""What publishes a sweep: MLflow runs, `results.csv`, the report, the terminal; and what forecasts its trials."""
+"""Listeners that publish a sweep: MLflow runs, `results.csv`, the report, the terminal; and its forecasts."""

@@ -1,4 +1,4 @@
-"""What a sweep shows: one live table on a terminal, a line an event anywhere else."""
+"""The output of a sweep: one live table on a terminal, a line for each event anywhere else."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.segment import SegmentLines
 from rich.text import Text
 
-from fsdp_lab.engine.files import read_failures
+from fsdp_lab.engine.trial_files import read_failures
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
-from fsdp_lab.sweep.listeners.table import epoch_line, how_far, shared_note, trial_table
-from fsdp_lab.sweep.names import go_on_command, label, relative, resume_command, run_name
+from fsdp_lab.sweep.listeners.table import MOST_ROWS, epoch_line, how_far, rows_to_keep, shared_note, trial_table
+from fsdp_lab.sweep.names import go_on_lines, label, relative, resume_command, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.terminal import open_console
 from fsdp_lab.wording import duration
 
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
+_COUNTED = 100  # ended trials to a line, where there are many
 _CAUSED = "direct cause"  # what Python writes between an error and the one that it was raised from
-_UPDATE_EVERY_S = 1.0  # of the live table: one of many trials takes its time
 
 
 class Console(Listener):
     """Prints the sweep's events.
 
     Args:
+        state: of the sweep.
         swept: the keys that differ between trials.
-        rich: where to print; by default standard output.
-        ticks: whether the clock is drawn every second; else a debugger has the terminal for itself between events.
+        rich: where to print; None: standard output.
+        ticks: whether the clock is drawn every second; otherwise a debugger has the terminal for itself between events.
     """
 
     def __init__(
@@ -46,8 +49,9 @@ class Console(Listener):
         self._state, self._swept = state, swept
         self.rich = rich or open_console()
         self._begun = time.time()
-        self._updated, self._looked, self._stale = 0.0, 0.0, False
+        self._updates, self._looks, self._stale = Pace(), Pace(), False
         self._watch = Watch()
+        self._ended = 0
         # What the thread that draws the clock shows: values that are replaced, never changed.
         self._table: RenderableType = ""
         self._lines: list[str] = []
@@ -68,7 +72,7 @@ class Console(Listener):
         if self._live:
             self._live.stop()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print an event on a line of its own, without passwords."""
         text = redact(text)
         if self._live:
@@ -77,22 +81,30 @@ class Console(Listener):
             print(f"[{time.time() - self._begun:6.1f} s] {text}", flush=True)
 
     def update(self) -> None:
-        """Show the live table as it is now."""
-        self._stale, self._updated = False, time.monotonic()
+        """Draw the live table."""
+        self._stale = False
         if self._live:
-            self._table = trial_table(self._state, self._swept, self._in_view())
-            self._live.refresh()
+            with self._updates.kept():
+                table = trial_table(self._state, self._swept, self._in_view())
+                # drawn once: each line that is printed above the table shows it again
+                self._table = SegmentLines(self.rich.render_lines(table, pad=False), new_lines=True)
+                self._live.refresh()
 
     def _screen(self) -> RenderableType:
         clock = how_far(self._state, time.time() - self._begun)
         return Group(self._table, *(Text(line, style="dim") for line in [clock, *self._lines]))
 
     def final(self, answer: Answer | None = None) -> None:
-        """Print the table of all that began, best values marked, and under it what the report recommends."""
+        """Print the table of all trials that began, best values marked, and below it the report's recommendation."""
         chosen = {trial.number for trial in answer.setting.trials} if answer and answer.setting else set()
         begun = [(i, state) for i, state in enumerate(self._state.trials) if state.status != "waiting"]
+        rows = rows_to_keep(self._state, begun, chosen)
         title = how_far(self._state, time.time() - self._begun)
-        self.rich.print(trial_table(self._state, self._swept, begun, chosen, title))
+        if len(rows) < len(begun):
+            which = "best" if any(state.status is TrialStatus.finished for _, state in begun) else "first"
+            title += f"; the {which} {len(rows)} are below; all are in results.csv"
+        marked = chosen if answer and answer.head else ()  # by memory alone none is recommended
+        self.rich.print(trial_table(self._state, self._swept, rows, marked, title))
         if note := shared_note(self._state):
             self.rich.print(Text(note, style="dim"), soft_wrap=True)
         if answer is not None:
@@ -101,47 +113,69 @@ class Console(Listener):
             for line in rest:
                 self.rich.print(Text(line), soft_wrap=True)
 
+    @property
+    def _is_brief(self) -> bool:
+        """Whether there are too many trials for a line each: then those that finish are counted."""
+        return len(self._state.trials) > MOST_ROWS
+
     def opened(self, sweep: SweepRun) -> None:
+        """Draw the live table."""
         self.update()
 
     def ready(self, sweep: SweepRun) -> None:
+        """Draw the live table."""
         self.update()
 
     def began(self, sweep: SweepRun, number: int) -> None:
+        """Log the start of a trial; in a large sweep, only once that starts are not logged."""
         state = self._state.trials[number]
         from_epoch = f", from epoch {state.epochs_before}" if state.epochs_before else ""
-        self.say(f"{label(number, self._state.trials)} starts{from_epoch}: {run_name(state.trial, self._swept)}")
+        if self._is_brief:
+            sweep.log_once(
+                f"more than {MOST_ROWS} trials: from here on only trials that do not finish have a line, and the "
+                "others are counted; results.csv has all"
+            )
+        else:
+            self.log(f"{label(number, self._state.trials)} starts{from_epoch}: {run_name(state.trial, self._swept)}")
         self._change()
 
     def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
+        """Log the notes of a trial, each once."""
         for note in facts["notes"]:
-            sweep.say_once(f"note: {note}")  # each trial's run is tagged with its own
+            sweep.log_once(f"note: {note}")  # each trial's run is tagged with its own
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        """Log a new epoch, except in a large sweep."""
         state = self._state.trials[number]
-        if metrics["epoch"] > state.epochs_before:
+        if metrics["epoch"] > state.epochs_before and not self._is_brief:
             shown = None if state.trial.index is None else number
-            self.say(epoch_line(shown, metrics, state.trial.config.training.epochs))
+            self.log(epoch_line(shown, metrics, state.trial.config.training.epochs))
         self._change()
 
     def ended(self, sweep: SweepRun, number: int) -> None:
+        """Log the end of a trial; in a large sweep, only failures, and a count from time to time."""
         state = self._state.trials[number]
         took = f" after {duration(state.seconds)}" if state.seconds is not None else ""
         why = f": {state.error}" if state.error else ""
         if state.status is TrialStatus.failed:
             why += _where_traced(sweep.folder_of(number))
-        self.say(f"{label(number, self._state.trials)} {state.status}{took}{why}")
+        self._ended += 1
+        if not self._is_brief or state.status is not TrialStatus.finished:
+            self.log(f"{label(number, self._state.trials)} {state.status}{took}{why}")
+        elif self._ended % _COUNTED == 0:
+            self.log(how_far(self._state, time.time() - self._begun))
         self._change()
 
     def tick(self, sweep: SweepRun) -> None:
-        if time.monotonic() - self._looked >= _UPDATE_EVERY_S:
-            self._looked = time.monotonic()
-            self._look(sweep)
+        """Look at the running trials, and draw the table if it is stale."""
+        if self._looks.is_due:
+            with self._looks.kept():
+                self._look(sweep)
         if self._stale:
             self._change()
 
     def _look(self, sweep: SweepRun) -> None:
-        """See what the running trials do, and say once what lasts unusually long."""
+        """Look at the running trials, and log once what lasts unusually long."""
         doings: dict[int, Doing] = {}
         for number, state in enumerate(self._state.trials):
             if state.status is not TrialStatus.running:
@@ -149,28 +183,32 @@ class Console(Listener):
             folder, timeout_s = sweep.folder_of(number), state.trial.config.trial_timeout_s
             with suppress(OSError):  # a disk that is away for a moment
                 doings[number] = self._watch.look(number, folder)
-                if told := self._watch.unusual(number, doings[number], folder, timeout_s):
-                    self.say(f"{label(number, self._state.trials)}: {told}")
+                if notice := self._watch.unusual(number, doings[number], folder, timeout_s):
+                    self.log(f"{label(number, self._state.trials)}: {notice}")
         to_come = sweep.config.search.num_trials - len(self._state.trials) if sweep.config.search.samples else 0
         repeats = sweep.plan.search is not None and not sweep.config.search.samples  # repeat=auto: more may come
         what = "this round" if repeats else "the sweep"
         self._lines = progress_lines(self._state, doings, max(0, to_come), time.time(), what)
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
+        """Log how to resume an interrupted sweep, before anything that may hang."""
         if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
-            self.say(f"to resume: {go_on_command(sweep.folder)}")
+            for line in go_on_lines(sweep.folder, sweep.address):
+                self.log(line)
         self._lines = []  # what runs is ended now
         self.update()
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        """Log how to repeat failed trials."""
         self.update()
         if ending.code is ExitCode.failed and not ending.early:
-            theirs = " (after a change of your code also resume_anyway=true)" if sweep.plan.record.user_code else ""
-            self.say(f"to try what failed again: {resume_command(sweep.folder)} resume_failed=true{theirs}")
+            theirs = " (if your code changed, also resume_anyway=true)" if sweep.plan.record.user_code else ""
+            again = resume_command(sweep.folder, address=sweep.address)
+            self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")
 
     def _change(self) -> None:
         self._stale = True
-        if time.monotonic() - self._updated >= _UPDATE_EVERY_S:
+        if self._updates.is_due:
             self.update()
 
     def _in_view(self) -> list[tuple[int, TrialState]]:
@@ -181,7 +219,7 @@ class Console(Listener):
 
 
 def _where_traced(folder: Path) -> str:
-    """Say where the traceback of a failed trial is; nothing where there is none, or its message says it all."""
+    """Return where the traceback of a failed trial is; "" without one, or if its message is enough."""
     for failure in read_failures(folder)[:1]:
         if failure["kind"] != "user" or _CAUSED in failure["traceback"]:
             return f" [traceback: {relative(folder / 'failures')}/rank{failure['rank']}.json]"

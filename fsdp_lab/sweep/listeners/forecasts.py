@@ -1,4 +1,4 @@
-"""The forecasts of a sweep's trials, and what `forecast.prune` makes of them."""
+"""The forecasts of a sweep's trials, and the trials that `forecast.prune` and `forecast.keep` skip."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import cluster as engine
+from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import (
     capacity_here,
     check_sweep,
@@ -20,18 +21,20 @@ from fsdp_lab.forecast.devices import (
     device_notes,
     torch_version,
 )
-from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.keep import Predicted, passed_over, why_all
 from fsdp_lab.forecast.observations import record_observation
+from fsdp_lab.forecast.recommend import recommended
 from fsdp_lab.forecast.run import Background, Forecaster, Request
+from fsdp_lab.forecast.table import Row
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED
+from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.speed.refine import Observation
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.names import label
+from fsdp_lab.sweep.names import label, setting
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.wording import count, significant, time_left
@@ -40,12 +43,12 @@ _WAITED = 0.05  # of its steps, from which a GPU's are not learnt from
 
 
 class Forecasts(Listener):
-    """Forecasts the trials that are known while Ray starts, the ones that a search suggests one by one.
+    """Forecasts the known trials while Ray starts, and those of a search one by one.
 
-    On a cluster that is not started here, what to forecast is known only when it has been reached. Where all forecasts
-    fail by one error that training would meet too, no trial is started; not so on such a cluster, whose nodes may have
-    files that this machine lacks. Else why a trial has no forecast is told when it has trained an epoch, or ended
-    without failing: most often it fails for the same reason, and says so itself.
+    On a running cluster, forecasts begin when it has been reached. If all forecasts fail by one error that training
+    would meet too, no trial is started; not so on such a cluster, whose nodes may have files that this machine lacks.
+    Otherwise the reason for a missing forecast is logged when the trial has trained an epoch, or ended without failing:
+    most often the trial fails for the same reason, and reports it itself.
     """
 
     def __init__(self, plan: SweepPlan) -> None:
@@ -78,58 +81,79 @@ class Forecasts(Listener):
         def waits(done: int, total: int) -> None:
             left = time_left(done, total, time.monotonic() - self._began)
             far = f"{done} of {total} done{', ' if left else ''}{left}"
-            sweep.say(f"waits for the forecasts: {far}; forecast.enabled=false does without them")
+            sweep.log(f"waiting for the forecasts: {far}; forecast.enabled=false skips them")
 
         wanted = _wanted(sweep.states)
         if self._early is not None:
-            found = self._early.result(waits)
+            result = self._early.result(waits)
             workers = workers_of(sweep.config)
         else:
             workers = engine.resolve_num_workers(sweep.config.cluster)
             with Background(_requests(list(wanted.values()), engine.num_gpus() > 0, workers)) as background:
-                found = background.result(waits)
-        known = [forecast.peak_bytes for forecast in found if not forecast.error]
+                result = background.result(waits)
+        known = [forecast.peak_bytes for forecast in result if not forecast.error]
         if known:
             low, high = (significant(peak / MIB) for peak in (min(known), max(known)))
-            sweep.say(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
+            sweep.log(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
         requests = _requests(list(wanted.values()), engine.num_gpus() > 0, workers)
-        self._known = {request.key: forecast for request, forecast in zip(requests, found, strict=True)}
-        if self._early is not None and found and all(f.fails and f.error == found[0].error for f in found):
-            _fail(sweep, list(wanted), found[0].error)
+        self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
+        if self._early is not None and result and all(f.fails and f.error == result[0].error for f in result):
+            _fail(sweep, list(wanted), result[0].error)
             return
-        for number, forecast in zip(wanted, found, strict=True):
+        for number, forecast in zip(wanted, result, strict=True):
             self._take(sweep, number, forecast)
         self._keep_promising(sweep, dict(zip(wanted, requests, strict=True)))
 
     def _keep_promising(self, sweep: SweepRun, requests: dict[int, Request]) -> None:
-        """Skip what `forecast.keep` leaves out, and say so."""
+        """Skip the trials that `forecast.keep` leaves out, and log that."""
         asked = sweep.config.forecast
         for request in requests.values():
             for note in device_notes(request.config, request.num_workers) if request.sheet is not None else ():
-                sweep.say_once(f"note: {note}")
+                sweep.log_once(f"note: {note}")
         named = asked.device not in DEVICE_KINDS
         if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values()):
             here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
-            sweep.say_once(
-                f"forecast.device={asked.device} is not what these trials run on ({here}): no speed is predicted"
+            sweep.log_once(
+                f"no speed is predicted: forecast.device={asked.device} is not the device of these trials ({here})"
             )
         if asked.keep is None:
             return
-        ended = {n: state for n, state in enumerate(sweep.states) if n not in requests and state.ended}
+        # what is measured again had its place among the promising ones
+        requests = {n: request for n, request in requests.items() if not sweep.states[n].again}
+        ended = {n: s for n, s in enumerate(sweep.states) if n not in requests and (s.ended or s.again)}
         (first, *_) = requests.values() or (None,)
         if first is None:
             return
-        others = zip(ended, _requests(list(ended.values()), first.cuda, first.num_workers), strict=True)
-        settings = {n: request.key for n, request in [*requests.items(), *others]}
-        before = {n: found for n, state in ended.items() if (found := _predicted(state)) is not None}
-        forecasts = {n: self._known[settings[n]] for n in requests if not sweep.states[n].ended}
-        left_out = passed_over(forecasts, settings, asked.keep, before)
+        others = _requests(list(ended.values()), first.cuda, first.num_workers)
+        known = requests | dict(zip(ended, others, strict=True))
+        left_out, kept, why = self._left_out(sweep, asked.keep, known, ended)
         for number, reason in left_out.items():
             sweep.skip(number, reason)
-        kept = len({settings[n] for n in forecasts if n not in left_out})
-        skipped = f"{count(len(left_out), 'trial')} skipped"
-        why = skipped if left_out else why_all(forecasts, settings, asked.keep, before)
-        sweep.say(f"forecast.keep={asked.keep}: {count(kept, 'setting')} to measure, {why}")
+        why = f"{count(len(left_out), 'trial')} skipped" if left_out else why
+        sweep.log(f"forecast.keep={asked.keep}: {count(kept, 'setting')} to measure, {why}")
+
+    def _left_out(
+        self, sweep: SweepRun, keep: str, requests: dict[int, Request], ended: dict[int, TrialState]
+    ) -> tuple[dict[int, str], int, str]:
+        """Return the trials that `forecast.keep` leaves out, how many settings it keeps, and why it keeps all.
+
+        The trials come with reasons. Each number of workers has its own ranking.
+        """
+        settings = {n: request.key for n, request in requests.items()}
+        before = {n: predicted for n, state in ended.items() if (predicted := _predicted(state)) is not None}
+        to_run = {n: self._known[key] for n, key in settings.items() if n not in ended and not sweep.states[n].ended}
+        best = _recommended(sweep, to_run)
+        left_out: dict[int, str] = {}
+        why: dict[str, None] = {}
+        for workers in sorted({requests[n].num_workers for n in to_run}):
+            of = {n for n, request in requests.items() if request.num_workers == workers}
+            mine = {n: forecast for n, forecast in to_run.items() if n in of}
+            earlier = {n: predicted for n, predicted in before.items() if n in of}
+            enough = (1 - sweep.config.report.speed_tolerance) * max((one.speed for one in earlier.values()), default=0)
+            mine_best = {settings[n] for n in best if n in of and _pace(mine[n]) >= enough}
+            left_out |= passed_over(mine, settings, keep, earlier, mine_best)
+            why[why_all(mine, settings, keep, earlier, mine_best)] = None
+        return left_out, len({settings[n] for n in to_run if n not in left_out}), "; ".join(why)
 
     def added(self, sweep: SweepRun, number: int) -> None:
         """Forecast a suggested trial: first with `forecast.prune`, which may skip it, else while it starts."""
@@ -148,29 +172,34 @@ class Forecasts(Listener):
             self._pending[number] = (future, request)
 
     def tick(self, sweep: SweepRun) -> None:
+        """Take the forecasts that are done."""
         for number, (future, request) in list(self._pending.items()):
             if future.done():
                 del self._pending[number]
                 self._take(sweep, number, self._forecaster.result(future, request))
 
     def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
+        """Remember the device of a trial."""
         self._device[number] = str(facts.get("device"))
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        self._say_why(sweep, number)
+        """Log why the trial has no forecast, if it has none."""
+        self._log_missing_forecast(sweep, number)
 
     def ended(self, sweep: SweepRun, number: int) -> None:
+        """Log why the trial has no forecast, if it has none; record a finished one to correct later predictions."""
         state = sweep.states[number]
         if state.status is not TrialStatus.failed:
-            self._say_why(sweep, number)
+            self._log_missing_forecast(sweep, number)
         if state.status is TrialStatus.finished and state.forecast is not None and state.forecast.speed is not None:
             self._remember(sweep, number, state.forecast.speed)
 
-    def _say_why(self, sweep: SweepRun, number: int) -> None:
+    def _log_missing_forecast(self, sweep: SweepRun, number: int) -> None:
         if (reason := self._without.pop(number, None)) is not None:
-            sweep.say(f"{label(number, sweep.states)} has no forecast: {reason}")
+            sweep.log(f"{label(number, sweep.states)} has no forecast: {reason}")
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
+        """End the process of forecasts, which holds PyTorch in memory."""
         self._forecaster.__exit__()  # its process holds PyTorch in memory
 
     def _remember(self, sweep: SweepRun, number: int, speed: Speed) -> None:
@@ -188,37 +217,38 @@ class Forecasts(Listener):
         try:
             record_observation(speed.device, f"{sweep.folder.absolute()}/{number}", one)
         except (OSError, UserError) as error:
-            sweep.say_once(f"what finished trials say of {speed.device} is not kept for later forecasts: {error}")
+            sweep.log_once(f"measured speeds of {speed.device} could not be saved for later forecasts: {error}")
 
     def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
-        """Publish a forecast, and skip the trial where it is not to be tried."""
-        name, prune = label(number, sweep.states), sweep.states[number].trial.config.forecast.prune
+        """Publish a forecast, and skip the trial if it cannot fit."""
+        name, state = label(number, sweep.states), sweep.states[number]
+        prune = state.trial.config.forecast.prune and not state.again  # which ran before
         if forecast.error:
             self._without[number] = forecast.error
-            if sweep.states[number].ended:
+            if state.ended:
                 self.ended(sweep, number)
         elif forecast.capacity_bytes is None and prune:
-            sweep.say_once(
-                "forecast.prune=true: how much fits is not known (the driver does not say), so nothing is left "
-                "out; set forecast.capacity_gib"
+            sweep.log_once(
+                "forecast.prune=true skips no trial: the memory of the GPU is not known (the driver does not report "
+                "it); set forecast.capacity_gib"
             )
         if forecast.no_speed:
-            sweep.say_once(f"no speed is predicted: {forecast.no_speed}")
+            sweep.log_once(f"no speed is predicted: {forecast.no_speed}")
         if forecast.largest_microbatch is not None:
-            sweep.say(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
+            sweep.log(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
         sweep.forecast(number, forecast)
         if prune and forecast.tight:
-            sweep.say(f"{name} starts though it is tight: {forecast.shortage}; it may be slow, or run out of memory")
+            sweep.log(f"{name} starts, but memory is tight: {forecast.shortage}; it may be slow, or run out of memory")
         elif prune and forecast.fits is False:
-            sweep.skip(number, f"{forecast.shortage}; forecast.prune=true does not start it")
+            sweep.skip(number, f"{forecast.shortage}; forecast.prune=true skips it")
 
 
 def ran_there(request: Request, device: str | None) -> bool:
-    """Whether a trial ran on what its speed was predicted for, as that was calibrated, and is one that is predicted as
-    it runs.
+    """Return whether a trial ran on the device of its prediction, in a way that predictions cover.
 
     Args:
-        device: what rank 0 says that it ran on; None: nothing.
+        request: of the trial.
+        device: rank 0's; None: not known.
     """
     assert request.sheet is not None
     config, measured = request.config, request.sheet.measured
@@ -231,11 +261,15 @@ def ran_there(request: Request, device: str | None) -> bool:
 
 
 def undisturbed_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> float | None:
-    """Return the seconds of a trial's step, without waiting for data; None where others used the cores, where no step
-    was timed, or where it is not known how much longer a GPU's steps were by waiting.
+    """Return the seconds of a trial's step, without waiting for data; None if they are not reliable.
+
+    They are not if other processes used the cores, if no step was timed, or if a GPU waited for an unknown part of
+    them.
 
     Args:
+        metrics: of the trial.
         samples: of a step.
+        cuda: whether it ran on a GPU.
     """
     speed, waited = metrics.get(SPEED), metrics.get(DATA_WAIT, 0.0)
     if not speed or metrics.get(OTHERS_CPU, 0.0) > DISTURBED or (cuda and waited > _WAITED):
@@ -244,34 +278,52 @@ def undisturbed_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -
 
 
 def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:
-    """End trials that would all train in vain. The reason is told once."""
+    """End trials that would all train in vain. The reason is logged once."""
     first, *others = numbers
-    sweep.fail(first, f"{error} Its forecast found this; forecast.enabled=false trains nonetheless.")
+    sweep.fail(first, f"{error} The forecast found this; to train anyway, use forecast.enabled=false.")
     for number in others:
         sweep.fail(number, f"for the same reason as {label(first, sweep.states)}")
 
 
 def _predicted(state: TrialState) -> Predicted | None:
-    """What an earlier start has predicted of a trial; None where it has not."""
+    """Return the speed that an earlier start has predicted for a trial; None without one."""
     figures = state.forecast_figures
     try:
         speed, low, high = (figures[f"{PREDICTED_SPEED}{end}"] for end in ("", "_low", "_high"))
-        return Predicted(speed, low, high, figures.get(RATIO_ERROR), state.forecast_words.get(RATIO_GROUP, ""))
+        group, batch = state.forecast_words.get(RATIO_GROUP, ""), state.trial.config.training.global_batch_size
+        return Predicted(speed, low, high, figures.get(RATIO_ERROR), group, batch)
     except KeyError:
         return None
 
 
+def _pace(forecast: Forecast) -> float:
+    """Return the predicted samples/s; 0 without."""
+    return forecast.speed.samples_per_s if forecast.speed else 0.0
+
+
+def _recommended(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> list[int]:
+    """Return the numbers of the trials that a forecast of these recommends."""
+    keys = list(PLAIN)
+    rows = {
+        n: Row([str(setting(sweep.states[n].trial, key)) for key in keys], forecast)
+        for n, forecast in forecasts.items()
+    }
+    best = recommended(list(rows.values()), keys, sweep.config.report.speed_tolerance)
+    return [n for n, row in rows.items() if any(row is one for one in best)]
+
+
 def _wanted(states: Sequence[TrialState]) -> dict[int, TrialState]:
-    """The trials that are still to run, and to be forecast, by their numbers."""
+    """Return the trials that are still to run and to forecast, by their numbers."""
     return {i: state for i, state in enumerate(states) if not state.ended and state.trial.config.forecast.enabled}
 
 
 def _requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> list[Request]:
-    """One for each trial.
+    """Return a request for each trial.
 
     Args:
+        states: of the trials.
         cuda: whether the trials will run on GPUs, whatever `forecast.device` says.
-        num_workers: what `cluster.num_workers=null` stands for.
+        num_workers: the number of ranks that `cluster.num_workers=null` stands for.
     """
     configs = [state.trial.config for state in states]
     return [

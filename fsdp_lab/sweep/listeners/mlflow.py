@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.files import read_any_facts, read_metrics
+from fsdp_lab.engine.trial_files import read_any_facts, read_metrics
 from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
@@ -30,7 +31,7 @@ class MlflowRuns(Listener):
     """Logs the sweep and its trials. While the store does not answer, writes wait: see `Tracker`."""
 
     def __init__(self, tracking: TrackingConfig, console: Console) -> None:
-        self._tracker = Tracker(tracking, on_problem=console.say)
+        self._tracker = Tracker(tracking, on_problem=console.log)
         self._patience_s = tracking.patience_s
         self._handles: dict[int, str] = {}  # number of a trial -> its run
         self._reopened: set[int] = set()
@@ -39,7 +40,7 @@ class MlflowRuns(Listener):
 
     @property
     def parent_id(self) -> str:
-        """The id of the sweep's own run; "" for a trial alone, and while the store has not got it."""
+        """The id of the sweep's own run; "" for a trial alone, and before the store has it."""
         return self._tracker.run_id(self._parent)
 
     @property
@@ -48,33 +49,34 @@ class MlflowRuns(Listener):
         return self._tracker.ui_url
 
     def run_id(self, number: int) -> str:
-        """The id of a trial's run; "" while it has none."""
+        """Return the id of a trial's run; "" while it has none."""
         return self._tracker.run_id(self._handles.get(number))
 
     def opened(self, sweep: SweepRun) -> None:
-        """Make the store's schema and the parent run: once, before any trial. Of a resumed sweep, send what the
-        store has not got.
+        """Make the store's schema and the parent run. For a resumed sweep, send what the store lacks.
 
         Raises:
             TrackingError: the store cannot be reached.
         """
         self._tracker.open()
         record = sweep.plan.record
-        found = self._tracker.find_runs(record.id) if sweep.plan.resumed else {}
+        runs = self._tracker.find_runs(record.id) if sweep.plan.resumed else {}
         if record.multirun:
-            if "" in found:
-                self._parent = found[""].handle
+            if "" in runs:
+                self._parent = runs[""].handle
                 if sweep.has_more():
                     self._tracker.reopen(self._parent)
                 else:  # it ended when it ended; where its driver was killed before, with its last trial
-                    ends = [run.ended for run in found.values() if run.ended]
-                    self._parent_ended = found[""].ended or max(ends, default=None)
+                    ends = [run.ended for run in runs.values() if run.ended]
+                    self._parent_ended = runs[""].ended or max(ends, default=None)
             else:
                 name, count = self._name_of(sweep), len(sweep.states)
                 self._parent = self._tracker.start_sweep(name, sweep.folder, command_line(), count, record.id)
         for number, state in enumerate(sweep.states):
-            run = found.get(str(number))
-            if run is not None:
+            run = runs.get(str(number))
+            if run is not None and state.again:
+                self._tracker.set_aside(run.handle)
+            elif run is not None:
                 self._handles[number] = run.handle
                 if not run.recorded:
                     self._log_config(sweep, number)
@@ -86,7 +88,7 @@ class MlflowRuns(Listener):
         return sweep_name([state.trial for state in sweep.states], sweep.plan.swept)
 
     def _send_again(self, sweep: SweepRun, number: int, ended: int | None) -> None:
-        """Let the store have all that the folder of an ended trial has; it ended when its run says, if it does."""
+        """Send everything in the folder of an ended trial. Its end is the time that its run has, if any."""
         if number in self._handles:
             self._tracker.check_epochs(self._handles[number])
         folder = sweep.folder_of(number)
@@ -98,31 +100,38 @@ class MlflowRuns(Listener):
         self._finish(sweep, number, ended)
 
     def added(self, sweep: SweepRun, number: int) -> None:
+        """Rename the sweep's run: its name counts the trials."""
         if self._parent:
             self._tracker.name_sweep(self._parent, self._name_of(sweep), len(sweep.states))
 
     def began(self, sweep: SweepRun, number: int) -> None:
-        if number in self._handles and sweep.states[number].goes_on and number not in self._reopened:
+        """Reopen the run of a trial that resumes, and log its forecast."""
+        if number in self._handles and sweep.states[number].resuming and number not in self._reopened:
             self._reopened.add(number)
             self._tracker.reopen(self._handles[number])
         self._log_forecast(sweep, number)
 
     def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
+        """Log the facts of a trial."""
         self._tracker.log_facts(self._run_of(sweep, number), facts)
 
     def forecast(self, sweep: SweepRun, number: int) -> None:
+        """Log the forecast of a trial whose run exists."""
         if number in self._handles:  # else it is logged when the trial begins
             self._log_forecast(sweep, number)
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of an epoch."""
         self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
 
     def ended(self, sweep: SweepRun, number: int) -> None:
+        """End the run of a trial."""
         if sweep.states[number].begun is None:
             self._log_forecast(sweep, number)  # of a trial that is skipped
         self._finish(sweep, number)
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        """End the runs of trials without a result as interrupted, and the sweep's run."""
         for number, handle in self._handles.items():
             if not sweep.states[number].ended:  # of an earlier start, whose end may not have been logged
                 self._tracker.finish(handle, TrialStatus.interrupted)
@@ -131,28 +140,29 @@ class MlflowRuns(Listener):
             self._tracker.finish(self._parent, TrialStatus[ending.code.name], error, self._parent_ended)
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
+        """Log the sweep's files, send waiting writes, and log how many remain."""
         if self._parent:
             reports = () if ending.early else (*FILES, *USE_FILES)
             for name in ("results.csv", "multirun.yaml", *reports):
                 if (sweep.folder / name).exists():
                     self._tracker.log_artifact(self._parent, sweep.folder / name)
         if unsent := self._tracker.settle(0.0 if ending.early else self._patience_s):
-            sweep.say(
-                f"the MLflow store has not got {unsent} writes; what was reported is in the trials' folders, and is "
-                f"sent by: {resume_command(sweep.folder)}"
+            sweep.log(
+                f"{unsent} writes did not reach the MLflow store; the trials' folders keep them; to send them: "
+                f"{resume_command(sweep.folder)}"
             )
 
     def describe(self, answer: str) -> None:
-        """Begin the description of the sweep's run with what it says."""
+        """Replace the beginning of the sweep run's description by its answer."""
         if self._parent:
             self._tracker.describe_sweep(self._parent, answer)
 
     def _run_of(self, sweep: SweepRun, number: int) -> str:
-        """The handle of a trial's run, which is started where there is none."""
+        """Return the handle of a trial's run, starting the run if necessary."""
         if number not in self._handles:
             trial = sweep.states[number].trial
             name = short_name(trial, sweep.plan.swept)
-            words = [*config_dir_words(sweep.plan.record.arguments), *trial.overrides]
+            words = [*config_dir_words(sweep.plan.record.arguments), *map(unescaped, trial.overrides)]
             self._handles[number] = self._tracker.start_trial(
                 name, words, trial.folder, self._parent, sweep.plan.record.id, str(number)
             )

@@ -1,4 +1,4 @@
-"""What the running trials are doing, by their own word, and how long they and the sweep will take."""
+"""What the running trials report to be doing, and how long they and the sweep will take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from fsdp_lab.engine.files import read_facts, read_phase, read_progress
 from fsdp_lab.engine.stacks import find_stuck, long_s
+from fsdp_lab.engine.trial_files import read_facts, read_phase, read_progress
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.wording import duration
@@ -22,12 +22,12 @@ _MOST = 5  # running trials that are told about
 
 @dataclass(frozen=True)
 class Doing:
-    """What a trial does, as its rank 0 says.
+    """What a trial is doing, as its rank 0 reports.
 
     Attributes:
         what: a phase, or `step 7 of 290`.
-        lasts_s: since when it was seen to do that. No clock of another machine is asked.
-        left_s: seconds until its last step, by the mean of its steps; None where that is not known.
+        lasts_s: seconds since that was first seen, by this machine's clock.
+        left_s: seconds until its last step, by the mean of its steps; None: not known.
     """
 
     what: str
@@ -41,15 +41,15 @@ class Doing:
 
 
 class Watch:
-    """Looks at what trials do, and notices what lasts unusually long."""
+    """Reads the progress of trials, and notices what lasts unusually long."""
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[str, float]] = {}
         self._num_steps: dict[int, int] = {}
-        self._said: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def look(self, number: int, folder: Path) -> Doing:
-        """Returns what a running trial does."""
+        """Return what a running trial is doing."""
         progress, what = read_progress(folder), read_phase(folder)
         if what is None and "step" in progress:
             what = f"step {progress['step']:.0f}"
@@ -70,15 +70,18 @@ class Watch:
         return self._num_steps.get(number, 0)
 
     def unusual(self, number: int, doing: Doing, folder: Path, timeout_s: float | None) -> str | None:
-        """Returns what lasts unusually long, and where its rank is; once for each phase, and once for all steps.
+        """Return what lasts unusually long, and where its rank is; once for each phase, and once for all steps.
 
         Args:
+            number: of the trial.
+            doing: of the trial.
+            folder: the trial's.
             timeout_s: `trial_timeout_s`.
         """
         kind = number, "step" if doing.what.startswith("step ") else doing.what
-        if doing.what == _STARTS or kind in self._said or doing.lasts_s < long_s(timeout_s) + _DUMP_S:
+        if doing.what == _STARTS or kind in self._reported or doing.lasts_s < long_s(timeout_s) + _DUMP_S:
             return None
-        self._said.add(kind)
+        self._reported.add(kind)
         stuck = find_stuck(folder)
         return f"{doing.what} has lasted {duration(doing.lasts_s)}" + (f"; {stuck}" if stuck else "")
 
@@ -91,9 +94,10 @@ def _left_s(progress: dict[str, float], total: int) -> float | None:
 
 
 def sweep_left_s(states: Sequence[TrialState], doings: dict[int, Doing], to_come: int, now: float) -> float | None:
-    """Returns the seconds until a sweep ends, as long as the trials of before took; None where nothing is known.
+    """Return the seconds until a sweep ends, if trials take as long as earlier ones; None: not known.
 
     Args:
+        states: of all trials.
         doings: of the running trials, by their numbers.
         to_come: trials that a search is still to suggest.
         now: in seconds since 1970.
@@ -113,13 +117,17 @@ def sweep_left_s(states: Sequence[TrialState], doings: dict[int, Doing], to_come
 def progress_lines(
     state: SweepState, doings: dict[int, Doing], to_come: int, now: float, what: str = "the sweep"
 ) -> list[str]:
-    """Returns a line for each running trial; the last says how long the sweep will take, where that is known.
+    """Return a line for each running trial, and one for the time until the end, if that is known.
 
     Args:
-        what: ends when all known trials have: the sweep, or a round of `repeat=auto`.
+        state: of the sweep.
+        doings: of the running trials, by their numbers.
+        to_come: trials that a search is still to suggest.
+        now: in seconds since 1970.
+        what: the thing that ends with the known trials: the sweep, or a round of `repeat=auto`.
     """
     lines = [f"{label(number, state.trials)}: {doing}" for number, doing in list(doings.items())[:_MOST]]
     if len(doings) > _MOST:
-        lines.append(f"{len(doings) - _MOST} more run")
+        lines.append(f"{len(doings) - _MOST} more running")
     left = sweep_left_s(state.trials, doings, to_come, now) if len(state.trials) + to_come > 1 else None
     return [*lines, f"{what}: about {duration(left)} left"] if left is not None else lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ from typing import Any
 from fsdp_lab.files import write_text
 from fsdp_lab.metrics import table_columns
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import TrialState
 
-_WRITE_EVERY_S = 1.0  # a table of many trials takes its time, and a resume makes it anew
-
 
 class ResultsCsv(Listener):
-    """Keeps the file up to date, at most a second late.
+    """Keeps the file up to date, at most a second late, or with thousands of trials some: a resume makes it anew.
 
     Args:
         run_id: the id of a trial's MLflow run, by its number.
@@ -28,46 +26,54 @@ class ResultsCsv(Listener):
 
     def __init__(self, run_id: Callable[[int], str]) -> None:
         self._run_id = run_id
-        self._written, self._stale, self._unwritable = 0.0, False, False
+        self._pace, self._stale, self._unwritable = Pace(), False, False
 
     def opened(self, sweep: SweepRun) -> None:
+        """Write the file."""
         self._write(sweep)
 
     def began(self, sweep: SweepRun, number: int) -> None:
+        """Update the file, at a limited rate."""
         self._change(sweep)
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        """Update the file, at a limited rate."""
         self._change(sweep)
 
     def ended(self, sweep: SweepRun, number: int) -> None:
+        """Update the file, at a limited rate."""
         self._change(sweep)
 
     def tick(self, sweep: SweepRun) -> None:
+        """Update a stale file, at a limited rate."""
         if self._stale:
             self._change(sweep)
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
+        """Write the file."""
         self._write(sweep)
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
+        """Write the file."""
         self._write(sweep)
 
     def _change(self, sweep: SweepRun) -> None:
         self._stale = True
-        if time.monotonic() - self._written >= _WRITE_EVERY_S:
+        if self._pace.is_due:
             self._write(sweep)
 
     def _write(self, sweep: SweepRun) -> None:
-        """A full disk is reported once: MLflow may lie on another one and goes on."""
-        self._stale, self._written = False, time.monotonic()
+        """Write the file. A full disk is reported once, because MLflow may lie on another disk and continue."""
+        self._stale = False
         path = sweep.folder / "results.csv"
         if not sweep.folder.is_dir():  # the sweep says so, and ends
             return
         try:
-            write_results(path, sweep.states, sweep.plan.swept, sweep.state.front(), self._run_id)
+            with self._pace.kept():
+                write_results(path, sweep.states, sweep.plan.swept, sweep.state.front(), self._run_id)
         except OSError as error:
             if not self._unwritable:
-                sweep.say(f"{path} is not up to date: {error.strerror}; free the disk")
+                sweep.log(f"{path} is not up to date: {error.strerror}; free the disk")
             self._unwritable = True
 
 
@@ -81,7 +87,11 @@ def write_results(
     """Write the table under a temporary name first.
 
     Args:
-        front: the trials of the Pareto set, where there are several objectives.
+        path: of the CSV file.
+        states: of the trials, in the order of their numbers.
+        swept: the keys that differ between trials.
+        front: the trials of the Pareto front, if there are several objectives.
+        run_id: returns the id of a trial's run by its number; "": none.
     """
     measured = [column.key for column in table_columns("csv")]
     text = io.StringIO(newline="")
@@ -109,7 +119,7 @@ def write_results(
 
 
 def shown(status: TrialStatus) -> TrialStatus:
-    """What people read: a trial that waits for its workers still waits."""
+    """Return the status for people: a trial that waits for its workers is still waiting."""
     return TrialStatus.waiting if status is TrialStatus.starting else status
 
 

@@ -1,6 +1,6 @@
-"""What the driver keeps of a sweep, in object storage too: a driver on another machine can take the sweep up.
+"""A copy of the driver's files in object storage, so that a driver on another machine can resume the sweep.
 
-Objects are put in order by one thread, so that a store that is slow or away keeps no trial waiting.
+One thread puts objects in order, so no trial waits for a store that is slow or away.
 """
 
 from __future__ import annotations
@@ -8,15 +8,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config import UserError
 from fsdp_lab.redact import redacted_file
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
+from fsdp_lab.sweep.names import resume_command, resume_from_storage
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
-from fsdp_lab.sweep.store.paths import sweep_address
+from fsdp_lab.sweep.store.fetch import UNSENT
+from fsdp_lab.sweep.store.paths import copy_of
+from fsdp_lab.wording import count
 
 _OF_TRIALS = (
     "forecast.json",
@@ -26,32 +29,43 @@ _OF_TRIALS = (
 )  # the outcome says that the rest is there
 _PAUSE_S = 2.0
 _LIMIT_S = 60.0  # for what waits when the sweep has ended
+_EARLY_LIMIT_S = 3.0  # when it is interrupted: all of it ends within eight
 
 
 class Outgoing:
-    """Objects on their way to storage, in the order in which they were given."""
+    """Puts objects into storage in order, from a thread of its own.
 
-    def __init__(self, storage: Storage, say: Callable[[str], None]) -> None:
-        self._storage, self._say = storage, say
+    Args:
+        storage: the store.
+        log: logs a message for the user.
+        on_written: gets the name of each object that the store has taken, in that thread.
+    """
+
+    def __init__(
+        self, storage: Storage, log: Callable[[str], None], on_written: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self._storage, self._log, self._on_written = storage, log, on_written
         self._waiting: deque[tuple[str, bytes | None]] = deque()
         self._new = threading.Condition()
-        self._told = False
+        self._away_reported = False
         threading.Thread(target=self._work, name="storage", daemon=True).start()
 
     def put(self, name: str, content: bytes | None) -> None:
-        """
+        """Queue an object.
+
         Args:
-            content: None removes the object.
+            name: of the object.
+            content: None: remove the object.
         """
         with self._new:
             self._waiting.append((name, content))
             self._new.notify_all()
 
     def settle(self, limit_s: float) -> list[str]:
-        """Wait at most so long; returns the names of what still waits."""
+        """Wait at most so many seconds, and return the names of objects that still wait."""
         with self._new:
             self._new.wait_for(lambda: not self._waiting, limit_s)
-            return [name for name, _ in self._waiting]
+            return list(dict.fromkeys(name for name, _ in self._waiting))
 
     def _work(self) -> None:
         while True:
@@ -72,34 +86,38 @@ class Outgoing:
                 self._storage.delete([name])
             else:
                 self._storage.write(name, content)
+                self._on_written(name)
         except StorageAway as error:
-            if not self._told:
-                self._say(f"cluster.storage_path={error}; the driver's files are sent when it does")
-            self._told = True
+            if not self._away_reported:
+                self._log(f"cluster.storage_path={error}; the driver's files are sent when it answers")
+            self._away_reported = True
             return False
         except StorageRefused as error:
-            self._say(f"cluster.storage_path={error} {name} is not there.")
-        self._told = False
+            self._log(f"cluster.storage_path={error} {name} was not written there.")
+        self._away_reported = False
         return True
 
 
 class StorageCopy(Listener):
-    """Keeps a copy of the sweep's folder in storage, but for what the trials' processes put there themselves."""
+    """Keeps a copy of the sweep's folder in storage, except for files that trials' processes put there themselves."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
         self._outgoing: Outgoing | None = None
+        self._is_copy = False
 
     def opened(self, sweep: SweepRun) -> None:
-        """
+        """Put what another driver needs to resume the sweep, and results that storage lacks.
+
         Raises:
             UserError: the store refuses, or does not answer.
         """
-        address = sweep_address(sweep.config.cluster.storage_path, sweep.folder)
+        address = sweep.address
         if address is None:
             return
         try:
             storage = Storage(address)
+            there = storage.files() if sweep.plan.resumed else {}
             for number in range(len(sweep.states)):
                 for name, content in self._settings(sweep, number):
                     storage.write(name, content)
@@ -108,34 +126,61 @@ class StorageCopy(Listener):
                     storage.write(name, content_of(sweep.folder / name))
         except StorageAway as error:
             raise UserError(f"cluster.storage_path={error}.") from error
-        self._outgoing = Outgoing(storage, self._say)
-        self._say(f"the sweep is kept in {address}; from any machine: python -m fsdp_lab resume={address} trust=true")
+        folder, self._is_copy = sweep.folder.absolute(), copy_of(sweep.folder) is not None
+        self._outgoing = Outgoing(storage, self._log, lambda name: _unmark(folder / name))
+        for number in range(len(sweep.states)):
+            if sweep.plan.resumed and self._is_late(sweep, number, there):
+                self.ended(sweep, number)
+        self._log(f"the sweep is stored in {address}; from any machine: {resume_from_storage(address)}")
+
+    def _is_late(self, sweep: SweepRun, number: int, there: Container[str]) -> bool:
+        """Return whether the store was away when a trial ended.
+
+        From a copy only trials that ended in it are sent: others that storage lacks were removed by a resume elsewhere.
+        """
+        if not sweep.states[number].ended or self._below(sweep, number, "outcome.json") in there:
+            return False
+        return not self._is_copy or (sweep.folder_of(number) / UNSENT).exists()
+
+    def _mark(self, sweep: SweepRun, number: int) -> None:
+        if self._is_copy:
+            with suppress(OSError):  # a full disk: the trial itself says so
+                (sweep.folder_of(number) / UNSENT).touch()
 
     def added(self, sweep: SweepRun, number: int) -> None:
+        """Put the settings of a suggested trial."""
         if self._outgoing:
             for name, content in self._settings(sweep, number):
                 self._outgoing.put(name, content)
             self._outgoing.put("trials.jsonl", content_of(sweep.folder / "trials.jsonl"))
 
     def began(self, sweep: SweepRun, number: int) -> None:
-        if self._outgoing and sweep.states[number].goes_on:
+        """Mark the trial as this driver's. The old outcome of a resumed one is removed."""
+        self._mark(sweep, number)
+        if self._outgoing and sweep.states[number].resuming:
             self._outgoing.put(self._below(sweep, number, "outcome.json"), None)
 
     def ended(self, sweep: SweepRun, number: int) -> None:
+        """Put the results of the trial."""
         if self._outgoing:
+            self._mark(sweep, number)  # one that is skipped never began
             folder = sweep.folder_of(number)
             for path in (*sorted(folder.glob("failures.*/*")), *(folder / name for name in _OF_TRIALS)):
                 with suppress(FileNotFoundError):
                     self._outgoing.put(self._below(sweep, number, str(path.relative_to(folder))), content_of(path))
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
-        if self._outgoing is None:
+        """Put the sweep's tables and reports, wait for the store, and log how many files it lacks."""
+        if self._outgoing is None or not sweep.has_folder:
             return
         for path in sorted(sweep.folder.iterdir()):
             if path.suffix in (".csv", ".html", ".md", ".json") and path.name not in ("sweep.json", *_OF_TRIALS):
                 self._outgoing.put(path.name, content_of(path))
-        if unsent := self._outgoing.settle(0.0 if ending.early else _LIMIT_S):
-            sweep.say(f"object storage lacks {len(unsent)} files ({unsent[0]}): resume the sweep from {sweep.folder}")
+        if unsent := self._outgoing.settle(_EARLY_LIMIT_S if ending.early else _LIMIT_S):
+            sweep.log(
+                f"{count(len(unsent), 'file')} did not reach object storage ({unsent[0]}); to send them: "
+                f"{resume_command(sweep.folder)}"
+            )
 
     def _settings(self, sweep: SweepRun, number: int) -> list[tuple[str, bytes]]:
         files = sorted((sweep.states[number].trial.folder / ".hydra").glob("*.yaml"))
@@ -146,6 +191,12 @@ class StorageCopy(Listener):
         return str((sweep.folder_of(number) / name).relative_to(sweep.folder.absolute()))
 
 
+def _unmark(path: Path) -> None:
+    if path.name == "outcome.json":
+        with suppress(OSError):
+            path.with_name(UNSENT).unlink()
+
+
 def content_of(path: Path) -> bytes:
-    """Return what storage gets of a file of the driver's: no password, which `sweep.json` may hold."""
+    """Return the content of a driver's file for storage: without passwords, which `sweep.json` may hold."""
     return redacted_file(path).encode() if path.name == "sweep.json" else path.read_bytes()

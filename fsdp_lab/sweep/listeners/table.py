@@ -32,6 +32,31 @@ _STAY = (VAL_LOSS, SPEED, MEMORY)
 _DROP_LAST = ("val/bits_per_byte", "perf/tokens_per_s", "epoch", "forecast/peak_bytes", "val/accuracy", TRAIN_LOSS)
 
 
+MOST_ROWS = 500  # of a table that stays; of more trials it has the best
+_BEST_ROWS = 50
+
+
+def rows_to_keep(
+    sweep: SweepState, rows: Sequence[tuple[int, TrialState]], chosen: Collection[int]
+) -> Sequence[tuple[int, TrialState]]:
+    """Return all rows, or if they are more than `MOST_ROWS` a selection.
+
+    It has chosen trials and the best by each objective, some of each; the first trials if none has finished.
+    """
+    if len(rows) <= MOST_ROWS:
+        return rows
+    kept = set(sorted(chosen)[:_BEST_ROWS])
+    finished = [(n, state, state.figures()) for n, state in rows if state.status is TrialStatus.finished]
+    for key, direction in [*sweep.objectives, (SPEED, "max")]:
+        metric = declared(key)
+        having = [
+            (metrics[key], n) for n, state, metrics in finished if key in metrics and _counts(metric, state, metrics)
+        ]
+        having.sort(reverse=direction == "max")
+        kept |= {n for _, n in having[:_BEST_ROWS]}
+    return [row for row in rows if row[0] in kept] or rows[:_BEST_ROWS]
+
+
 def trial_table(
     sweep: SweepState,
     swept: Sequence[str],
@@ -39,16 +64,21 @@ def trial_table(
     chosen: Collection[int] = (),
     title: str = "",
 ) -> FittingTable:
-    """Returns a table with a row for each of the given trials.
+    """Return a table with a row for each of the given trials.
 
-    `*` marks the best of a column, `>` the recommended trials, `†` a speed that does not count because others used the
-    cores. A trial without another word has finished.
+    `*` marks the best of a column, `>` the recommended trials, `†` a speed that does not count because other processes
+    used the cores. A trial without a status has finished.
 
     Args:
+        sweep: of the trials.
         swept: the keys that differ between trials.
+        rows: numbers and states of the trials to show.
+        chosen: numbers of the recommended trials.
+        title: of the table.
     """
-    metrics = _metrics(sweep)
-    best, front = _best(sweep, metrics), sweep.front()
+    figures = [state.figures() for state in sweep.trials]
+    metrics = _metrics(sweep, figures)
+    best, front = _best(sweep, metrics, figures), sweep.front()
     stays = {*_STAY, *(metric for metric, _ in sweep.objectives)}
     columns = [
         Column(
@@ -63,7 +93,7 @@ def trial_table(
         *(
             Column(
                 metric.label,
-                [_cell(metric, state, best) for _, state in rows],
+                [_cell(metric, state, figures[n], best) for n, state in rows],
                 drop=0 if metric.key in stays else _drop(metric.key),
             )
             for metric in metrics
@@ -75,20 +105,20 @@ def trial_table(
 
 
 def shared_note(sweep: SweepState) -> str | None:
-    """Returns what `†` means, where a trial has one."""
+    """Return the meaning of `†`; None if no trial has it."""
     marked = [state for state in sweep.trials if state.figures().get(OTHERS_CPU, 0.0) > _limit(state)]
     if not marked:
         return None
-    return f"† Others used more than {_limit(marked[0]) * 100:.3g} % of the cores meanwhile: this speed does not count."
+    return f"† Other processes used more than {_limit(marked[0]) * 100:.3g} % of the cores: this speed does not count."
 
 
 def _value(value: Any) -> str:
-    """A setting's value; of what a search has drawn six significant digits, `results.csv` has all."""
+    """Return a setting's value; a value drawn by a search with six significant digits, `results.csv` has all."""
     return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
 
 
 def how_far(sweep: SweepState, seconds: float) -> str:
-    """Returns `3 of 36 trials have a result, 1 failed, after 2 min 5 s`."""
+    """Return text such as `3 of 36 trials have a result, 1 failed, after 2 min 5 s`."""
     failed = sum(state.status is TrialStatus.failed for state in sweep.trials)
     results = sum(state.status.is_result for state in sweep.trials) - failed
     have = "have" if len(sweep.trials) > 1 else "has"
@@ -97,13 +127,13 @@ def how_far(sweep: SweepState, seconds: float) -> str:
 
 
 def _drop(key: str) -> int:
-    """Returns when the column of a metric leaves: the highest first."""
+    """Return when the column of a metric is dropped: the highest first."""
     return 1 + (_DROP_LAST.index(key) if key in _DROP_LAST else len(_DROP_LAST))
 
 
-def _metrics(sweep: SweepState) -> list[Metric]:
-    """What the trials have reported, and the objectives; before the first epoch what every trial will report."""
-    known = {key for state in sweep.trials for key in state.figures()}
+def _metrics(sweep: SweepState, figures: Sequence[Mapping[str, float]]) -> list[Metric]:
+    """Return the metrics that trials have reported, and the objectives; before the first epoch those of every trial."""
+    known = {key for each in figures for key in each}
     shown = known if "epoch" in known else {*known, *_STAY, "epoch"}
     metrics = [metric for metric in table_columns("terminal") if metric.key in shown]
     of_table = {metric.key for metric in table_columns("terminal")}
@@ -116,29 +146,30 @@ def _trial_cell(number: int, state: TrialState, is_chosen: bool, digits: int) ->
     return Text(f"{'>' if is_chosen else ' '} {number:>{digits}}{status}", style=style)
 
 
-def _best(sweep: SweepState, columns: Sequence[Metric]) -> dict[str, float | None]:
-    """For each column the best value of a finished trial; None where all have the same, or none is better."""
-    finished = [state for state in sweep.trials if state.status is TrialStatus.finished]
-    return {
-        c.key: c.best_of([s.figures()[c.key] for s in finished if c.key in s.figures() and _counts(c, s)])
-        for c in columns
-    }
+def _best(
+    sweep: SweepState, columns: Sequence[Metric], figures: Sequence[Mapping[str, float]]
+) -> dict[str, float | None]:
+    """Return for each column the best value of a finished trial; None if all are equal, or no direction is better."""
+    finished = [
+        (state, each) for state, each in zip(sweep.trials, figures, strict=True) if state.status is TrialStatus.finished
+    ]
+    return {c.key: c.best_of([f[c.key] for s, f in finished if c.key in f and _counts(c, s, f)]) for c in columns}
 
 
-def _counts(metric: Metric, state: TrialState) -> bool:
-    """Whether a figure is one of speed that says nothing, because others used the cores of the trial."""
-    return not metric.is_speed or state.figures().get(OTHERS_CPU, 0.0) <= _limit(state)
+def _counts(metric: Metric, state: TrialState, figures: Mapping[str, float]) -> bool:
+    """Return whether a figure counts: a speed does not if other processes used the trial's cores."""
+    return not metric.is_speed or figures.get(OTHERS_CPU, 0.0) <= _limit(state)
 
 
 def _limit(state: TrialState) -> float:
     return state.trial.config.report.others_cpu
 
 
-def _cell(metric: Metric, state: TrialState, best: Mapping[str, float | None]) -> Text:
-    value, highest = state.figures().get(metric.key), best.get(metric.key)
+def _cell(metric: Metric, state: TrialState, figures: Mapping[str, float], best: Mapping[str, float | None]) -> Text:
+    value, highest = figures.get(metric.key), best.get(metric.key)
     if value is None:
         return Text(metric.text(value))
-    if not _counts(metric, state):
+    if not _counts(metric, state, figures):
         return Text(f"{metric.text(value)}†")
     if state.status is TrialStatus.finished and highest is not None and metric.text(value) == metric.text(highest):
         return Text(f"*{metric.text(value)}", style="bold green")
@@ -146,7 +177,7 @@ def _cell(metric: Metric, state: TrialState, best: Mapping[str, float | None]) -
 
 
 def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int) -> str:
-    """One line about an epoch, for logs."""
+    """Return a line about an epoch, for logs."""
     parts = [
         f"trial {number}:" if number is not None else "trial:",
         f"epoch {metrics['epoch']:.0f}/{epochs}",

@@ -6,4 +6,5 @@ from optuna.samplers import BaseSampler, RandomSampler
 
 
 def build_sampler(seed: int) -> BaseSampler:
+    """Return a sampler of random values."""
     return RandomSampler(seed)

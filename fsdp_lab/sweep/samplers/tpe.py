@@ -12,6 +12,7 @@ from fsdp_lab.sweep.samplers import OVERRUN
 
 
 def build_sampler(seed: int) -> BaseSampler:
+    """Return Optuna's tree-structured Parzen estimator, which learns to avoid settings that do not fit."""
     if hasattr(Trial, "set_constraint"):  # since Optuna 5 a trial is told its own
         return TPESampler(seed=seed)
     with warnings.catch_warnings():
@@ -20,5 +21,5 @@ def build_sampler(seed: int) -> BaseSampler:
 
 
 def _overrun(trial: FrozenTrial) -> tuple[float]:
-    """By how much a trial exceeded the memory, above 0 where it did not fit: the search leaves such settings."""
+    """Return by how much a trial exceeded the memory; above 0, the search avoids such settings."""
     return (trial.user_attrs.get(OVERRUN, 0.0),)

@@ -1,1 +1,1 @@
-"""What a sweep leaves in its folder, and how the next start takes it up."""
+"""A sweep's folder: what a driver writes there, and how the next start resumes from it."""

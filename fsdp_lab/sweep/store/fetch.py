@@ -9,18 +9,27 @@ from fsdp_lab.config import UserError
 from fsdp_lab.config.address import check_address
 from fsdp_lab.locks import locked
 from fsdp_lab.storage import Storage, StorageAway
-from fsdp_lab.sweep.store.paths import take_storage
+from fsdp_lab.sweep.store.paths import copy_of, take_storage
 
 _COPIES = Path("outputs/from_storage")
 _RECORD = "sweep.json"  # put last when a sweep starts: with it there is something to resume
+# In a copy, in the folder of a trial that has begun here: storage has not taken its outcome yet.
+UNSENT = ".unsent"
+# What says how far a trial has come, the outcome first. Where storage has it no more, a resume elsewhere began anew.
+_PROGRESS = (
+    "outcome.json", "metrics.jsonl", "facts.json", "facts.before.json", "progress.json", "turnaround.json",
+    "forecast.json", "error.txt", "model.pt",
+)  # fmt: skip
 
 
 def fetch_sweep(address: str, key: str) -> Path:
-    """Copy a sweep from storage into a folder below `outputs/from_storage`, and return that. A copy that is there is
-    brought up to date.
+    """Copy a sweep from storage into a folder below `outputs/from_storage`, and return the folder.
+
+    An existing copy is updated, except for trials whose outcome storage has yet to get from it.
 
     Args:
-        key: what the address was given to on the command line.
+        address: of the sweep.
+        key: the key of the address on the command line.
 
     Raises:
         UserError: there is no sweep, another process works in the copy, or the store refuses or does not answer.
@@ -33,25 +42,59 @@ def fetch_sweep(address: str, key: str) -> Path:
         names = wanted(storage.files())
         if _RECORD not in names:
             raise UserError(
-                f"{key}={address}: no sweep was started there (there is no {_RECORD}); give cluster.storage_path with "
-                "the sweep's name behind it, as the sweep printed it when it started."
+                f"{key}={address}: no sweep was started there (there is no {_RECORD}); give the address that the sweep "
+                "printed at its start: cluster.storage_path and the sweep's name."
             )
         _COPIES.mkdir(parents=True, exist_ok=True)
         with locked(folder, key, private=True):
+            unsent = _unsent(folder, names)
+            if copy_of(folder) is not None:
+                _remove_stale(folder, names, unsent)
             for name in names:
+                if _is_newer_here(PurePosixPath(name), unsent):
+                    continue
                 (folder / name).parent.mkdir(0o700, parents=True, exist_ok=True)
                 storage.get(name, folder / name)
                 (folder / name).chmod(0o600)
             take_storage(folder, address)
     except StorageAway as error:
-        raise UserError(f"{key}={error}; try again when it does.") from error
+        raise UserError(f"{key}={error}; try again when it answers.") from error
     return folder
+
+
+def _unsent(folder: Path, names: Iterable[str]) -> set[PurePosixPath]:
+    """Return the folders, in the copy, of trials that ended here while the store was away.
+
+    For all other trials storage has the latest state.
+    """
+    there, unsent = set(names), set()
+    for mark in folder.rglob(UNSENT):
+        outcome = mark.with_name("outcome.json")
+        if outcome.exists() and str(outcome.relative_to(folder)) not in there:
+            unsent.add(PurePosixPath(mark.parent.relative_to(folder)))
+        else:
+            mark.unlink()
+    return unsent
+
+
+def _remove_stale(folder: Path, names: Iterable[str], unsent: set[PurePosixPath]) -> None:
+    """Remove files of trials that storage no longer has: an old outcome would count, and be sent again."""
+    there = set(names)
+    for pattern in _PROGRESS:
+        for path in sorted(folder.rglob(pattern)):
+            name = path.relative_to(folder)
+            if str(name) not in there and PurePosixPath(name.parent) not in unsent:
+                path.unlink()
+
+
+def _is_newer_here(name: PurePosixPath, trials: set[PurePosixPath]) -> bool:
+    return name.parent in trials and name.name in _PROGRESS
 
 
 def wanted(names: Iterable[str]) -> list[str]:
     """Return those of the objects that the copy gets, the record last. Nothing outside: a store takes any name."""
-    found = [name for name in names if _is_ours(PurePosixPath(name))]
-    return sorted(found, key=lambda name: (name == _RECORD, name))
+    ours = [name for name in names if _is_ours(PurePosixPath(name))]
+    return sorted(ours, key=lambda name: (name == _RECORD, name))
 
 
 def _is_ours(name: PurePosixPath) -> bool:

@@ -1,4 +1,4 @@
-"""The folder of a new sweep: one that nobody works in, and that holds no results of another."""
+"""The folder of a new sweep: one that no other process uses, without results of another sweep."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from fsdp_lab.config import UserError
+from fsdp_lab.deploy.job import in_job_of
 from fsdp_lab.locks import InUse, locked
 from fsdp_lab.sweep.names import relative, resume_command
 
@@ -20,15 +21,19 @@ class Occupied(UserError):
 
 @contextmanager
 def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
-    """Lock the folder of a new sweep, and give its path. Where a default folder is taken, as by a sweep that was
-    started in the same second, the new one gets a number: `14-05-09-2`.
+    """Lock the folder of a new sweep, and yield its path.
+
+    If a default folder is taken, as by a sweep that was started in the same second, the new one gets a number:
+    `14-05-09-2`.
 
     Args:
-        key: what sets the folder on the command line.
+        planned: the folder.
+        key: the key that sets the folder on the command line.
         hydra: Hydra's own part of the config.
 
     Raises:
-        InUse, Occupied: the folder was typed, and another sweep has it.
+        InUse: the folder was typed, and another process uses it.
+        Occupied: the folder was typed, and holds another sweep.
         UserError: see `locked`.
     """
     typed = any(str(word).startswith(f"{key}=") for word in hydra.overrides.hydra)
@@ -47,13 +52,17 @@ def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
 
 
 def _check_free(folder: Path, key: str) -> None:
-    """A sweep that was refused at its start has left nothing but what the next one writes anew."""
+    """Check that a folder holds no sweep. One that was refused at its start has left only files that are rewritten."""
+    if (folder / "job").exists() and not in_job_of(folder):
+        raise Occupied(
+            f"{key}={relative(folder)} is a job's folder; to start a new sweep, name another folder: {key}=..."
+        )
     if not any((folder / name).exists() for name in ("results.csv", "facts.json")) and not any(
         folder.glob("*/facts.json")
     ):
         return
     go_on = f" To resume it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
     raise Occupied(
-        f"{key}={relative(folder)} holds the results of another start, which would be lost.{go_on} To start a new "
-        f"one, name another folder: {key}=..."
+        f"{key}={relative(folder)} holds results, which would be lost.{go_on} To start a new sweep or run, name "
+        f"another folder: {key}=..."
     )

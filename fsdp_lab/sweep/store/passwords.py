@@ -1,7 +1,7 @@
-"""Passwords: what of them goes into a sweep's folder, and how the next start gets them back.
+"""Passwords: what is written to a sweep's folder, and how the next start gets them back.
 
-A key whose value may hold one is written as it was typed, redacted: an interpolation stays one, and the words as they
-were typed are in `sweep.json` alone, which only its owner reads.
+A key whose value may hold one is written as it was typed, redacted: an interpolation stays one. The arguments as they
+were typed are only in `sweep.json`, which only its owner can read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_lab.config import ConfigError, SweepConfig, flatten, from_dict, to_dic
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import discrete_values
-from fsdp_lab.sweep.store.words import key_of
+from fsdp_lab.sweep.store.override_rules import key_of
 
 _SECRET_KEYS = frozenset(name for name, key in keys_of(SweepConfig).items() if key.secret)
 
@@ -31,8 +31,7 @@ def config_to_write(trial: Trial) -> dict[str, Any]:
     content = to_dict(trial.config)
     for name in _SECRET_KEYS:
         group, _, key = name.rpartition(".")
-        composed: Any = OmegaConf.to_container(trial.hydra_config.get(group), resolve=False)
-        value = composed[key]
+        value = trial.composed[group][key]
         content[group][key] = redact(value) if isinstance(value, str) else value
     return content
 
@@ -43,9 +42,10 @@ def words_to_write(words: Sequence[str]) -> list[str]:
 
 
 def words_as_typed(words: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return what `words_to_write` made of overrides as they were.
+    """Return the overrides that `words_to_write` redacted, in their typed form.
 
     Args:
+        words: redacted.
         arguments: of `sweep.json`, or of the command line that stands for it.
     """
     typed = {redact(word): word for word in arguments} | {
@@ -58,7 +58,7 @@ def words_as_typed(words: Sequence[str], arguments: Sequence[str]) -> list[str]:
 
 
 def resolved(saved: SweepConfig) -> SweepConfig:
-    """Return a trial's saved config with what its secrets stand for now; one that stands for nothing stays as it is."""
+    """Return a trial's saved config with its secrets resolved now; a secret that cannot be resolved stays as it is."""
     if not any("${" in str(value) for name, value in flatten(saved).items() if name in _SECRET_KEYS):
         return saved
     content = to_dict(saved)
@@ -71,14 +71,14 @@ def resolved(saved: SweepConfig) -> SweepConfig:
 
 
 def store_address(config: SweepConfig, arguments: Sequence[str]) -> str:
-    """Return the store that a sweep was started with, its password too.
+    """Return the store that a sweep was started with, including its password.
 
     Args:
         config: of a trial, as saved.
         arguments: of `sweep.json`.
 
     Raises:
-        ConfigError: the folder does not say it.
+        ConfigError: the folder does not have it.
     """
     uri = config.tracking.uri
     for override in _overrides(arguments):
@@ -90,13 +90,12 @@ def store_address(config: SweepConfig, arguments: Sequence[str]) -> str:
     uri = resolved(replace(config, tracking=replace(config.tracking, uri=uri))).tracking.uri
     if "${" in uri or "***" in uri:
         raise ConfigError(
-            f"tracking.uri={redact(uri)} is not the whole address: its password or variable is not here; type "
-            "tracking.uri=..."
+            f"tracking.uri={redact(uri)} is incomplete: its password or variable is not set here; add tracking.uri=..."
         )
     return uri
 
 
 def _overrides(arguments: Sequence[str]) -> list[Override]:
-    """Those of keys that may hold a secret."""
+    """Return the overrides of keys that may hold a secret."""
     words = [word for word in arguments if key_of(word) in _SECRET_KEYS]
     return OverridesParser.create().parse_overrides(words)

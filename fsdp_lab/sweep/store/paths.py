@@ -16,8 +16,9 @@ _COPY_OF = ".copy_of"
 
 
 def storage(trial: Trial, sweep_folder: Path) -> Path:
-    """Where the driver finds what the trial's processes write: its own folder, or the shared one of
-    `cluster.storage_path`. With object storage its own has a copy.
+    """Return the folder to which a trial's processes write, as the driver sees it.
+
+    It is the trial's own, or the shared one of `cluster.storage_path`. With object storage the own folder has a copy.
 
     Raises:
         UserError: the name of the sweep's folder there is lost.
@@ -29,14 +30,14 @@ def storage(trial: Trial, sweep_folder: Path) -> Path:
 
 
 def trial_address(trial: Trial, sweep_folder: Path) -> str | None:
-    """The trial's place in object storage, None where it has none. Raises as `storage`."""
+    """Return the trial's address in object storage; None without one. Raises as `storage`."""
     above = sweep_address(trial.config.cluster.storage_path, sweep_folder)
     within = _within(trial, sweep_folder)
     return above if above is None or within == "." else f"{above}/{within}"
 
 
 def sweep_address(storage_path: str | None, sweep_folder: Path) -> str | None:
-    """The sweep's place in object storage. As `trial_address`."""
+    """Return the sweep's address in object storage; None without one. Raises as `storage`."""
     if storage_path is None or not is_address(storage_path):
         return None
     return f"{storage_path}/{_name(storage_path, sweep_folder)}"
@@ -50,18 +51,21 @@ def _name(shared: str, sweep_folder: Path) -> str:
     name = _storage_name(sweep_folder)
     if name is None:
         raise UserError(
-            f"{sweep_folder / _STORAGE} is damaged or gone; write into it what this sweep's folder below "
-            f"cluster.storage_path={shared} is called (trials.jsonl names the folders there), or start the sweep anew."
+            f"{sweep_folder / _STORAGE} is damaged or missing; write into it the name of this sweep's folder below "
+            f"cluster.storage_path={shared} (trials.jsonl names the folders there), or start a new sweep."
         )
     return name
 
 
 def name_storage(sweep_folder: Path, anew: bool = False) -> None:
-    """What the sweep's folder below `cluster.storage_path` is called: kept in its own one, so that a resume finds it
-    from another node, and where the sweep's folder was moved.
+    """Choose and record the name of the sweep's folder below `cluster.storage_path`.
+
+    It is recorded in the sweep's own folder, so that a resume finds it from another node, and after the folder was
+    moved.
 
     Args:
-        anew: give it another name where it has one: nothing is cleared away in object storage.
+        sweep_folder: the sweep's own.
+        anew: choose another name if there is one: nothing is removed in object storage.
     """
     if anew or not (sweep_folder / _STORAGE).exists():
         own = uuid.uuid4().hex[:8]  # others may have a folder of that name
@@ -71,7 +75,7 @@ def name_storage(sweep_folder: Path, anew: bool = False) -> None:
 
 
 def make_storage(trial: Trial, sweep_folder: Path) -> Path:
-    """As `storage`; the folder is made where it is not there, for this user alone."""
+    """Return the folder of `storage`, made for this user alone if it does not exist."""
     where = storage(trial, sweep_folder)
     top = where if trial.folder.absolute() == sweep_folder.absolute() else where.parent
     for folder in (top, where):  # `Path.mkdir` makes those above as everybody's
@@ -80,13 +84,13 @@ def make_storage(trial: Trial, sweep_folder: Path) -> Path:
 
 
 def take_storage(sweep_folder: Path, address: str) -> None:
-    """Write down that a sweep's folder is a copy of what an address has."""
+    """Record that a sweep's folder is a copy of an address."""
     write_text(sweep_folder / _STORAGE, address.rpartition("/")[2], durable=True)
     write_text(sweep_folder / _COPY_OF, address, durable=True)
 
 
 def copy_of(sweep_folder: Path) -> str | None:
-    """Return the address that a sweep's folder was copied from; None where it was made here."""
+    """Return the address that a sweep's folder was copied from; None if it was made here."""
     path = sweep_folder / _COPY_OF
     return path.read_text(errors="replace").strip() if path.exists() else None
 
@@ -99,7 +103,7 @@ def is_storage_of(where: Path, sweep_folder: Path) -> bool:
 
 
 def _storage_name(sweep_folder: Path) -> str | None:
-    """What `name_storage` wrote; None where that is damaged or gone."""
+    """Return the name that `name_storage` recorded; None if it is damaged or missing."""
     path = sweep_folder / _STORAGE
     name = path.read_text(errors="replace").strip() if path.exists() else ""
     return name if re.fullmatch(r"[^/]+-[0-9a-f]{8}", name) else None

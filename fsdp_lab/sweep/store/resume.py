@@ -1,4 +1,4 @@
-"""Taking up a sweep that was interrupted: from its folder alone, whatever ended it."""
+"""Resuming an interrupted sweep from its folder alone, whatever ended it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.files import (
+from fsdp_lab.engine.trial_files import (
     Outcome,
     missing_epochs,
     read_any_facts,
@@ -24,27 +24,22 @@ from fsdp_lab.files import report_damaged
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
+from fsdp_lab.sweep.store.disturbed import speed_is_disturbed
+from fsdp_lab.sweep.store.override_rules import is_local_store, key_of, known_words, names_code, with_overrides
 from fsdp_lab.sweep.store.paths import copy_of, storage
-from fsdp_lab.sweep.store.record import (
-    Record,
-    changes_of_code,
-    changes_of_config,
-    changes_of_workers,
-    find_folder,
-    read_record,
-    read_trials,
-    with_overrides,
-)
+from fsdp_lab.sweep.store.record import Record, find_folder, read_record
+from fsdp_lab.sweep.store.trials import read_trials
 from fsdp_lab.sweep.store.trust import check_address_trusted, check_store, check_words, is_own, read_trust
-from fsdp_lab.sweep.store.words import is_local_store, key_of, known_words, names_code
 
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
-    """Return the command line that `resume=...` stands for, the folder that it is to be typed in, and whether the sweep
-    is this user's own.
+    """Return the command line that `resume=...` stands for, the folder to run it in, and whether the sweep is own.
+
+    A sweep is own if its folder is this user's.
 
     Raises:
-        UserError: there is nothing to resume, or it is not to be trusted.
+        UserError: there is nothing to resume, or it is not trusted.
     """
     resume = next(a.partition("=")[2] for a in arguments if a.startswith("resume="))
     trust = read_trust(next((a.partition("=")[2] for a in arguments if a.startswith("trust=")), None))
@@ -70,8 +65,10 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
 
 
 def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) -> None:
-    """Look at what Hydra is to get from the folder: not at words in whose place others were typed now. What was typed
-    as the record has it takes the place of no trial's word, and lets only the same word through."""
+    """Check the arguments that Hydra will get from the folder, except those replaced by arguments typed now.
+
+    An argument that was typed as the record has it replaces no trial's argument, and allows only the same one.
+    """
     keys = {key_of(word) for word in typed}
     left = [word for word in record.arguments if key_of(word) not in keys]
     check_words(left, folder / "sweep.json", "resume", own)
@@ -96,17 +93,24 @@ def _as_in_trials(typed: Sequence[str]) -> set[str]:
 
 
 def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:
-    """How each trial stands, by what its folder holds. One without a result waits for its turn, and goes on from its
-    last checkpoint."""
+    """Return the state of each trial by the content of its folder.
+
+    One without a result waits for its turn, and resumes from its last checkpoint.
+    """
     states = []
     for trial in trials:
-        state = TrialState(trial, goes_on=True)
+        state = TrialState(trial, resuming=True)
         where = storage(trial, folder)
         outcome = _believed(read_outcome(where), where)
         if outcome is not None and outcome.status is TrialStatus.failed and config.resume_failed:
             outcome = None  # it is taken away when the trial begins
+        if outcome is not None and config.resume_disturbed:
+            facts = read_any_facts(where) or {}
+            state.again = speed_is_disturbed(outcome.status, facts, read_latest(where), config.report.others_cpu)
+            outcome = None if state.again else outcome
         state.forecast_before, state.words_before = read_forecast(where)
-        state.turnaround_s = read_numbers(where / "turnaround.json").get("turnaround_s")
+        if not state.again:  # which has one of its own to come
+            state.turnaround_s = read_numbers(where / "turnaround.json").get("turnaround_s")
         if outcome is not None:
             state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
             state.metrics = read_latest(where)
@@ -115,29 +119,35 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
 
 
 def _believed(outcome: Outcome | None, folder: Path) -> Outcome | None:
-    """Return the outcome of a trial, but for one that finished and whose epochs are not all there: its last checkpoint
-    has them, and a resume that starts from it writes them again."""
+    """Return the outcome of a trial, unless it finished and lacks epochs.
+
+    Its last checkpoint has them, and a resume from it writes them again.
+    """
     missing = missing_epochs(folder, outcome) if outcome else []
     if outcome is None or not missing:
         return outcome
     words = f"it lacks epoch {', '.join(map(str, missing))} of a trial that had {outcome.epochs or max(missing)}"
     if outcome.status is TrialStatus.finished:
-        report_damaged(folder / "metrics.jsonl", words, "resume restores it, starting from the last checkpoint")
+        report_damaged(folder / "metrics.jsonl", words, "a resume restores it from the last checkpoint")
         return None
-    report_damaged(folder / "metrics.jsonl", words, "the figures of this trial are those of its other epochs")
+    report_damaged(folder / "metrics.jsonl", words, "this trial's figures are those of its other epochs")
     return outcome
 
 
 def check_unchanged(
     record: Record, states: Sequence[TrialState], folder: Path, config: SweepConfig, typed: Sequence[str]
 ) -> None:
-    """Refuse to go on with other settings, other code or other data than the sweep was started with.
+    """Refuse to resume with other settings, code or data than the sweep was started with.
 
     Args:
-        typed: for the resume alone.
+        record: of the sweep.
+        states: of its trials.
+        folder: the sweep's.
+        config: as composed now.
+        typed: overrides for the resume only.
 
     Raises:
-        UserError: with what differs, unless `resume_anyway`; or a trial that cannot run here.
+        UserError: with the differences, unless `resume_anyway`; or a trial cannot run here.
     """
     if not config.resume_anyway:
         changes = {"": changes_of_code(record)}
@@ -147,10 +157,10 @@ def check_unchanged(
             )
         changes["workers"] = changes_of_workers(record, config)
         changes["data"] = _changes_of_data(states, folder)
-        if told := _in_words(changes):
+        if text := _in_words(changes):
             raise UserError(
-                f"resume={folder}: not what the sweep was started with: {told}. Put that back, start a new sweep, or "
-                "resume all the same with resume_anyway=true."
+                f"resume={folder}: this differs from the start of the sweep: {text}. Restore it, start a new sweep, or "
+                "resume anyway with resume_anyway=true."
             )
     for state in states:
         if not state.ended:
@@ -158,31 +168,31 @@ def check_unchanged(
 
 
 def _in_words(changes: dict[str, list[str]]) -> str:
-    """Each thing once, with the first that it is found at."""
+    """Return each difference once, with the first place where it was found."""
     first: dict[str, str] = {}
-    for whose, found in changes.items():
-        for change in found:
+    for whose, differences in changes.items():
+        for change in differences:
             first.setdefault(change, whose)
     return "; ".join(f"{whose}: {change}" if whose else change for change, whose in first.items())
 
 
 def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
-    """Compare the digests that trials reported with those of the data as it is now."""
+    """Compare the digests that trials reported with those of the current data."""
     if all(state.ended for state in states):
         return []
-    found: dict[str, tuple[str, SweepConfig]] = {}  # what was reported, and a config that could read the data
+    recorded: dict[str, tuple[str, SweepConfig]] = {}  # what was reported, and a config that could read the data
     for state in states:
         facts = read_any_facts(storage(state.trial, folder))
         data = state.trial.config.data
         if facts and "data_digest" in facts and data.name != "synthetic":  # which is made from its settings
             key = json.dumps(to_dict(data), sort_keys=True)
-            found.setdefault(key, (facts["data_digest"], state.trial.config))
-    if not found:
+            recorded.setdefault(key, (facts["data_digest"], state.trial.config))
+    if not recorded:
         return []
     from fsdp_lab.workloads import build_workload
 
     changed = []
-    for before, config in found.values():
+    for before, config in recorded.values():
         now = build_workload(config.model, config.data, config.task).data.load().digest
         if now != before:
             changed.append(f"data={config.data.name}: its digest was {before} and is {now}")

@@ -1,7 +1,8 @@
-"""Whose a sweep's folder is, and what of it is taken at its word.
+"""The owner of a sweep's folder, and how far its content is trusted.
 
-A resume unpickles the folder's checkpoints and composes its words, and a report opens the store that it names. So the
-folder is this user's own, or the command line says `trust=true`; its words are those of `words.py` in either case.
+A resume unpickles the folder's checkpoints and composes its arguments, and a report opens the store that it names. So
+the
+folder must be this user's own, or the command line must say `trust=true`; its arguments are checked in either case.
 """
 
 from __future__ import annotations
@@ -21,67 +22,69 @@ import yaml
 
 from fsdp_lab.config import ConfigError, UserError, is_address
 from fsdp_lab.redact import redact
+from fsdp_lab.sweep.store.override_rules import Known, key_of, known_words, leads_away, names_code, refusal
 from fsdp_lab.sweep.store.paths import copy_of
-from fsdp_lab.sweep.store.words import Known, key_of, known_words, leads_away, names_code, refusal
 
 _OTHERS_ENTER, _OTHERS_WRITE, _GROUP_WRITES = 0o011, 0o002, 0o020
 
 
 def read_trust(value: str | None) -> bool:
-    """Return what `trust=` says.
+    """Return the value of `trust=`; False without one.
 
     Raises:
         ConfigError: neither true nor false.
     """
     if value not in (None, "true", "false"):
-        raise ConfigError(f"trust={value} is not a truth value; use true or false.")
+        raise ConfigError(f"trust={value} is not a boolean; use true or false.")
     return value == "true"
 
 
 def is_own(folder: Path, key: str, trust: bool) -> bool:
-    """Return whether a sweep's folder, with what it keeps on a shared disk, is this user's; False where it is another's
-    and trusted.
+    """Return whether a sweep's folder, with its files on a shared disk, is this user's.
+
+    False if it is another user's and trusted.
 
     Args:
-        key: what named the folder on the command line.
+        folder: the sweep's.
+        key: the key that named the folder on the command line.
+        trust: `trust=true` was typed.
 
     Raises:
         UserError: it is another user's, or others may write into it, and it is not trusted.
     """
     reason = why_foreign(folder)
     if reason is None:  # what it says of its other folders is this user's word by now
-        reason = next((found for where in _elsewhere(folder) if (found := why_foreign(where))), None)
+        reason = next((why for where in _elsewhere(folder) if (why := why_foreign(where))), None)
     if reason is None and (address := copy_of(folder)):
         reason = f"it is a copy of {address}"
     if reason is None:
         return True
     if not trust:
         raise UserError(
-            f"{key}={folder}: {reason}, and a sweep's folder can have code run as you (its checkpoints are pickles). "
-            "Use one of your own; or, if you trust everybody who can write there, add trust=true."
+            f"{key}={folder}: {reason}, and a sweep's folder can run code as you (its checkpoints are pickles). Use "
+            "your own folder; or, if you trust everybody who can write there, add trust=true."
         )
     return False
 
 
 def check_address_trusted(named: str, key: str, trust: bool) -> None:
-    """Refuse a sweep in object storage before anything of it is read: nobody can tell who may write there.
+    """Refuse a sweep in object storage before it is read: it is not known who may write there.
 
     Raises:
         UserError: it is not trusted.
     """
     if is_address(named) and not trust:
         raise UserError(
-            f"{key}={named}: who can write there can have code run as you (a sweep's checkpoints are pickles); if that "
-            "is you and people whom you trust, add trust=true."
+            f"{key}={named}: everybody who can write there can run code as you (a sweep's checkpoints are pickles); if "
+            "you trust them, add trust=true."
         )
 
 
 def why_foreign(folder: Path) -> str | None:
-    """Return who else may have written what is in a folder, or which link has us write elsewhere; None where that is
-    this user, or root, alone.
+    """Return who else may have written into a folder, or which link leads out of it; None if only this user, or root.
 
-    A group may write where it is the user's private one: of the same name, with no other member (umask 002). What lies
-    below a folder that nobody else enters may have any mode.
+    A group may write if it is the user's private one: of the same name, with no other member (umask 002). Files below a
+    folder that nobody else can enter may have any mode.
     """
     others_enter = bool(folder.stat().st_mode & _OTHERS_ENTER)
     for path in _all_in(folder):
@@ -91,40 +94,44 @@ def why_foreign(folder: Path) -> str | None:
 
 
 def check_store(uri: str, launched_in: str) -> None:
-    """Look at a store in a file that another user's folder, or the default, names: it says where the files of its runs
-    go, which may be an address.
+    """Check who can write a store in a file that another user's folder, or the default, names.
+
+    The store names the location of its runs' files, which may be an address.
 
     Raises:
         ConfigError: others may have written it.
     """
     file = Path(launched_in, uri.replace("\\", "").strip("'\"").removeprefix("sqlite:///"))
     if reason := _who_else(file.parent) or _who_else(file):
-        raise ConfigError(f"tracking.uri={redact(uri)}: {reason}; type tracking.uri=... with a store of your own.")
+        raise ConfigError(f"tracking.uri={redact(uri)}: {reason}; add tracking.uri=... with a store of your own.")
 
 
 def check_words(
     words: Sequence[Any], source: Path, key: str, own: bool, known: Known | None = None, shown: Sequence[Any] = ()
 ) -> None:
-    """Let Hydra get the words that a file of a sweep's folder holds, and show in one line those that name code to run.
+    """Check the arguments in a file of a sweep's folder for Hydra, and show in one line those that name code to run.
 
     Args:
+        words: the arguments.
         source: the file.
-        key: as for `is_own`.
-        shown: words of another file that were shown already.
+        key: see `is_own`.
+        own: whether the folder is this user's.
+        known: keys and groups; None: those of this version.
+        shown: arguments of another file that were shown already.
 
     Raises:
-        ConfigError: a word that is taken from no file, or not from this one.
+        ConfigError: an argument is accepted from no file, or not from this one.
     """
     known = known or known_words()
     for word in words:
         reason = refusal(word, known, own)
         if reason is None and not own and leads_away(word):
-            reason = "an address is taken from your own folders only"
+            reason = "only a folder of your own may set an address"
         if reason is not None:
             again = word if str(word).startswith("-") else f"{key_of(str(word))}=..."
             raise ConfigError(
-                f"{key}={source.parent}: {source.name} holds {redact(str(word))}, and {reason}. If it is what you "
-                f"want, type it behind {key}=...: {again}"
+                f"{key}={source.parent}: {source.name} holds {redact(str(word))}, and {reason}. If you want it, add it "
+                f"to the command after {key}=...: {again}"
             )
     code = dict.fromkeys(redact(word) for word in words if names_code(word, known) and word not in shown)
     if code:
@@ -132,8 +139,10 @@ def check_words(
 
 
 def enter(folder: str) -> None:
-    """Stand in a folder, so that relative paths mean what they meant there; its modules are not to be imported, here or
-    in a process that is started from here."""
+    """Change to a folder, so that relative paths mean what they meant there.
+
+    Its modules must not be imported, here or in a process that is started from here.
+    """
     typed = os.getcwd()
     sys.path[:] = [os.path.join(typed, path) for path in sys.path]
     if "PYTHONPATH" in os.environ:  # an empty part of it is the folder that a process starts in
@@ -152,16 +161,19 @@ def _who_else(path: Path, others_enter: bool = True) -> str | None:
         return f"{path} belongs to {_user(status.st_uid)}"
     group_writes = status.st_mode & _GROUP_WRITES and not _is_private_group(status.st_gid)
     if (status.st_mode & _OTHERS_WRITE or group_writes) and others_enter:
-        return f"others can write into {path} (`chmod -R go-w` takes that away)"
+        return f"others can write into {path} (`chmod -R go-w` prevents it)"
     return None
 
 
 def _leads_out(path: Path, folder: Path) -> str | None:
-    """A folder may be on another disk; a file that is elsewhere would be appended to, or made."""
+    """Return which link leads out of a folder; None without one.
+
+    A folder may be on another disk. A file elsewhere would be appended to, or made.
+    """
     if path == folder or not path.is_symlink() or path.is_dir():
         return None
     target = path.resolve()
-    return None if target.is_relative_to(folder.resolve()) else f"{path} is a link to {target}, which is elsewhere"
+    return None if target.is_relative_to(folder.resolve()) else f"{path} is a link to {target}, outside the folder"
 
 
 def _all_in(folder: Path) -> Iterator[Path]:
@@ -171,7 +183,7 @@ def _all_in(folder: Path) -> Iterator[Path]:
 
 
 def _elsewhere(folder: Path) -> Iterator[Path]:
-    """The folders that a sweep names outside its own: a trial's, and what it keeps below `cluster.storage_path`."""
+    """Yield the folders that a sweep names outside its own: its trials', and those below `cluster.storage_path`."""
     with suppress(OSError, ValueError):
         for line in (folder / "trials.jsonl").read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""Models of Hugging Face's transformers: no other package imports it, and here it is imported when it is needed."""
+"""Models of Hugging Face's transformers. No other package imports it; here it is imported on first use."""

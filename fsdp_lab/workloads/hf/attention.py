@@ -1,8 +1,9 @@
-"""Attention whose masks do not depend on values: a forecast has no values, and a GPU would wait for one in each
-forward pass.
+"""Attention whose masks do not depend on values.
 
-transformers looks at a mask to leave out one that masks nothing. Under fake tensors it cannot, and makes it: a forecast
-would hold more than training does. Both names below are of PyTorch's attention; what differs is what is known of masks.
+A forecast has no values, and a GPU would synchronize for one in each forward pass. transformers reads a mask's values
+to
+skip a mask that masks nothing. Under fake tensors it cannot, and builds the mask: a forecast would hold more than
+training does. Both names below are PyTorch's attention; they differ in what is known about masks.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ _ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa
 
 
 def use(model: Any, name: str) -> None:
-    """Let a model that can use PyTorch's attention use it by a name of ours; others stay as they are: those of another
-    attention, and those whose code asks for the name `sdpa`, which would leave out their own masks."""
+    """Switch a model that uses PyTorch's attention to one of our names for it.
+
+    Other models are unchanged: those with another attention, and those whose code asks for the name `sdpa`, which would
+    skip their own masks.
+    """
     if attention_of(model) == "sdpa" and not _asks_for_name(model):
         _register()
         model.set_attn_implementation(name)
 
 
 def change(model: Any, name: str) -> None:
-    """Let a model that uses one of our names use this one."""
+    """Switch a model that uses one of our names to this one. Other models are unchanged."""
     if attention_of(model) in {UNPADDED, PADDED} - {name}:
         model.set_attn_implementation(name)
 

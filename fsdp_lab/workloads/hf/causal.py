@@ -1,4 +1,4 @@
-"""Whether a model that is to predict tokens sees them: encoders are among the causal models of transformers."""
+"""Detects a model that sees the tokens it is to predict: encoders are among the causal models of transformers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _ROUNDING = 1e-5  # of the largest logit; a token that is attended to changes th
 
 
 def sees_later_tokens(config: Any, build: Callable[[Any], Any]) -> bool:
-    """Return whether the logits of a model depend on tokens that come later, by trying a small one of its kind.
+    """Return whether a model's logits depend on later tokens, measured on a small model of the same kind.
 
-    Where none can be tried, a model whose configuration says `is_decoder=False` is taken at its word.
+    If no small model can be built, a configuration with `is_decoder=False` counts as True.
 
     Args:
         config: of a model of any size.
-        build: makes the model that is trained from a configuration.
+        build: makes the model to train from a configuration.
     """
     try:
         small = _shrunk(config)

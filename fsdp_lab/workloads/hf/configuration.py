@@ -1,4 +1,4 @@
-"""The configuration of a model: read from a folder, a JSON file or the hub, with the values that were typed."""
+"""A model's configuration: read from a folder, a JSON file or the hub, with the typed values over it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ from fsdp_lab.config.suggest import closest
 from fsdp_lab.workloads.hf.library import transformers
 
 CONFIG_FILE = "config.json"
-# What says which model it is, or is of this machine alone: not to be set by a key.
+# Keys that identify the model or belong to one machine: users cannot set them.
 _NOT_KEYS = {
     "model_type", "architectures", "auto_map", "transformers_version", "_name_or_path", "dtype", "torch_dtype",
     "quantization_config", "id2label", "label2id",
 }  # fmt: skip
 _ATTENTION = {"attn_implementation", "_attn_implementation", "_attn_implementation_internal"}
-_ALSO_KEYS = {"num_labels"}  # of every configuration, though no file has it
+_ALSO_KEYS = {"num_labels"}  # every configuration has it, though no file does
 _REACH_S = 5
 Config = str | Mapping[str, Any]  # where a configuration is, or its values
 
 
 def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
-    """Return the `PreTrainedConfig` that `model.config` names, with the values of the other keys below `model`.
+    """Return the `PreTrainedConfig` that `model.config` names, with the other keys below `model` over its values.
+
+    Args:
+        config: where the configuration is, or its values.
+        overrides: key -> value, as typed.
 
     Raises:
-        UserError: it cannot be read, is of a model that transformers does not have, or has not such a key.
+        UserError: it cannot be read, transformers has no such model, or the configuration has no such key.
     """
     values = read_values(config)
     kind = _class_of(values, config)
@@ -48,15 +52,15 @@ def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
 
 
 def read_values(config: Config | None) -> dict[str, Any]:
-    """Return the content of a configuration's file, or a configuration that is written down itself.
+    """Return the content of a configuration's file, or a copy of values that are given directly.
 
     Raises:
-        UserError: there is none, it is no JSON, or as `check_values`.
+        UserError: it is missing or no JSON; see also `check_values`.
     """
     if not config:
         raise ConfigError(
             "model.config is not set; give a folder with a config.json, such a file, or a name on the Hugging Face "
-            "hub, as in model.config=openai-community/gpt2."
+            "hub, such as model.config=openai-community/gpt2."
         )
     if isinstance(config, Mapping):
         values = copy.deepcopy(dict(config))
@@ -70,30 +74,31 @@ def read_values(config: Config | None) -> dict[str, Any]:
 
 
 def check_values(values: Mapping[str, Any], typed: str) -> None:
-    """
+    """Check that a configuration can be trained without running code of the hub.
+
     Args:
         values: of a configuration.
-        typed: where they are from, for messages.
+        typed: the source of the values, for messages.
 
     Raises:
-        ConfigError: it is of quantized weights, or names an attention that is not PyTorch's: transformers runs code of
-            the hub by such a name.
+        ConfigError: the weights are quantized, or the attention is not PyTorch's: transformers loads code of the hub
+            for such a name.
     """
     if values.get("quantization_config") is not None:
         raise ConfigError(
-            f"{typed} is of quantized weights, which cannot be trained here; use the model that was quantized, or take "
-            "quantization_config out of it."
+            f"{typed} has quantized weights, which cannot be trained here; use the model that was quantized, or remove "
+            "quantization_config."
         )
     for key, name in _attention_names(values):
         if name not in (None, "sdpa", "eager"):
             raise ConfigError(
-                f"{typed}: {key}={name} is no attention of PyTorch, and code of the hub is not run; use sdpa or eager, "
-                f"or take {key} out of it."
+                f"{typed}: {key}={name} is not an attention of PyTorch, and code from the hub is not run; use sdpa or "
+                f"eager, or remove {key}."
             )
 
 
 def _attention_names(values: Any) -> Iterator[tuple[str, Any]]:
-    """The keys that name an attention, at any depth, and the names; for parts of a model they are in a mapping."""
+    """Yield the keys that name an attention, at any depth, with the names; a mapping has one for each part."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             if key in _ATTENTION:
@@ -107,7 +112,7 @@ def _attention_names(values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def folder_of(config: Config) -> Path | None:
-    """Return the folder in which a configuration lies; None for a name on the hub, and for what is in no file."""
+    """Return the folder of a configuration; None for a name on the hub, and for values that are in no file."""
     if isinstance(config, Mapping) or not _is_path(config):
         return None
     path = Path(config).expanduser()
@@ -120,7 +125,7 @@ def named(config: Config | None) -> str:
 
 
 def _is_path(config: str) -> bool:
-    """A name on the hub is a word, or two with a slash between them."""
+    """Return whether this is a path. A name on the hub is a word, or two with a slash between them."""
     return Path(config).exists() or config.startswith((".", "/", "~")) or config.count("/") > 1 or ".json" in config
 
 
@@ -135,17 +140,17 @@ def _read(file: Path, config: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise UserError(f"model.config={config}: {file} is no JSON: {error}") from error
+        raise UserError(f"model.config={config}: {file} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"model.config={config}: {file} holds a {type(values).__name__}; it is to hold an object.")
+        raise UserError(f"model.config={config}: {file} has a {type(values).__name__}; it must be a JSON object.")
     return values
 
 
 def _from_hub(name: str) -> dict[str, Any]:
-    """Return the configuration of a name on the hub, from its cache on this machine where that has it.
+    """Return the configuration of a name on the hub, from the cache of this machine if possible.
 
     Raises:
-        UserError: it is not there, or the hub cannot be reached.
+        UserError: the hub does not have it or cannot be reached.
     """
     library = transformers()
     for local in (True, False):
@@ -156,7 +161,7 @@ def _from_hub(name: str) -> dict[str, Any]:
         except OSError as error:
             if not local:
                 reason = " ".join(str(error).split())[:300]
-                raise UserError(f"model.config={name} is no folder here, and the hub says: {reason}") from error
+                raise UserError(f"model.config={name} is not a folder here, and the hub says: {reason}") from error
         else:
             if values:
                 return dict(values)
@@ -164,10 +169,10 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _check_reach(name: str) -> None:
-    """Ask the hub once: its client tries for half a minute.
+    """Connect to the hub once, because its client tries for half a minute.
 
     Raises:
-        UserError: nobody answers.
+        UserError: there is no answer.
     """
     from huggingface_hub import constants
 
@@ -180,13 +185,14 @@ def _check_reach(name: str) -> None:
     except OSError as error:
         raise UserError(
             f"model.config={name} is neither a folder nor a file here nor in the hub's cache, and {constants.ENDPOINT} "
-            f"cannot be reached ({error}). Where there is a network: hf download {name} --local-dir <folder>; then "
-            "model.config=<folder>."
+            f"cannot be reached ({error}). Run hf download {name} --local-dir <folder> where there is a network, then "
+            "use model.config=<folder>."
         ) from error
 
 
 def _class_of(values: dict[str, Any], config: Config | None) -> Any:
-    """
+    """Return the configuration's class by its `model_type`.
+
     Raises:
         ConfigError: transformers has no such model.
     """
@@ -198,14 +204,15 @@ def _class_of(values: dict[str, Any], config: Config | None) -> Any:
     remedy = f"did you mean {meant}? " if meant else ""
     raise ConfigError(
         f"{named(config)}: model_type={name} is not one of transformers {transformers().__version__}; {remedy}"
-        "a model with code of its own is not run (trust_remote_code is off): give it by model._target_."
+        "code from the hub is not run (trust_remote_code is off): use model._target_ for such a model."
     )
 
 
 def _check_keys(config: Any, overrides: Mapping[str, Any], typed: Config | None) -> None:
-    """
+    """Check that the configuration has the typed keys.
+
     Raises:
-        ConfigError: the configuration has no such key.
+        ConfigError: it lacks one.
     """
     known = (set(config.to_dict()) | set(config.attribute_map) | _ALSO_KEYS) - _NOT_KEYS
     for name, value in overrides.items():
@@ -220,7 +227,7 @@ def _check_keys(config: Any, overrides: Mapping[str, Any], typed: Config | None)
 
 
 def merge(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with others over them, key by key in dictionaries inside dictionaries."""
+    """Return `values` with `over` on top, merged key by key in nested dictionaries."""
     merged = copy.deepcopy(dict(values))
     for name, value in over.items():
         inner = merged.get(name)
@@ -229,11 +236,11 @@ def merge(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_layers(merged: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return values whose list of the layers' types, where nobody typed one, fits the number of layers: cut, or left to
-    the configuration's class.
+    """Return values whose list of layer types fits the number of layers: cut, or left to the configuration's class.
 
     Args:
-        typed: the keys that were.
+        merged: the values of a configuration.
+        typed: the keys that were typed; a typed list stays.
     """
     count, types = merged.get("num_hidden_layers"), merged.get("layer_types")
     if "layer_types" in typed or not isinstance(types, list) or not isinstance(count, int) or count == len(types):

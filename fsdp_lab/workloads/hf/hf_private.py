@@ -1,4 +1,4 @@
-"""Every name of transformers that its manual does not promise; `tests/workloads/hf/test_hf_private.py` holds each."""
+"""Every name of transformers that its manual does not promise; `tests/workloads/hf/test_hf_private.py` checks each."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def attention_of(model: Any) -> str:
 
 
 def superfluous(model: Any) -> tuple[str, ...]:
-    """Return the patterns of the tensors that a model's files may have beyond its own."""
+    """Return the patterns of tensors that a model's files may have in addition to its own."""
     return tuple(model._keys_to_ignore_on_load_unexpected or ())
 
 
 def attention_parts() -> tuple[Any, Any]:
-    """Return transformers' call of PyTorch's attention, and what makes its mask."""
+    """Return transformers' wrapper of PyTorch's attention, and the function that makes its mask."""
     transformers()
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -46,7 +46,10 @@ def attention_parts() -> tuple[Any, Any]:
 
 
 def renamer(model: Any, state: Mapping[str, Any]) -> Any:
-    """Return what gives the name of a stored tensor as the model has it, and None, or what converts it."""
+    """Return a function from a stored tensor's name to the model's name for it and a converter.
+
+    The converter is None for a tensor that is stored as the model holds it.
+    """
     transformers()
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

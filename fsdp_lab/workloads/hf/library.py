@@ -1,4 +1,4 @@
-"""The package transformers: an extra, and slow to import."""
+"""The package transformers: an optional extra, and slow to import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_lab.config.errors import UserError
 
 @cache
 def transformers() -> Any:
-    """Return the package. What it warns of would be printed by the driver and by each rank.
+    """Return the package, with warnings off: the driver and each rank would print them.
 
     Raises:
         UserError: it is not installed.

@@ -25,8 +25,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class HuggingFace(ModelSource):
     """Models of one of transformers' auto classes.
 
-    `mapping`: the name of its table, configuration class -> model class. `kind`: for messages. `prepare`: what is done
-    to a model that was built. `method`: what its class must have; None: nothing.
+    Attributes:
+        auto_class: the name of the class.
+        mapping: the name of its table, configuration class -> model class.
+        kind: for messages.
+        prepare: changes a model after it was built.
+        method: a method that the model's class must have; None: none.
     """
 
     auto_class: str
@@ -40,52 +44,54 @@ class HuggingFace(ModelSource):
 
         Args:
             config: a folder with a config.json, such a file, a name on the hub, or the values themselves.
-            pretrained: not looked at: who loads weights does so after the model was divided.
-            overrides: values of the configuration.
+            pretrained: ignored: weights are loaded after the model was sharded.
+            **overrides: values of the configuration.
         """
         made: nn.Module = self._plain(config, overrides)
         self.prepare(made)
         return made
 
     def check(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> None:
-        """
+        """Check the configuration.
+
         Raises:
-            UserError: as `read_config`, or the configuration is of another kind of model.
+            UserError: see `read_config`, or the configuration is of another kind of model.
         """
         if not isinstance(pretrained, bool):
             raise ConfigError(f"model.pretrained={pretrained} is not a truth value; use true or false.")
-        found = read_config(config, overrides)
-        if type(found) in (classes := getattr(transformers(), self.mapping)):
-            if self.method is not None and not hasattr(classes[type(found)], self.method):
+        hf_config = read_config(config, overrides)
+        if type(hf_config) in (classes := getattr(transformers(), self.mapping)):
+            if self.method is not None and not hasattr(classes[type(hf_config)], self.method):
                 raise ConfigError(
-                    f"{named(config)}: {classes[type(found)].__name__} has no {self.method}, which makes the decoder's "
-                    "tokens of the labels; use a model that has it, such as T5 or BART, or model._target_ with a "
-                    "function of yours."
+                    f"{named(config)}: {classes[type(hf_config)].__name__} has no {self.method}, which makes the "
+                    "decoder's tokens from the labels; use a model that has it, such as T5 or BART, or "
+                    "model._target_ with your own function."
                 )
             if self == causal_lm:
-                self._check_causal(found, config)
+                self._check_causal(hf_config, config)
             return
-        others = [name for name, other in MODELS.items() if type(found) in getattr(transformers(), other.mapping)]
-        remedy = f"use model={' or model='.join(others)}" if others else "transformers has it for other tasks only"
-        raise ConfigError(f"{named(config)}: {_a(found.model_type)} model is not {_a(self.kind)}; {remedy}.")
+        others = [name for name, other in MODELS.items() if type(hf_config) in getattr(transformers(), other.mapping)]
+        remedy = f"use model={' or model='.join(others)}" if others else "transformers has it only for other tasks"
+        raise ConfigError(f"{named(config)}: {_a(hf_config.model_type)} model is not {_a(self.kind)}; {remedy}.")
 
     def _check_causal(self, config: Any, typed: Config | None) -> None:
-        """
+        """Check that the model is causal.
+
         Raises:
-            ConfigError: the model sees the tokens that it is to predict.
+            ConfigError: it sees the tokens that it is to predict.
         """
         if _sees_later_tokens(config.to_json_string(use_diff=False)):
             switch = "model.is_decoder=true, or " if getattr(config, "is_decoder", None) is False else ""
             raise ConfigError(
-                f"{named(typed)}: {_a(config.model_type)} model attends to later tokens, so it sees what it is to "
-                f"predict; use {switch}a causal model such as gpt2 or llama."
+                f"{named(typed)}: {_a(config.model_type)} model attends to later tokens, so it sees the tokens that it "
+                f"must predict; use {switch}a causal model such as gpt2 or llama."
             )
 
     def check_files(self, config: Config, pretrained: bool = False, **overrides: Any) -> None:
-        """
+        """Check that the sizes fit each other, and with `pretrained` that the weights are complete.
+
         Raises:
-            UserError: the sizes do not fit each other, or the weights are not there, are damaged, or are not this
-                model's.
+            UserError: the sizes do not fit, or the weights are missing, damaged, or another model's.
         """
         try:
             model = self._on_meta(config, overrides)
@@ -98,6 +104,7 @@ class HuggingFace(ModelSource):
             weights.places(model, self._stored(config), str(config))
 
     def load_weights(self, config: Config, pretrained: bool = False, **overrides: Any) -> Any:
+        """Return a function that reads this rank's part of the weights from the folder; None without `pretrained`."""
         if not pretrained:
             return None
 
@@ -110,22 +117,24 @@ class HuggingFace(ModelSource):
         return load
 
     def save(self, config: Config, pretrained: bool = False, **overrides: Any) -> Any:
+        """Return a function that writes whole weights and the configuration as `from_pretrained` reads them."""
         return lambda state, folder: weights.save(self._on_meta(config, overrides), state, folder)
 
     def _stored(self, config: Config) -> dict[str, weights.Stored]:
-        """
+        """Return the tensors in the folder's weights.
+
         Raises:
-            UserError: no folder has weights, or they are damaged.
+            UserError: the folder has no weights, or they are damaged.
         """
         if not isinstance(config, str):
             raise ConfigError(
-                "model.pretrained=true reads weights from the folder that model.config names, and here model.config "
-                "holds the values of a configuration; use model.config=<folder>, or model.pretrained=false."
+                "model.pretrained=true reads weights from the folder that model.config names, but model.config "
+                "has the values of a configuration; use model.config=<folder>, or model.pretrained=false."
             )
         return weights.stored_in(folder_of(config), config)
 
     def _on_meta(self, config: Config, overrides: dict[str, Any]) -> Any:
-        """The model as transformers makes it, without values."""
+        """Return the model as transformers makes it, without values."""
         with torch.device("meta"):
             return self._plain(config, overrides)
 
@@ -133,26 +142,31 @@ class HuggingFace(ModelSource):
         return self.made(read_config(config, overrides))
 
     def made(self, config: Any) -> Any:
+        """Return the model of a configuration in float32, as transformers makes it."""
         return getattr(transformers(), self.auto_class).from_config(
             config, dtype=torch.float32, trust_remote_code=False
         )
 
     def vocab_size(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
+        """Return the number of tokens that the model knows; None for a model without tokens."""
         size = getattr(read_config(config, overrides).get_text_config(), "vocab_size", None)
         return size if isinstance(size, int) else None
 
     def num_positions(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
+        """Return the most tokens that a row may have; None: not limited, or not known."""
         count = getattr(read_config(config, overrides).get_text_config(), "max_position_embeddings", None)
         return count if isinstance(count, int) else None
 
     def image_shape(
         self, config: Config | None = None, pretrained: bool = False, **overrides: Any
     ) -> tuple[int, int] | None:
-        found = read_config(config, overrides)
-        channels, size = getattr(found, "num_channels", None), getattr(found, "image_size", None)
+        """Return the channels and the height of the images that the model takes; None for a model without images."""
+        hf_config = read_config(config, overrides)
+        channels, size = getattr(hf_config, "num_channels", None), getattr(hf_config, "image_size", None)
         return (channels, size) if isinstance(channels, int) and isinstance(size, int) else None
 
     def num_labels(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
+        """Return the number of image classes; None for other kinds of model."""
         return read_config(config, overrides).num_labels if self == image_classification else None
 
 
@@ -162,7 +176,7 @@ def _a(noun: str) -> str:
 
 @cache
 def _sees_later_tokens(values: str) -> bool:
-    """Whether a causal model of a configuration does, by its JSON: each trial of a sweep asks."""
+    """Return whether the causal model of a configuration, given as JSON, sees later tokens. Cached for sweeps."""
 
     def build(config: Any) -> Any:
         made = causal_lm.made(config)
@@ -178,8 +192,10 @@ def _causal(model: Any) -> None:
 
 
 def _with_full_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Say that no token is padding, where the caller says nothing of that: without a mask many models look at the
-    values of positions, to find texts that were packed into one row. A mask or positions that are given are kept."""
+    """Mark every token as real if the caller gives no mask and no positions.
+
+    Without a mask many models read the values of positions, to find texts that were packed into one row.
+    """
     tokens = args[0] if args else kwargs.get("input_ids")
     masked = len(args) > 1 or kwargs.get("attention_mask") is not None
     attention.change(module, attention.PADDED if masked else attention.UNPADDED)
@@ -195,8 +211,10 @@ def _seq2seq(model: Any) -> None:
 
 
 def _with_decoder_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Give the decoder the labels, shifted, and the model none: it would compute a loss that nobody asks for, and keep
-    the probabilities of all tokens a second time."""
+    """Give the decoder the shifted labels, and the model no labels.
+
+    With labels it would compute an unused loss, and hold the probabilities of all tokens a second time.
+    """
     labels = kwargs.pop("labels", None)
     if labels is not None:
         kwargs["decoder_input_ids"] = module.prepare_decoder_input_ids_from_labels(labels)
@@ -205,7 +223,7 @@ def _with_decoder_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _as_it_is(model: Any) -> None:
-    """Images have no padding, and no cache."""
+    """Change nothing: images have no padding, and their models no cache."""
 
 
 causal_lm = HuggingFace("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model", _causal)

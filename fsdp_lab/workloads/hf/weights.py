@@ -1,4 +1,4 @@
-"""Weights in .safetensors: what a folder has, which of a model's parameters that is, and how a rank reads its part."""
+"""Weights in .safetensors: the tensors of a folder, their names in the model, and how a rank reads its part."""
 
 from __future__ import annotations
 
@@ -25,36 +25,44 @@ _NAMED = 3  # names in a message
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape."""
+    """A tensor in a file.
+
+    Attributes:
+        shape: of the whole tensor.
+    """
 
     shape: tuple[int, ...]
 
 
 def stored_in(folder: Path | None, config: str) -> dict[str, Stored]:
-    """Return the tensors in a folder's weights by their names, from the heads of the files.
+    """Return the tensors in a folder's weights by their names, from the headers of the files.
+
+    Args:
+        folder: None: `config` is a name on the hub.
+        config: `model.config` as typed, for messages.
 
     Raises:
-        UserError: there are none, only pickles, one is damaged, one that the index names is missing, or two files of
-            the folder have a tensor of one name: ranks look for a name in all of them.
+        UserError: weights are missing, pickled or damaged, or two files have a tensor of the same name. Ranks look for
+            a name in all files.
     """
     if folder is None:
         raise UserError(
-            f"model.pretrained=true: model.config={config} is a name on the hub, and weights are read from a folder: "
-            f"hf download {config} --local-dir <folder>; then model.config=<folder>."
+            f"model.pretrained=true: model.config={config} is a name on the hub, but weights are read from a folder; "
+            f"run hf download {config} --local-dir <folder>, then use model.config=<folder>."
         )
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     places: dict[str, Path] = {}
     files = _files(folder)
     for file in [*files, *sorted({*folder.glob("*.safetensors")} - {*files})]:
         head = _read_head(file)
         if again := sorted(places.keys() & head.keys()):
             raise UserError(
-                f"model.pretrained=true: {places[again[0]]} and {file.name} both have {again[0]}; take the one that is "
-                "not to be read out of the folder."
+                f"model.pretrained=true: {places[again[0]]} and {file.name} both have {again[0]}; remove one of the "
+                "files from the folder."
             )
         places |= dict.fromkeys(head, file)
-        found |= head if file in files else {}
-    return found
+        tensors |= head if file in files else {}
+    return tensors
 
 
 def _files(folder: Path) -> list[Path]:
@@ -64,10 +72,10 @@ def _files(folder: Path) -> list[Path]:
     if not index.is_file():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         remedy = (
-            f"only {', '.join(pickles[:_NAMED])}, which are pickles and are not read, for they can run code; where you "
-            "trust them, write them again with AutoModel.from_pretrained(...).save_pretrained(...)"
+            f"it has {', '.join(pickles[:_NAMED])}: pickles are not read, because they can run code; if you trust "
+            "them, convert them with AutoModel.from_pretrained(...).save_pretrained(...)"
             if pickles
-            else f"put {_SINGLE}, or its parts with {_INDEX}, there, or take model.pretrained=false"
+            else f"add {_SINGLE}, or its parts with {_INDEX}, or use model.pretrained=false"
         )
         raise UserError(f"model.pretrained=true: the folder {folder} has no .safetensors weights; {remedy}.")
     try:
@@ -75,17 +83,18 @@ def _files(folder: Path) -> list[Path]:
         files = [folder / name for name in names if Path(name).name == name]
         assert len(files) == len(names) > 0
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(f"model.pretrained=true: {index} is no index of weights; download it again.") from error
+        raise UserError(f"model.pretrained=true: {index} is not an index of weights; download it again.") from error
     if missing := [file.name for file in files if not file.is_file()]:
         raise UserError(
-            f"model.pretrained=true: {index} names {len(missing)} files that are not there, {missing[0]} the first; "
-            "download them."
+            f"model.pretrained=true: {index} names {len(missing)} missing files, the first is {missing[0]}; download "
+            "them."
         )
     return files
 
 
 def _read_head(file: Path) -> dict[str, Stored]:
-    """
+    """Return the tensors that a file's header lists.
+
     Raises:
         UserError: the file is damaged.
     """
@@ -101,58 +110,62 @@ def _read_head(file: Path) -> dict[str, Stored]:
 
 
 def places(model: Any, stored: Mapping[str, Stored], config: str) -> dict[str, str]:
-    """Return the name of a stored tensor -> that of the model's parameter or buffer. Tied ones are there once, and what
-    the model is known to leave out is not.
+    """Return the name of each stored tensor -> the name of the model's parameter or buffer.
+
+    Tied tensors appear once. Tensors that the model is known to leave out do not appear.
 
     Args:
         model: on `meta`.
+        stored: the tensors of the files.
+        config: `model.config` as typed, for messages.
 
     Raises:
         UserError: the tensors are not those of this model.
     """
     state = model.state_dict()
     first = _first_names(model)
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     unexpected, taken = [], set()
     for name, given in _renamed(model, stored, state).items():
         if given not in state:
             unexpected.append(name)
         elif first[given] not in taken:
             taken.add(first[given])
-            found[name] = first[given]
+            keys[name] = first[given]
     missing = [name for name, _ in model.named_parameters() if name not in taken]
-    _check(model, stored, state, found, missing, [name for name in unexpected if not _is_left_out(model, name)], config)
-    return found
+    _check(model, stored, state, keys, missing, [name for name in unexpected if not _is_left_out(model, name)], config)
+    return keys
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """The name of each tensor of the state -> the first name of the same tensor."""
+    """Return the name of each tensor of the state -> the first name of the same tensor."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
 def _renamed(model: Any, stored: Mapping[str, Stored], state: Mapping[str, Tensor]) -> dict[str, str]:
-    """The name of each stored tensor -> the one that transformers gives it: some models have other names than when
-    their weights were published, and those of a base model lack its name.
+    """Return the name of each stored tensor -> the name that transformers gives it.
+
+    Some models were renamed after their weights were published, and the weights of a base model lack its prefix.
 
     Raises:
-        UserError: a tensor is divided otherwise in the model.
+        UserError: the model splits a tensor differently.
     """
     rename, given = renamer(model, state), {}
     for name in stored:
         given[name], converted = rename(name)
         if converted is not None:
             raise UserError(
-                f"model.pretrained=true: {name} is divided otherwise in transformers' {type(model).__name__}, and "
-                "ranks read what they hold as it lies in the file; write it again with "
+                f"model.pretrained=true: {name} has another layout in transformers' {type(model).__name__}, and ranks "
+                "read their shards directly from the file; convert it with "
                 "from_pretrained(...).save_pretrained(folder, save_original_format=False)."
             )
     return given
 
 
 def _is_left_out(model: Any, name: str) -> bool:
-    """Whether a tensor that the model has not is known to be superfluous: a table that it computes, above all."""
+    """Return whether a tensor that the model lacks is known to be superfluous, usually a table that it computes."""
     buffers = {buffer for buffer, _ in model.named_buffers()}
     return any(re.search(pattern, name) for pattern in superfluous(model)) or bool(
         {name, f"{model.base_model_prefix}.{name}"} & buffers
@@ -163,18 +176,19 @@ def _check(
     model: nn.Module,
     stored: Mapping[str, Stored],
     state: Mapping[str, Tensor],
-    found: Mapping[str, str],
+    keys: Mapping[str, str],
     missing: list[str],
     unexpected: list[str],
     config: str,
 ) -> None:
-    """
+    """Compare the names and shapes of stored tensors with the model's.
+
     Raises:
         UserError: names or shapes differ.
     """
     shapes = [
         f"{name} is {list(stored[name].shape)} there and {list(state[place].shape)} in the model"
-        for name, place in found.items()
+        for name, place in keys.items()
         if stored[name].shape != tuple(state[place].shape)
     ]
     wrong = [
@@ -193,11 +207,12 @@ def _check(
 
 
 def load(folder: Path, places: Mapping[str, str], state: Mapping[str, Tensor]) -> None:
-    """Read what this rank holds of each tensor, in place; no message is sent.
+    """Read this rank's part of each tensor, in place. Ranks do not communicate.
 
     Args:
-        places: see above.
-        state: the parameters and buffers of the model by their names, divided or not.
+        folder: of the weights.
+        places: see `places`.
+        state: the parameters and buffers of the model by their names, sharded or not.
     """
     wanted: dict[str, Any] = {name: state[place] for name, place in places.items()}
     with torch.no_grad():
@@ -209,6 +224,8 @@ def save(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
 
     Args:
         model: on `meta`.
+        weights: whole tensors by name; names that `model` lacks are ignored.
+        folder: to write to.
     """
     kept = {*_first_names(model).values()} & model.state_dict().keys()
     with _silent():
@@ -216,8 +233,9 @@ def save(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def load_whole(folder: Path) -> Any:
-    """Return a sequence-to-sequence model that was saved, in eval mode and float32, on the host. No code of the folder
-    is run, and no pickle is read.
+    """Return a saved sequence-to-sequence model on the host, in eval mode and float32.
+
+    Runs no code of the folder and reads no pickle.
 
     Raises:
         UserError: the folder has no such model.
@@ -236,7 +254,7 @@ def load_whole(folder: Path) -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Show no bar of what is written or read."""
+    """Hide the progress bars of writing and reading."""
     logging = transformers().logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""A loss whose logits are never held whole."""
+"""A cross entropy that never holds all logits at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ IGNORED = -1  # the label of what does not count
 
 
 def loss_in_chunks(head: nn.Module, x: Tensor, labels: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of the cross entropy, and the number of labels that count, those that are not -1.
+    """Return the sum of the cross entropy, and the number of labels that count: those that are not -1.
 
     Args:
-        head: makes the logits of `x`, `(batch, seq, dim)`.
-        chunks: in how many parts of the sequence. Logits are never held for more than one part: the backward pass
-            computes them again.
+        head: makes the logits of `x`.
+        x: the last hidden states, `(batch, seq, dim)`.
+        labels: int64 `(batch, seq)`.
+        chunks: the number of parts of the sequence. Logits are held for one part at a time; the backward pass computes
+            them again.
     """
 
     def loss_sum(x: Tensor, labels: Tensor) -> Tensor:

@@ -15,7 +15,13 @@ from fsdp_lab.workloads.language.chunks import loss_in_chunks
 
 
 class RotaryEmbedding(nn.Module):
-    """The rotation of each position: tables of `(max_seq_len, head_dim / 2)` in float32, which are not saved."""
+    """The rotation of each position: tables of `(max_seq_len, head_dim / 2)` in float32, which are not saved.
+
+    Args:
+        head_dim: the size of a head, even.
+        max_seq_len: the most tokens in a row.
+        theta: the base of the frequencies.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -29,7 +35,11 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate `(batch, heads, seq, head_dim)` in float32 and return it in its own type."""
+        """Return `(batch, heads, seq, head_dim)` rotated; computed in float32, returned in its own type.
+
+        Raises:
+            ValueError: there are more than `max_seq_len` tokens.
+        """
         seq_len = x.shape[-2]
         if seq_len > self.max_seq_len:
             raise ValueError(f"{seq_len} tokens are more than max_seq_len={self.max_seq_len}")
@@ -39,7 +49,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class OutputProjection(nn.Linear):
-    """A layer that writes to the residual stream; `Llama` draws smaller first values for it."""
+    """A layer that writes to the residual stream; `Llama` gives it smaller first weights."""
 
 
 class Attention(nn.Module):
@@ -54,7 +64,7 @@ class Attention(nn.Module):
         self.o_proj = OutputProjection(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, seq, dim)` -> the same."""
+        """Return the attention of `(batch, seq, dim)`, in the same shape."""
         q, k, v = (
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
@@ -64,7 +74,12 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU.
+
+    Args:
+        dim: of the residual stream.
+        ffn_dim: of the hidden layer.
+    """
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -73,6 +88,7 @@ class FeedForward(nn.Module):
         self.down_proj = OutputProjection(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `(..., dim)` for `(..., dim)`."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -87,6 +103,7 @@ class Block(nn.Module):
         self.ffn = FeedForward(dim, ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `(batch, seq, dim)` for `(batch, seq, dim)`."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.ffn(self.ffn_norm(x))
 
@@ -95,9 +112,19 @@ class Llama(nn.Module):
     """A decoder of `num_layers` blocks.
 
     Args:
+        vocab_size: every token is less.
+        dim: of the residual stream.
+        num_layers: blocks.
+        num_heads: query heads; divides `dim`.
+        num_kv_heads: heads of keys and values; divides `num_heads`.
         ffn_dim: the width of the feed-forward layers.
-        max_seq_len: the most tokens in a row; it sizes the tables of rotations.
+        max_seq_len: the most tokens in a row; the size of the tables of rotations.
+        rope_theta: the base of the rotations' frequencies.
+        norm_eps: of RMSNorm.
         tied: the head uses the embedding's weights.
+
+    Raises:
+        ValueError: the sizes do not divide each other.
     """
 
     _no_split_modules = ("Block",)
@@ -141,7 +168,7 @@ class Llama(nn.Module):
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, loss_chunks: int = 1
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Tokens `(batch, seq)` -> logits `(batch, seq, vocab_size)`; with labels -> `loss_in_chunks` of them."""
+        """Return the logits `(batch, seq, vocab_size)` of tokens `(batch, seq)`; with labels, see `loss_in_chunks`."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -149,8 +176,11 @@ class Llama(nn.Module):
         return self.head(x) if labels is None else loss_in_chunks(self.head, x, labels, loss_chunks)
 
     def flops_per_token(self, batch: Tensor) -> float:
-        """Return the FLOPs of a training step per token of `(batch, seq + 1)`: 6 for each parameter that multiplies a
-        token, and attention's products of all positions with all others. What is computed twice counts once."""
+        """Return the FLOPs of a training step per token of `(batch, seq + 1)`.
+
+        6 for each parameter that multiplies a token, plus attention's products of all positions with all others.
+        Recomputation counts once.
+        """
         tied = self.head.weight is self.embedding.weight
         num_params = sum(p.numel() for p in self.parameters()) - (0 if tied else self.embedding.weight.numel())
         attention = 6 * self.num_layers * self.num_heads * 2 * self.head_dim * (batch.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""The English text that comes with Python: the help on its language, `help("topics")`."""
+"""The English text that comes with Python: its help on the language, `help("topics")`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _VAL_SHARE = 10  # a tenth of the topics
 class PydocTokens(PackedTokens):
     """The bytes of Python's help topics, packed into rows: half a million in all, without a download.
 
-    Topics repeat paragraphs of each other; only the first of each is kept, so that no paragraph is in both splits. A
-    topic is in the validation split by its name alone. The text differs a little between versions of Python.
+    Topics repeat paragraphs of each other. Only the first of each is kept, so no paragraph is in both splits. A topic's
+    name decides its split. The text differs a little between versions of Python.
     """
 
     def __init__(self, split: SplitName, *, seq_len: int = 256) -> None:

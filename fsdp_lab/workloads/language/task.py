@@ -1,4 +1,4 @@
-"""The task: tell the next token of each."""
+"""The task `language`: predict each next token."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from fsdp_lab.workloads.language.chunks import IGNORED
 
 
 def build_task(config: TaskConfig, model: ModelGroup) -> Language:
+    """Return the task, with the configured number of chunks."""
     return Language(config.loss_chunks)
 
 
 class Language:
-    """Cross entropy of tokens `(batch, seq + 1)`: all but the last are read, all but the first are told; -1 is padding.
+    """Cross entropy of tokens `(batch, seq + 1)`: all but the last are inputs, all but the first labels; -1 is padding.
 
     The model returns logits `(batch, seq, vocabulary)`, or an object with these as its `logits`.
 
     The loss is a mean over this rank's tokens, and gradients are averaged over ranks. Rows of packed data are full, so
-    that is the mean over all tokens; where ranks count different numbers of tokens, it is not.
+    that is the mean over all tokens. If ranks count different numbers of tokens, it is not.
 
     Args:
-        loss_chunks: in how many parts of the sequence a model computes the loss by itself, so that the logits of all
-            tokens are never there at once. From 2 on it is called as `model(tokens, labels=..., loss_chunks=...)`
-            and returns the sum of the losses and the number of labels that are not -1.
+        loss_chunks: the number of parts of the sequence in which the model itself computes the loss, so that it never
+            holds the logits of all tokens. From 2 on it is called as `model(tokens, labels=..., loss_chunks=...)` and
+            returns the sum of the losses and the number of labels that are not -1.
     """
 
     unit = "tokens"
@@ -35,6 +36,7 @@ class Language:
         self.loss_chunks = loss_chunks
 
     def forward(self, model: nn.Module, batch: Tensor) -> Any:
+        """Return the logits; with chunks, the sum of the losses and the number of labels that count."""
         tokens = batch[:, :-1].clamp(min=0)  # padding is no row of an embedding
         if self.loss_chunks == 1:
             outputs = model(tokens)
@@ -42,10 +44,12 @@ class Language:
         return model(tokens, labels=batch[:, 1:], loss_chunks=self.loss_chunks)
 
     def loss(self, outputs: Any, batch: Tensor) -> Tensor:
+        """Return the mean cross entropy of the labels that count."""
         total, count = self._sum_and_count(outputs, batch)
         return total / count
 
     def metrics(self, outputs: Any, batch: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the sum of the cross entropy and the number of labels that count, as `loss`."""
         return {"loss": self._sum_and_count(outputs, batch)}
 
     def _sum_and_count(self, outputs: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,6 +62,6 @@ class Language:
         return total, (labels != IGNORED).sum()
 
     def units(self, batch: Tensor) -> int:
-        """Return the number of tokens that are to be told."""
+        """Return the number of labels that count; for a batch on `meta`, of all labels."""
         labels = batch[:, 1:]
         return labels.numel() if labels.is_meta else int((labels != IGNORED).sum())

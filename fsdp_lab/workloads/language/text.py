@@ -1,4 +1,4 @@
-"""A folder of text, as bytes or by a tokenizer of its own."""
+"""A folder of text, as bytes or by a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ _SEPARATOR = "\n\n"
 
 
 class TextTokens(PackedTokens):
-    """The documents of a folder, packed into rows and held in memory by every rank.
+    """The documents of a folder, packed into rows. Every rank holds them in memory.
 
-    A `.txt` or `.md` file is a document, and so is a row of a `.parquet` file's column `text`; files are taken by
-    their names, from all folders below `root` too. The last tenth of the characters is the validation split.
+    A `.txt` or `.md` file is a document, and so is a row of a `.parquet` file's column `text`. Files are taken in the
+    order of their names, from all folders below `root`. The last tenth of the characters is the validation split.
 
     Args:
-        tokenizer: a `tokenizer.json`, for which the package `tokenizers` has to be installed; what its post-processor
-            adds to a document is kept. None: tokens are bytes, and an empty line stands between documents.
+        split: `train` or `val`.
+        root: the folder.
+        seq_len: tokens of a row, without the last label.
+        tokenizer: a `tokenizer.json`, which needs the package `tokenizers`; special tokens of its post-processor are
+            kept. None: tokens are bytes, and an empty line separates documents.
 
     Raises:
         UserError: `root` has no text or less than a row, or the tokenizer cannot be read.
@@ -51,17 +54,18 @@ class TextTokens(PackedTokens):
         )
         if len(tokens) <= seq_len:
             raise UserError(
-                f"data.root={root}: its {split} split has {len(tokens)} tokens, which is less than a row of "
-                f"data.seq_len={seq_len} and one; add text or take a smaller data.seq_len."
+                f"data.root={root}: its {split} split has {len(tokens)} tokens, and a row needs data.seq_len={seq_len} "
+                "plus 1; add text or use a smaller data.seq_len."
             )
         per_token = 1.0 if tokenizer is None else num_bytes / len(tokens)
         super().__init__(tokens, seq_len, vocab_size, per_token)
 
     @staticmethod
     def check_files(root: str, tokenizer: str | None = None, **_: Any) -> None:
-        """
+        """Check the folder and the tokenizer, reading only the first text.
+
         Raises:
-            UserError: as the constructor, after a look at the first text.
+            UserError: as the constructor.
         """
         next(read_documents(Path(root)))
         if tokenizer is not None:
@@ -69,6 +73,7 @@ class TextTokens(PackedTokens):
 
     @staticmethod
     def least_vocab_size(tokenizer: str | None = None, **_: Any) -> int:
+        """Return the number of tokens that a model must know: 256 for bytes, else the tokenizer's."""
         return 256 if tokenizer is None else vocab_size_of(read_tokenizer(tokenizer))
 
 
@@ -76,17 +81,17 @@ def read_documents(root: Path) -> Iterator[str]:
     """Yield the documents of a folder that are not empty.
 
     Raises:
-        UserError: there are none, or a Parquet file has no column `text`.
+        UserError: the folder has no text, or a Parquet file has no column `text`.
     """
-    found = False
+    has_text = False
     for file in sorted(root.rglob("*")) if root.is_dir() else ():
         if file.suffix in SUFFIXES and file.is_file():
             for text in _texts(file):
                 if text:
-                    found = True
+                    has_text = True
                     yield text
-    if not found:
-        why = "holds no text" if root.is_dir() else "is not a folder"
+    if not has_text:
+        why = "has no text" if root.is_dir() else "is not a folder"
         raise UserError(f"data.root={root} {why}; point it at a folder with {', '.join(SUFFIXES)} files.")
 
 
@@ -103,14 +108,14 @@ def _texts(file: Path) -> Iterator[str]:
         raise UserError(f"{file} is not a Parquet file: {error}") from error
     if "text" not in table.schema_arrow.names:
         raise UserError(
-            f"{file} has no column text, only {', '.join(table.schema_arrow.names)}; rename the one to read."
+            f"{file} has no column text, only {', '.join(table.schema_arrow.names)}; rename its text column to text."
         )
     for batch in table.iter_batches(columns=["text"]):
         yield from (text for text in batch.column("text").to_pylist() if text)
 
 
 def part_of(documents: list[str], split: SplitName) -> list[str]:
-    """Return a split's documents: those in the first nine tenths of all characters, or the others. One is cut."""
+    """Return a split's documents: the first nine tenths of all characters, or the rest. One document is cut."""
     left = sum(map(len, documents)) * 9 // 10
     parts = []
     for text in documents:
@@ -133,14 +138,18 @@ def encode(documents: list[str], tokenizer: str) -> tuple[Tensor, int]:
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
-    """Return a number that every token is less than; some vocabularies have gaps."""
+    """Return the largest token plus one; some vocabularies have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def read_tokenizer(tokenizer: str) -> Tokenizer:
-    """
+    """Return the tokenizer of a `tokenizer.json`, which is shared by all callers.
+
+    Args:
+        tokenizer: the path of the file.
+
     Raises:
-        UserError: the package or the file is missing, or it is no tokenizer's.
+        UserError: the package or the file is missing, or the file is no tokenizer's.
     """
     try:
         import tokenizers  # noqa: F401 (whether it is there)
@@ -159,7 +168,7 @@ def read_tokenizer(tokenizer: str) -> Tokenizer:
 
 @cache
 def _tokenizer(file: str, changed: float) -> Tokenizer:
-    """Each trial of a sweep asks for it."""
+    """Return the tokenizer of a file, once for each state of it: each trial of a sweep needs it."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(file)

@@ -1,4 +1,4 @@
-"""Rows of tokens: how a text is packed into them, and rows of random tokens."""
+"""Rows of tokens: a text packed into rows, and random tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ SplitName = Literal["train", "val"]
 class PackedTokens(Dataset[Tensor]):
     """One long text cut into rows: item i is int64 `(seq_len + 1,)`, and its last token is the first of item i + 1.
 
-    So each token but the first is told once, and only the end of the text, shorter than a row, is left out.
+    So each token but the first is predicted once, and only a rest shorter than a row is left out.
 
     Args:
         tokens: of any integer type, `(N,)`.
+        seq_len: tokens of a row, without the last label.
         vocab_size: every token is less; 256 for bytes.
         bytes_per_token: of the text, for bits per byte.
     """
@@ -30,12 +31,12 @@ class PackedTokens(Dataset[Tensor]):
 
     @staticmethod
     def least_vocab_size(**_: Any) -> int:
-        """Return how many tokens a model must know: 256 for bytes."""
+        """Return the number of tokens that a model must know: 256 for bytes."""
         return 256
 
     @property
     def digest(self) -> str:
-        """16 digits that differ when a token does."""
+        """16 digits that differ if a token does."""
         return hashlib.sha256(self.tokens.numpy().data).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -54,9 +55,16 @@ def byte_tokens(text: bytes) -> Tensor:
 
 
 class SyntheticTokens(Dataset[Tensor]):
-    """Random tokens, each as likely as any other, for figures of memory and speed: nothing can be learned but that.
+    """Random tokens of equal probability, for measurements of memory and speed: there is nothing to learn.
 
-    Items are int64 `(seq_len + 1,)`, drawn when they are asked for, from the seed, the split and their index.
+    Items are int64 `(seq_len + 1,)`, drawn on request from the seed, the split and their index.
+
+    Args:
+        split: `train` or `val`.
+        vocab_size: every token is less.
+        seq_len: tokens of a row, without the last label.
+        num_rows: items of the split.
+        seed: of all items.
     """
 
     def __init__(
@@ -67,10 +75,12 @@ class SyntheticTokens(Dataset[Tensor]):
 
     @staticmethod
     def least_vocab_size(vocab_size: int, **_: Any) -> int:
+        """Return the number of tokens that a model must know."""
         return vocab_size
 
     @property
     def digest(self) -> str:
+        """The arguments that decide the items; nothing is read."""
         return f"{self.seed}/{self.vocab_size}/{self.seq_len}"
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Texts to token ids of a limited number, and back: as bytes, or by a tokenizer's file."""
+"""Texts to token ids of a limited number and back: as bytes, or by a tokenizer's file."""
 
 from __future__ import annotations
 
@@ -6,41 +6,50 @@ from typing import Protocol
 
 from fsdp_lab.workloads.language.text import read_tokenizer, vocab_size_of
 
-PAD = 0  # of T5 and ByT5; the attention mask leaves it out, so that another tokenizer's meaning of 0 is no matter
+PAD = 0  # of T5 and ByT5; the attention mask leaves it out, so another tokenizer's meaning of 0 does not matter
 
 
 class Codec(Protocol):
-    """Translates texts. `vocab_size`: every id is less."""
+    """Translates texts to ids and back.
+
+    Attributes:
+        vocab_size: every id is less.
+    """
 
     vocab_size: int
 
     def encode(self, text: str, most: int) -> list[int]:
-        """Return at most so many ids, what ends a text among them."""
+        """Return at most so many ids, including the end of the text."""
 
     def decode(self, ids: list[int]) -> str:
         """Return the text without special tokens."""
 
 
 class Bytes:
-    """ByT5's tokens (arXiv 2105.13626; `google/byt5-small`): 0 pads, 1 ends a text, 2 is unknown, byte b of UTF-8 is
-    b + 3, and 125 sentinels of its pre-training make 384."""
+    """ByT5's tokens (arXiv 2105.13626; `google/byt5-small`).
+
+    0 pads, 1 ends a text, 2 is unknown, and byte b of UTF-8 is b + 3. With 125 sentinels of its pre-training that is
+    384.
+    """
 
     OFFSET = 3
     vocab_size = 384
 
     def encode(self, text: str, most: int) -> list[int]:
+        """Return at most so many ids, including the end of the text. The text is cut after so many bytes."""
         # no character has less than one byte: the rest of a long text need not be looked at
         return [byte + self.OFFSET for byte in text[:most].encode()[: most - 1]] + [1]
 
     def decode(self, ids: list[int]) -> str:
+        """Return the text of the ids that are bytes; invalid UTF-8 is replaced."""
         return bytes(i - self.OFFSET for i in ids if 0 <= i - self.OFFSET < 256).decode(errors="replace")
 
 
 class FromFile:
-    """A `tokenizer.json`; what its post-processor adds to a text is kept, and counted, when a text is cut.
+    """A `tokenizer.json`. The special tokens of its post-processor are kept, and counted, when a text is cut.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
 
     def __init__(self, file: str) -> None:
@@ -51,16 +60,22 @@ class FromFile:
         self._made.no_truncation()
 
     def encode(self, text: str, most: int) -> list[int]:
+        """Return at most so many ids, including special tokens."""
         self._made.enable_truncation(most)
         return self._made.encode(text).ids  # type: ignore[no-any-return]
 
     def decode(self, ids: list[int]) -> str:
+        """Return the text without special tokens."""
         return str(self._made.decode(ids))
 
 
 def build_codec(tokenizer: str | None) -> Codec:
-    """
+    """Return ByT5's codec, or that of a `tokenizer.json`.
+
+    Args:
+        tokenizer: the path of the file; None: bytes.
+
     Raises:
-        UserError: the tokenizer's file cannot be read.
+        UserError: the file cannot be read.
     """
     return Bytes() if tokenizer is None else FromFile(tokenizer)

@@ -16,20 +16,26 @@ from fsdp_lab.workloads.seq2seq.task import IGNORED
 
 
 class Pair(NamedTuple):
+    """A source text and the target text to write for it."""
+
     source: str
     target: str
 
 
 class Pairs(Dataset[dict[str, Tensor]]):
-    """Item i is `{input_ids, attention_mask}` of int64 `(source_len,)` and `{labels}` of `(target_len,)`.
+    """Pairs as items `{input_ids, attention_mask, labels}` of int64.
 
-    Texts are cut to these lengths and encoded when they are asked for; padding has the label -100.
+    `input_ids` and `attention_mask` are `(source_len,)`, `labels` is `(target_len,)`. Texts are cut to these lengths
+    and encoded when they are requested; padding has the label -100.
 
     Args:
-        tokenizer: a `tokenizer.json`; None: bytes, as ByT5 has them.
+        pairs: the texts.
+        source_len: the most tokens of a source.
+        target_len: the most tokens of a target.
+        tokenizer: a `tokenizer.json`; None: bytes, as in ByT5.
 
     Raises:
-        UserError: a length that leaves no room, or a tokenizer that cannot be read.
+        UserError: a length is too short, or the tokenizer cannot be read.
     """
 
     def __init__(self, pairs: Sequence[Pair], source_len: int, target_len: int, tokenizer: str | None) -> None:
@@ -40,12 +46,12 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
     @staticmethod
     def least_vocab_size(tokenizer: str | None = None, **_: Any) -> int:
-        """Return how many tokens a model must know."""
+        """Return the number of tokens that a model must know."""
         return build_codec(tokenizer).vocab_size
 
     @property
     def digest(self) -> str:
-        """16 digits that differ when a text, a length or a token does."""
+        """16 digits that differ if a text, a length or the vocabulary does."""
         sha = hashlib.sha256(f"{self.source_len}/{self.target_len}/{self.vocab_size}".encode())
         for pair in self.pairs:
             sha.update("\0".join((*pair, "")).encode())
@@ -70,10 +76,11 @@ def _filled(ids: list[int], length: int, padding: int) -> Tensor:
 
 
 def check_lengths(source_len: int, target_len: int) -> None:
-    """
+    """Check that a text has space for a token and its end.
+
     Raises:
-        UserError: one of them has no room for a token and the end of a text.
+        UserError: a length is less than 2.
     """
     for name, length in (("source_len", source_len), ("target_len", target_len)):
         if not isinstance(length, int) or length < 2:
-            raise UserError(f"data.{name}={length}: a text has one token and its end at least; use 2 or more.")
+            raise UserError(f"data.{name}={length}: a text has at least one token and its end; use 2 or more.")

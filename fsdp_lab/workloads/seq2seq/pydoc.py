@@ -1,4 +1,4 @@
-"""Sections of the documentation that comes with Python, and their titles: pairs without a download."""
+"""Passages of the documentation that comes with Python, and their sections' titles: pairs without a download."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SHORTEST = 120  # characters of a passage; shorter paragraphs are joined with t
 class PydocSummaries(Pairs):
     """Passages of `help("topics")`, and the title of the section that each is from: 1,100 pairs.
 
-    A section is in the validation split by its title alone, and no passage is there twice. The text differs a little
-    between versions of Python.
+    A section's title decides its split, and no passage appears twice. The text differs a little between versions of
+    Python.
     """
 
     def __init__(
@@ -30,9 +30,10 @@ class PydocSummaries(Pairs):
 
     @staticmethod
     def check_files(source_len: int = 512, target_len: int = 150, **_: Any) -> None:
-        """
+        """Check the lengths; no file is needed.
+
         Raises:
-            UserError: as the constructor.
+            UserError: see `check_lengths`.
         """
         check_lengths(source_len, target_len)
 
@@ -69,8 +70,7 @@ def sections(topic: str) -> Iterator[tuple[str, str]]:
 
 
 def passages(text: str) -> Iterator[str]:
-    """Yield a section's paragraphs, short ones joined with those after them; what is left over at its end is not
-    used."""
+    """Yield a section's paragraphs, each short one joined with the next. A short rest at the end is dropped."""
     joined = ""
     for paragraph in text.split("\n\n"):
         joined = one_line(f"{joined} {paragraph}")
@@ -80,5 +80,5 @@ def passages(text: str) -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """Return a text with one blank for every run of them."""
+    """Return a text with every run of white space replaced by one space."""
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""What a trained model writes of the validation articles of a data set of ours, and how it scores on them."""
+"""Summaries that a trained model writes for validation articles, and its score on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ _BATCH = 32
 
 @dataclass(frozen=True)
 class Summary:
-    """`article`: as much of it as the model read."""
+    """An article, its headline, and the model's summary.
+
+    Attributes:
+        article: the part that the model read.
+        headline: the target of the data set.
+        written: the model's output.
+    """
 
     article: str
     headline: str
@@ -33,16 +39,17 @@ def read_val(data: UserData, files: Mapping[str, str]) -> Pairs:
     """Return the validation split that a model was scored on.
 
     Args:
-        files: the folder of the data (`root`) and the tokenizer, where there are such: those that are recorded may be
-            anybody's choice.
+        data: the group `data` of the training.
+        files: `root` (the folder of the data) and `tokenizer`, if the data need them. Recorded paths are not used,
+            because anyone may have chosen them.
 
     Raises:
-        UserError: the data set is none of ours, or its files are not there.
+        UserError: the data set is none of ours, or its files are missing.
     """
     if data.target not in _TARGETS:
         raise UserError(
-            f"the model was trained on data._target_={data.target}, which is not read here: what a file names is not "
-            "called. Load the model with from_pretrained(<folder>) of its class of transformers."
+            f"the model was trained on data._target_={data.target}, which is not called: it is a name from a file. "
+            "Load the model with from_pretrained(<folder>) of its transformers class."
         )
     arguments = {name: value for name, value in data.arguments.items() if name not in _FILES}
     if data.arguments.get("tokenizer") is not None and "tokenizer" not in files:
@@ -50,13 +57,19 @@ def read_val(data: UserData, files: Mapping[str, str]) -> Pairs:
     if "root" in data.arguments and "root" not in files:
         raise UserError("the model was trained on articles in a folder; give it: data.root=<folder of its CSV files>.")
     given = {name: files[name] for name in _FILES if data.arguments.get(name) is not None}
-    found: Pairs = import_callable(data.target, "data._target_")(split="val", **arguments, **given)
-    found.pairs = found.pairs[: data.num_val]
-    return found
+    pairs: Pairs = import_callable(data.target, "data._target_")(split="val", **arguments, **given)
+    pairs.pairs = pairs.pairs[: data.num_val]
+    return pairs
 
 
 def summarise(model: Any, data: Pairs, count: int) -> list[Summary]:
-    """Return what a model of transformers writes greedily of so many items, spread over all of them."""
+    """Return the summaries that a model of transformers writes greedily.
+
+    Args:
+        model: of transformers, on any device.
+        data: the validation split.
+        count: the number of articles, spread over the whole split.
+    """
     indices = torch.linspace(0, len(data) - 1, min(count, len(data))).long().tolist()
     batch = default_collate([data[i] for i in indices])
     sources = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
@@ -69,7 +82,7 @@ def summarise(model: Any, data: Pairs, count: int) -> list[Summary]:
 
 
 def score(model: Any, data: Pairs) -> float:
-    """Return the mean loss of the labels that count."""
+    """Return the mean loss of the labels that count, in nats."""
     task, total, count = Seq2Seq(), 0.0, 0
     with torch.no_grad():
         for indices in torch.arange(len(data)).split(_BATCH):

@@ -1,4 +1,4 @@
-"""The task: write the target of each source."""
+"""The task `seq2seq`: write the target of each source."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ INPUTS = ("input_ids", "attention_mask", "labels")
 
 
 def build_task(config: TaskConfig, model: ModelGroup) -> Seq2Seq:
+    """Return the task. The arguments do not change it."""
     return Seq2Seq()
 
 
 class Seq2Seq:
     """Cross entropy of the labels of a batch `{input_ids, attention_mask, labels}`, all int64 `(batch, length)`.
 
-    A label of -100 does not count. The model is called with these three by name, feeds its decoder with the labels
-    one place to the right, and returns an object or a dictionary with `logits` `(batch, target length, vocabulary)`.
+    A label of -100 does not count. The model is called with these three by name and feeds its decoder with the labels
+    shifted right by one. It returns an object or a dictionary with `logits` `(batch, target length, vocabulary)`.
     """
 
     unit = "tokens"
     name = "task=seq2seq"
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits; a loss that the model computed by itself is given up with its graph.
+        """Return the logits. A loss that the model computed itself is dropped with its graph.
 
         Raises:
             UserError: the batch lacks one of the three, or the output has no logits.
         """
         if not isinstance(batch, dict) or any(name not in batch for name in INPUTS):
             raise UserError(
-                f"task=seq2seq needs a batch with {', '.join(INPUTS)}, and got {describe(batch)}; let data.collate_fn "
+                f"task=seq2seq needs a batch with {', '.join(INPUTS)}, but got {describe(batch)}; let data.collate_fn "
                 "return such a dictionary, or use data=pydoc_summaries or data=wikihow."
             )
         outputs = model(**{name: batch[name] for name in INPUTS})
@@ -48,18 +49,20 @@ class Seq2Seq:
         return logits
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the mean cross entropy of the labels that count."""
         total, count = self._sum_and_count(outputs, batch)
         return total / count.clamp(min=1)
 
     def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the sum of the cross entropy and the number of labels that count, as `loss`."""
         return {"loss": self._sum_and_count(outputs, batch)}
 
     def num_labels(self, batch: Batch) -> Tensor:
-        """Return how many labels of the batch count, on its device."""
+        """Return the number of labels that count, a scalar tensor on the batch's device."""
         return (batch["labels"] != IGNORED).sum()
 
     def units(self, batch: Batch) -> int:
-        """Return the number of labels that count; of a batch on `meta`, of all labels."""
+        """Return the number of labels that count; for a batch on `meta`, of all labels."""
         labels = batch["labels"]
         return labels.numel() if labels.is_meta else int(self.num_labels(batch))
 

@@ -1,4 +1,4 @@
-"""WikiHow, as its CSV files were published: articles, and the first sentences of their steps as summaries."""
+"""WikiHow in its published CSV files: articles, and the first sentences of their steps as summaries."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ _SHORTENS = 0.75  # a summary is shorter than so much of its article
 
 
 class WikiHow(Pairs):
-    """The articles of a folder (`text`) and their summaries (`headline`); the texts are held in memory by every rank.
+    """The articles of a folder (`text`) and their summaries (`headline`). Every rank holds the texts in memory.
 
-    Read are a file with `train` and one with `val` in its name, else `wikihowAll.csv`, else the only CSV file; of one
-    file a twentieth of the titles is the validation split, so that parts of one article stay together. As the
-    publishers do, rows without a text or a shorter summary are left out, and so are the commas between sentences
-    ("WikiHow: A Large Scale Text Summarization Dataset", arXiv 1810.09305, and its `process.py`).
+    Reads a file with `train` and one with `val` in its name, else `wikihowAll.csv`, else the only CSV file. In a single
+    file a twentieth of the titles is the validation split, so parts of one article stay together. As the publishers do,
+    rows without a text or a shorter summary are left out, and so are the commas between sentences ("WikiHow: A Large
+    Scale Text Summarization Dataset", arXiv 1810.09305, and its `process.py`).
 
     Args:
-        tokenizer: a `tokenizer.json`; None: bytes, as ByT5 has them.
+        split: `train` or `val`.
+        root: the folder.
+        source_len: the most tokens of an article.
+        target_len: the most tokens of a summary.
+        tokenizer: a `tokenizer.json`; None: bytes, as in ByT5.
 
     Raises:
         UserError: the folder lacks the files, a file lacks the columns, or no row is left.
@@ -54,9 +58,10 @@ class WikiHow(Pairs):
 
     @staticmethod
     def check_files(root: str, source_len: int = 512, target_len: int = 150, **_: Any) -> None:
-        """
+        """Check the lengths, and that each split has an article. Reads a file until it has found one.
+
         Raises:
-            UserError: as the constructor. A file is read until each split has an article.
+            UserError: as the constructor.
         """
         check_lengths(source_len, target_len)
         splits: tuple[SplitName, SplitName] = ("train", "val")
@@ -67,7 +72,7 @@ class WikiHow(Pairs):
 
 
 def _without_articles(root: str, file: Path, whole: bool, split: SplitName) -> str:
-    """Say why a split is empty."""
+    """Return a sentence about why a split is empty."""
     titles = 0 if whole else len({_article(title) for title, _ in read(file)})
     if not titles:
         return (
@@ -76,25 +81,25 @@ def _without_articles(root: str, file: Path, whole: bool, split: SplitName) -> s
         )
     share = "validation split, which is a" if split == "val" else "training split, which is all but a"
     return (
-        f"data.root={root}: none of the {count(titles, 'article')} of {file.name} falls into the {share} twentieth of "
-        "the titles; put two files with train and val in their names there."
+        f"data.root={root}: none of the {count(titles, 'article')} of {file.name} is in the {share} twentieth of the "
+        "titles; use two files with train and val in their names."
     )
 
 
 def file_of(root: Path, split: SplitName) -> tuple[Path, bool]:
-    """Return the file that a split is in, and whether all of it is.
+    """Return the file of a split, and whether the whole file belongs to it.
 
     Raises:
-        UserError: there is none.
+        UserError: the folder has no such file.
     """
     files = sorted(root.glob("*.csv")) if root.is_dir() else []
     named = {name: [f for f in files if name in f.stem.lower()] for name in ("train", "val")}
-    if all(len(found) == 1 for found in named.values()):
+    if all(len(candidates) == 1 for candidates in named.values()):
         return named[split][0], True
     for file in files:
         if file.name == PUBLISHED or len(files) == 1:
             return file, False
-    holds = f"holds {', '.join(f.name for f in files) or 'no CSV file'}" if root.is_dir() else "is not a folder"
+    holds = f"has {', '.join(f.name for f in files) or 'no CSV file'}" if root.is_dir() else "is not a folder"
     raise UserError(
         f"data.root={root} {holds}; point it at the folder of the published {PUBLISHED}, or of two files with train "
         "and val in their names."
@@ -102,7 +107,7 @@ def file_of(root: Path, split: SplitName) -> tuple[Path, bool]:
 
 
 def rows(file: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV file by their columns; a cell may hold commas, line breaks and, doubled, quotes.
+    """Yield the rows of a CSV file by their columns; a cell may hold commas, line breaks and doubled quotes.
 
     Raises:
         UserError: columns are missing, or the file is no CSV.
@@ -111,21 +116,21 @@ def rows(file: Path) -> Iterator[dict[str, str]]:
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
         reader = csv.DictReader(lines, restval="")
         try:
-            found = [(name or "").strip() for name in reader.fieldnames or ()]
-            missing = [name for name in COLUMNS if name not in found]
+            columns = [(name or "").strip() for name in reader.fieldnames or ()]
+            missing = [name for name in COLUMNS if name not in columns]
             if missing:
                 raise UserError(
-                    f"{file} has no column {' and no column '.join(missing)}: found {', '.join(found) or 'none'}, "
+                    f"{file} has no column {' and no column '.join(missing)}: found {', '.join(columns) or 'none'}, "
                     f"expected {' and '.join(COLUMNS)}; use the published {PUBLISHED}, or rename its columns."
                 )
-            reader.fieldnames = found
+            reader.fieldnames = columns
             yield from reader
         except csv.Error as error:
-            raise UserError(f"{file}, line {reader.line_num}, is no CSV: {error}.") from error
+            raise UserError(f"{file}, line {reader.line_num}, is not CSV: {error}.") from error
 
 
 def read(file: Path) -> Iterator[tuple[str, Pair]]:
-    """Yield the title and the pair of each row that has both texts; without a column `title` the text is its own."""
+    """Yield the title and the pair of each row with both texts; without a column `title` the text is the title."""
     for row in rows(file):
         headline, text = row["headline"].strip(), row["text"].strip()
         if headline and len(headline) < _SHORTENS * len(text):
@@ -134,7 +139,7 @@ def read(file: Path) -> Iterator[tuple[str, Pair]]:
 
 
 def _article(title: str) -> str:
-    """The title without the number that the parts of an article end with."""
+    """Return the title without the number that the parts of an article end with."""
     return title.strip().rstrip("0123456789")
 
 

@@ -1,1 +1,1 @@
-"""The user's model, data set and loss, as the parts of a workload: plain PyTorch that knows nothing of fsdp_lab."""
+"""The user's model, data set and loss as the parts of a workload: plain PyTorch that does not import fsdp_lab."""

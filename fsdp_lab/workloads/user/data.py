@@ -22,7 +22,12 @@ _MEASURED = 32  # items of a batch of which the shape of a larger one is known
 
 
 class Marked(NamedTuple):
-    """A batch of a validation split. `num_items`: a whole number; 0 where it stands in for padding alone."""
+    """A batch of a validation split.
+
+    Attributes:
+        batch: without padding.
+        num_items: the number of items, a scalar tensor; 0 for a batch that stands for padding only.
+    """
 
     batch: Batch
     num_items: Tensor
@@ -37,7 +42,14 @@ class Items(Protocol):
 
 
 class Collated:
-    """Whole batches of a map-style data set, by their indices. Padding is left out."""
+    """Whole batches of a map-style data set by the indices of their items, without padding.
+
+    Args:
+        items: the data set.
+        collate: makes a batch of a list of items.
+        count: use only the first so many items; None: all.
+        name: of the data set, for messages.
+    """
 
     def __init__(
         self, items: Items, collate: Callable[[list[Any]], Batch], count: int | None, name: str = "the data"
@@ -49,17 +61,19 @@ class Collated:
         return self.count
 
     def __getitem__(self, indices: Tensor) -> Batch:
-        """
+        """Return the batch of these items.
+
         Raises:
-            UserError: an item cannot be read, or the items make no batch in which a tensor is found, to be put on a
-                device and counted.
-            OSError: of a disk, which another attempt may find well again.
+            UserError: an item cannot be read, or the items make no batch with a tensor in it.
+            OSError: the disk failed; another attempt may succeed.
         """
         items = []
         for i in indices.tolist():
-            with self._told(f"item {i} cannot be read"):
+            with self._translated_errors(f"item {i} cannot be read"):
                 items.append(self.items[i])
-        with self._told("the items make no batch", ". Items of different sizes need a data.collate_fn."):
+        with self._translated_errors(
+            "the items do not form a batch", ". Items of different sizes need a data.collate_fn."
+        ):
             batch = self.collate(items)
         if not tensors_of(batch):
             raise UserError(
@@ -69,8 +83,8 @@ class Collated:
         return batch
 
     @contextmanager
-    def _told(self, what: str, remedy: str = "") -> Iterator[None]:
-        """Say what an error of the user's code inside is about; want of memory is none of theirs."""
+    def _translated_errors(self, what: str, remedy: str = "") -> Iterator[None]:
+        """Translate an error of the user's code into a UserError. Lack of memory and of disks is passed on."""
         try:
             yield
         except (UserError, OSError, MemoryError):
@@ -82,7 +96,12 @@ class Collated:
 
 
 class Repeated:
-    """Whole batches that are always the same: those that the model makes by itself."""
+    """Whole batches that are always the same: the model's own example.
+
+    Args:
+        example: makes a batch of a given size.
+        count: the number of items to pretend.
+    """
 
     def __init__(self, example: Callable[[int], Batch], count: int) -> None:
         self.example, self.count = example, count
@@ -95,8 +114,10 @@ class Repeated:
 
 
 class WithoutPadding:
-    """The batches of a validation split without what pads them: a user's loss knows of no padding. A batch of padding
-    alone, which a rank takes to keep step with the others, is the first item, marked."""
+    """The batches of a validation split without padding, for a user's loss that knows of none.
+
+    A rank takes a batch of padding alone to keep step with the others. It is replaced by the first item, marked.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -113,7 +134,8 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
     """Return the data of a user's data set, or of `data=example`. Reads nothing yet.
 
     Args:
-        build_model: for `data=example`, whose batches are the model's.
+        config: the group `data`.
+        build_model: the model's constructor, which makes the batches of `data=example`.
     """
     target = needed_target(config.target, "data")
     if target == EXAMPLE_BATCH:
@@ -139,7 +161,8 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
 
 
 def _digest(train: Collated, val: Collated, target: str) -> str:
-    """
+    """Return a digest of both splits.
+
     Raises:
         UserError: an item cannot be read.
     """
@@ -149,13 +172,18 @@ def _digest(train: Collated, val: Collated, target: str) -> str:
         raise
     except Exception as error:
         raise UserError(
-            f"data._target_={target}: an item at an end of a split cannot be read, where a digest of the data is made: "
+            f"data._target_={target}: the first or last item of a split cannot be read for a digest of the data: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
 
 
 def make_split(config: UserData, target: str, name: str) -> Items:
-    """Return a split, the same on every rank and in every trial, also where its items are drawn at random.
+    """Return a split that is the same on every rank and in every trial, even if its items are drawn at random.
+
+    Args:
+        config: the group `data`.
+        target: the dotted path of the callable.
+        name: `train` or `val`.
 
     Raises:
         UserError: the callable fails, or returns no map-style data set with items.
@@ -169,16 +197,21 @@ def make_split(config: UserData, target: str, name: str) -> Items:
         raise UserError(f"data._target_={target} with split={name} fails: {in_words(error)}") from error
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
         raise UserError(
-            f"data._target_={target} returns a {type(items).__name__} for split={name}; it is to return a map-style "
-            "data set, which has __len__ and __getitem__: an iterable one cannot be shuffled by the seed, nor resumed."
+            f"data._target_={target} returns a {type(items).__name__} for split={name}; return a map-style data set, "
+            "with __len__ and __getitem__: an iterable one cannot be shuffled by the seed, or resumed."
         )
     if len(items) == 0:
-        raise UserError(f"data._target_={target} returns no items for split={name}; each split needs one at least.")
+        raise UserError(f"data._target_={target} returns no items for split={name}; each split needs at least one.")
     return items  # type: ignore[no-any-return]
 
 
 def first_batch(split: Collated, target: str, size: int) -> Batch:
-    """Return the batch of the first items, which begin anew where there are fewer.
+    """Return the batch of the first items, repeated if there are too few.
+
+    Args:
+        split: of the user's data set.
+        target: its dotted path, for messages.
+        size: items of the batch.
 
     Raises:
         UserError: an item cannot be read, or the items make no batch of tensors.
@@ -189,16 +222,16 @@ def first_batch(split: Collated, target: str, size: int) -> Batch:
         raise
     except Exception as error:
         raise UserError(
-            f"data._target_={target}: the first {size} items make no batch: {type(error).__name__}: {error}. Items of "
-            "different sizes need a data.collate_fn."
+            f"data._target_={target}: the first {size} items do not form a batch: {type(error).__name__}: {error}. "
+            "Items of different sizes need a data.collate_fn."
         ) from error
 
 
 def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:
-    """Return what makes a batch of some size in shapes and types alone, from uninitialised memory.
+    """Return a function that makes a batch of a given size with the right shapes and types, from uninitialised memory.
 
-    Items are read with the first batch of each size, in the caller's thread, to which a connection to a database may be
-    bound: tensors are not to be fake yet.
+    Items are read with the first batch of each size, in the caller's thread, because a connection to a database may be
+    bound to it. Tensors must not be fake at that call.
     """
 
     @cache
@@ -210,7 +243,12 @@ def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:
 
 
 def like(read: Callable[[int], Batch], size: int) -> Batch:
-    """Return a batch with the shapes and types that one of that size has, from few items."""
+    """Return a batch with the shapes and types of one of that size, from few items.
+
+    Args:
+        read: returns a batch of the first items.
+        size: items of the batch.
+    """
     if size <= _MEASURED:
         return read(size)
     less, more = read(_MEASURED), read(_MEASURED + 1)

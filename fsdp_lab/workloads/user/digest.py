@@ -1,4 +1,4 @@
-"""What tells one state of a user's data set from another, without reading all of it."""
+"""A digest that distinguishes the states of a user's data set without reading all of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ _ENDS = 4  # items at each end of a split
 
 
 def digest_of(splits: Sequence[Any]) -> str:
-    """Return 16 digits: of the data sets' own `digest` where they have that attribute, else of their lengths and of the
-    first and last four items. Of items that differ when they are read again, as augmented ones do, only the structure
-    counts."""
+    """Return a digest of 16 digits.
+
+    It covers each data set's own attribute `digest`, or else its length and its first and last four items. Of items
+    that differ when they are read again, as augmented ones do, only the structure counts.
+    """
     sha = hashlib.sha256()
     for items in splits:
         own = getattr(items, "digest", None)
@@ -28,8 +30,8 @@ def _of_items(items: Any) -> bytes:
     ends = dict.fromkeys([*range(min(_ENDS, len(items))), *range(max(0, len(items) - _ENDS), len(items))])
     with torch.random.fork_rng(devices=[]):
         once, again = (["".join(_describe(items[i], True)) for i in ends] for _ in range(2))
-        told = once if once == again else ["".join(_describe(items[i], False)) for i in ends]
-    return "\n".join(told).encode()
+        descriptions = once if once == again else ["".join(_describe(items[i], False)) for i in ends]
+    return "\n".join(descriptions).encode()
 
 
 def _describe(item: Any, with_values: bool) -> list[str]:

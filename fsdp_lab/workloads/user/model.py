@@ -1,4 +1,4 @@
-"""A module of the user's."""
+"""The user's module as the model of a workload."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def build_model(config: UserModel) -> ModelSpec:
 
 
 def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
-    """
+    """Build the user's module.
+
     Raises:
         UserError: the callable fails, or returns no module.
     """
@@ -46,7 +47,7 @@ def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
         raise UserError(f"model._target_={target} with {shown} fails: {in_words(error)}") from error
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"model._target_={target} returns a {type(model).__name__}; it is to return an nn.Module: name the class "
+            f"model._target_={target} returns a {type(model).__name__}; it must return an nn.Module: name the class "
             "of the module, or a function that returns one."
         )
     return model

@@ -1,4 +1,4 @@
-"""Tasks whose loss is the user's, and what any task needs around code of the user's."""
+"""Tasks with the user's loss, and the wrapper that any task needs around the user's code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_lab.config.workload import ModelGroup, TaskConfig
 from fsdp_lab.workloads.base import Batch, Task, describe, plain_class, shape_of, tensors_of
 from fsdp_lab.workloads.user.data import Marked
 
-# What PyTorch's RuntimeErrors say of tensors that do not fit each other.
+# Words in PyTorch's RuntimeErrors about tensors that do not fit each other.
 _DOES_NOT_FIT = re.compile(r"shape|size|\bdim|dtype|scalar type|[Ee]xpected|must match|out of range|channels")
 _OF_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 
@@ -37,12 +37,16 @@ def build_task(config: TaskConfig, model: ModelGroup) -> Task:
 def model_loss(model: nn.Module, batch: Batch) -> Any:
     """Return the loss that a model computes itself, as those of Hugging Face's transformers do.
 
+    Args:
+        model: called with the batch's items as keyword arguments.
+        batch: a dictionary.
+
     Raises:
         UserError: the batch is no dictionary of the model's arguments, or the output has no loss.
     """
     if not isinstance(batch, dict):
         raise UserError(
-            f"task=model_loss calls model(**batch), and the batch is a {type(batch).__name__}; let data.collate_fn "
+            f"task=model_loss calls model(**batch), but the batch is a {type(batch).__name__}; let data.collate_fn "
             "return a dictionary of the model's arguments, or use task.loss=<package.function>."
         )
     outputs = model(**batch)
@@ -57,29 +61,38 @@ def model_loss(model: nn.Module, batch: Batch) -> Any:
 
 @dataclass(frozen=True)
 class Validated:
-    """What a batch of a validation gave. `named`: the sums and counts of the user's metrics."""
+    """The outputs of a validation batch.
+
+    Attributes:
+        loss: the mean loss; None: the user's metrics include it.
+        named: the sums and counts of the user's metrics.
+    """
 
     loss: Any
     named: dict[str, tuple[Tensor, Tensor]]
 
 
 class OnlyCalled:
-    """A model as a loss gets it: to be called, and asked for plain values such as `model.config`."""
+    """A model as a loss gets it: it can be called and asked for plain values such as `model.config`."""
 
     def __init__(self, model: nn.Module, user: str) -> None:
-        """
+        """Wrap a model.
+
         Args:
-            user: who gets it, for messages.
+            model: sharded or not.
+            user: the key whose function gets the model, for messages.
         """
         self._model, self._user = model, user
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs."""
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """
+        """Return a plain value of the model.
+
         Raises:
-            UserError: it is a part of the model, or a method: these work in some shardings only.
+            UserError: it is a submodule, a tensor or a method, which work in some shardings only.
         """
         model = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
         value = getattr(model, name)
@@ -92,15 +105,26 @@ class OnlyCalled:
 
 
 class UserLoss:
-    """A loss of the user's: a mean over the items of a batch, by whose number a validation weighs it.
+    """The user's loss: a mean over the items of a batch, whose number is its weight in a validation.
 
-    Where gradients are recorded, only the loss is computed.
+    While gradients are recorded, only the loss is computed.
+
+    Args:
+        function: takes the model and a batch, and returns the loss.
+        name: for messages.
+        metrics: takes the model and a batch, and returns `{name: (sum, count)}`; None: only the loss.
+        unit: `samples` or `tokens`.
     """
 
     def __init__(self, function: LossFunction, name: str, metrics: LossFunction | None, unit: str) -> None:
         self.function, self.name, self.named_metrics, self.unit = function, name, metrics, unit
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Return the loss in training; in validation return `Validated`.
+
+        Raises:
+            UserError: the loss is no scalar tensor, or the metrics are no named pairs.
+        """
         if torch.is_grad_enabled():
             return self._scalar(self.function(OnlyCalled(model, self.name), batch))
         named = {}
@@ -110,16 +134,20 @@ class UserLoss:
         return Validated(loss, named)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the outputs: `forward` computed the loss."""
         return outputs  # type: ignore[no-any-return]
 
     def metrics(self, outputs: Validated, batch: Marked) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return `name -> (sum, count)`; a loss that the user's metrics lack is weighted by the items of the batch."""
         if outputs.loss is None:
             return outputs.named
         return {"loss": (outputs.loss * batch.num_items, batch.num_items), **outputs.named}
 
     def units(self, batch: Batch) -> int:
-        """Return the items of a batch; where tokens are counted, those of its first tensor of whole numbers. A batch
-        that is one tensor has the labels in it, too, so that the first token of each row is none that is told."""
+        """Return the items of a batch, or for tokens the size of its first tensor of whole numbers.
+
+        A batch that is a single tensor also holds the labels, so the first token of each row is not predicted.
+        """
         if self.unit != "tokens":
             return num_items(batch)
         if isinstance(batch, Tensor) and batch.ndim > 1 and not batch.is_floating_point():
@@ -128,38 +156,38 @@ class UserLoss:
         return next((tensor.numel() for tensor in whole), num_items(batch))
 
     def _scalar(self, loss: Any) -> Tensor:
-        """
+        """Return the loss if it is a scalar floating-point tensor.
+
         Raises:
-            UserError: what was returned is no scalar tensor that can be trained on.
+            UserError: it is not.
         """
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return loss
-        what, remedy = f"a {type(loss).__name__}", "return the tensor itself, without .item(), for it has the gradients"
+        what, remedy = f"a {type(loss).__name__}", "return the tensor itself, without .item(), to keep its gradients"
         if isinstance(loss, Tensor):
             what, remedy = f"a tensor of {shape_of(loss)}", "loss.mean() is one"
             what = f"{what} {str(loss.dtype).removeprefix('torch.')}" if loss.ndim == 0 else what
-        raise UserError(f"{self.name} is {what}; it is to be the mean loss of the batch, a scalar tensor: {remedy}.")
+        raise UserError(f"{self.name} is {what}; it must be the mean loss of the batch, a scalar tensor: {remedy}.")
 
 
 def _sums_and_counts(named: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """
+    """Return the user's metrics as a dictionary of pairs.
+
     Raises:
-        UserError: these are no named pairs.
+        UserError: they are no named pairs.
     """
     if isinstance(named, dict) and all(isinstance(v, tuple | list) and len(v) == 2 for v in named.values()):
         return {str(name): (total, count) for name, (total, count) in named.items()}
-    raise UserError(
-        "task.metrics is to return {name: (sum, count)}: the sum over the batch, and what it is divided by."
-    )
+    raise UserError("task.metrics must return {name: (sum, count)}: the sum over the batch, and its divisor.")
 
 
 def num_items(batch: Batch) -> int:
-    """Return the items of a batch: the first dimension of its first tensor that has one."""
+    """Return the items of a batch: the first dimension of its first tensor that has one, else 1."""
     return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
 
 
 class AroundUser:
-    """A task in a workload that has a part of the user's: takes the marks off batches, and says what does not fit."""
+    """A task in a workload with a part of the user's: unwraps marked batches, and explains errors of user code."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.unit = task, task.unit
@@ -167,7 +195,8 @@ class AroundUser:
         self.num_labels: Callable[[Batch], Tensor] | None = getattr(task, "num_labels", None)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """
+        """Return the task's outputs for an unmarked batch.
+
         Raises:
             UserError: the batch does not fit the model.
         """
@@ -187,15 +216,18 @@ class AroundUser:
             ) from error
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the task's loss of an unmarked batch."""
         return self.task.loss(outputs, _unmarked(batch))
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the task's metrics; zero sums and counts for a batch that stands for padding only."""
         named = self.task.metrics(outputs, batch if isinstance(self.task, UserLoss) else _unmarked(batch))
         if not isinstance(batch, Marked):
             return named
         return {name: (_if_real(batch, total), _if_real(batch, count)) for name, (total, count) in named.items()}
 
     def units(self, batch: Batch) -> int:
+        """Return the task's units of an unmarked batch."""
         return self.task.units(_unmarked(batch))
 
 
@@ -214,16 +246,18 @@ def _at(error: BaseException) -> str:
 
 
 def _where(error: BaseException, model: nn.Module) -> str:
-    """Return the name and class of the innermost module in whose forward pass an error was raised; "" where it was
-    raised before or after."""
+    """Return the name and class of the innermost module in whose forward pass an error was raised.
+
+    "" if it was raised before or after the forward pass.
+    """
     names = {id(module): name for name, module in model.named_modules()}
-    found = None
+    nearest = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names and frame.f_code.co_name == "forward":
-            found = owner
-    if found is None:
+            nearest = owner
+    if nearest is None:
         return ""
-    name = _OF_WRAPPERS.sub("", names[id(found)]).removeprefix("module.").strip(".")
-    kind = plain_class(found).__name__
+    name = _OF_WRAPPERS.sub("", names[id(nearest)]).removeprefix("module.").strip(".")
+    kind = plain_class(nearest).__name__
     return f"{name} ({kind})" if name and name != "module" else kind

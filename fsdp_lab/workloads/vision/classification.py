@@ -1,4 +1,4 @@
-"""The task: tell the class of an item, of an image above all."""
+"""The task `classification`: predict the class of an item, usually an image."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from fsdp_lab.workloads.vision.images import ImageBatch, expand_channels
 
 
 def build_task(config: TaskConfig, model: ModelGroup) -> Classification:
+    """Return the task. A model of ours decides the channels of its images."""
     return Classification(model)
 
 
 class Classification:
-    """Cross entropy and accuracy of `(inputs, labels)`; a label of -1 is padding."""
+    """Cross entropy and accuracy of `(inputs, labels)`; a label of -1 is padding.
+
+    Args:
+        config: of the model; images for a model of ours get its number of channels.
+    """
 
     unit = "samples"
 
@@ -26,13 +31,14 @@ class Classification:
         self.config = config
 
     def forward(self, model: nn.Module, batch: ImageBatch) -> Tensor:
-        """
+        """Return the logits `(batch, classes)`.
+
         Raises:
             UserError: the batch is no such pair, or the model returns no logits.
         """
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UserError(
-                f"task=classification takes (inputs, labels), and this data gives {describe(batch)}: name "
+                f"task=classification takes (inputs, labels), but this data set returns {describe(batch)}; use "
                 "task.loss=<package.function>."
             )
         inputs, _ = batch
@@ -41,13 +47,16 @@ class Classification:
         )
 
     def loss(self, outputs: Tensor, batch: ImageBatch) -> Tensor:
+        """Return the mean cross entropy of a batch without padding."""
         _, labels = batch
         return F.cross_entropy(outputs.float(), labels)
 
     def units(self, batch: ImageBatch) -> int:
+        """Return the number of samples in a batch."""
         return len(batch[1])
 
     def metrics(self, outputs: Tensor, batch: ImageBatch) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the sum and count of `loss` and `accuracy`, without padding."""
         _, labels = batch
         logits = outputs.float()
         count = (labels >= 0).sum()
@@ -58,10 +67,10 @@ class Classification:
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits of a model's outputs: a tensor, the first of a tuple or list, or what is named `logits`.
+    """Return the logits of a model's outputs: a tensor, the first of a tuple or list, or `logits`.
 
     Raises:
-        UserError: there are none.
+        UserError: the outputs have no logits of two dimensions.
     """
     if isinstance(outputs, tuple | list) and outputs and not hasattr(outputs, "logits"):
         outputs = outputs[0]
@@ -71,6 +80,6 @@ def logits_of(outputs: Any) -> Tensor:
         return outputs
     what = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
     raise UserError(
-        f"task=classification: the model returns {what}; it is to return logits of shape (batch, classes), alone, "
+        f"task=classification: the model returns {what}; it must return logits of shape (batch, classes), alone, "
         "first in a tuple, or named logits; for another task use task.loss=<package.function>."
     )

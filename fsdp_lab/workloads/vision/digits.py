@@ -14,13 +14,14 @@ _SPLIT_SEED = 0  # fixed, so that the validation images are the same in every ru
 
 
 def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
+    """Return the source of the digits. The arguments do not change it."""
     return ImageSource(image_shape=(1, 8, 8), num_classes=10, read=read_digits)
 
 
 def read_digits() -> tuple[Split, Split]:
-    """Split the digits 80/20, the same way each time.
+    """Return the training and the validation split, 80/20, the same each time.
 
-    Read from the file that scikit-learn installs: importing its `datasets` takes longer than an epoch.
+    Reads the file that scikit-learn installs: importing its `datasets` takes longer than an epoch.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 70,000 grey images of clothes, 28x28, downloaded where that is allowed."""
+"""Fashion-MNIST: 70,000 grey images of clothes, 28x28, downloaded if that is allowed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _DOWNLOAD_WAIT_S = 900.0
 
 
 def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
+    """Return the source of the images, which are read from `data.root`."""
     return ImageSource((1, 28, 28), len(CLASSES), partial(read, data), partial(prepare, data), CLASSES)
 
 
@@ -30,10 +31,10 @@ def read(data: DataConfig) -> tuple[Split, Split]:
 
 
 def prepare(data: DataConfig) -> None:
-    """Download what is missing, where that is allowed and possible.
+    """Download missing files if `data.download` allows it. Trials on one node wait for each other.
 
     Raises:
-        UserError: the images are neither there nor to be had.
+        UserError: files are missing and cannot be downloaded.
     """
     if data.missing() is None:
         return

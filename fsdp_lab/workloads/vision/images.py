@@ -19,7 +19,12 @@ ImageBatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Split:
-    """`images`: uint8 (P, C, H, W); `labels`: int64 (N,). Image i is `images[i % P]`: P = N but for synthetic ones."""
+    """Labelled images. Image i is `images[i % P]`: P = N except for synthetic ones.
+
+    Attributes:
+        images: uint8 `(P, C, H, W)`.
+        labels: int64 `(N,)`.
+    """
 
     images: Tensor
     labels: Tensor
@@ -28,19 +33,24 @@ class Split:
         return len(self.labels)
 
     def first(self, count: int | None) -> Split:
+        """Return the first so many samples; None: all."""
         return Split(self.images[:count], self.labels[:count])
 
 
 def _nothing_to_prepare() -> None:
-    """The default of a source that needs no files."""
+    """Do nothing: the default of a source without files."""
 
 
 @dataclass(frozen=True)
 class ImageSource:
     """A data set of images.
 
-    `image_shape`: channels, height and width, known without reading. `read` returns the training and the validation
-    split. `class_names`: for pictures; None: the classes are numbers.
+    Attributes:
+        image_shape: channels, height and width, known without reading.
+        num_classes: classes of the labels.
+        read: returns the training and the validation split.
+        prepare: downloads missing files.
+        class_names: for pictures; None: the classes are numbers.
     """
 
     image_shape: tuple[int, int, int]
@@ -51,7 +61,13 @@ class ImageSource:
 
 
 def image_data(source: ImageSource, data: DataConfig, model: ModelConfig) -> DataSpec:
-    """Serve a source's images as the model takes them."""
+    """Return a data spec that serves a source's images as the model takes them.
+
+    Args:
+        source: of the images.
+        data: how many samples to use.
+        model: its image size and classes.
+    """
 
     def load() -> Data:
         train, val = source.read()
@@ -71,10 +87,15 @@ def image_data(source: ImageSource, data: DataConfig, model: ModelConfig) -> Dat
 
 
 class ImageDataset:
-    """Whole batches by their indices, scaled and resized.
+    """Whole batches by the indices of their items, scaled and resized.
 
-    An item is `(images float32 (B, C, S, S) in [-1, 1], labels int64 (B,))`, with C the channels of the data set:
-    `expand_channels` makes those of the model from them on the device. An index of -1 is padding and gets label -1.
+    An item is `(images, labels)`: images are float32 `(B, C, S, S)` in [-1, 1], labels int64 `(B,)`. C is the channels
+    of the data set; `expand_channels` makes the model's from them on the device. An index of -1 is padding with the
+    label -1.
+
+    Args:
+        split: the images.
+        model: its `image_size` is S.
     """
 
     def __init__(self, split: Split, model: ModelConfig) -> None:
@@ -89,7 +110,7 @@ class ImageDataset:
 
 
 def preprocess(images: Tensor, model: ModelConfig) -> Tensor:
-    """uint8 (B, C, H, W) -> float32 (B, C, S, S) in [-1, 1]."""
+    """Return images uint8 `(B, C, H, W)` as float32 `(B, C, S, S)` in [-1, 1], with S the model's `image_size`."""
     images = images.float().div_(127.5).sub_(1.0)
     size = model.image_size
     if images.shape[-1] != size:
@@ -98,16 +119,16 @@ def preprocess(images: Tensor, model: ModelConfig) -> Tensor:
 
 
 def expand_channels(images: Tensor, model: ModelConfig) -> Tensor:
-    """(B, 1 or C, S, S) -> (B, model.num_channels, S, S); a grey image becomes a view in each channel.
+    """Return images `(B, 1 or C, S, S)` as `(B, model.num_channels, S, S)`; a grey image becomes a view per channel.
 
-    Done after the copy to the device: a view with a stride of 0 cannot be pinned, and would be copied channel by
+    Called after the copy to the device: a view with a stride of 0 cannot be pinned, and would be copied channel by
     channel.
     """
     return images.expand(-1, model.num_channels, -1, -1)
 
 
 def digest(*splits: Split) -> str:
-    """SHA-256 over shapes, pixels and labels, shortened to 16 digits; MLflow keeps 36."""
+    """Return a SHA-256 over shapes, pixels and labels, shortened to 16 digits; MLflow keeps 36."""
     sha = hashlib.sha256()
     for split in splits:
         for tensor in (split.images, split.labels):

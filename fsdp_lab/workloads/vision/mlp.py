@@ -11,6 +11,7 @@ from fsdp_lab.workloads.base import ModelSpec
 
 
 def build_model(config: ModelConfig) -> ModelSpec:
+    """Return the spec of the perceptron; its blocks are `MlpBlock`."""
     description = f"{config.family}, {config.num_layers} layers of {config.hidden_dim}"
     return ModelSpec(lambda: Mlp(config), (MlpBlock,), description)
 
@@ -33,4 +34,5 @@ class Mlp(nn.Module):
         self.head = nn.Linear(config.hidden_dim, config.num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the logits `(batch, classes)` of images `(batch, channels, height, width)`."""
         return self.head(self.blocks(images.flatten(1)))

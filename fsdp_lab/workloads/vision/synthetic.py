@@ -1,4 +1,4 @@
-"""Seeded noise in the shape that the model takes: for measurements, where what is learned does not matter."""
+"""Seeded noise in the shape that the model takes, for measurements in which nothing needs to be learned."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from fsdp_lab.workloads.vision.images import ImageSource, Split
 
 
 def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
+    """Return the source of the noise: 1,024 training and 128 validation samples unless `data` gives other numbers."""
+
     def read() -> tuple[Split, Split]:
         counts = (data.num_train or 1024, data.num_val or 128)
         train, val = (synthetic(n, model, seed) for seed, n in enumerate(counts))
@@ -18,8 +20,15 @@ def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
 
 
 def synthetic(count: int, model: ModelConfig, seed: int) -> Split:
-    """Draw at most 64 different images, served again and again: what they cost is what matters, and a thousand of
-    224x224 would take 150 MB in every worker."""
+    """Return samples drawn from at most 64 different images.
+
+    A thousand images of 224x224 would take 150 MB in every worker.
+
+    Args:
+        count: samples.
+        model: its images and classes.
+        seed: of the noise.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (min(count, 64), model.num_channels, model.image_size, model.image_size)
     pool = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)

@@ -9,6 +9,7 @@ from fsdp_lab.workloads.base import ModelSpec
 
 
 def build_model(config: ModelConfig) -> ModelSpec:
+    """Return the spec of the Vision Transformer; its blocks are torchvision's `EncoderBlock`."""
     from torchvision.models.vision_transformer import EncoderBlock
 
     description = f"{config.family}, {config.num_layers} layers of {config.hidden_dim}"
@@ -16,7 +17,7 @@ def build_model(config: ModelConfig) -> ModelSpec:
 
 
 def build_vit(config: ModelConfig) -> nn.Module:
-    """Torchvision's Vision Transformer, its first convolution replaced where images are not RGB."""
+    """Return torchvision's Vision Transformer; its first convolution is replaced if images are not RGB."""
     from torchvision.models import VisionTransformer
 
     assert config.patch_size and config.num_heads and config.mlp_dim

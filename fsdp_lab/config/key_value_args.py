@@ -1,4 +1,4 @@
-"""`key=value` words of the commands that are no Hydra applications."""
+"""`key=value` arguments of the commands that are no Hydra applications."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from fsdp_lab.config.errors import ConfigError
 
 
 def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dict[str, str]:
-    """The words as a dictionary; with `--help`, or none, the usage is printed instead.
+    """Return the `key=value` arguments as a dictionary; with `--help`, or without arguments, print the usage instead.
+
+    Args:
+        arguments: of the command line.
+        keys: the known ones.
+        usage: the text to print.
 
     Raises:
-        ConfigError: a key that is none of `keys`.
+        ConfigError: an unknown key.
         SystemExit: the usage was printed.
     """
     if not arguments or {"-h", "--help"} & set(arguments):
@@ -25,6 +30,16 @@ def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dic
     return options
 
 
+def quoted(value: object) -> str:
+    """Return a value as text in a Hydra override: quoted, except for a plain path."""
+    if _PLAIN_PATH.fullmatch(str(value)):
+        return str(value)
+    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+_PLAIN_PATH = re.compile(r"[\w.-]*(/[\w.-]+)+")
+
 # `repeat` is a whole number; so that Hydra takes the word, it gets it as a sweep of the first round.
 AUTO_REPEAT = "repeat=auto"
 _FOR_HYDRA = "repeat=tag(auto,choice(0))"
@@ -33,28 +48,29 @@ _WRITTEN = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
 def check_repeat(words: Sequence[str]) -> None:
-    """
+    """Check that `repeat` of a new sweep is not a count.
+
     Args:
-        words: of a sweep that starts now. A resume may have any.
+        words: the command line of a sweep that starts now. A resume may have any.
 
     Raises:
-        ConfigError: one `repeat=3`, which reads as a count and is the number of a run. `repeat=0` is the first run.
+        ConfigError: `repeat=3`, for example, which names one run. `repeat=0` is the first run.
     """
-    numbers = (int(found[1]) for word in words if (found := _ONE_REPEAT.fullmatch(word)))
+    numbers = (int(match[1]) for word in words if (match := _ONE_REPEAT.fullmatch(word)))
     for number in filter(None, numbers):
         runs = max(2, number)
         several = ",".join(map(str, range(runs))) if runs in _WRITTEN else f"'range({runs})'"
         raise ConfigError(
-            f"repeat={number} is the number of one run, not how many there are; {_WRITTEN.get(runs, runs)} runs of "
-            f"each setting are repeat={several}, and {AUTO_REPEAT} runs what it takes."
+            f"repeat={number} names one run, not a number of runs; for {_WRITTEN.get(runs, runs)} runs of each setting "
+            f"use repeat={several}, and use {AUTO_REPEAT} to repeat only undecided settings."
         )
 
 
 def for_hydra(words: Sequence[str]) -> list[str]:
-    """A sweep's command line as Hydra takes it."""
+    """Return a sweep's command line as Hydra takes it."""
     return [_FOR_HYDRA if word == AUTO_REPEAT else word for word in words]
 
 
 def as_typed(words: Sequence[str]) -> list[str]:
-    """The command line that `for_hydra` was given."""
+    """Return the command line that `for_hydra` was given."""
     return [AUTO_REPEAT if word == _FOR_HYDRA else word for word in words]

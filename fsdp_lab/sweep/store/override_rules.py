@@ -1,14 +1,15 @@
-"""Which words of a sweep's folder Hydra may get. Pure: Hydra runs what a configuration tells it to, and a folder may
-come from anybody.
+"""The arguments in a sweep's folder that Hydra may get. Pure.
 
-A word is an override. It may set a key of the configuration, choose an option of a group by its name, or set one of the
-few keys of Hydra's that a sweep needs; it holds no interpolation but those that follow. Whatever else was typed when
-the sweep was started is typed again to resume it.
+Hydra runs what a configuration tells it to, and a folder may come from anybody. An argument is an override. It may set
+a
+key of the configuration, choose an option of a group by its name, or set one of the few keys of Hydra's that a sweep
+needs. It holds no interpolation except those listed below. Anything else must be typed again to resume the sweep.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,8 +17,10 @@ from fsdp_lab.compose import groups
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import CODE_KEYS
+from fsdp_lab.deploy.job import is_managers
 
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+_NODES = "cluster.job.nodes"  # how many a sweep waits for
 _AXIS = "hydra.sweeper.params."  # a default axis: a word of its own follows
 _RESOLVERS = ("per_worker", "now", "hydra")
 _OWN_RESOLVERS = (*_RESOLVERS, "oc.env")  # a variable may be a secret: only whose word it is may read it
@@ -28,13 +31,13 @@ _LOCAL_STORE = re.compile(r"['\"]?sqlite:///[\w./ =-]*['\"]?")
 
 @dataclass(frozen=True)
 class Known:
-    """What a word may name.
+    """What an argument may name.
 
     Attributes:
         keys: of the configuration, dotted.
         groups: which take the name of an option.
-        free: prefixes below which any key may stand, such as `model.`.
-        code: keys whose value names code that will run, beside every `_target_`.
+        free: prefixes below which any key may be set, such as `model.`.
+        code: keys whose value names code that will run, in addition to every `_target_`.
     """
 
     keys: frozenset[str]
@@ -45,7 +48,7 @@ class Known:
 
 @cache
 def known_words() -> Known:
-    """Return what this version knows."""
+    """Return the keys and groups of this version."""
     keys = frozenset(keys_of(SweepConfig))
     return Known(keys, frozenset(groups()), free=("model.", "data."), code=frozenset(CODE_KEYS))
 
@@ -55,26 +58,36 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
+def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:
+    """Return overrides, with those in `on_top` replacing the ones for the same keys."""
+    keys = {key_of(override) for override in on_top}
+    return [*(override for override in overrides if key_of(override) not in keys), *on_top]
+
+
 def refusal(word: object, known: Known, own: bool) -> str | None:
-    """Return the rule that a word of a folder breaks; None where Hydra may get it.
+    """Return the rule that an argument of a folder breaks; None if Hydra may get it.
 
     Args:
+        word: the argument.
+        known: keys and groups.
         own: whether the folder is this user's.
     """
     if not isinstance(word, str):
-        return "it is no word"
+        return "it is not a text"
     if word.startswith("-"):
-        return "no option of the command line is taken from a file"
+        return "a file may not hold command-line options"
     word = word.replace("\\", "")  # as Hydra will read it: an escape must hide nothing
     key, value = key_of(word), word.partition("=")[2]
     if key.startswith(_AXIS):
         return refusal(f"{key.removeprefix(_AXIS)}={value}", known, own)
     if key in known.groups:
-        return None if _OPTIONS.fullmatch(value) else f"of {key} a file may name the options only"
+        return None if _OPTIONS.fullmatch(value) else f"a file may only name options of {key}"
     if not (key in known.keys or key in _HYDRA_KEYS or _is_free(key, known)):
         return f"a file may set only keys of the configuration, {', '.join(_HYDRA_KEYS)} and {_AXIS}*"
+    if is_managers(key) and key != _NODES:
+        return "a file may not set what a cluster manager is asked for"
     if names_code(word, known) and not own:
-        return "it names code to run, which is taken from your own folders only"
+        return "only a folder of your own may name code to run"
     return _interpolated(word, own)
 
 
@@ -84,8 +97,7 @@ def names_code(word: str, known: Known) -> bool:
 
 
 def leads_away(word: str) -> bool:
-    """Whether a word has this process talk to another machine, or to whoever listens at an address: with the
-    credentials of its environment."""
+    """Return whether an argument makes this process connect to another machine or address, with its credentials."""
     key, value = key_of(word), word.partition("=")[2].replace("\\", "")
     if key == "cluster.address":
         return value not in ("null", "")
@@ -95,7 +107,7 @@ def leads_away(word: str) -> bool:
 
 
 def is_local_store(uri: str) -> bool:
-    """Whether a store is a plain file: an address, a database or what is only known when it is resolved is not."""
+    """Return whether a store is a plain file: not an address, a database or an interpolation."""
     return _LOCAL_STORE.fullmatch(uri) is not None
 
 
@@ -105,8 +117,8 @@ def _is_free(key: str, known: Known) -> bool:
 
 def _interpolated(word: str, own: bool) -> str | None:
     allowed = _OWN_RESOLVERS if own else _RESOLVERS
-    for begin in (found.start() for found in re.finditer(r"\$\{", word)):
-        found = _INTERPOLATION.match(word, begin)
-        if found is None or found["resolver"] not in (None, *allowed):
-            return f"of interpolations a file may hold only keys and {', '.join(allowed)}"
+    for begin in (match.start() for match in re.finditer(r"\$\{", word)):
+        match = _INTERPOLATION.match(word, begin)
+        if match is None or match["resolver"] not in (None, *allowed):
+            return f"a file may interpolate only keys and {', '.join(allowed)}"
     return None

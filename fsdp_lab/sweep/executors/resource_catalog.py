@@ -1,4 +1,4 @@
-"""What trials need of the cluster, and what it has: who may begin beside whom."""
+"""Resources that trials need, and those of the cluster: which trials may run side by side."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ LOOK_S = 1.0  # at the cluster's nodes
 _ROUNDING = 1e-6  # of sums of shares of a core
 
 
-class Places:
-    """What trials need of the cluster, asked of it once for each need, and what it has, which changes with its nodes.
+class ResourceCatalog:
+    """The resources that trials need, and those of the cluster, which change with its nodes.
 
-    `nodes`: those that the sweep has seen. `taken`: what running trials need, by Tune's name of the trial.
+    Attributes:
+        nodes: that the sweep has seen.
+        taken: Tune's name of a running trial -> its resources.
     """
 
     def __init__(self) -> None:
@@ -27,10 +29,10 @@ class Places:
         self.taken: dict[str, dict[str, float]] = {}
 
     def of(self, config: SweepConfig) -> dict[str, float]:
-        """Return what a trial's workers need together.
+        """Return the resources of a trial's workers together.
 
         Raises:
-            ConfigError: the cluster could not hold it when it was first asked.
+            ConfigError: the cluster could not hold them when they were first compared.
         """
         key = str(config.cluster)
         if key not in self._needs:
@@ -39,13 +41,13 @@ class Places:
         return self._needs[key]
 
     def total(self) -> dict[str, float]:
-        """What the cluster has, as of a second ago at most."""
+        """Return the cluster's resources, at most a second old."""
         if (now := time.monotonic()) >= self._look_at:
             self._total, self._look_at = engine.total_resources(), now + LOOK_S
         return self._total
 
     def has_room(self, config: SweepConfig) -> bool:
-        """Whether a trial fits beside those that run. The first always does: it waits for nodes that died."""
+        """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""
         if not self.taken:
             return True
         total, all_taken = self.total(), self.taken.values()
@@ -55,8 +57,8 @@ class Places:
         )
 
 
-def workers_per_place(config: SweepConfig) -> int:
-    """How many workers are to be on one node: those of a shard group, where every group finds such a node."""
+def workers_per_node(config: SweepConfig) -> int:
+    """Return how many workers share a node: those of a shard group, if there is such a node for every group."""
     num_workers, replicas = engine.resolve_num_workers(config.cluster), config.sharding.dp_replicate
     if replicas == 1 or config.sharding.granularity is Granularity.ddp:
         return 1

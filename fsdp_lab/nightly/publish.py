@@ -1,4 +1,4 @@
-"""The verdict of a night to everybody: a file, MLflow, the webhook, the terminal. Nobody who is away fails a night."""
+"""Publishes the verdict on a night."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fsdp_lab.terminal import open_console
 from fsdp_lab.tracking import TrackingError, annotate
 
 
-def tell(study: Study, night: Night, say: Callable[[str], None]) -> None:
-    """The verdict to everybody: a file, MLflow, the webhook, the terminal."""
+def publish(study: Study, night: Night, log: Callable[[str], None]) -> None:
+    """Publish the verdict: to a file, MLflow, the webhook and the terminal."""
     gate = gate_text(night)
     folder = study.folder / night.id
     write_text(folder / "gate.md", gate)
-    tag(study, night, [folder / "gate.md"], say)
+    tag(study, night, [folder / "gate.md"], log)
     if problem := notify(study.nightly.notify, verdict_of(study, night, folder)):
-        say(problem)
-    say(gate_words(night).replace("`", "").rstrip())
+        log(problem)
+    log(gate_words(night).replace("`", "").rstrip())
     if night.is_compared:
         open_console().print(gate_table(night))
 
 
 def verdict_of(study: Study, night: Night, folder: Path) -> dict[str, Any]:
-    """What the webhook gets."""
+    """Return the content for the webhook."""
     return {
         "study": study.name,
         "night": night.id,
@@ -43,7 +43,8 @@ def verdict_of(study: Study, night: Night, folder: Path) -> dict[str, Any]:
     }
 
 
-def tag(study: Study, night: Night, files: Sequence[Path], say: Callable[[str], None]) -> None:
+def tag(study: Study, night: Night, files: Sequence[Path], log: Callable[[str], None]) -> None:
+    """Tag the sweep's MLflow run with the verdict, and add the files."""
     if not night.run_id:
         return
     moved = "; ".join(f"{f['setting']}: {f['metric']} {f['change']}" for f in night.findings if f["regression"])
@@ -54,4 +55,4 @@ def tag(study: Study, night: Night, files: Sequence[Path], say: Callable[[str], 
     try:
         annotate(study.tracking, night.run_id, tags, files)
     except TrackingError as error:
-        say(f"MLflow has not got the verdict: {error}")
+        log(f"the verdict did not reach MLflow: {error}")

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from fsdp_lab.sweep.grid import enumerate_grid
 
 
-def run_foreign(
+def run_generic_sweep(
     sweeper: Sweeper,
     context: HydraContext,
     task_function: TaskFunction,
@@ -23,10 +23,10 @@ def run_foreign(
     defaults: Mapping[str, str | None],
     arguments: Sequence[str],
 ) -> Any:
-    """Every cell of the grid as one batch.
+    """Run every cell of the grid as one batch.
 
     Returns:
-        what Hydra's own sweeper does: a list of batches of `JobReturn`.
+        what Hydra's own sweeper returns: a list of batches of `JobReturn`.
     """
     parser = OverridesParser.create(config_loader=context.config_loader)
     cells = enumerate_grid(parser, defaults, arguments)

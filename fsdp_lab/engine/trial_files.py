@@ -1,17 +1,18 @@
-"""What a trial leaves in its folder, and how it is read: the interface between its processes and the driver.
+"""The files in a trial's folder, and how they are read: the interface between its processes and the driver.
 
 | file | who writes it | what |
 | --- | --- | --- |
-| `facts.json` | rank 0 | device, data digest, notes; there when training starts |
+| `facts.json` | rank 0 | device, data digest, notes; written when training starts |
 | `places.json` | the trial's own process | the node of each rank, by Ray's name and its address |
 | `progress.json` | rank 0 | the step or the phase that has begun, and when: steps at most once a second |
 | `metrics.jsonl` | rank 0 | a line of metrics an epoch |
 | `failures/rank<r>.json` | a rank that fails | message, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | how it ended: with it, a trial has a result |
-| `forecast.json` | the driver | what was forecast of it |
-| `turnaround.json` | the driver | seconds from the last report on its place to its first step |
-| `logs/rank<r>.log` | every rank | what it printed; its stacks, where a phase or a step lasted unusually long |
+| `forecast.json` | the driver | its forecast |
+| `turnaround.json` | the driver | seconds from the last report on its slot to its first step |
+| `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted unusually long |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
+| `disturbed.<n>/` | the driver | these files of an attempt whose speed did not count |
 | `.alive` | every rank | locked while a process of the trial lives |
 """
 
@@ -34,14 +35,20 @@ from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.metrics import FORECAST_WORDS
 from fsdp_lab.status import TrialStatus
 
-_ENDS_AGAIN = "the trial counts as not ended; resume ends it again, from its last checkpoint"
+_ENDS_AGAIN = "the trial counts as unfinished; a resume finishes it from its last checkpoint"
 _ELSEWHERE = "set hydra.run.dir (hydra.sweep.dir with -m)"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended. `error` is one line for people; `seconds` from its begin to its end; `epochs`: the last one of
-    `metrics.jsonl` then, None where an earlier version wrote the outcome."""
+    """How a trial ended.
+
+    Attributes:
+        status: its last one.
+        error: one line for people; None: it did not fail.
+        seconds: from its begin to its end; None: not known.
+        epochs: the last epoch in `metrics.jsonl` at the end; None: an earlier version wrote the outcome.
+    """
 
     status: TrialStatus
     error: str | None = None
@@ -50,7 +57,7 @@ class Outcome:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line; what a kill left of one before stays a line of its own, which nobody can read."""
+    """Append a line. A partial line that a kill left becomes a line of its own, which readers skip."""
     with path.open("ab+") as lines:
         if lines.tell() > 0:
             lines.seek(-1, os.SEEK_END)
@@ -58,18 +65,19 @@ def append_line(path: Path, text: str) -> None:
         lines.write(f"{text}\n".encode())
 
 
-def read_object(path: Path, what_now: str = "it counts as absent", **required: Any) -> dict[str, Any] | None:
-    """Return the object in a file; None where there is none, or, with a warning, where it is damaged.
+def read_object(path: Path, what_now: str = "it is treated as missing", **required: Any) -> dict[str, Any] | None:
+    """Return the object in a file; None for no file, or, with a warning, for a damaged one.
 
     Args:
-        what_now: is told of a damaged file.
-        required: the keys that it has to have, with the types of their values, as `isinstance` takes them.
+        path: of the JSON file.
+        what_now: the consequence of damage, for the warning.
+        **required: the keys that it must have, with the types of their values, as `isinstance` takes them.
     """
     content = read_json(path, what_now)
     if content is None:
         return None
     if not isinstance(content, dict):
-        report_damaged(path, "it is no JSON object", what_now)
+        report_damaged(path, "it is not a JSON object", what_now)
         return None
     if wrong := [key for key, types in required.items() if not isinstance(content.get(key), types)]:
         report_damaged(path, f"it has no valid `{wrong[0]}`", what_now)
@@ -82,13 +90,13 @@ def read_numbers(path: Path, *apart: str) -> dict[str, float]:
     content = read_object(path) or {}
     content = {key: value for key, value in content.items() if key not in apart}
     if not _are_numbers(content):
-        report_damaged(path, "it holds other things than numbers")
+        report_damaged(path, "it holds values that are not numbers")
         return {}
     return content
 
 
 def read_forecast(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
-    """Return what was forecast of a trial: its figures, and its `FORECAST_WORDS`; both empty without a forecast."""
+    """Return the forecast of a trial: its figures, and its `FORECAST_WORDS`; both empty without a forecast."""
     path = folder / "forecast.json"
     figures = read_numbers(path, *FORECAST_WORDS)
     content = (read_object(path) or {}) if figures else {}
@@ -100,7 +108,7 @@ def _are_numbers(content: dict[str, Any]) -> bool:
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
-    """Each whole line of `metrics.jsonl`; an epoch that was told twice comes once, as it was last."""
+    """Yield each whole line of `metrics.jsonl`. An epoch that was reported twice comes once, with its last values."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     epochs = {int(metrics["epoch"]): metrics for metrics in map(metrics_in, lines) if metrics is not None}
@@ -118,43 +126,43 @@ def metrics_in(line: str | bytes) -> dict[str, float] | None:
 
 
 def read_latest(folder: Path) -> dict[str, float]:
-    """The latest value of each metric, as MLflow shows it: an epoch that was resumed near its end has no speed."""
+    """Return the latest value of each metric, as MLflow shows it: an epoch resumed near its end has no speed."""
     return {key: value for epoch in read_metrics(folder) for key, value in epoch.items()}
 
 
 def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """Failures by rank, the cause first: a rank whose peers went away says so, and is not the cause."""
+    """Return the failures of ranks, the cause first. A rank that lost its peers is not the cause."""
     paths = sorted((folder / "failures").glob("rank*.json"))
-    found = [read_object(p, kind=str, message=str, traceback=str, rank=int, time=(int, float)) for p in paths]
-    return sorted((f for f in found if f), key=lambda f: (f["kind"] == "peer", f["time"]))
+    failures = [read_object(p, kind=str, message=str, traceback=str, rank=int, time=(int, float)) for p in paths]
+    return sorted((f for f in failures if f), key=lambda f: (f["kind"] == "peer", f["time"]))
 
 
 def set_aside_failures(folder: Path) -> None:
-    """Keep an attempt's failures under a number of their own, so that the next attempt's are told from them."""
+    """Move an attempt's failures to a numbered folder, so that those of the next attempt are separate."""
     number = 1 + sum(1 for _ in folder.glob("failures.*"))
     with suppress(FileNotFoundError):
         (folder / "failures").rename(folder / f"failures.{number}")
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write how a trial ended, with the last epoch that it has told."""
-    told = [int(metrics["epoch"]) for metrics in read_metrics(folder)]
-    if told:  # before the outcome, which says that they are there
+    """Write how a trial ended, with the last epoch that it has reported."""
+    epochs = [int(metrics["epoch"]) for metrics in read_metrics(folder)]
+    if epochs:  # before the outcome, which says that they are there
         sync(folder / "metrics.jsonl")
     write_json(
-        folder / "outcome.json", {**asdict(outcome), "epochs": max(told, default=0)}, durable=True, parents=False
+        folder / "outcome.json", {**asdict(outcome), "epochs": max(epochs, default=0)}, durable=True, parents=False
     )
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """Return how a trial ended; None where it has not, or, with a warning, where that cannot be read."""
+    """Return how a trial ended; None if it has not, or, with a warning, if that cannot be read."""
     path = folder / "outcome.json"
     content = read_object(path, _ENDS_AGAIN, status=str)
     if content is None:
         return None
     status = str(content["status"])
     if status not in TrialStatus.__members__ or not TrialStatus(status).is_result:
-        report_damaged(path, f"status={status} is no result", _ENDS_AGAIN)
+        report_damaged(path, f"status={status} is not a result", _ENDS_AGAIN)
         return None
     others: dict[str, Any] = {"error": str, "seconds": (int, float), "epochs": int}
     known = {key: content[key] for key, types in others.items() if isinstance(content.get(key), types)}
@@ -162,39 +170,41 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 
 def missing_epochs(folder: Path, outcome: Outcome) -> list[int]:
-    """Return the epochs that a trial had told when it ended, and that `metrics.jsonl` has no more."""
-    told = {int(metrics["epoch"]) for metrics in read_metrics(folder)}
-    return [epoch for epoch in range(1, 1 + max(outcome.epochs or 0, *told, 0)) if epoch not in told]
+    """Return the epochs that a trial had reported when it ended, and that `metrics.jsonl` lacks."""
+    reported = {int(metrics["epoch"]) for metrics in read_metrics(folder)}
+    return [epoch for epoch in range(1, 1 + max(outcome.epochs or 0, *reported, 0)) if epoch not in reported]
 
 
 class EpochLines:
-    """What rank 0 writes to `metrics.jsonl`: each epoch once, in their order, though a trial that goes on from a
-    checkpoint tells those before it again, and a kill may have cut a line."""
+    """The lines of `metrics.jsonl`, which rank 0 writes: each epoch once, in order.
+
+    A trial that resumes from a checkpoint reports earlier epochs again, and a kill may have cut a line.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "metrics.jsonl"
-        self._told: dict[int, dict[str, float]] | None = None
+        self._reported: dict[int, dict[str, float]] | None = None
         self._is_whole = True
 
     def keep(self, metrics: dict[str, float]) -> None:
-        """Append the metrics of an epoch, or put them in their place."""
-        if self._told is None:
-            self._told = {int(told["epoch"]): told for told in read_metrics(self._file.parent)}
+        """Append the metrics of an epoch, or replace its line."""
+        if self._reported is None:
+            self._reported = {int(metrics["epoch"]): metrics for metrics in read_metrics(self._file.parent)}
             lines = self._file.read_bytes().splitlines() if self._file.exists() else []
-            self._is_whole = len(lines) == len(self._told)
+            self._is_whole = len(lines) == len(self._reported)
         epoch = int(metrics["epoch"])
-        is_new, is_known = epoch > max(self._told, default=0), self._told.get(epoch) == metrics
-        self._told[epoch] = metrics
+        is_new, is_known = epoch > max(self._reported, default=0), self._reported.get(epoch) == metrics
+        self._reported[epoch] = metrics
         if is_new and self._is_whole:
             append_line(self._file, json.dumps(metrics))
         elif not (is_known and self._is_whole):
-            lines_now = (json.dumps(self._told[known]) for known in sorted(self._told))
+            lines_now = (json.dumps(self._reported[known]) for known in sorted(self._reported))
             write_text(self._file, "".join(f"{line}\n" for line in lines_now), parents=False)
             self._is_whole = True
 
 
 class Progress:
-    """How far a trial is: kept by rank 0, read by who waits for it."""
+    """The progress of a trial, written by rank 0 for the process that waits for it."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "progress.json"
@@ -202,18 +212,19 @@ class Progress:
         self._written = 0.0
 
     def phase(self, name: str) -> None:
-        """Something other than a step begins."""
+        """Record the beginning of work other than a step."""
         self._content |= {"phase": name, "time": time.time()}
         self._write()
 
     def step(self, step: int) -> None:
-        """Optimizer step `step`, counted from 1, begins."""
+        """Record the beginning of an optimizer step, counted from 1."""
         now = time.time()
         leaves_phase = self._content.pop("phase", None) is not None
         self._content = {"first_step": now, "from_step": step, **self._content, "step": step, "time": now}
         self._write(at_most_every=0.0 if leaves_phase else 1.0)
 
     def reported(self) -> None:
+        """Record that an epoch was reported."""
         self._content["reported"] = self._content["time"] = time.time()
         self._write()
 
@@ -226,24 +237,27 @@ class Progress:
 
 
 def read_progress(folder: Path) -> dict[str, float]:
-    """`step`, the first of this attempt `from_step`, and in seconds since 1970 `first_step`, `time` and `reported`;
-    what is not known yet is not there."""
+    """Return the progress of a trial; keys that are not known yet are missing.
+
+    `step` and `from_step`, the first step of this attempt, are numbers of steps. `first_step`, `time` and `reported`
+    are seconds since 1970.
+    """
     return read_numbers(folder / "progress.json", "phase")
 
 
 def read_phase(folder: Path) -> str | None:
-    """Return what a trial is doing other than a step; None where it takes one, or has not begun."""
+    """Return what a trial is doing other than a step; None during a step, or before it has begun."""
     phase = (read_object(folder / "progress.json") or {}).get("phase")
     return phase if isinstance(phase, str) else None
 
 
 def hold_alive(folder: Path) -> None:
-    """Let others see that this process works in the folder, until it ends."""
+    """Show other processes that this one works in the folder, until it ends."""
     share_until_exit(folder / ".alive")
 
 
 def wait_until_alone(folder: Path, limit_s: float) -> bool:
-    """Whether nobody works in the folder any more: the processes of a run before may take a while to end."""
+    """Return whether no process works in the folder within the limit: those of an earlier run may end late."""
     try:
         with exclusive(folder / ".alive", limit_s):
             return True
@@ -251,8 +265,8 @@ def wait_until_alone(folder: Path, limit_s: float) -> bool:
         return False
 
 
-# What another command may have left in a folder that is used again. Checkpoints stay: a trial looks at them
-# itself, and goes on or refuses.
+# Files that another command may have left in a folder that is used again. Checkpoints stay: a trial resumes from them
+# or refuses them.
 _LEFT_OVER = (
     "outcome.json", "facts.json", "facts.before.json", "places.json", "progress.json", "metrics.jsonl", "forecast.json",
     "turnaround.json", "error.txt", "model.pt",
@@ -260,8 +274,10 @@ _LEFT_OVER = (
 
 
 def clear_attempt(folder: Path) -> None:
-    """Let a trial go on where it stands: what it reported stays, and what was true of the processes before goes. Its
-    facts stay under another name: a resume compares the data with them."""
+    """Prepare a trial's folder for a resume: reported results stay, files about earlier processes are removed.
+
+    Its facts are renamed: a resume compares the data with them.
+    """
     with suppress(FileNotFoundError):
         (folder / "facts.json").rename(folder / "facts.before.json")
     for name in ("progress.json", "outcome.json", "turnaround.json", "error.txt"):
@@ -269,23 +285,22 @@ def clear_attempt(folder: Path) -> None:
 
 
 def exported(folder: Path) -> Path | None:
-    """Return the exported model of a trial: a file, or a folder where it has a format of its own; None before it is
-    there."""
+    """Return the exported model of a trial: a file, or a folder in its own format; None if there is none yet."""
     return next((path for path in (folder / "model.pt", folder / "model") if path.exists()), None)
 
 
 def read_any_facts(folder: Path) -> dict[str, Any] | None:
-    """Those of the last start that got so far."""
+    """Return the facts of the last start that wrote some; None if none did."""
     return read_facts(folder) or read_facts(folder, "facts.before.json")
 
 
 def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
-    """Those of the last start; None where it did not get so far."""
+    """Return the facts of the last start; None if it did not write any."""
     return read_object(folder / name)
 
 
 def clear_left_over(folder: Path) -> None:
-    """Take away what a trial before left in its folder, so that nobody takes it for this one's."""
+    """Remove the files of an earlier trial in its folder, which would be taken for this one's."""
     for path in (*(folder / name for name in _LEFT_OVER), *folder.glob("memory_*_rank*.*")):
         path.unlink(missing_ok=True)
     for inner in (folder / "model", *folder.glob("failures*")):
@@ -293,13 +308,15 @@ def clear_left_over(folder: Path) -> None:
 
 
 def no_space(folder: Path, reason: str = "No space left on device") -> str:
-    """A disk that takes no more, and what to do."""
-    return f"{folder}: {reason}; free the disk, or {_ELSEWHERE} to a folder on another one"
+    """Return a message about a full disk, with the remedy."""
+    return f"{folder}: {reason}; free the disk, or {_ELSEWHERE} to a folder on another disk"
 
 
 def why_unwritten(folder: Path) -> str:
-    """Why a trial left no outcome: its folder is gone or cannot be written, the disk has no room, or its process was
-    killed."""
+    """Return why a trial left no outcome.
+
+    Its folder is gone or cannot be written, the disk is full, or its process was killed.
+    """
     if not folder.exists():
         return f"{folder} is gone: it was removed or moved while the trial ran"
     probe = folder / f".probe.{os.getpid()}"
@@ -312,5 +329,5 @@ def why_unwritten(folder: Path) -> str:
         reason = error.strerror or "it cannot be written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return no_space(folder, reason)
-        return f"{folder} cannot be written ({reason}); make it writable, or {_ELSEWHERE} to a folder that can be"
-    return "its process ended without a word: see the trial's logs"
+        return f"{folder} cannot be written ({reason}); make it writable, or {_ELSEWHERE} to a writable folder"
+    return "its process ended without an error: see the trial's logs"

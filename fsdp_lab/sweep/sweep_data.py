@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -16,23 +17,25 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, is_address, part
+from fsdp_lab.config.key_value_args import AUTO_REPEAT
 from fsdp_lab.config.sweep import ReportConfig, SearchConfig, TrackingConfig, objectives_in
-from fsdp_lab.config.words import AUTO_REPEAT
-from fsdp_lab.engine.files import read_any_facts, read_latest, read_metrics
+from fsdp_lab.engine.ray_job import is_rays_copy
+from fsdp_lab.engine.trial_files import read_any_facts, read_latest, read_metrics
 from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.redact import redact
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.grid import swept_keys
-from fsdp_lab.sweep.names import setting
+from fsdp_lab.sweep.grid import swept_keys, unescaped
+from fsdp_lab.sweep.names import GOES_ON, config_dir_words, report_command, resume_command, setting
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.sweep.store.paths import storage
-from fsdp_lab.sweep.store.record import Record, read_hydra_file, read_record, read_trials, saved_config
+from fsdp_lab.sweep.store.hydra_folder import read_hydra_file, saved_config
+from fsdp_lab.sweep.store.paths import storage, sweep_address
+from fsdp_lab.sweep.store.record import Record, read_record
 from fsdp_lab.sweep.store.resume import resumed_states
+from fsdp_lab.sweep.store.trials import read_trials
 from fsdp_lab.takehome import read_setup
 from fsdp_lab.tracking import command_of, fetch_artifact, read_sweep, runs_url
 
@@ -44,22 +47,27 @@ def sweep_of(
     record: Record,
     run_id: Callable[[int], str],
     parent: str = "",
-) -> data.Sweep:
-    """What the driver knows.
+) -> data.SweepData:
+    """Return the report's view of a sweep that this driver runs.
 
     Args:
-        run_id: the id of a trial's run, by its number.
-        parent: the id of the sweep's own run, where it is known.
+        states: of the trials, in the order of their numbers.
+        swept: the keys that differ between trials.
+        folder: the sweep's.
+        record: of the sweep.
+        run_id: returns the id of a trial's run by its number.
+        parent: the id of the sweep's own run; "": not known.
     """
     config = states[0].trial.config
+    address = sweep_address(config.cluster.storage_path, folder) if is_rays_copy(folder) else None
     trials = [
-        data.Trial(
+        data.TrialRow(
             number,
             {key: typed(setting(state.trial, key)) for key in swept},
             state.status,
             state.figures(),
             list(read_metrics(storage(state.trial, folder))),
-            [redact(override) for override in state.trial.overrides],
+            [redact(unescaped(override)) for override in state.trial.overrides],
             redact(state.error) if state.error else None,
             run_id(number),
             state.seconds,
@@ -70,7 +78,7 @@ def sweep_of(
         for number, state in enumerate(states)
         for facts in [read_any_facts(storage(state.trial, folder)) or {}]
     ]
-    return data.Sweep(
+    return data.SweepData(
         "/".join(folder.absolute().parts[-2:]),
         redact(shlex.join(["python", "-m", "fsdp_lab", *(["-m"] if record.multirun else []), *record.arguments])),
         list(swept),
@@ -88,15 +96,20 @@ def sweep_of(
         config.repeat_max if AUTO_REPEAT in record.arguments else None,
         study_of(record.arguments),
         log_axes(record.arguments),
+        resume_command(folder, record.arguments, address) if GOES_ON not in os.environ else "",
+        report_command(folder, address),
     )
 
 
 def asked_for(search: SearchConfig, words: list[str], arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """The objectives that a recommendation follows: those of a search, or what a grid was given. Empty for a grid
-    without any, of which the fastest setting that learned is wanted.
+    """Return the objectives that a recommendation follows: those of a search, or those typed for a grid.
+
+    Empty for a grid without any, whose answer is the fastest setting that learned.
 
     Args:
-        arguments: what was typed.
+        search: of the sweep.
+        words: the objectives in the config.
+        arguments: the command line.
     """
     typed = any(word.lstrip("+").startswith("objective=") for word in arguments)
     if not search.samples and not typed and words == SweepConfig().objective:
@@ -105,17 +118,17 @@ def asked_for(search: SearchConfig, words: list[str], arguments: Sequence[str]) 
 
 
 def _title(number: int, state: TrialState) -> str:
-    return f"Trial {number}: {redact(' '.join(state.trial.overrides))}"
+    return f"Trial {number}: {redact(' '.join(map(unescaped, state.trial.overrides)))}"
 
 
 def study_of(arguments: Sequence[str]) -> str:
-    """The preset that was chosen; "" for none, or several."""
+    """Return the chosen preset; "" for none, or several."""
     presets = [o for o in _parsed(arguments) if o.key_or_group == "experiment" and not o.is_sweep_override()]
     return str(presets[-1].value() or "") if presets else ""
 
 
 def log_axes(arguments: Sequence[str]) -> list[str]:
-    """The axes that were searched on a logarithmic scale, and those whose numbers, as listed, span a factor of ten."""
+    """Return the axes searched on a logarithmic scale, and those whose listed numbers span a factor of ten."""
     return [override.key_or_group for override in _parsed(arguments) if _is_log(override.value())]
 
 
@@ -127,17 +140,17 @@ def _is_log(value: Any) -> bool:
 
 
 def _parsed(arguments: Sequence[str]) -> list[Override]:
-    """Overrides, without what a line that was cut or changed by hand left of one."""
+    """Return overrides, skipping damaged ones of a line that was cut or edited."""
     parser = OverridesParser.create()
-    found = []
+    overrides = []
     for argument in arguments:
         with suppress(HydraException):
-            found.append(parser.parse_override(argument))
-    return found
+            overrides.append(parser.parse_override(argument))
+    return overrides
 
 
-def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
-    """What a folder knows, with the config of its first trial.
+def sweep_in(folder: Path) -> tuple[data.SweepData, Record, SweepConfig]:
+    """Return the sweep, its record and the config of its first trial, from a folder.
 
     Raises:
         UserError: no sweep was started there, or none of its trials has ended.
@@ -148,8 +161,8 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
         _trial_in(where, number, overrides, record.launched_in) for number, (overrides, where) in enumerate(listed)
     ]
     if not trials:
-        raise UserError(f"sweep={folder}: no trial was begun there, so there is nothing to report.")
-    states = resumed_states(trials, folder, trials[0].config)
+        raise UserError(f"sweep={folder}: no trial has started there, so there is nothing to report.")
+    states = resumed_states(trials, folder, replace(trials[0].config, resume_failed=False, resume_disturbed=False))
     for state in states:
         state.metrics = state.metrics or read_latest(storage(state.trial, folder))
     ids = _run_ids(folder)
@@ -157,8 +170,8 @@ def sweep_in(folder: Path) -> tuple[data.Sweep, Record, SweepConfig]:
     return sweep_of(states, swept, folder, record, lambda number: ids.get(str(number), "")), record, trials[0].config
 
 
-def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
-    """What the MLflow store knows of a sweep, wherever it ran; with the tolerances that it was run with.
+def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.SweepData:
+    """Return a sweep from the MLflow store, wherever it ran, with the tolerances that it was run with.
 
     Raises:
         TrackingError: there is no such store or run.
@@ -170,7 +183,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
     same_keys = len({tuple(o.partition("=")[0] for o in overrides) for overrides in typed_overrides}) == 1
     axes = swept_keys(typed_overrides) if same_keys else []
     trials = [
-        data.Trial(
+        data.TrialRow(
             number,
             {axis: words.get(axis, "") for axis in axes},
             _status(run.tags.get("status")),
@@ -194,14 +207,22 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.Sweep:
     arguments = _arguments(command)
     report, wanted, most = _report_config(tracking, runs[0].run_id, command.split())
     tolerances = (report.loss_tolerance, report.speed_tolerance)
-    return data.Sweep(
+    return data.SweepData(
         name, command, axes, trials, *tolerances, runs_url(tracking), libraries, report.others_cpu, wanted,
         most if AUTO_REPEAT in arguments else None, study_of(arguments), log_axes(arguments),
+        *_by_id(run_id, tracking, arguments),
     )  # fmt: skip
 
 
+def _by_id(run_id: str, tracking: TrackingConfig, arguments: Sequence[str]) -> tuple[str, str]:
+    """Return the commands that resume a sweep and report on it, by the id of its run."""
+    store = [f"tracking.uri={redact(tracking.uri)}"] if tracking.uri != TrackingConfig().uri else []
+    resume = shlex.join(["python", "-m", "fsdp_lab", f"resume={run_id}", *store, *config_dir_words(arguments)])
+    return resume, shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={run_id}", *store])
+
+
 def _arguments(command: str) -> list[str]:
-    """What stands behind `python -m fsdp_lab`."""
+    """Return the arguments after `python -m fsdp_lab`."""
     try:
         return shlex.split(command)[3:]
     except ValueError:  # the store cut a long one within quotes
@@ -209,15 +230,17 @@ def _arguments(command: str) -> list[str]:
 
 
 def _status(tag: str | None) -> TrialStatus:
-    """What a run's tag says; running where it says nothing, or what no version wrote."""
+    """Return the status in a run's tag; running for no tag, or an unknown one."""
     return TrialStatus.__members__.get(tag or "", TrialStatus.running)
 
 
 def _report_config(
     tracking: TrackingConfig, run_id: str, arguments: Sequence[str]
 ) -> tuple[ReportConfig, list[tuple[str, str]], int]:
-    """Of a trial in the store, with its objectives and `repeat_max`; the defaults where its config is not there, or is
-    of other code."""
+    """Return the report's config of a trial in the store, with its objectives and `repeat_max`.
+
+    The defaults if its config is missing, or of other code.
+    """
     try:
         with TemporaryDirectory() as folder:
             path = fetch_artifact(tracking, run_id, "config/config.yaml", Path(folder))
@@ -232,29 +255,31 @@ def _report_config(
         return ReportConfig(), [], SweepConfig().repeat_max
 
 
-def require_results(sweep: data.Sweep, which: str) -> None:
-    """
+def require_results(sweep: data.SweepData, which: str) -> None:
+    """Check that there is something to compare.
+
     Raises:
         UserError: no trial of the sweep has finished.
     """
     if TrialStatus.finished not in (statuses := sweep.statuses):
-        told = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-        raise UserError(f"sweep={which}: no trial has finished ({told}), so there is nothing to compare.")
+        counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        raise UserError(f"sweep={which}: no trial has finished ({counts}), so there is nothing to compare.")
 
 
 def typed(value: Any) -> str:
-    """A value as it is typed."""
+    """Return a value as it is typed."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: str) -> Trial:
-    """A trial by the files that Hydra left: a trial has them before it is written down. What it keeps on a shared disk
-    is found from any folder.
+    """Return a trial by the files that Hydra wrote, which exist before the trial is recorded.
+
+    Its files on a shared disk are found from any folder.
 
     Raises:
-        UserError: one is damaged or gone.
+        UserError: a file is damaged or missing.
     """
     values, hydra = (read_hydra_file(folder, name) for name in ("config.yaml", "hydra.yaml"))
     if values is None or hydra is None:
@@ -268,7 +293,7 @@ def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: 
     shared = config.cluster.storage_path
     if shared is not None and not is_address(shared) and Path(launched_in).is_dir():
         config = replace(config, cluster=replace(config.cluster, storage_path=str(Path(launched_in, shared))))
-    return Trial(number, config, choices, list(overrides), folder, OmegaConf.create())
+    return Trial(number, config, choices, list(overrides), folder, {})
 
 
 def _run_ids(folder: Path) -> dict[str, str]:

@@ -1,0 +1,171 @@
+"""Whether a forecast peak fits a device: what the device holds in addition to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.config.parallel import Granularity, ReshardPolicy
+from fsdp_lab.metrics import mib
+from fsdp_lab.speed.predict import Speed
+
+GIB = 2**30
+
+# What no tensor shows, on CUDA. Assumptions, on the high side: no GPU has confirmed them yet.
+CONTEXT_BYTES = 600 * 2**20
+NCCL_BYTES = 512 * 2**20  # buffers of the channels of one communicator; none for a single worker
+WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
+
+# Of 110 published steps (experiments/published_speed) nine were forecast to need more than this share of their GPU.
+# Four of these were predicted 9 to 26 % too fast, of the other 101 four were off by more than 8 %.
+NEARLY_FULL = 0.9
+NEARLY_FULL_ERROR = 0.262  # of nine errors the largest: one more is within it with a chance of nine in ten
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory of one worker, in bytes, and its speed.
+
+    Attributes:
+        cuda: whether it is for a GPU.
+        num_workers: of the trial.
+        peaks: place -> category -> bytes, with `total`, as in `fsdp_lab.profile`.
+        active_bytes: the peak in the allocator's blocks on a GPU; None for a CPU.
+        reserved_bytes: what the allocator takes from the GPU; None for a CPU.
+        allowances: what the device holds outside of tensors, by name.
+        host_allowances: the same for the host.
+        capacity_bytes: of the device; None: not known.
+        largest_microbatch: the most samples that a worker can take at once, 0: not even one; None: not requested.
+        data_sheet: the name of the device that is forecast; None: it has no data sheet.
+        speed: of the step on it; None: no device with a data sheet, or see `no_speed`.
+        no_speed: why there is no speed.
+        error: why there is no forecast, and no peaks.
+        fails: training would end with the same error.
+    """
+
+    cuda: bool
+    num_workers: int
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    allowances: dict[str, int] = field(default_factory=dict)
+    host_allowances: dict[str, int] = field(default_factory=dict)
+    capacity_bytes: int | None = None
+    largest_microbatch: int | None = None
+    active_bytes: int | None = None
+    reserved_bytes: int | None = None
+    data_sheet: str | None = None
+    speed: Speed | None = None
+    no_speed: str | None = None
+    error: str | None = None
+    fails: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of all tensors on the device."""
+        return self.peaks["device"]["total"]
+
+    def of(self, categories: Iterable[str]) -> int:
+        """Return the bytes of these categories in the peak of the device."""
+        return sum(self.peaks["device"].get(category, 0) for category in categories)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the tensors that live on the host while a GPU computes; 0 on a CPU, whose memory is the device's."""
+        return self.peaks.get("host", {}).get("total", 0) + sum(self.host_allowances.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak with all allowances."""
+        return self.peak_bytes + sum(self.allowances.values())
+
+    @property
+    def least_bytes(self) -> int:
+        """The same if the allocator cached nothing: on a full device it returns its cache.
+
+        Training cannot do with less. `needed_bytes` suffices without returning any cache.
+        """
+        if self.active_bytes is None or self.reserved_bytes is None:
+            return self.needed_bytes
+        return self.needed_bytes - self.reserved_bytes + self.active_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if the capacity is not known, or without a forecast."""
+        if self.capacity_bytes is None or self.error:
+            return None
+        return self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def tight(self) -> bool:
+        """Whether it does not fit, but would if the allocator returned its cache to the device.
+
+        The allocator does that when the device is full. Such a setting may run slower, or still run out of memory.
+        """
+        if self.fits is not False or self.active_bytes is None or self.reserved_bytes is None:
+            return False
+        assert self.capacity_bytes is not None
+        return self.least_bytes <= self.capacity_bytes
+
+    @property
+    def nearly_full(self) -> bool:
+        """A GPU on which the allocator may have to free and retry, which makes a step slower than any prediction."""
+        if not self.cuda or self.error or self.capacity_bytes is None:
+            return False
+        return self.needed_bytes > NEARLY_FULL * self.capacity_bytes
+
+    @property
+    def shortage(self) -> str:
+        """Why it does not fit, if the capacity is known: `needs 12.00 MiB of 8.00 MiB per device, by its forecast`."""
+        assert self.capacity_bytes is not None
+        return (
+            f"needs {mib(self.needed_bytes)} MiB of {mib(self.capacity_bytes)} MiB per device, by its forecast "
+            f"(peak {mib(self.peak_bytes)}, the rest is an allowance)"
+        )
+
+
+def on_capacity(forecast: Forecast, capacity_bytes: int | None) -> Forecast:
+    """Return the forecast for a device of this capacity.
+
+    On a device that it nearly fills, the speed has a wider range, and the error of ratios to others is not known.
+
+    Args:
+        forecast: with the range of its speed as `predict` returns it.
+        capacity_bytes: None: not known.
+    """
+    forecast = replace(forecast, capacity_bytes=capacity_bytes)
+    if forecast.speed is None or not forecast.nearly_full:
+        return forecast
+    slowest = forecast.speed.step_s / (1 - NEARLY_FULL_ERROR)
+    return replace(forecast, speed=replace(forecast.speed, high_s=max(forecast.speed.high_s, slowest), relative=None))
+
+
+def allowances(peak_bytes: int, reserved_bytes: int, num_communicators: int) -> dict[str, int]:
+    """Return what a GPU holds in addition to the tensors of the peak, by name.
+
+    Args:
+        peak_bytes: of all tensors.
+        reserved_bytes: what the allocator is forecast to take from the GPU, including `WORKSPACE_BYTES`.
+        num_communicators: see `communicators`.
+    """
+    return {
+        "CUDA context": CONTEXT_BYTES,
+        "NCCL buffers": NCCL_BYTES * num_communicators,
+        "kernel workspaces": WORKSPACE_BYTES,
+        "fragmentation": reserved_bytes - peak_bytes - WORKSPACE_BYTES,
+    }
+
+
+def communicators(config: TrialConfig, num_workers: int) -> int:
+    """Return the number of NCCL communicators of one worker; 0 for a single worker.
+
+    One for the world, two for the mesh of hybrid sharding, one for the smaller mesh of `reshard_after_forward=to_size`,
+    and one of `sharding.separate_reduce_scatter_group`.
+    """
+    if num_workers == 1:
+        return 0
+    sharding, reshard = config.sharding, config.reshard_after_forward
+    if sharding.granularity is Granularity.ddp:
+        return 1
+    dp_shard = num_workers // sharding.dp_replicate
+    smaller = reshard.policy is ReshardPolicy.to_size and reshard.size not in (1, dp_shard)
+    return 1 + (2 if sharding.dp_replicate > 1 else 0) + smaller + sharding.separate_reduce_scatter_group

@@ -1,0 +1,93 @@
+"""The configurations that `python -m fsdp_lab.forecast` forecasts: one, or every cell of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from fsdp_lab.compose import Trial, check_overrides, group_choices, register_schema, search_path, typed_config
+from fsdp_lab.config import (
+    ConfigError,
+    SweepConfig,
+    check_forecast,
+    check_pytorch,
+    conf_dir,
+    default_num_workers,
+    split_config_dir,
+    with_custom,
+)
+from fsdp_lab.config.options import option_values
+from fsdp_lab.config.workload import UserData, UserModel
+from fsdp_lab.forecast.devices import check_device
+from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
+from fsdp_lab.sweep.plan import Plan, plan_sweep
+
+
+def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str]]:
+    """Return the configurations to forecast, and the keys in which they differ.
+
+    Args:
+        overrides: of the command line.
+        multirun: whether they describe a grid.
+
+    Raises:
+        Exception: Hydra or the checks refuse the overrides.
+    """
+    config_dir, overrides = split_config_dir(overrides)
+    if options := [word for word in overrides if word.startswith("-")]:
+        raise ConfigError(
+            f"{options[0]} is not an option here; the options are -m, --config-dir and --help, all else is key=value."
+        )
+    overrides, search_words = with_custom(overrides), search_path(config_dir)
+    check_overrides(overrides)
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+
+        def cell(values: Sequence[str], number: int) -> Trial:
+            cfg = compose("config", [*values, *search_words], return_hydra_config=True)
+            return Trial(number, typed_config(cfg), group_choices(cfg), list(values), Path(), {})
+
+        if not multirun:
+            trial = cell(overrides, 0)
+            check(trial.config)
+            return Plan([trial]), []
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        shared = [*fixed_words(parser, {}, overrides), *search_words]  # a preset among them brings axes of its own
+        defaults = dict(compose("config", shared, return_hydra_config=True).hydra.sweeper.params)
+        grid = enumerate_grid(parser, defaults, overrides)
+        return plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
+
+
+def check(config: SweepConfig) -> None:
+    """Check a configuration as for a trial, but not against this machine. Reads the shape of a batch."""
+    config.check(workers(config))
+    check_pytorch(config)
+    config.data.check_files()
+    check_forecast(replace(config, forecast=replace(config.forecast, keep=None)))  # which needs no speeds to be ignored
+    check_device(config, workers(config))
+
+
+def workers(config: SweepConfig) -> int:
+    """Return the number of ranks that `cluster.num_workers` stands for; null is this machine's default."""
+    return config.cluster.num_workers or default_num_workers()
+
+
+def arguments(trial: Trial) -> dict[str, object]:
+    """Return the arguments of the user's model and data set, by their keys.
+
+    Arguments of the model that the name of its option implies are left out.
+    """
+    values: dict[str, object] = {}
+    if isinstance(trial.config.model, UserModel):
+        of_option = option_values("model", trial.choices["model"])
+        theirs = {key: value for key, value in trial.values.items() if key.startswith("model.")}
+        values |= {key: value for key, value in theirs.items() if of_option.get(key.partition(".")[2]) != value}
+    if isinstance(trial.config.data, UserData):
+        values |= {"data": trial.choices["data"]}
+        values |= {f"data.{name}": value for name, value in trial.config.data.arguments.items() if value is not None}
+    return values

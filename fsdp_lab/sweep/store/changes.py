@@ -1,0 +1,84 @@
+"""Differences between now and the start of a sweep: code, libraries, settings, workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.compose import groups
+from fsdp_lab.config import Between, ConfigError, SweepConfig, settings, workers_of
+from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.target import file_digest
+from fsdp_lab.redact import redact
+from fsdp_lab.sweep.store.hydra_folder import read_hydra_file, saved_config
+from fsdp_lab.sweep.store.override_rules import key_of
+from fsdp_lab.sweep.store.passwords import resolved
+from fsdp_lab.sweep.store.record import Record, code_digests, versions
+
+
+def changes_of_code(record: Record) -> list[str]:
+    """Return the changes of code and libraries, in words."""
+    code = code_digests()
+    files = sorted(name for name in record.code.keys() | code.keys() if record.code.get(name) != code.get(name))
+    now = versions()
+    libraries = [
+        f"{name} was {there} and is {now[name]}"
+        for name, there in record.libraries.items()
+        if now.get(name, there) != there  # other versions may look at more
+    ]
+    own = [file for file, digest in record.user_code.items() if file_digest(Path(file)) != digest]
+    return [
+        *([f"fsdp_lab's code: {_first(files)}"] if files else []),
+        *([f"your code changed: {_first(own)}"] if own else []),
+        *libraries,
+    ]
+
+
+def _first(files: Sequence[str]) -> str:
+    return ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+
+
+def changes_of_workers(record: Record, config: SweepConfig) -> list[str]:
+    """Return a sentence if `cluster.num_workers=null` stands for another number now; else nothing."""
+    workers = workers_of(config)
+    if config.cluster.num_workers is not None or workers == record.num_workers:
+        return []
+    return [f"cluster.num_workers=null was {record.num_workers} workers and is {workers}"]
+
+
+def changes_of_config(trial_folder: Path, config: SweepConfig, typed: Sequence[str] = ()) -> list[str]:
+    """Return the differences between a trial's saved config and `config`, in words.
+
+    Nothing for a trial that was never set up.
+
+    Args:
+        trial_folder: the trial's.
+        config: as composed now.
+        typed: overrides for the resume. If the saved config is lost, `config` without them is taken for it.
+    """
+    path = trial_folder / ".hydra" / "config.yaml"
+    values = read_hydra_file(trial_folder, path.name)
+    if values is None:
+        unknown = {*_settings(config), *groups()} if path.parent.is_dir() else set()
+        return [
+            f"{path}, which had the value of {key_of(w)}, is damaged or missing" for w in typed if key_of(w) in unknown
+        ]
+    try:
+        before = resolved(saved_config(values))
+    except ConfigError as error:
+        return [f"{path}: {error}"]
+    there, here, keys = _settings(before), _settings(config), keys_of(SweepConfig)
+    return [
+        f"{key} was {there.get(key)} and is {here.get(key)}"
+        for key in dict.fromkeys([*here, *there])
+        if there.get(key) != (value := here.get(key))
+        and not (value is None and key in keys and there.get(key) == keys[key].before_null)
+    ]
+
+
+def _settings(config: SweepConfig) -> dict[str, Any]:
+    """Return what a resume must not change. A password may change, and is not shown."""
+    keys = keys_of(config)
+    counting = settings(config, Between.STARTS)
+    return {key: redact(str(value)) if keys[key].secret else value for key, value in counting.items()}

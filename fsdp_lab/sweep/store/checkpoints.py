@@ -1,0 +1,89 @@
+"""Removing the checkpoints of a sweep that will not be resumed, on disk and in object storage."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config import UserError, is_address
+from fsdp_lab.storage import Storage
+from fsdp_lab.sweep.store.paths import is_storage_of
+from fsdp_lab.sweep.store.trials import lines_of, parsed
+
+_OF_CHECKPOINTS = re.compile(r"checkpoints/.+|model/.+|model\.pt")  # objects of a trial
+_ANY_CHECKPOINT = re.compile(r"(^|/)checkpoints/")
+
+
+def drop_checkpoints(folder: Path, stored: bool = True) -> None:
+    """Remove the checkpoints and exported models of a sweep that will not be resumed; measurements stay.
+
+    Reads only `trials.jsonl`: the configs may be of other code.
+
+    Args:
+        folder: the sweep's.
+        stored: also remove those in object storage.
+
+    Raises:
+        OSError: a file cannot be removed, or does not belong to the sweep; then nothing of it is touched.
+    """
+    for where in _places(folder):
+        if is_address(str(where)):
+            if stored:
+                _drop_stored(Storage(str(where)), ["."])
+            continue
+        if (where / "checkpoints").exists():
+            shutil.rmtree(where / "checkpoints")
+        (where / "model.pt").unlink(missing_ok=True)
+        shutil.rmtree(where / "model", ignore_errors=True)
+
+
+def drop_stored_sweep(address: str) -> None:
+    """Remove the checkpoints of a sweep in object storage, by its `trials.jsonl` there.
+
+    Raises:
+        UserError: it has checkpoints, and the trials are not known.
+        StorageRefused: see there.
+        StorageAway: see there.
+    """
+    storage, trials = Storage(address), ""
+    with suppress(FileNotFoundError):  # a sweep that was refused has none
+        trials = storage.read("trials.jsonl").decode(errors="replace")
+    folders = [line["folder"] for line in parsed(trials)]
+    if not folders and any(_ANY_CHECKPOINT.search(name) for name in storage.files()):
+        raise UserError(f"{address} has checkpoints, but its trials.jsonl names no trial; remove them by hand.")
+    _drop_stored(storage, folders)
+
+
+def _drop_stored(storage: Storage, folders: Sequence[str]) -> None:
+    """Remove the checkpoints of trials in object storage.
+
+    Args:
+        storage: the store.
+        folders: of trials, relative to the storage; "." is all of it.
+    """
+    below = [re.escape(f"{folder}/") if folder != "." else "" for folder in folders]
+    ours = re.compile(f"({'|'.join(below)})({_OF_CHECKPOINTS.pattern})")
+    # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
+    names = sorted(name for name in storage.files() if folders and ours.fullmatch(name))
+    storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))
+
+
+def _places(folder: Path) -> list[Any]:
+    """Return the folders of a sweep's trials, and their addresses in object storage. Raises as `drop_checkpoints`."""
+    addresses = [line["storage"] for line in lines_of(folder) if is_address(line.get("storage"))]
+    folders = [
+        (
+            folder / line["folder"]
+            if is_address(line.get("storage"))
+            else Path(line.get("storage") or folder / line["folder"])
+        ).resolve()
+        for line in lines_of(folder)
+    ]
+    for where in (*folders, *addresses):
+        if not is_storage_of(Path(where), folder):
+            raise OSError(f"{folder}/trials.jsonl names {where}, which is not below the sweep's folder or its storage")
+    return [*folders, *addresses]

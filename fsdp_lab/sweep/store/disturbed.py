@@ -1,0 +1,80 @@
+"""Trials whose speed does not count, to be measured again: which ones, and what is kept of the first measurement."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config import UserError
+from fsdp_lab.metrics import OTHERS_CPU, SPEED
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage import Storage, StorageAway
+
+# What a trial has left of an attempt, the outcome first: without it a trial has no result.
+_RECORD = (
+    "outcome.json", "metrics.jsonl", "facts.json", "facts.before.json", "places.json", "progress.json",
+    "turnaround.json", "error.txt", "logs", "failures*", "memory_*_rank*.*",
+)  # fmt: skip
+_WEIGHTS = ("checkpoints", "model", "model.pt")  # a trial that finds a checkpoint goes on from it
+
+
+def speed_is_disturbed(
+    status: TrialStatus, facts: Mapping[str, Any], metrics: Mapping[str, float], limit: float
+) -> bool:
+    """Return whether a trial's speed does not count only because other processes used the cores.
+
+    Args:
+        status: of the trial.
+        facts: of the trial.
+        metrics: the latest ones.
+        limit: `report.others_cpu`.
+    """
+    if status not in (TrialStatus.finished, TrialStatus.stopped):
+        return False
+    return facts.get("device") == "cpu" and metrics.get(SPEED, 0.0) > 0 and metrics.get(OTHERS_CPU, 0.0) > limit
+
+
+def set_aside(folder: Path, address: str | None) -> None:
+    """Let a trial start over: move its record to `disturbed.<n>/`, and remove its checkpoints and its model.
+
+    Object storage comes first: a kill in between leaves a trial that has its result, and is set aside again.
+
+    Args:
+        folder: the trial's.
+        address: the trial's in object storage; None: it has none.
+
+    Raises:
+        UserError: the store refuses, or does not answer.
+    """
+    numbers = [int(n) for path in folder.glob("disturbed.*") if (n := path.suffix[1:]).isdecimal()]
+    kept = folder / f"disturbed.{1 + max(numbers, default=0)}"
+    record = [path for pattern in _RECORD for path in sorted(folder.glob(pattern))]
+    kept.mkdir()  # before anything goes: the disk may be full
+    if address is not None:
+        try:
+            _set_aside_in_storage(Storage(address), folder, kept.name, record)
+        except (StorageAway, UserError) as error:
+            kept.rmdir()
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"cluster.storage_path={error}; resume the sweep when it answers.") from error
+    for name in _WEIGHTS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).unlink(missing_ok=True)
+    for path in record:
+        path.rename(kept / path.name)
+
+
+def _set_aside_in_storage(storage: Storage, folder: Path, kept: str, record: list[Path]) -> None:
+    files = [file for path in record for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [file for file in files if file.is_file()]
+    for file in files:
+        storage.put(file, f"{kept}/{file.relative_to(folder)}")
+    names = storage.files()
+    weights = [name for name in names if name.split("/")[0] in _WEIGHTS]
+    # what names a checkpoint goes before its data
+    storage.delete(sorted(weights, key=lambda name: not name.endswith(".json")))
+    gone = [str(file.relative_to(folder)) for file in files]
+    storage.delete(name for name in gone if name in names)

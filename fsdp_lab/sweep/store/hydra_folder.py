@@ -1,0 +1,71 @@
+"""`.hydra/` of a trial: its config, overrides and choices, as Hydra's own launcher leaves them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import NightlyConfig, SweepConfig, from_dict, part
+from fsdp_lab.files import report_damaged, write_text
+from fsdp_lab.redact import redact_strings
+from fsdp_lab.sweep.store.passwords import config_to_write, words_to_write
+
+# Each of Hydra's files has this key near its end, whatever version wrote it: a file that was cut short lacks it.
+_LAST_KEYS = {"config.yaml": "report", "hydra.yaml": "verbose"}
+
+
+def read_hydra_file(trial_folder: Path, name: str) -> dict[str, Any] | None:
+    """Return the content of `.hydra/config.yaml`, or of `hydra.yaml` below its only key.
+
+    None for no file, or, with a warning, for a damaged one.
+    """
+    path = trial_folder / ".hydra" / name
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.load(text, Loader=yaml.CSafeLoader)
+    except FileNotFoundError:
+        return None
+    except (ValueError, yaml.YAMLError) as error:
+        report_damaged(path, " ".join(str(error).split()))
+        return None
+    if name == "hydra.yaml" and isinstance(content, dict):
+        content = content.get("hydra")
+    if not isinstance(content, dict) or _LAST_KEYS[name] not in content or not text.endswith("\n"):
+        report_damaged(path, "it is cut short")
+        return None
+    return content
+
+
+def saved_config(values: dict[str, Any]) -> SweepConfig:
+    """Read a trial's `.hydra/config.yaml`, in which Hydra, and earlier versions, leave the keys of the nights too.
+
+    Raises:
+        ConfigError: a key or a value that is none any more.
+    """
+    return part(from_dict(NightlyConfig, values), SweepConfig)
+
+
+def write_hydra_folder(trial: Trial) -> None:
+    """Write `.hydra/` of a trial, as Hydra's own launcher does, but without passwords."""
+    hydra_folder = trial.folder / ".hydra"
+    trial.folder.mkdir(0o700, parents=True, exist_ok=True)
+    hydra_folder.mkdir(exist_ok=True)
+    contents = {
+        "config": config_to_write(trial),
+        "hydra": {"hydra": redact_strings(trial.composed["hydra"])},  # what was typed is in it more than once
+        "overrides": words_to_write(trial.overrides),
+    }
+    for name, content in contents.items():  # by libyaml, which is many times as fast as Hydra's way
+        text = yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
+        write_text(hydra_folder / f"{name}.yaml", text)
+
+
+def restore_hydra_folder(trial: Trial) -> None:
+    """Write damaged or missing files of `.hydra/` again, as the trial is composed now."""
+    if not all(read_hydra_file(trial.folder, name) for name in _LAST_KEYS):
+        with suppress(OSError):  # the folder cannot be written: what needs it says so
+            write_hydra_folder(trial)
