@@ -57,18 +57,18 @@ def command_line(*arguments: str) -> list[str]:
 def run_cli(
     cwd: Path,
     *arguments: str,
-    tell_imports: bool = False,
+    list_imports: bool = False,
     imported: Sequence[str] = _QUICK,
     timeout: float = 200,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m fsdp_lab <arguments>` in `cwd`, to its end; in a fork of a process that has imported what it needs.
 
     Args:
-        tell_imports: it ends with a line, the slow libraries that it imported. imported: what it finds imported then.
+        list_imports: it ends with a line, the slow libraries that it imported. imported: what it finds imported then.
     """
     if STORE in arguments:
         lay_store(cwd)
-    if tell_imports:
+    if list_imports:
         return forked.run(cwd, "-c", _MAIN_THAT_TELLS, *arguments, seconds=timeout, imported=imported)
     return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
 
@@ -102,15 +102,15 @@ def fake_nvml(nvml_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     hardware._machine.cache_clear()
 
 
-# The files that take longest, in minutes of `make test` or `make test-long`; those of one or two tests first, of which
-# xdist gives a worker several at a time.
+# The files that take longest, in minutes of `make test`, `make test-long` or `make test-cluster`; those of one or two
+# tests first, of which xdist gives a worker several at a time.
 LONGEST = (
     "benchmarks/test_speed.py", "sweep/test_chaos.py", "sweep/test_damage_round.py", "engine/test_ray_private.py",
     "test_fuzz.py", "nightly/test_night.py", "sweep/test_outcomes.py", "sweep/test_forecasts.py",
     "sweep/test_repeats.py", "engine/test_loopback.py", "benchmarks/test_check_gpu.py", "test_presets.py",
     "training/test_parity.py", "sweep/test_sweep.py", "forecast/test_equality.py", "training/test_checkpoint.py",
     "workloads/test_every_workload.py", "workloads/user/test_command.py", "workloads/hf/test_models.py",
-    "forecast/test_forecast.py", "engine/test_cluster.py",
+    "forecast/test_forecast.py", "engine/test_cluster.py", "cluster/test_chaos.py", "cluster/test_sweep.py",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ _IMPORTED = (
     "fsdp_lab.__main__", "fsdp_lab.report.__main__", "fsdp_lab.forecast.__main__", "mlflow", "mlflow.entities",
     "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects", "plotly.io", "plotly.offline", "scipy.stats",
     "torch.distributed.checkpoint", "fsdp_lab.training", "fsdp_lab.sweep.start", "fsdp_lab.sweep.multirun",
-    "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.report", "fsdp_lab.workloads.vision.mlp",
+    "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.sweep_data", "fsdp_lab.workloads.vision.mlp",
     "fsdp_lab.workloads.vision.vit", "fsdp_lab.workloads.vision.digits", "hydra_plugins.fsdp_lab_sweeper.sweeper",
 )  # fmt: skip
 # One thread for OpenMP: two that wait for each other on a busy core lose a factor of ten. MLflow reads its own as it is
@@ -49,7 +49,7 @@ class Done:
     err: str
 
     @property
-    def told(self) -> str:
+    def output(self) -> str:
         return self.out + self.err
 
 

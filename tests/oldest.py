@@ -52,8 +52,8 @@ def versions(python: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [Requirement(line).name for line in project["dependencies"]]
     ask = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    found = subprocess.run([python, "-c", ask, *names], capture_output=True, text=True, check=True).stdout.split()
-    return [f"{name} {version}" for name, version in zip(names, found, strict=True)]
+    result = subprocess.run([python, "-c", ask, *names], capture_output=True, text=True, check=True).stdout.split()
+    return [f"{name} {version}" for name, version in zip(names, result, strict=True)]
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 
 def called(word: str, pid: int | None = None) -> list[psutil.Process]:
     """Those among the descendants with that word in their command line."""
-    found = []
+    collected = []
     for process in descendants(pid):
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if word in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+                collected.append(process)
+    return collected
 
 
 def still_running(processes: Iterable[psutil.Process], seconds: float) -> list[str]:

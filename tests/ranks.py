@@ -65,7 +65,7 @@ class Memo:
     """A reporter that remembers."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, float]] = []
+        self.reported: list[dict[str, float]] = []
         self.known: dict[str, Any] = {}
         self.phases: list[str] = []
 
@@ -79,7 +79,7 @@ class Memo:
         pass
 
     def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
-        self.told.append(dict(metrics))
+        self.reported.append(dict(metrics))
 
 
 SMALL = ("data.num_train=128", "data.num_val=30", "training.global_batch_size=32", "training.epochs=1",
@@ -101,5 +101,5 @@ def train_all(cases: list[list[str]], folder: str = "") -> list[tuple[list[float
         memo = Memo()
         with tempfile.TemporaryDirectory() as own:
             train(config(*overrides), Path(folder or own), memo, losses.extend)
-        results.append((losses, memo.told))
+        results.append((losses, memo.reported))
     return results

@@ -155,10 +155,10 @@ def faulty(port: int) -> Iterator[tuple[int, Faults]]:
 
 def held_in(folder: Path, word: str) -> list[str]:
     """The files below a folder that have a word in them."""
-    found = []
+    held = []
     for where, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
                 if word.encode() in Path(where, name).read_bytes():
-                    found.append(str(Path(where, name)))
-    return found
+                    held.append(str(Path(where, name)))
+    return held

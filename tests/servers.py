@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -43,14 +43,26 @@ def free_port() -> int:
 
 @contextmanager
 def mlflow_server(
-    folder: Path, *options: str, environment: Mapping[str, str] | None = None
+    folder: Path,
+    *options: str,
+    environment: Mapping[str, str] | None = None,
+    store: str | None = None,
+    host: str = "127.0.0.1",
+    within: Sequence[str] = (),
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`(address, process)` of a server on the store `mlflow.db` of a folder; its process group is ended."""
-    lay_store(folder)
+    """`(address, process)` of a server; its process group is ended.
+
+    Args:
+        folder: gets its log.
+        store: the address of its store; None: `mlflow.db` of the folder.
+        within: what begins each command that is to reach it.
+    """
+    if store is None:
+        lay_store(folder)
     port = free_port()
     command = [
-        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", *options,
+        *within, sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
+        "--backend-store-uri", store or f"sqlite:///{folder}/mlflow.db", *options,
     ]  # fmt: skip
     # Without the jobs it starts sooner; what it would tell its makers needs a network.
     settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -61,11 +73,11 @@ def mlflow_server(
         )  # fmt: skip
     try:
         deadline = time.monotonic() + 90
-        while not _answers(port):
+        while not (_answers(port) if not within else _answers_within(within, host, port)):
             waiting = process.poll() is None and time.monotonic() < deadline
             assert waiting, (folder / "server.log").read_text()
             time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}", process
+        yield f"http://{host}:{port}", process
     finally:
         end(process)
 
@@ -76,6 +88,11 @@ def _answers(port: int) -> bool:
             return bool(response.status == 200)
     except OSError:
         return False
+
+
+def _answers_within(within: Sequence[str], host: str, port: int) -> bool:
+    ask = f"import urllib.request; urllib.request.urlopen('http://{host}:{port}/health', timeout=2).close()"
+    return subprocess.run([*within, sys.executable, "-c", ask], capture_output=True, check=False).returncode == 0
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import shutil
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -90,16 +94,16 @@ ONLY_SWEPT = {
     "numbers for a group": (["precision=16,32"], ["precision=16,32", "is a group", "bf16, bf16_mixed, float8, fp16"]),
     "number of a run as a count": (
         ["repeat=3"],
-        ["repeat=3 is the number of one run", "three runs of each setting are repeat=0,1,2, and repeat=auto"],
+        ["repeat=3 names one run", "three runs of each setting use repeat=0,1,2, and use repeat=auto"],
     ),
     "one bad value of several": (["training.epochs=1,0"], ["training.epochs=0 is below 1"]),
     "unwritable folder": (["hydra.sweep.dir=/proc/nope/x"], ["hydra.sweep.dir=/proc/nope/x", "cannot be written"]),
 }
 
 
-def assert_told_at_once(cli, arguments: list[str], words: list[str]):
+def assert_reported_at_once(cli, arguments: list[str], words: list[str]):
     """One message, no traceback, and nothing slow imported: that, unlike seconds, holds on a busy machine."""
-    done = cli(*arguments, tell_imports=True, timeout=100)
+    done = cli(*arguments, list_imports=True, timeout=100)
     *message, imported = done.stderr.splitlines()
     assert imported == "imported:"
     assert done.returncode in (1, 2)
@@ -109,11 +113,11 @@ def assert_told_at_once(cli, arguments: list[str], words: list[str]):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [*BAD.values(), *ONLY_ALONE.values()], ids=[*BAD, *ONLY_ALONE])
-def test_bad_input_of_a_trial_is_told_at_once(cli, arguments: list[str], words: list[str]):
-    assert_told_at_once(cli, arguments, words)
+def test_bad_input_of_a_trial_is_reported_at_once(cli, arguments: list[str], words: list[str]):
+    assert_reported_at_once(cli, arguments, words)
 
 
-def test_a_process_of_its_own_tells_it_at_once_too(tmp_path):
+def test_a_process_of_its_own_reports_it_at_once_too(tmp_path):
     """With what Python and Hydra take to start."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command_line("sharding=foo"), cwd=tmp_path, capture_output=True, text=True, timeout=100)
@@ -123,10 +127,10 @@ def test_a_process_of_its_own_tells_it_at_once_too(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [*BAD.values(), *ONLY_SWEPT.values()], ids=[*BAD, *ONLY_SWEPT])
-def test_bad_input_of_a_sweep_is_told_at_once(cli, tmp_path, arguments: list[str], words: list[str]):
+def test_bad_input_of_a_sweep_is_reported_at_once(cli, tmp_path, arguments: list[str], words: list[str]):
     """With -m the default axes are swept around it; where the folder is bad, few, for the sake of time."""
     few = NO_AXES if arguments[0].startswith("hydra.") else []
-    assert_told_at_once(cli, [*arguments, *few, "-m"], words)
+    assert_reported_at_once(cli, [*arguments, *few, "-m"], words)
     assert not (tmp_path / "outputs").exists(), "a folder is made for nothing"
 
 
@@ -136,7 +140,7 @@ def test_the_flag_may_stand_anywhere(cli, place: int, flag: str):
     """An interval is refused by the sweeper alone: who reads that message was in a sweep."""
     arguments = ["optimizer.lr=interval(0,1)", "training.epochs=1"]
     arguments.insert(place, flag)
-    assert "cannot be enumerated by a grid" in cli(*arguments).stderr
+    assert "a grid cannot enumerate an interval" in cli(*arguments).stderr
 
 
 @pytest.mark.parametrize("show", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
@@ -151,7 +155,7 @@ def test_a_sweeps_config_is_shown_as_a_trials(cli, show: list[str]):
 
 def test_one_objective_may_be_a_word(cli):
     """Its check is behind what types it: the direction is missing, not the list."""
-    assert "objective=val/loss says no direction" in cli("objective=val/loss").stderr
+    assert "objective=val/loss has no direction" in cli("objective=val/loss").stderr
 
 
 @pytest.mark.parametrize("typed", ["--package p a=1 b=2 -m", "a=1 --package p -m b=2", "a=1 -m b=2 --package p"])
@@ -168,7 +172,7 @@ def test_what_a_word_implies_may_stand_with_an_option(cli):
 
 @pytest.fixture(scope="module")
 def help_text(tmp_path_factory) -> str:
-    done = run_cli(tmp_path_factory.mktemp("help"), "--help", tell_imports=True)
+    done = run_cli(tmp_path_factory.mktemp("help"), "--help", list_imports=True)
     assert done.returncode == 0
     assert done.stderr == "imported:\n"
     return done.stdout
@@ -177,7 +181,7 @@ def help_text(tmp_path_factory) -> str:
 def test_help_lists_the_groups_that_conf_has_with_their_options(help_text: str):
     listed = dict(re.findall(r"^(\w+): (.+)$", help_text.partition("Groups and their options")[2], re.MULTILINE))
     folders = {d.name: d for d in group_dirs()}
-    assert "device" in listed and "data sheets, which forecast.device=<name> names" in help_text
+    assert "device" in listed and "data sheets for forecast.device=<name>" in help_text
     assert listed.keys() - {"device"} == folders.keys()
     for group, folder in folders.items():
         assert listed[group].split(", ") == sorted(file.stem for file in folder.glob("*.yaml"))
@@ -191,7 +195,7 @@ def test_help_lists_the_default_axes(help_text: str):
 
 
 @pytest.mark.parametrize("flag", [[], ["-m"]], ids=["trial", "sweep"])
-def test_an_mlflow_server_that_is_not_there_is_told_before_anything_starts(cli, tmp_path, flag: list[str]):
+def test_an_mlflow_server_that_is_not_there_is_reported_before_anything_starts(cli, tmp_path, flag: list[str]):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -204,8 +208,38 @@ def test_an_mlflow_server_that_is_not_there_is_told_before_anything_starts(cli, 
     assert "Ray starts" not in done.stdout
 
 
-def test_an_mlflow_store_that_cannot_be_written_is_told(cli):
+def test_an_mlflow_store_that_cannot_be_written_is_reported(cli):
     done = cli("tracking.uri=sqlite:////proc/nope/mlflow.db", timeout=60)
     assert done.returncode in (1, 2)
     assert "tracking.uri=sqlite:////proc/nope/mlflow.db" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_shell_completes_groups_and_options(cli, monkeypatch: pytest.MonkeyPatch):
+    """Hydra's completion, which `eval "$(fsdp-lab -sc install=bash)"` turns on: a bash asks so at each Tab."""
+    monkeypatch.setenv("COMP_LINE", "fsdp-lab sharding=per_")
+    monkeypatch.setenv("COMP_POINT", "22")
+    assert cli("-sc", "query=bash").stdout.split() == ["sharding=per_block", "sharding=per_layer"]
+    assert "complete -o nospace" in cli("-sc", "install=bash").stdout
+
+
+@pytest.mark.parametrize(
+    ("shell", "words", "expected"),
+    [
+        ("fish", "fsdp-lab -sc install=fish | source; complete -C 'fsdp-lab sharding='", "sharding=per_block"),
+        (
+            "zsh",
+            "autoload -U compinit bashcompinit && compinit -u && bashcompinit && "
+            'eval "$(fsdp-lab -sc install=bash)" && print ${_comps[fsdp-lab]}',
+            "hydra_bash_completion",
+        ),
+    ],
+)
+def test_other_shells_complete_as_the_quickstart_says(shell: str, words: str, expected: str):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [shell, "-c", words], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert expected in done.stdout, done.stdout + done.stderr

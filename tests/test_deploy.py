@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,26 +109,36 @@ def test_the_job_for_kubernetes():
     assert list(context.params["entrypoint"]) == words
 
 
-def test_the_script_for_slurm():
-    script = DEPLOY / "nightly.sbatch"
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", str(script)], check=True, timeout=30)
-    lines = script.read_text().splitlines()
-    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    directives = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
-    assert directives and max(directives) < first_command  # Slurm reads no further
-    assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[i]) for i in directives)
-    assert "#SBATCH --signal=B:TERM@120" in lines  # without B: it goes to steps, of which there are none
-    assert "--signal=B:TERM@120" in (DEPLOY / "README.md").read_text()
-    (command,) = [line for line in lines if line.startswith("exec ")]  # else Slurm's signal ends at the shell
+def test_the_night_for_slurm():
+    """What is typed by hand; tests/cluster runs one. And the line for scrontab, where it is a job already."""
+    (block,) = (block for block in blocks() if "scrontab" in block)
+    by_hand, nightly = block.splitlines()
+    check_command(shlex.split(by_hand))
+    assert "--signal=B:TERM@120" in nightly  # without B: it goes to steps, of which there are none
+    (command,) = re.findall(r"exec (\S+ -m fsdp_lab.nightly --once)", nightly)  # else Slurm's signal ends at the shell
     check_command(shlex.split(command))
 
 
+def test_the_image():
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()}
+    assert copied and all((ROOT / name).exists() for name in copied)
+    assert "--constraint constraints.txt" in text
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("no hadolint to lint the Dockerfile")
+    command = [hadolint, str(DEPLOY / "Dockerfile")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```\n(.*?)```", (DEPLOY / "README.md").read_text(), flags=re.DOTALL)
+
+
 def test_each_is_installed_by_two_lines():
-    blocks = re.findall(r"```\n(.*?)```", (DEPLOY / "README.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4 and all(len(block.splitlines()) == 2 for block in blocks)
-    named = set(re.findall(r"deploy/([\w.-]+)", "".join(blocks).replace("nightly.*", "nightly.service")))
+    assert len(blocks()) == 5 and all(len(block.splitlines()) == 2 for block in blocks())
+    named = set(re.findall(r"deploy/([\w.-]+)", "".join(blocks()).replace("nightly.*", "nightly.service")))
     assert all((DEPLOY / name).exists() for name in named)
     assert {f.name for f in DEPLOY.iterdir()} == {*named, "fsdp-lab-nightly.timer", "README.md"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -11,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.forecast.__main__ import plan_forecasts
 from tests import forked
 from tests.conftest import ROOT, STORE, run_cli
+from tests.pages import all_commands, all_pages
+
+# Pages whose commands are composed, checked and laid out as a grid, but not run.
+COMPOSED = ("quickstart", "concepts", "recipes")
+_NOT_COMPOSED = ("resume=", "doctor", "--keys", "--version", "my_project")  # other tests run these
 
 PAGE = (ROOT / "docs" / "your-model.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
@@ -53,36 +60,87 @@ def test_the_preset_runs(project: Path) -> None:
     done = run_cli(project, *COMMANDS[3], *INLINE, "training.max_steps=1", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     with (project / "out" / "results.csv").open() as lines:
-        found = [(row["model.width"], row["sharding"], row["status"]) for row in csv.DictReader(lines)]
-    assert sorted(found) == [
+        collected = [(row["model.width"], row["sharding"], row["status"]) for row in csv.DictReader(lines)]
+    assert sorted(collected) == [
         (width, sharding, "finished") for width in ("256", "64") for sharding in ("ddp", "per_block")
     ]
     assert "--config-dir=conf_of_mine" in done.stdout.splitlines()[-2]
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "words", "told"),
+    ("file", "content", "words", "message"),
     [
-        ("task/tab.yaml", "loss: a.b\n\tunit: samples\n", ["task=tab"], "conf_of_mine/task/tab.yaml:2 is no YAML: "),
+        (
+            "task/tab.yaml",
+            "loss: a.b\n\tunit: samples\n",
+            ["task=tab"],
+            "conf_of_mine/task/tab.yaml:2 is not valid YAML: ",
+        ),
         ("experiment/no.yaml", "defaults:\n  - override /model: mine\n", ["experiment=no"], "`# @package _global_`"),
         (
             "experiment/no.yaml",
             "# @package _global_\nmodel:\n  _target_: my_project.net.Net\n  width: 4\n",
             ["experiment=no"],
-            "in a preset by `override /model: custom` in its defaults",
+            "or `override /model: custom` to the defaults of a preset",
         ),
     ],
 )
-def test_what_the_options_lack_is_one_line(project: Path, file: str, content: str, words: list[str], told: str) -> None:
+def test_what_the_options_lack_is_one_line(
+    project: Path, file: str, content: str, words: list[str], message: str
+) -> None:
     path = project / "conf_of_mine" / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
     done = run_cli(project, "--config-dir=conf_of_mine", *words)
     (line,) = done.stderr.splitlines()
-    assert done.returncode in (1, 2) and line.startswith("fsdp_lab: ") and told in line
+    assert done.returncode in (1, 2) and line.startswith("fsdp_lab: ") and message in line
 
 
 def test_the_forecast_runs(project: Path) -> None:
     done = forked.run(project, "fsdp_lab.forecast", *COMMANDS[1], "forecast.folder=f")
     assert done.returncode == 0, done.stderr
     assert len((project / "f" / "forecast.csv").read_text().splitlines()) == 5
+
+
+def commands_of(page: str) -> list[tuple[str, list[str]]]:
+    """Return the module and the words of each command of ours on a page."""
+    words = [command.words for command in all_commands() if command.page == f"docs/{page}.md"]
+    ours = [each for each in words if each[:2] == ["python", "-m"] and each[2] in ("fsdp_lab", "fsdp_lab.forecast")]
+    return [(each[2], each[3:]) for each in ours]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        pytest.param(module, words, id=f"{page}: {' '.join(words)}")
+        for page in COMPOSED
+        for module, words in commands_of(page)
+        if not any(part in word for part in _NOT_COMPOSED for word in words)
+    ],
+)
+def test_the_words_on_a_page_are_known_and_fit_each_other(module: str, words: list[str]):
+    swept, typed = "-m" in words, [word for word in words if word != "-m"]
+    if any(word.startswith("search=") for word in typed):  # an interval is no cell: its ends are
+        typed = [word for word in typed if "interval(" not in word]
+    plan, _ = plan_forecasts(typed, multirun=swept)
+    assert plan.trials and not any("my_project" in word for word in typed)
+
+
+def test_each_figure_stands_with_the_command_that_prints_its_values():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert spec and spec.loader
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    shown = [words for _, words in commands_of("concepts")]
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    for axis in figures.FIGURES:
+        assert shlex.split(figures.command(axis))[3:] in shown
+        assert f"(figures/{axis}.svg)" in page and (ROOT / "docs" / "figures" / f"{axis}.svg").is_file()
+
+
+@pytest.mark.parametrize("page", [page for page in all_pages() if "![" in (ROOT / page).read_text()])
+def test_each_picture_stands_in_a_section_with_the_command_that_makes_it(page: str):
+    for section in re.split(r"^#", (ROOT / page).read_text(), flags=re.MULTILINE):
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", section):
+            assert re.search(r"^(\$ )?(python|make) |`(python -m|make) [^`]+`", section, re.MULTILINE), picture
+            assert (ROOT / page).parent.joinpath(picture).is_file(), picture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.engine.files import Outcome, append_line, write_outcome
+from fsdp_lab.engine.trial_files import Outcome, append_line, write_outcome
 from fsdp_lab.files import read_json, whole_folder, write_json
 from fsdp_lab.status import TrialStatus
 
@@ -62,8 +62,8 @@ def test_a_file_that_is_damaged_is_named_once_and_counts_as_absent(
     path = tmp_path / "a.json"
     path.write_bytes(content)
     assert read_json(path) is None and read_json(path) is None
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and f"{path} is damaged" in told
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and f"{path} is damaged" in output
 
 
 def test_a_folder_takes_the_place_of_one_only_when_it_is_whole(tmp_path: Path):

@@ -48,8 +48,12 @@ def test_it_sees_and_leaves_what_a_process_of_its_own_does(
     assert json.loads(seen[0] or seen[2]) == json.loads(expected[0] or expected[2])
     assert seen[1:] == expected[1:] or how == "kill"
     assert fork.returncode == alone.returncode
-    told, expected_told = (done.stderr.splitlines() for done in (fork, alone))
-    assert told == expected_told if how != "error" else (told[0], told[-1]) == (expected_told[0], expected_told[-1])
+    errors, expected_errors = (done.stderr.splitlines() for done in (fork, alone))
+    assert (
+        errors == expected_errors
+        if how != "error"
+        else (errors[0], errors[-1]) == (expected_errors[0], expected_errors[-1])
+    )
 
 
 def test_what_it_has_imported_is_run_as_if_it_had_not(tmp_path: Path) -> None:

@@ -68,16 +68,16 @@ def status_of(main: Callable[[], int | None], words: list[str], monkeypatch: pyt
 def test_whatever_is_typed_ends_with_a_message(
     main: Callable[[], int | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    found, told = [], 0
+    result, observed = [], 0
     for words in commands():
         try:
             status = status_of(main, words, monkeypatch)
         except Exception as error:  # noqa: BLE001 - every one is a finding
-            found.append(f"{' '.join(words)}: {type(error).__name__}: {error}")
+            result.append(f"{' '.join(words)}: {type(error).__name__}: {error}")
             continue
         out, err = capsys.readouterr()
         if "Traceback" in out + err or status not in (0, 2) or (status == 2 and len(err.splitlines()) != 1):
-            found.append(f"{' '.join(words)}: status {status}: {err[-300:]}")
-        told += status == 2
-    assert found == []
-    assert told > len(commands()) / 2, "most of these are mistakes"
+            result.append(f"{' '.join(words)}: status {status}: {err[-300:]}")
+        observed += status == 2
+    assert result == []
+    assert observed > len(commands()) / 2, "most of these are mistakes"

@@ -26,12 +26,12 @@ FakeNvml = Callable[..., None]
 @pytest.mark.parametrize("count", [0, 1, 8])
 def test_all_gpus_are_counted_with_their_memory(fake_nvml: FakeNvml, count: int):
     fake_nvml(gpus=count, mib="143771,81559")
-    found = gpus()
-    assert num_gpus() == len(found) == count
-    assert [gpu.index for gpu in found] == list(range(count))
-    assert [gpu.memory_bytes for gpu in found] == ([143771 * 2**20] + [81559 * 2**20] * 7)[:count]
-    assert all(gpu.name == "NVIDIA H200" and gpu.uuid.startswith("GPU-") for gpu in found)
-    assert len({gpu.uuid for gpu in found}) == count
+    visible = gpus()
+    assert num_gpus() == len(visible) == count
+    assert [gpu.index for gpu in visible] == list(range(count))
+    assert [gpu.memory_bytes for gpu in visible] == ([143771 * 2**20] + [81559 * 2**20] * 7)[:count]
+    assert all(gpu.name == "NVIDIA H200" and gpu.uuid.startswith("GPU-") for gpu in visible)
+    assert len({gpu.uuid for gpu in visible}) == count
     assert default_num_workers() == (count or 2)
 
 
@@ -102,9 +102,9 @@ def test_a_process_gets_one_mig_instance(
     fake_nvml(gpus=3, mig=mig)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = gpus()
-    assert [gpu.uuid[:10] for gpu in found] == uuids
-    assert all(gpu.memory_bytes == 18 * 2**30 for gpu in found if gpu.uuid.startswith("MIG"))
+    result = gpus()
+    assert [gpu.uuid[:10] for gpu in result] == uuids
+    assert all(gpu.memory_bytes == 18 * 2**30 for gpu in result if gpu.uuid.startswith("MIG"))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_a_process_gets_one_mig_instance(
 )
 def test_driver(fake_nvml: FakeNvml, answers: dict[str, int], cuda: tuple[int, int] | None):
     fake_nvml(gpus=1, driver="535.104.05", **answers)
-    found = driver()
-    assert found is not None
-    assert (found.version, found.cuda) == ("535.104.05", cuda)
+    installed = driver()
+    assert installed is not None
+    assert (installed.version, installed.cuda) == ("535.104.05", cuda)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_a_driver_of_the_same_major_version_or_a_newer_one_will_do(
     check_driver()
 
 
-def test_a_driver_that_is_too_old_is_told_with_both_versions(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch):
+def test_a_driver_that_is_too_old_is_reported_with_both_versions(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch):
     fake_nvml(gpus=2, driver="535.104", cuda=12020)
     monkeypatch.setattr(hardware, "_pytorch_version_file", lambda: "cuda = '13.0'\n")
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         check_driver()
-    assert str(told.value) == (
+    assert str(raised.value) == (
         "this machine has 2 GPUs, but their driver 535.104 supports CUDA 12.2 at most and PyTorch is built for CUDA "
         "13.0; update the driver to one that supports CUDA 13, or install a PyTorch built for CUDA 12."
     )
@@ -171,7 +171,7 @@ def test_a_driver_that_is_too_old_is_told_with_both_versions(fake_nvml: FakeNvml
     check_driver()
 
 
-def test_a_pytorch_without_cuda_is_told(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch):
+def test_a_pytorch_without_cuda_is_reported(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch):
     fake_nvml(gpus=1, cuda=12020)
     monkeypatch.setattr(hardware, "_pytorch_version_file", lambda: "cuda: Optional[str] = None\n")
     with pytest.raises(UserError, match=r"has 1 GPU, but PyTorch is built without CUDA; .* built for CUDA 12, or hide"):
@@ -203,8 +203,8 @@ def test_it_imports_nothing_slow():
      (0.5, 1, 1), (13.0, 2, 6)],
 )  # fmt: skip
 def test_default_cpus_per_worker(cpus: float, gpu_count: int, expected: float):
-    found = default_cpus_per_worker(cpus, gpu_count)
-    assert found == expected and isinstance(found, float)
+    result = default_cpus_per_worker(cpus, gpu_count)
+    assert result == expected and isinstance(result, float)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_what_the_driver_keeps_for_itself_is_not_cudas(fake_nvml: Callable[..., 
     assert gpus()[0].memory_bytes == (143771 - 600) * 2**20
 
 
-def test_a_gpu_counts_where_nothing_more_is_told(fake_nvml: Callable[..., None]):
+def test_a_gpu_counts_where_nothing_more_is_reported(fake_nvml: Callable[..., None]):
     fake_nvml(gpus=2, silent=1)
     assert [(gpu.index, gpu.name, gpu.memory_bytes) for gpu in gpus()] == [(0, "", 0), (1, "", 0)]
     assert gpu_memory() is None
@@ -259,21 +259,21 @@ def test_a_pytorch_that_lacks_what_is_asked_for_is_refused_early(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "capability", "told"),
+    ("gpus", "capability", "message"),
     [
         (0, "90", "this machine has no GPU; use precision=bf16_mixed"),
-        (2, "90,80", "this machine has one of 8.0; use precision=bf16_mixed"),
+        (2, "90,80", "this machine's GPU has 8.0; use precision=bf16_mixed"),
         (2, "90,89", ""),
         (1, "120", ""),
     ],
 )
 def test_float8_is_refused_early_where_no_gpu_has_it(
-    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, gpus: int, capability: str, told: str
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, gpus: int, capability: str, message: str
 ) -> None:
     fake_nvml(gpus=gpus, capability=capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     check_float8(config("precision=bf16_mixed"))
-    with pytest.raises(UserError, match=rf"precision=float8 needs .*{told}") if told else nullcontext():
+    with pytest.raises(UserError, match=rf"precision=float8 needs .*{message}") if message else nullcontext():
         check_float8(config("precision=float8"))
     check_float8(config("precision=float8", "cluster.address=auto"))
 

@@ -33,7 +33,7 @@ def message(checkout: Path, command: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_says_what_is_missing_and_what_to_type(checkout: Path, command: str):
     (checkout / "Makefile").touch()
-    assert f"type `make -C {checkout} sweep`" in message(checkout, command)
+    assert f"run `make -C {checkout} sweep`" in message(checkout, command)
 
 
 def test_an_environment_beside_it_is_named(checkout: Path):

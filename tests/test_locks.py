@@ -72,24 +72,24 @@ def test_several_share_a_lock_and_nobody_has_it_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     """Stands for a mount that cannot be had here: flock(2) has these errors for it."""
 
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(locks.fcntl, "flock", flock)
-    told = rf"^{tmp_path} is on a file system without locks \({os.strerror(number)}\).*use a folder on another one"
-    with pytest.raises(UserError, match=told), locked(tmp_path, "hydra.run.dir"):
+    message = rf"^{tmp_path} is on a file system without locks \({os.strerror(number)}\).*use another file system"
+    with pytest.raises(UserError, match=message), locked(tmp_path, "hydra.run.dir"):
         pass
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         share_until_exit(tmp_path / ".alive")
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_reported_with_its_key(tmp_path: Path):
     (tmp_path / "file").touch()
-    told = f"nightly.folder={tmp_path}/file/folder cannot be written .Not a directory.; .* set nightly.folder to"
-    with pytest.raises(UserError, match=told), locked(tmp_path / "file" / "folder", "nightly.folder"):
+    message = f"nightly.folder={tmp_path}/file/folder cannot be written .Not a directory.; .* set nightly.folder to"
+    with pytest.raises(UserError, match=message), locked(tmp_path / "file" / "folder", "nightly.folder"):
         pass
 
 

@@ -79,8 +79,10 @@ def test_an_added_metric_is_in_the_report(added: Metric):
 
 def test_an_added_metric_is_judged_at_night(added: Metric):
     before, now = (results_of(sweep([trial(0, ROWS[0], **{KEY: seconds})])) for seconds in (0.010, 0.020))
-    found = [f for f in compare(now, before, [], ToleranceConfig(), 0.005) if f.regression]
-    assert [(f.metric, f.baseline, f.tonight, f.change) for f in found] == [("stalled ms", "10.0", "20.0", "+100.0 %")]
+    collected = [f for f in compare(now, before, [], ToleranceConfig(), 0.005) if f.regression]
+    assert [(f.metric, f.baseline, f.tonight, f.change) for f in collected] == [
+        ("stalled ms", "10.0", "20.0", "+100.0 %")
+    ]
 
 
 def test_an_added_metric_may_be_an_objective_and_is_described(added: Metric):

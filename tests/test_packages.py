@@ -1,8 +1,9 @@
-"""Imports between the packages point one way, and each third-party system has its owners (see CONTRIBUTING.md)."""
+"""Imports between the packages point one way, by the table of CONTRIBUTING.md; each third-party system has owners."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,9 @@ MAY_IMPORT = {
     "cpu_contention": set(),
     "config": set(),
     "config.machine": {"config", "hardware"},
+    "reference": {"config"},
+    "api": {"config", "forecast", "report", "sweep"},
+    "doctor": {"hardware", "config"},
     "files": set(),
     "locks": {"config"},
     "private": set(),
@@ -49,6 +53,7 @@ MAY_IMPORT = {
     "speed": {"config"},
     "forecast": {*SYSTEM, "config", "profile", "report", "speed", "terminal", "training", "workloads"},
     "calibrate": {"cpu_contention", "files", "hardware", "config", "forecast", "speed", "training", "workloads"},
+    "forecast.cells": {"config", "compose", "forecast", "sweep"},
     "forecast.__main__": {"config", "compose", "forecast", "sweep", "terminal", "training"},
     "engine": {*SYSTEM, "private", "config", "training"},
     "report": {"files", "config", "takehome"},
@@ -57,6 +62,7 @@ MAY_IMPORT = {
         *SYSTEM,
         "config",
         "compose",
+        "deploy",
         "workloads",
         "forecast",
         "speed",
@@ -66,19 +72,42 @@ MAY_IMPORT = {
         "terminal",
         "tracking",
     },
-    "nightly": {"cpu_contention", "locks", "files", "config", "report", "storage", "sweep", "terminal", "tracking"},
+    "nightly": {
+        "cpu_contention",
+        "deploy",
+        "locks",
+        "files",
+        "config",
+        "report",
+        "storage",
+        "sweep",
+        "terminal",
+        "tracking",
+    },
     "nightly.__main__": {"locks", "hardware", "config", "compose", "nightly", "sweep", "terminal", "tracking"},
+    "deploy": {"files", "config"},
     "predict": {"config", "training", "tracking", "workloads"},
-    "__main__": {"locks", "files", "config", "compose", "training", "engine", "sweep", "tracking"},
+    "__main__": {
+        "locks",
+        "files",
+        "config",
+        "compose",
+        "doctor",
+        "reference",
+        "training",
+        "engine",
+        "sweep",
+        "tracking",
+    },
     "hydra_plugins": {"config", "sweep"},
 }
 OWNERS = {
     "ray": {"engine", "sweep"},
     "mlflow": {"tracking"},
-    "hydra": {"compose", "__main__", "forecast.__main__", "nightly.__main__", "sweep", "hydra_plugins"},
+    "hydra": {"compose", "__main__", "forecast.cells", "nightly.__main__", "sweep", "hydra_plugins"},
     "fsspec": {"storage"},
     "omegaconf": {"compose", "__main__", "sweep", "hydra_plugins"},
-    "torch": {"workloads", "training", "forecast", "calibrate", "predict"},
+    "torch": {"workloads", "training", "forecast", "calibrate", "doctor", "predict"},
     "torchvision": {"workloads"},
     "transformers": {"workloads"},
     "huggingface_hub": {"workloads"},
@@ -149,6 +178,29 @@ def test_the_rules_find_what_breaks_them(package: str, source: str):
     assert len(broken_rules(package, source)) == 1
 
 
+def test_the_table_of_packages_is_right():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/?` \| [^|]+ \| ([^|]+) \|$", page.partition("## The packages")[2], re.MULTILINE)
+    shown = {package: set() if may.startswith("nothing") else set(re.findall(r"`(\w+)`", may)) for package, may in rows}
+    in_words = {"__main__", *(package for package in MAY_IMPORT if "." in package)}
+    assert shown == {package: may for package, may in MAY_IMPORT.items() if package not in in_words}
+
+
+_DOCS = ("architecture", "extending", "durability", "decisions", "facts")
+_PACKAGES = (file for file in FILES if file.name == "__init__.py")
+PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in _DOCS), *(str(p.relative_to(ROOT)) for p in _PACKAGES))
+_FILE = re.compile(r"`([\w./-]+\.py|[\w.-]+/[\w./-]+\.(?:yml|json))`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_for_developers_name_files_that_exist(page: str):
+    named = _FILE.findall((ROOT / page).read_text())
+    folders = {ROOT, ROOT / "fsdp_lab", (ROOT / page).parent}
+    if page.endswith(".md"):
+        folders |= {file.parent for file in FILES}
+    assert [name for name in named if not any((folder / name).is_file() for folder in folders)] == []
+
+
 def module_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -165,13 +217,13 @@ def cycles(sources: dict[str, str]) -> dict[str, set[str]]:
         for names in reached.values():
             if between in names:
                 names |= reached[between]
-    found = {module: {n for n in names if module in reached[n]} for module, names in imported.items()}
-    return {module: names for module, names in found.items() if names}
+    collected = {module: {n for n in names if module in reached[n]} for module, names in imported.items()}
+    return {module: names for module, names in collected.items() if names}
 
 
 def test_no_module_imports_one_that_imports_it():
-    found = cycles({module_of(file): file.read_text() for file in FILES})
-    assert found == {}, "move what both need into a module of its own"
+    cyclic = cycles({module_of(file): file.read_text() for file in FILES})
+    assert cyclic == {}, "move what both need into a module of its own"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from fsdp_lab.predict import data_of, device_type, read_options
 
 
 @pytest.mark.parametrize(
-    ("wanted", "cuda", "found"),
+    ("wanted", "cuda", "expected"),
     [
         ("auto", True, "cuda"),
         ("auto", False, "cpu"),
@@ -19,11 +19,11 @@ from fsdp_lab.predict import data_of, device_type, read_options
         ("cuda", True, "cuda"),
     ],
 )
-def test_device(wanted: str, cuda: bool, found: str) -> None:
-    assert device_type(wanted, cuda) == found
+def test_device(wanted: str, cuda: bool, expected: str) -> None:
+    assert device_type(wanted, cuda) == expected
 
 
-def test_a_gpu_that_is_not_there_is_told() -> None:
+def test_a_gpu_that_is_not_there_is_reported() -> None:
     with pytest.raises(UserError, match="device=cuda: PyTorch sees no GPU here; use device=cpu, or device=auto"):
         device_type("cuda", False)
 
@@ -40,7 +40,7 @@ def test_a_device_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_folder_that_a_models_file_names_is_not_used() -> None:
     """The file may be anybody's: images were downloaded to where it said."""
     recorded = DataConfig(name="fashion_mnist", root="/home/somebody/.ssh", download=False, num_val=7)
-    found = data_of(recorded, {})
-    assert (found.name, found.num_val) == ("fashion_mnist", 7)
-    assert (found.root, found.download) == ("outputs/data", True)
+    result = data_of(recorded, {})
+    assert (result.name, result.num_val) == ("fashion_mnist", 7)
+    assert (result.root, result.download) == ("outputs/data", True)
     assert data_of(recorded, {"data.root": "mine", "data.download": "false"}).root == "mine"

@@ -48,6 +48,7 @@ NEEDS = {
     "data=pydoc_summaries": SUMMARISER,
     "data=wikihow": [*SUMMARISER, f"data.root={WIKIHOW}"],
     "task=seq2seq": SUMMARISER,
+    "cluster=kuberay": ["cluster.job.image=lab", "cluster.job.cpus_per_node=1", "cluster.job.memory_gib_per_node=1"],
     "data=text": [f"data.root={ROOT / 'experiments'}", "data.seq_len=64"],
     "model=llama3_1b": SMALL_LLAMA,
     "model=llama3_8b": SMALL_LLAMA,
@@ -65,8 +66,8 @@ OPTIONS = sorted(f"{folder.name}={file.stem}" for folder in group_dirs() for fil
 
 
 def composed(option: str) -> SweepConfig:
-    says_the_model = option.partition("=")[0] in ("model", "data", "task", "experiment")
-    words = [*TWO_STEPS, *([] if says_the_model else ["model.num_layers=2"]), option, *NEEDS.get(option, [])]
+    names_the_model = option.partition("=")[0] in ("model", "data", "task", "experiment")
+    words = [*TWO_STEPS, *([] if names_the_model else ["model.num_layers=2"]), option, *NEEDS.get(option, [])]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return typed_config(compose("config", with_custom(words)))
 
@@ -99,7 +100,7 @@ def train_each(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]
         own.mkdir(exist_ok=True)
         try:
             train(from_dict(SweepConfig, values), own, memo, losses.extend)
-            results[option] = losses, memo.told
+            results[option] = losses, memo.reported
         except Exception as error:  # noqa: BLE001 - the test of this option tells it
             results[option] = repr(error)
         gc.collect()
@@ -125,11 +126,11 @@ def test_an_option_trains_for_two_steps(configs: dict[str, SweepConfig], trained
         assert "precision=float8 needs a GPU" in trained[option]
         return
     assert not isinstance(trained[option], str), trained[option]
-    losses, told = trained[option]
+    losses, reported = trained[option]
     assert len(losses) == 2
     assert all(math.isfinite(loss) for loss in losses)
-    assert told[-1]["step"] == 2
-    assert math.isfinite(told[-1]["val/loss"])
+    assert reported[-1]["step"] == 2
+    assert math.isfinite(reported[-1]["val/loss"])
 
 
 @pytest.mark.parametrize("preset", PRESETS)

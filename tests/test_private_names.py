@@ -75,7 +75,7 @@ def test_a_file_uses_no_private_name_of_a_library(file: Path):
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "expected"),
     [
         ("import torch._dynamo", ["torch._dynamo"]),
         ("from torch._guards import active_fake_mode", ["torch._guards.active_fake_mode"]),
@@ -93,5 +93,5 @@ def test_a_file_uses_no_private_name_of_a_library(file: Path):
         ("os._exit(1)\nfor _ in x: pass\nrow._asdict()\nx.__dict__\nfrom __future__ import annotations", []),
     ],
 )
-def test_a_private_name_is_found(source: str, found: list[str]):
-    assert list(private_names(source)) == found
+def test_a_private_name_is_found(source: str, expected: list[str]):
+    assert list(private_names(source)) == expected

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 from itertools import product
 
 import pytest
@@ -90,3 +97,40 @@ def test_the_line_below_names_what_left_and_where_it_is():
 )
 def test_lines_end_behind_words_and_then_behind_their_parts(text: str, width: int, breaks: bool, lines: list[str]):
     assert break_lines(text, width, breaks) == lines
+
+
+_PRINTS = """
+import sys
+from rich.text import Text
+from fsdp_lab.terminal import Column, FittingTable, open_console
+console = open_console()
+console.print(FittingTable([Column("setting", ["a", "b"], breaks=True), Column("samples/s", ["*1.5", "2.5"])]))
+console.print(Text("Recommended: a", style="bold"))
+sys.exit(0 if console.is_terminal else 3)
+"""
+
+
+def on_a_terminal(width: int, **environment: str) -> str:
+    """What is printed on a pseudo-terminal of so many columns."""
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    given = {**known, "TERM": "xterm-256color", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINTS], stdin=other, stdout=other, env=given, timeout=60, check=False
+    )
+    os.close(other)
+    assert done.returncode == 0
+    with open(main, "rb", buffering=0) as shown_there:
+        return shown_there.read(100_000).decode()
+
+
+def test_a_terminal_shows_styles_and_none_with_no_color():
+    styled, plain = on_a_terminal(60), on_a_terminal(60, NO_COLOR="1")
+    assert "\x1b[1mRecommended: a\x1b[0m" in styled
+    assert "\x1b" not in plain and "Recommended: a" in plain and "*1.5" in plain
+
+
+def test_a_pipe_gets_plain_lines():
+    done = subprocess.run([sys.executable, "-c", _PRINTS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3 and "\x1b" not in done.stdout and "Recommended: a" in done.stdout

@@ -154,16 +154,16 @@ class TestTable:
         [((PASS, PASS), 0), ((PASS, FAIL), 1), ((PASS, NOT_MEASURED), 3), ((FAIL, NOT_MEASURED), 1)],
     )
     def test_exit_status(self, verdicts: tuple[str, str], status: int):
-        found = [(line, Result(line.id, v, "")) for line, v in zip(self.LINES, verdicts, strict=True)]
-        assert table.exit_status(found) == status
+        rows = [(line, Result(line.id, v, "")) for line, v in zip(self.LINES, verdicts, strict=True)]
+        assert table.exit_status(rows) == status
 
     def test_a_line_without_a_result_is_not_measured(self):
-        found = table.rows(self.LINES, {self.LINES[0].id: Result(self.LINES[0].id, PASS, "1")})
-        assert [result.verdict for _, result in found] == [PASS, NOT_MEASURED]
+        rows = table.rows(self.LINES, {self.LINES[0].id: Result(self.LINES[0].id, PASS, "1")})
+        assert [result.verdict for _, result in rows] == [PASS, NOT_MEASURED]
 
     def test_it_names_the_machine_and_what_failed(self, tmp_path: Path):
-        found = table.rows(self.LINES, {self.LINES[0].id: Result(self.LINES[0].id, FAIL, "far | off", 1.5)})
-        text = table.write(found, bench(GPU, 1), tmp_path)
+        rows = table.rows(self.LINES, {self.LINES[0].id: Result(self.LINES[0].id, FAIL, "far | off", 1.5)})
+        text = table.write(rows, bench(GPU, 1), tmp_path)
         machine = ("1 x NVIDIA H200", "580.1", "9.0", "2.28", "91500", "sources: abc", "commit: ")
         for part in (*machine, "FAIL parity: x|y x1"):
             assert part in text
@@ -200,37 +200,37 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(settings: list[str], seconds: float = 60.0) -> tuple[int, dict[str, Result], list[str]]:
         on = bench(folder=tmp_path)
         lines = [Line("rates", setting, 2, "", limit_s=1.0) for setting in settings]
-        state, told = State(tmp_path, key_of(on)), []
+        state, begun = State(tmp_path, key_of(on)), []
         known = state.results()
-        launcher = Launcher(on, state, time.monotonic() + seconds, lambda result: told.append(result.id))
+        launcher = Launcher(on, state, time.monotonic() + seconds, lambda result: begun.append(result.id))
         if left := [line for line in lines if line.id not in known]:
             launcher.run("stand-in", left)
-        found = table.rows(lines, state.results())
-        return table.exit_status(found), {line.setting: result for line, result in found}, told
+        rows = table.rows(lines, state.results())
+        return table.exit_status(rows), {line.setting: result for line, result in rows}, begun
 
     return run
 
 
 def test_a_failed_line_gives_status_1_and_leaves_the_others(start: Any):
-    status, found, _ = start(["good", "wrong", "fine"])
-    assert status == 1 and [r.verdict for r in found.values()] == [PASS, FAIL, PASS]
+    status, results, _ = start(["good", "wrong", "fine"])
+    assert status == 1 and [r.verdict for r in results.values()] == [PASS, FAIL, PASS]
 
 
 def test_a_crash_and_a_hang_fail_their_own_lines_only(start: Any):
-    status, found, _ = start(["good", "crash", "hang", "fine"])
-    assert status == 1 and [r.verdict for r in found.values()] == [PASS, FAIL, FAIL, PASS]
-    assert "SomeError: broken" in found["crash"].measured and "hung" in found["hang"].measured
+    status, results, _ = start(["good", "crash", "hang", "fine"])
+    assert status == 1 and [r.verdict for r in results.values()] == [PASS, FAIL, FAIL, PASS]
+    assert "SomeError: broken" in results["crash"].measured and "hung" in results["hang"].measured
 
 
 def test_what_the_limit_cuts_is_not_measured(start: Any):
-    status, found, _ = start(["good"], seconds=-1)
-    assert status == 3 and found["good"].verdict == NOT_MEASURED
+    status, results, _ = start(["good"], seconds=-1)
+    assert status == 3 and results["good"].verdict == NOT_MEASURED
 
 
 def test_a_second_start_measures_only_what_has_no_result(start: Any):
     start(["good", "wrong"])
-    status, _, told = start(["good", "wrong", "fine"])
-    assert status == 1 and told == ["rates: fine x2"]
+    status, _, begun = start(["good", "wrong", "fine"])
+    assert status == 1 and begun == ["rates: fine x2"]
 
 
 def test_lines_are_chosen_by_how_they_begin():
@@ -283,18 +283,18 @@ def test_the_command_checks_a_cpu_and_goes_on_where_it_was_interrupted(tmp_path:
 
 def processes_of(folder: Path) -> list[str]:
     """Command lines of processes that were started for the folder."""
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(folder) in text and int(path.parent.name) != os.getpid():
-            found.append(text)
-    return found
+            processes.append(text)
+    return processes
 
 
-def test_an_error_of_cuda_is_told_by_its_first_line():
+def test_an_error_of_cuda_is_reported_by_its_first_line():
     """Its last lines are advice that is always the same; and the context is of no more use after it."""
     text = (
         "CUDA error: an illegal memory access was encountered\n"
@@ -307,8 +307,8 @@ def test_an_error_of_cuda_is_told_by_its_first_line():
 
 
 def test_the_step_of_bare_pytorch_is_forecast_as_on_gpus():
-    found = decoder.forecast(config("sharding=per_block", "offload=cpu"), 2, cuda=True)
-    assert 0 < found["peak_bytes"] < found["reserved_bytes"]
+    result = decoder.forecast(config("sharding=per_block", "offload=cpu"), 2, cuda=True)
+    assert 0 < result["peak_bytes"] < result["reserved_bytes"]
 
 
 def test_a_calibration_that_takes_too_long_leaves_no_rank_behind(tmp_path: Path):
@@ -322,6 +322,6 @@ def test_a_calibration_that_takes_too_long_leaves_no_rank_behind(tmp_path: Path)
         time.sleep(0.1)
 
 
-def test_a_calibration_that_fails_is_told(tmp_path: Path):
+def test_a_calibration_that_fails_is_reported(tmp_path: Path):
     with pytest.raises(subprocess.CalledProcessError):
         memory.run_group([sys.executable, "-c", "raise SystemExit(2)"], tmp_path, dict(os.environ), 30.0)

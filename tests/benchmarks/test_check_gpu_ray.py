@@ -110,13 +110,13 @@ def test_parts_arrive_one_by_one(
         (folder / part.name).rename(carried / part.name)
         status = install.main([str(carried / part.name), *place])
         assert status == 3
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         if number == 0:
-            assert "missing: manifest.json" in said
+            assert "missing: manifest.json" in output
             (folder / parts.MANIFEST).rename(carried / parts.MANIFEST)
             assert install.main([str(carried / parts.MANIFEST), *place]) == 3
-            said = capsys.readouterr().err
-        assert part.name not in said and manifest.parts[-1].name in said
+            output = capsys.readouterr().err
+        assert part.name not in output and manifest.parts[-1].name in output
         (carried / part.name).unlink()
         if number == len(manifest.parts) - 2:
             break
@@ -237,20 +237,20 @@ def leave(folder: Path, trials: list[dict[str, Any]], status: int = 0, **more: A
     return sweeps.Left(status, folder, **more)
 
 
-def verdicts(sweep: sweeps.Sweep, left: sweeps.Left, where: Machine = CPU) -> dict[str, Verdict]:
+def verdicts(sweep: sweeps.PlannedSweep, left: sweeps.Left, where: Machine = CPU) -> dict[str, Verdict]:
     lines = sweep.judge(left, where, 12.0)
     assert [line.name for line in lines] == sweep.names
     return {line.name.partition(": ")[2]: line.verdict for line in lines}
 
 
-def failed(sweep: sweeps.Sweep, left: sweeps.Left, where: Machine = CPU) -> set[str]:
+def failed(sweep: sweeps.PlannedSweep, left: sweeps.Left, where: Machine = CPU) -> set[str]:
     return {name for name, verdict in verdicts(sweep, left, where).items() if verdict is FAILED}
 
 
 def test_good_readme_sweep_passes(tmp_path: Path) -> None:
-    found = verdicts(sweeps.readme(CPU), leave(tmp_path, [trial()] * 4))
-    assert set(found) == {"outcomes", "device", "losses", "forecast error"}
-    assert set(found.values()) == {PASSED}
+    result = verdicts(sweeps.readme(CPU), leave(tmp_path, [trial()] * 4))
+    assert set(result) == {"outcomes", "device", "losses", "forecast error"}
+    assert set(result.values()) == {PASSED}
 
 
 @pytest.mark.parametrize(
@@ -363,8 +363,8 @@ def test_state_counts_for_the_same_key_only(tmp_path: Path) -> None:
     assert list(state.read()) == ["two"]
 
 
-def run_command(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, found: Machine = CPU) -> int:
-    monkeypatch.setattr(command, "look", lambda device, environment: found)
+def run_command(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, expected: Machine = CPU) -> int:
+    monkeypatch.setattr(command, "look", lambda device, environment: expected)
     return command.main(["--out", str(out), *words])
 
 
@@ -372,7 +372,7 @@ def test_command_goes_on_where_the_limit_cut_it_off(tmp_path: Path, monkeypatch:
     """With 120 s only the first sweep and the last are begun; the next call runs the one between."""
     ran = []
 
-    def run_sweep(sweep: sweeps.Sweep, *_: Any) -> list[Line]:
+    def run_sweep(sweep: sweeps.PlannedSweep, *_: Any) -> list[Line]:
         ran.append(sweep.name)
         return [line.judged("as expected", True) for line, _ in sweep.lines]
 
@@ -491,8 +491,8 @@ def test_wheels_for_another_python_are_refused_before_the_rest_is_carried(
     parts.pack(small_wheels(tmp_path / "wheels"), out, 1000, {"python": "3.99"})
     place = ["--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")]
     assert install.main([str(out / parts.MANIFEST), *place]) == 2
-    said = capsys.readouterr().err
-    assert "these wheels are for Python 3.99" in said and f"make gpu-wheels ARGS='--python {HERE}'" in said
+    output = capsys.readouterr().err
+    assert "these wheels are for Python 3.99" in output and f"make gpu-wheels ARGS='--python {HERE}'" in output
 
 
 def test_what_is_not_installed_is_named_without_a_traceback(tmp_path: Path):

@@ -26,13 +26,13 @@ def test_predictions_are_judged_by_hand():
     """Speeds 16, 8, 24 and 12 samples/s as predicted; the third is slower than the first when it runs."""
     some = [speed.Case(m, "ddp", "default", "fp32", "none", 1, 48) for m in ("gpt", "gpt", "vit", "vit")]
     speeds = [made_up(s, s * 0.9, s * 1.1) for s in (3.0, 6.0, 2.0, 4.0)]
-    found = speed.judge(some, speeds, [3.0, 6.5, 5.0, 4.0])
-    assert found.chosen == {"gpt": 1.0, "vit": pytest.approx(0.8)}
-    assert found.inside == 0.75
+    judged = speed.judge(some, speeds, [3.0, 6.5, 5.0, 4.0])
+    assert judged.chosen == {"gpt": 1.0, "vit": pytest.approx(0.8)}
+    assert judged.inside == 0.75
     errors = sorted([0.0, 6 / 6.5 - 1, 2 / 5 - 1, 0.0], key=abs)
-    assert found.median_error == pytest.approx(np.median(np.abs(errors)))
-    assert found.level == pytest.approx((1 + 6 / 6.5) / 2 - 1), "of 0.4, 0.92, 1 and 1"
-    assert found.spearman == pytest.approx(0.4), "ranks 3 1 4 2 and 4 1 2 3: 1 - 6 * 6 / (4 * 15)"
+    assert judged.median_error == pytest.approx(np.median(np.abs(errors)))
+    assert judged.level == pytest.approx((1 + 6 / 6.5) / 2 - 1), "of 0.4, 0.92, 1 and 1"
+    assert judged.spearman == pytest.approx(0.4), "ranks 3 1 4 2 and 4 1 2 3: 1 - 6 * 6 / (4 * 15)"
 
 
 def test_forty_eight_settings_of_two_models_vary_every_axis():

@@ -26,14 +26,14 @@ def test_the_fused_loss_is_the_plain_one():
     torch.manual_seed(0)
     model = Mpt(vocab_size=11, dim=16, num_layers=1, num_heads=2, max_seq_len=8)
     tokens, labels = torch.randint(0, 11, (2, 2, 8))
-    found, count = model(tokens, labels, 2)
-    found.backward()
+    result, count = model(tokens, labels, 2)
+    result.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     plain = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
     plain.backward()
     assert count == 16
-    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(result, plain)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
@@ -59,7 +59,7 @@ def program(blocks: int, tokens: int, microbatches: int = 1) -> list[Operator]:
 
 
 def rows() -> list[Row]:
-    found = []
+    collected = []
     for number, tokens in enumerate((300, 1000, 2000, 5000, 12000, 30000, 60000)):
         facts = {
             "num_gpus": "8", "num_layers": "6", "grad_accum_steps": "3", "num_params": "1e9", "hidden_dim": "512",
@@ -68,16 +68,16 @@ def rows() -> list[Row]:
         }  # fmt: skip
         steps = {depth: Step.of(program(depth, tokens, 2)) for depth in (2, 3)}
         row = Row(facts, A100, steps, 1.0)
-        found.append(replace(row, measured=row.seconds(KNOWN)))
-    return found
+        collected.append(replace(row, measured=row.seconds(KNOWN)))
+    return collected
 
 
 def test_a_fit_finds_the_efficiencies_that_made_the_steps():
     made = rows()
-    found = fit(made)
+    fitted = fit(made)
     for name, value in vars(KNOWN).items():
-        assert getattr(found, name) == pytest.approx(value, rel=0.05), name
-    again = refit(made, found)(range(1, len(made)))
+        assert getattr(fitted, name) == pytest.approx(value, rel=0.05), name
+    again = refit(made, fitted)(range(1, len(made)))
     assert again.matmul == pytest.approx(KNOWN.matmul, rel=0.05)
 
 
@@ -99,8 +99,8 @@ def test_depth_and_accumulation_are_extrapolated_to_the_whole_step():
 def test_the_baselines_know_no_more_than_their_numbers():
     made = rows()
     doubled = [replace(row, measured=2 * row.measured) for row in made]
-    assert constant(doubled, made) == pytest.approx([2 * found for found in constant(made, made)])
-    assert roofline(doubled, made) == pytest.approx([2 * found for found in roofline(made, made)])
+    assert constant(doubled, made) == pytest.approx([2 * result for result in constant(made, made)])
+    assert roofline(doubled, made) == pytest.approx([2 * result for result in roofline(made, made)])
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,19 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fsdp_lab.calibrate.__main__ import Options, read_options, summary, write_device
+from fsdp_lab.calibrate.__main__ import Options, main, rates, read_options, write_device
+from fsdp_lab.calibrate.sure import better_before, how_sure
 from fsdp_lab.config import ConfigError
+from fsdp_lab.config.conf import slug
 from fsdp_lab.forecast.devices import check_here, data_sheet, data_sheet_here, device_notes, refined
 from fsdp_lab.forecast.observations import read_observations, record_observation
 from fsdp_lab.forecast.run import Request, forecast_one
 from fsdp_lab.hardware import cpu_name, num_cpus
-from fsdp_lab.speed.device import Basis
+from fsdp_lab.speed.device import Basis, KnownError
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import Measured
 from fsdp_lab.speed.predict import Parts
@@ -37,24 +40,24 @@ def test_the_defaults_are_two_workers_on_a_cpu_for_two_minutes(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("device=gpu", "device=gpu is not an option. Choose one of: auto, cpu, cuda."),
         ("device=cuda", "device=cuda: this machine has no GPU; use device=cpu, or device=auto."),
-        ("workers=two", "workers=two is no whole number above 0"),
+        ("workers=two", "workers=two is not a whole number above 0"),
         ("workers=9999", "workers=9999 is more than the "),
-        ("limit_s=0", "limit_s=0 is no whole number above 0"),
+        ("limit_s=0", "limit_s=0 is not a whole number above 0"),
         ("name=a/b", "name=a/b becomes the name of a file"),
-        ("name=h100_sxm", "name=h100_sxm stands for something else in forecast.device"),
-        ("name=cpu", "name=cpu stands for something else"),
+        ("name=h100_sxm", "name=h100_sxm has another meaning in forecast.device"),
+        ("name=cpu", "name=cpu has another meaning"),
         ("hours=2", "hours is not a key. The keys are: workers, device, limit_s, name."),
     ],
 )
-def test_a_wrong_word_says_what_is_right(word: str, told: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_word_says_what_is_right(word: str, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.calibrate.__main__.num_gpus", lambda: 0)
     with pytest.raises(ConfigError) as raised:
         read_options([word])
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def calibrated(
@@ -145,11 +148,11 @@ def test_a_damaged_calibration_counts_as_absent(here: Path, capsys: pytest.Captu
     (here / "outputs/devices/here.yaml").write_text("name: [")
     (here / "outputs/devices/gone.yaml").symlink_to("nowhere")
     assert data_sheet(config()) is None
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.endswith(
+    (output,) = capsys.readouterr().err.splitlines()
+    assert output.endswith(
         "); it is ignored, and no speed is predicted; delete it, or run python -m fsdp_lab.calibrate again"
     )
-    assert told.count("here.yaml") == 1 and "here.yaml is damaged (cannot be read as YAML: while parsing" in told
+    assert output.count("here.yaml") == 1 and "here.yaml is damaged (cannot be read as YAML: while parsing" in output
     calibrated(here, file="second")
     (here / "outputs/devices/third.yaml").write_text((here / "outputs/devices/second.yaml").read_text() + "\nhost: 1")
     assert data_sheet(config()) is not None
@@ -213,12 +216,91 @@ def test_finished_trials_correct_forecasts_by_the_calibration_that_predicted_the
     assert refined(again) == again, "another calibration starts afresh"
 
 
-def test_the_summary_has_rates_errors_and_the_file(here: Path):
-    told = summary(HERE, Path("outputs/devices/here.yaml"))
-    assert "GFLOP/s of a worker: bfloat16 1e+05, float32 1e+04" in told
-    assert "gathers 100 GB/s" in told
-    assert "error for unseen models: median 10%, nine of ten 20%" in told
-    assert told.endswith("written: outputs/devices/here.yaml")
+def test_the_summary_has_rates_and_says_how_sure_predictions_are():
+    message = "\n".join([*rates(HERE), *how_sure(replace(HERE, relative=KnownError(0.05, 0.25)))])
+    assert "GFLOP/s per worker: bfloat16 100,000, float32 10,000" in message
+    assert "gathers 100 GB/s" in message
+    assert "that were not measured: nine of ten within ±20% (median 10%)" in message
+    assert "skips settings predicted to be slower than 80% of the last that it asks for" in message
+    assert "other processes used 0% of the cores" in message and "warning" not in message
+
+
+@pytest.mark.parametrize(
+    ("others", "ratio", "warns"),
+    [
+        (0.4, 0.1, "was disturbed, and its predictions may be too slow"),
+        (0.0, 0.84, "forecast.keep skips almost nothing"),
+        (0.0, None, "forecast.keep skips almost nothing"),
+    ],
+)
+def test_a_calibration_that_shows_little_says_so_and_what_to_do(others: float, ratio: float | None, warns: str):
+    relative = None if ratio is None else KnownError(ratio / 2, ratio)
+    (*_, warning) = how_sure(replace(HERE, relative=relative, measured=replace(MEASURED, others=others)))
+    assert warning.startswith("warning: ") and warns in warning
+    assert warning.endswith("close other programs and run python -m fsdp_lab.calibrate again")
+
+
+@pytest.mark.parametrize(
+    ("error", "others", "kept"),
+    [
+        (0.2, 0.0, False),
+        (0.24, 0.0, False),  # of two quiet ones the newer counts
+        (0.59, 0.0, True),
+        (0.1, 0.4, True),  # its own errors do not show that all of it is too slow
+    ],
+)
+def test_a_better_calibration_from_before_is_kept(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: float, others: float,
+    kept: bool,
+):  # fmt: skip
+    """The measuring itself is left out: what it finds is made by hand."""
+    calibrated(here, file=slug(cpu_name()))
+    (file,) = (here / "outputs/devices").glob("*.yaml")
+    before = file.read_text()
+    measured = Measured(cpu_name(), version("torch"), 2, 2, others, LINES, HOST)
+    now = replace(HERE, name=cpu_name(), error=KnownError(0.05, error), measured=measured, link_bandwidth=1.25e9)
+    monkeypatch.setattr("fsdp_lab.calibrate.__main__.calibrate", lambda *_: now)
+    for words, stays in (["workers=2"], kept), (["workers=2", "name=mine"], True):
+        monkeypatch.setattr("sys.argv", ["fsdp_lab.calibrate", *words])
+        assert main() == 0
+        assert (file.read_text() == before) is stays
+        output = capsys.readouterr().out
+        assert ("not written: the earlier calibration is better. Its predictions are within ±20%" in output) is (
+            kept and words == ["workers=2"]
+        )
+        before = file.read_text()
+    assert (here / "outputs/devices/mine.yaml").is_file(), "asked for by its name"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "kept"),
+    [
+        ((0.8, 0.0), (0.15, 0.4), False),  # quiet, with clearly larger errors
+        ((0.8, 0.49), (0.15, 0.5), False),
+        ((0.2, 0.49), (0.19, 0.5), False),  # of two disturbed ones the newer counts
+        ((0.2, 0.49), (0.59, 0.5), True),
+        ((0.2, 0.1), (0.19, 0.11), True),
+    ],
+)
+def test_a_quiet_calibration_is_better_unless_its_errors_are_clearly_larger(
+    monkeypatch: pytest.MonkeyPatch, then: tuple[float, float], now: tuple[float, float], kept: bool
+):
+    before, after = (
+        replace(HERE, error=KnownError(0.05, error), measured=replace(MEASURED, others=others))
+        for error, others in (then, now)
+    )
+    monkeypatch.setattr("fsdp_lab.calibrate.sure.calibrated", lambda *_: before)
+    assert (better_before(after) is before) is kept
+
+
+@pytest.mark.parametrize("differs", [{"torch": "2.11.0"}, {"workers": 1}, {"machine": "another"}, {"cores": 64}])
+def test_a_calibration_of_something_else_is_not_better(here: Path, differs: dict[str, Any]):
+    now = replace(HERE, name=cpu_name(), error=KnownError(0.4, 0.8), measured=replace(MEASURED, machine=cpu_name()))
+    assert now.measured is not None
+    now = replace(now, measured=replace(now.measured, torch=version("torch"), workers=2))
+    calibrated(here)
+    assert better_before(now) is not None and now.measured is not None
+    assert better_before(replace(now, measured=replace(now.measured, **differs))) is None
 
 
 @pytest.mark.parametrize(("others", "kept"), [(0.05, 1), (0.2, 0)])
@@ -233,7 +315,7 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
     state = SimpleNamespace(
         trial=SimpleNamespace(config=settings), forecast=forecast, metrics=metrics, status=TrialStatus.finished
     )
-    sweep = SimpleNamespace(states=[state], folder=here / "sweep", say=print, say_once=print)
+    sweep = SimpleNamespace(states=[state], folder=here / "sweep", log=print, log_once=print)
     monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.engine.num_gpus", lambda: 0)
     monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.engine.resolve_num_workers", lambda cluster: 2)
     plan = SimpleNamespace(config=settings, state=SimpleNamespace(trials=[]))
@@ -243,6 +325,6 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
         listener.ended(sweep, 0)  # type: ignore[arg-type]
     sheet = data_sheet(settings)
     assert sheet is not None and sheet.measured is not None
-    found = read_observations(sheet.name, sheet.measured.torch, digest(sheet))
-    assert [one.measured_s for one in found] == pytest.approx([32 / 320 * 0.5] * kept)
-    assert not found or found[0].parts == forecast.speed.parts  # type: ignore[union-attr]
+    observations = read_observations(sheet.name, sheet.measured.torch, digest(sheet))
+    assert [one.measured_s for one in observations] == pytest.approx([32 / 320 * 0.5] * kept)
+    assert not observations or observations[0].parts == forecast.speed.parts  # type: ignore[union-attr]

@@ -57,35 +57,35 @@ def made_up(count: int, noise: float = 0.0) -> tuple[list[Steps], list[Sample]]:
 
 def test_steps_that_a_fit_has_not_seen_are_predicted():
     steps, collectives = made_up(24)
-    found = fit(steps[:16], collectives, HERE)
-    known = replace(HERE, measured=found.measured)
+    fitted = fit(steps[:16], collectives, HERE)
+    known = replace(HERE, measured=fitted.measured)
     errors = [step_seconds(one.program, known) / one.seconds - 1 for one in steps[16:]]
     assert max(map(abs, errors)) < 0.03
-    assert found.measured.operators["aten.mm"]["float32"].s_per_flop == pytest.approx(1e-11, rel=0.1)
+    assert fitted.measured.operators["aten.mm"]["float32"].s_per_flop == pytest.approx(1e-11, rel=0.1)
 
 
 def test_the_errors_are_those_of_families_left_out():
     """With a fifth of noise they are of its size, whatever the fit makes of what it has seen."""
     steps, collectives = made_up(24, noise=0.2)
-    found = fit(steps, collectives, HERE)
-    assert len(found.errors) == 24
-    assert 0.05 < float(np.median(np.abs(found.errors))) < 0.2
+    fitted = fit(steps, collectives, HERE)
+    assert len(fitted.errors) == 24
+    assert 0.05 < float(np.median(np.abs(fitted.errors))) < 0.2
 
 
 def test_what_is_common_to_all_steps_of_a_model_is_no_error_of_their_ratios():
     """Every step of one model takes half as long again as all that it does, and of another two thirds."""
     steps, collectives = made_up(24)
     levels = {"model 0": 1.5, "model 1": 1.0, "model 2": 0.67, "model 3": 1.0}
-    found = fit([replace(one, seconds=one.seconds * levels[one.model]) for one in steps], collectives, HERE)
-    assert known_error(found.errors).p90 > 0.3
-    assert found.relative is not None and found.relative.p90 < 0.1
+    fitted = fit([replace(one, seconds=one.seconds * levels[one.model]) for one in steps], collectives, HERE)
+    assert known_error(fitted.errors).p90 > 0.3
+    assert fitted.relative is not None and fitted.relative.p90 < 0.1
 
 
 def test_one_family_alone_has_no_known_error():
     steps, collectives = made_up(8)
-    found = fit([replace(one, family="a") for one in steps], collectives, HERE)
-    assert found.errors == [] and found.relative is None
-    assert known_error(found.errors).p90 == 0.5
+    fitted = fit([replace(one, family="a") for one in steps], collectives, HERE)
+    assert fitted.errors == [] and fitted.relative is None
+    assert known_error(fitted.errors).p90 == 0.5
 
 
 def test_a_line_is_never_negative_and_has_its_kinds_slope_where_its_own_is_unknown():
@@ -114,7 +114,7 @@ def test_arithmetic_in_one_dtype_says_nothing_of_another():
     assert lines["matmul"]["float32"].seconds(1e9, 1e6) == pytest.approx(0.1)
 
 
-def test_known_errors_stay_within_what_a_file_may_say():
+def test_known_errors_stay_within_what_a_file_may_state():
     assert known_error([0.0] * 10).p90 == 0.02
     assert known_error([5.0] * 10).p90 == 0.9
     assert known_error([-0.1, 0.2, -0.3, 0.4]).p90 == 0.4

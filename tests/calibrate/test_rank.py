@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fsdp_lab.calibrate import rank
-from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.distributed import DistributedContext
 
 
 def test_attention_is_timed_in_each_dtype_forwards_and_backwards(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rank, "_ATTENTION", ((17, 32, False), (64, 32, True)))
-    rows = rank.time_attention(Ranks(0, 0, 1, torch.device("cpu")), repeats=2)
+    rows = rank.time_attention(DistributedContext(0, 0, 1, torch.device("cpu")), repeats=2)
     assert Counter((name, dtype) for name, _, dtype, *_ in rows) == {
         (f"aten._scaled_dot_product_flash_attention_for_cpu{which}", dtype): 2
         for which in ("", "_backward")

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -105,7 +106,10 @@ class Cluster:
         return ["sh", "-c", own, str(self.local), str(self.folder / "ray")]
 
     def revive(self) -> None:
-        """Start the nodes that were killed; all of them where the head was."""
+        """Start the nodes that have ended; all of them where the head has."""
+        for node in self.nodes:
+            if node.raylet is not None and node.raylet.poll() is not None:
+                self.kill(node)
         if self.nodes[0].raylet is None:
             self.end()
         for node in self.nodes:
@@ -121,9 +125,17 @@ class Cluster:
                 stderr=subprocess.DEVNULL,
             )  # fmt: skip
         assert self._asked.stdin and self._asked.stdout
-        print(expression, file=self._asked.stdin, flush=True)
-        # Ray prints the end of a dead node's log, too
-        return json.loads(next(line for line in self._asked.stdout if line.startswith(_MARK)).removeprefix(_MARK))
+        limit = threading.Timer(_START_S, self._asked.kill)
+        limit.start()
+        try:
+            print(expression, file=self._asked.stdin, flush=True)
+            # Ray prints the end of a dead node's log, too
+            answers = (line.removeprefix(_MARK) for line in self._asked.stdout if line.startswith(_MARK))
+            answer = next(answers, None)
+            assert answer is not None, f"the cluster does not answer: {expression}"
+            return json.loads(answer)
+        finally:
+            limit.cancel()
 
     def alive(self) -> list[str]:
         """The addresses of the nodes that Ray takes for alive."""
@@ -132,9 +144,10 @@ class Cluster:
     def kill(self, node: Node) -> None:
         """End a node as a power cut does: every process of it at once."""
         assert node.raylet is not None
-        for process in [psutil.Process(node.raylet.pid), *descendants(node.raylet.pid)]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        if node.raylet.poll() is None:  # else it has ended by itself, as it does when it loses the head
+            for process in [psutil.Process(node.raylet.pid), *descendants(node.raylet.pid)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         node.raylet.wait(10)
         node.raylet = None
 
@@ -184,7 +197,9 @@ def why_not() -> str:
 def two_namespaces() -> Iterator[list[Node]]:
     """Two nodes with a network between them; this machine's name resolves to the loopback there, as Debian has it."""
     mark = f"{os.getpid()}{secrets.token_hex(1)}"
-    nodes = [Node(f"fsdp{mark}{letter}", f"10.77.0.{n}", 4 - n) for n, letter in enumerate("ab", 1)]
+    # Their own addresses: Ray looks at all processes of the machine for another Ray at the same one.
+    network = f"10.77.{os.getpid() % 256}"
+    nodes = [Node(f"fsdp{mark}{letter}", f"{network}.{n}", 4 - n) for n, letter in enumerate("ab", 1)]
     cables = [f"v{mark}{letter}" for letter in "ab"]
     with ExitStack() as stack:
         for node in nodes:

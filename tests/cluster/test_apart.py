@@ -13,7 +13,7 @@ import pytest
 from fsdp_lab.sweep.store.paths import sweep_address
 from tests.cluster.conftest import S3_PORT
 from tests.cluster.namespaces import TWO_NODES, Cluster, Node, cluster_over
-from tests.cluster.test_nodes import losses
+from tests.cluster.test_nodes import same_losses
 from tests.s3 import s3_server
 from tests.servers import lay_store
 from tests.sweep.conftest import results, wait_for
@@ -49,7 +49,7 @@ def test_a_sweep_whose_drivers_node_dies_is_finished_by_another_from_storage_alo
             )  # fmt: skip
     first, (row, *_) = gone / "out" / "0", results(gone)
     assert sorted(json.loads((first / "places.json").read_text())["addresses"]) == [head.address, other.address]
-    assert losses(row) == losses(on_one_node)
+    assert same_losses(row, on_one_node)
     assert all(list(first.glob(f"{name}{rank}*")) for name in ("memory_peaks_rank", "logs/rank") for rank in "01")
     assert not list(gone.glob("out/*/checkpoints")) and before < _EPOCHS
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,10 +67,10 @@ def until_power_cut(cluster: Cluster, folder: Path, log: Path) -> str:
     lay_store(folder)
     words = ("-m", *TWO_NODES, f"training.epochs=2,{_EPOCHS}", f"cluster.address={cluster.address}",
              f"cluster.storage_path={_BUCKET}")  # fmt: skip
-    with (log / "said.txt").open("w") as said:
+    with (log / "said.txt").open("w") as printed:
         process = subprocess.Popen(
             cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words), env=cluster.environment, cwd=folder,
-            stdout=said, stderr=said, text=True, start_new_session=True,
+            stdout=printed, stderr=printed, text=True, start_new_session=True,
         )  # fmt: skip
     try:
         wait_for(lambda: len(epochs(folder / "out" / "1")) > 1, process, 150)

@@ -24,9 +24,15 @@ _EPOCHS = 60
 def running(cluster: Cluster, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A sweep that is typed on the first node; what it says is in `said.txt`."""
     command = cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words(cluster, folder), *arguments)
-    with (folder / "said.txt").open("w") as said:
+    with (folder / "said.txt").open("w") as printed:
         process = subprocess.Popen(
-            command, env=cluster.environment, cwd=folder, stdout=said, stderr=said, text=True, start_new_session=True
+            command,
+            env=cluster.environment,
+            cwd=folder,
+            stdout=printed,
+            stderr=printed,
+            text=True,
+            start_new_session=True,
         )
     try:
         yield process
@@ -35,7 +41,7 @@ def running(cluster: Cluster, folder: Path, *arguments: str) -> Iterator[subproc
         process.wait(20)
 
 
-def said(folder: Path) -> str:
+def printed(folder: Path) -> str:
     return (folder / "said.txt").read_text()
 
 
@@ -48,10 +54,10 @@ def test_a_trial_goes_on_when_its_node_is_back(cluster: Cluster, tmp_path: Path)
     with running(cluster, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
         wait_for(lambda: trains(tmp_path), process, 120)
         cluster.kill(node)
-        wait_for(lambda: f"node {node.address} (" in said(tmp_path), process, 60)
+        wait_for(lambda: f"node {node.address} (" in printed(tmp_path), process, 60)
         cluster.start(node)
-        assert process.wait(200) == 0, said(tmp_path)
-    assert "went down with 2 CPU" in said(tmp_path) and "joined with 2 CPU" in said(tmp_path)
+        assert process.wait(200) == 0, printed(tmp_path)
+    assert "went down with 2 CPU" in printed(tmp_path) and "joined with 2 CPU" in printed(tmp_path)
     (metrics,) = tmp_path.glob("storage/**/metrics.jsonl")
     epochs = [json.loads(line)["epoch"] for line in metrics.read_text().splitlines()]
     assert epochs == list(range(1, _EPOCHS + 1)), "each once"
@@ -64,9 +70,9 @@ def test_a_trial_whose_node_stays_away_names_it(cluster: Cluster, tmp_path: Path
     with running(cluster, tmp_path, *TWO_NODES, *settings) as process:
         wait_for(lambda: trains(tmp_path), process, 120)
         cluster.kill(node)
-        assert process.wait(120) == 1, said(tmp_path)
+        assert process.wait(120) == 1, printed(tmp_path)
     (row,) = results(tmp_path)
-    assert row["error"].startswith("no place for 2 workers of 2 CPU each within cluster.wait_timeout_s=5 s: node ")
+    assert row["error"].startswith("cannot place 2 workers with 2 CPU each within cluster.wait_timeout_s=5 s: node ")
     assert f"node {node.address} (" in row["error"] and "start Ray there again" in row["error"]
     (failure,) = tmp_path.glob("storage/**/failures.*/rank1.json")
     assert f"its node {node.address} (" in json.loads(failure.read_text())["message"]
@@ -80,9 +86,9 @@ def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path:
     with running(cluster, tmp_path, "-m", *TWO_NODES, *one_worker) as process:
         wait_for(lambda: trains(tmp_path), process, 120)
         cluster.start(node)
-        assert process.wait(250) == 0, said(tmp_path)
+        assert process.wait(250) == 0, printed(tmp_path)
     used = [json.loads(file.read_text())["addresses"] for file in sorted(tmp_path.glob("storage/**/places.json"))]
-    assert used[0] == [cluster.nodes[0].address] and [node.address] in used[1:], said(tmp_path)
+    assert used[0] == [cluster.nodes[0].address] and [node.address] in used[1:], printed(tmp_path)
 
 
 def test_a_draining_node_is_reported(cluster: Cluster, tmp_path: Path):
@@ -96,8 +102,8 @@ def test_a_draining_node_is_reported(cluster: Cluster, tmp_path: Path):
         drain = cluster.ray("drain-node", f"--address={cluster.address}", f"--node-id={number}",
                           "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test")  # fmt: skip
         subprocess.run(drain, env=cluster.environment, cwd=tmp_path, check=True, timeout=60, capture_output=True)
-        wait_for(lambda: f"node {node.address} (" in said(tmp_path), process, 60)
-        assert "is draining: it gets no new workers" in said(tmp_path)
+        wait_for(lambda: f"node {node.address} (" in printed(tmp_path), process, 60)
+        assert "is draining: it gets no new workers" in printed(tmp_path)
         process.terminate()
         process.wait(60)
     cluster.kill(node)
@@ -113,13 +119,13 @@ def test_a_sweep_that_waits_for_room_is_interrupted_and_resumed(cluster: Cluster
     assert cluster.ask(_HOLD)
     try:
         with running(cluster, tmp_path, *TWO_NODES) as process:
-            wait_for(lambda: "waits for 4 CPU (0 of 5 free)" in said(tmp_path), process, 60)
+            wait_for(lambda: "waits for 4 CPU (0 of 5 free)" in printed(tmp_path), process, 60)
             process.terminate()
-            assert process.wait(60) == 130, said(tmp_path)
-        assert "to resume: python -m fsdp_lab resume=out" in said(tmp_path)
+            assert process.wait(60) == 130, printed(tmp_path)
+        assert "to resume: python -m fsdp_lab resume=out" in printed(tmp_path)
         assert cluster.ask(_WAIT) == [], "a request for room is left"
     finally:
         cluster.ask(_FREE)
     with running(cluster, tmp_path, "resume=out") as process:
-        assert process.wait(120) == 0, said(tmp_path)
+        assert process.wait(120) == 0, printed(tmp_path)
     assert [row["status"] for row in results(tmp_path)] == ["finished"]

@@ -30,10 +30,10 @@ def test_a_checkpoint_is_there_once_its_marker_is(address: str):
     assert place.find_latest() == (None, []), "killed before the marker"
     assert place.size(making) == 12
     assert place.publish(making, 4, {"history": []}) == f"{address}/step_00000004"
-    found = place.find_latest()
-    assert found == (f"{address}/step_00000004", []) and place.has(found[0])
-    assert place.meta(found[0])["files"] == {"__0_0.distcp": 4, "__1_0.distcp": 4, ".metadata": 4}
-    assert place_of(f"{address}/step_00000004").find_latest() == found, "one checkpoint by its own address"
+    latest = place.find_latest()
+    assert latest == (f"{address}/step_00000004", []) and place.has(latest[0])
+    assert place.meta(latest[0])["files"] == {"__0_0.distcp": 4, "__1_0.distcp": 4, ".metadata": 4}
+    assert place_of(f"{address}/step_00000004").find_latest() == latest, "one checkpoint by its own address"
 
 
 def test_a_damaged_one_is_passed_over_by_name(address: str):
@@ -41,9 +41,9 @@ def test_a_damaged_one_is_passed_over_by_name(address: str):
     first, second, third = (published(place, step) for step in (2, 4, 6))
     Storage(address).delete([f"{place.meta(third)['data']}/__1_0.distcp"])
     Storage(address).write(f"{place.meta(second)['data']}/__1_0.distcp", b"cut")
-    found, damaged = InStorage(address).find_latest()
-    assert found == first
-    assert damaged[0].startswith(third) and damaged[0].endswith("__1_0.distcp is not there")
+    latest, damaged = InStorage(address).find_latest()
+    assert latest == first
+    assert damaged[0].startswith(third) and damaged[0].endswith("__1_0.distcp is missing")
     assert damaged[1].startswith(second) and damaged[1].endswith("has 3 bytes and was written with 4")
     Storage(address).write("step_00000002.json", b'{"history": [')
     assert InStorage(address).find_latest()[0] is None

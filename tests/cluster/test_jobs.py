@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cluster.namespaces import Cluster
 from tests.cluster.test_nodes import addresses
+from tests.conftest import run_cli
 from tests.s3 import held_in
 from tests.servers import lay_store
-from tests.sweep.conftest import PLAIN, has_trained_an_epoch, runs
+from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, runs
 from tests.workloads.user.project import write_project
 
 pytestmark = [
@@ -62,10 +65,10 @@ def ended(cluster: Cluster, folder: Path, name: str, seconds: float = 120) -> st
     return status
 
 
-def until_trained(folder: Path, told: Callable[[], str]) -> None:
+def until_trained(folder: Path, read_output: Callable[[], str]) -> None:
     end = time.monotonic() + 120
     while not any(has_trained_an_epoch(file.parent) for file in folder.glob("storage/**/metrics.jsonl")):
-        assert time.monotonic() < end and "Traceback" not in told(), told()
+        assert time.monotonic() < end and "Traceback" not in read_output(), read_output()
         time.sleep(0.5)
 
 
@@ -93,6 +96,24 @@ def test_a_job_says_with_its_status_how_the_sweep_ended(cluster: Cluster, projec
     assert "exit code 1" in ended(cluster, project, "failed"), job(cluster, project, "logs", "failed")
     assert "succeeded" in ended(cluster, project, "finished"), job(cluster, project, "logs", "finished")
     assert (project.parent / "finished" / "outcome.json").exists()
+
+
+def test_the_command_of_a_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, tmp_path: Path):
+    """As KubeRay submits it: a line for a shell. The volume is a folder here. The second time all is done already."""
+    lay_store(tmp_path)
+    pod = ("cluster=kuberay", "cluster.job.image=lab", "cluster.job.cpus_per_node=2",
+           "cluster.job.memory_gib_per_node=1", f"cluster.job.volume=claim:{tmp_path}")  # fmt: skip
+    small = (*PLAIN, *TINY, "engine=inline", "cluster.num_workers=1", "training.max_steps=1", "model=mlp")
+    done = run_cli(tmp_path, *small, *pod)
+    assert done.returncode == 0, done.stderr
+    line = yaml.safe_load((tmp_path / "out" / "job" / "rayjob.yaml").read_text())["spec"]["entrypoint"]
+    path = json.dumps({"env_vars": {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}})
+    for name in ("applied", "again"):
+        job(cluster, tmp_path, "submit", f"--submission-id={name}", "--no-wait", f"--runtime-env-json={path}", "--",
+            "sh", "-c", line)  # fmt: skip
+        assert "succeeded" in ended(cluster, tmp_path, name), job(cluster, tmp_path, "logs", name)
+        assert "1 of 1 trial has a result" in job(cluster, tmp_path, "logs", name)
+    assert (tmp_path / "out" / "outcome.json").exists()
 
 
 def test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes(cluster: Cluster, project: Path):

@@ -56,10 +56,10 @@ def test_the_token_comes_from_each_of_rays_places(cluster: Cluster, tmp_path: Pa
     assert done.stdout == "ran\n", done.stderr
 
 
-def test_a_wrong_token_is_told_by_its_place(cluster: Cluster, tmp_path: Path):
+def test_a_wrong_token_is_reported_by_its_place(cluster: Cluster, tmp_path: Path):
     wrong = write_token(tmp_path / ".ray" / "auth_token", "0" * 64)
     for variables, given in (
-        ({"RAY_AUTH_MODE": "token"}, "the one in ~/.ray/auth_token is another one"),
+        ({"RAY_AUTH_MODE": "token"}, "the one in ~/.ray/auth_token does not match"),
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)}, f"the one in RAY_AUTH_TOKEN_PATH={wrong} is"),
         ({}, "the one in ~/.ray/auth_token is not sent without RAY_AUTH_MODE=token"),
     ):

@@ -24,12 +24,12 @@ def test_a_folder_is_no_address(place: str | None):
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("file:///mnt/x", "cluster.storage_path=file:///mnt/x: a mounted folder is given as its path, without file://"),
-        ("memory://x", "memory ends with its process; give a mounted folder, or s3://bucket/prefix, gs://bucket/prefix"),
-        ("http://host/x", "no storage is known by http://; give a mounted folder, or s3://"),
-        ("s3://bucket/x/", "write it as s3://bucket/prefix, of letters, digits and ._=+-, without a slash at the end"),
-        ("s3:///x", "is no address of a bucket and a prefix"),
-        ("s3://bucket/../x y", "is no address of a bucket and a prefix"),
+        ("file:///mnt/x", "cluster.storage_path=file:///mnt/x: give a mounted folder as its path, without file://"),
+        ("memory://x", "memory storage ends with its process; give a mounted folder, or s3://bucket/prefix, gs://bucket/prefix"),
+        ("http://host/x", "http:// is not a known storage; give a mounted folder, or s3://"),
+        ("s3://bucket/x/", "write s3://bucket/prefix with letters, digits and ._=+- only, without a slash at the end"),
+        ("s3:///x", "is not a bucket and a prefix"),
+        ("s3://bucket/../x y", "is not a bucket and a prefix"),
     ],
 )  # fmt: skip
 def test_other_addresses_are_refused_with_what_to_type(address: str, words: str):
@@ -42,7 +42,7 @@ def test_other_addresses_are_refused_with_what_to_type(address: str, words: str)
 def test_an_address_with_credentials_is_refused_without_repeating_them(address: str):
     with pytest.raises(ConfigError) as caught:
         check_address("resume", address)
-    assert "credentials come from the environment" in str(caught.value) and "pass4711" not in str(caught.value)
+    assert "give credentials in the environment" in str(caught.value) and "pass4711" not in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265", "https://head:8265"])

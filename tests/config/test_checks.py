@@ -141,7 +141,7 @@ def test_combinations(overrides: list[str], workers: int, words: list[str]) -> N
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.num_heads=null"], ["model.num_heads=null", "give model.num_heads a number"]),
+        (["model.num_heads=null"], ["model.num_heads=null", "set model.num_heads to a number"]),
         (["model.patch_size=null"], ["model.patch_size=null"]),
         (["model.mlp_dim=null"], ["model.mlp_dim=null"]),
         (["sharding.granularity=size_based"], ["sharding.min_num_params=null", "sharding=size_based",
@@ -233,14 +233,14 @@ def test_missing_data_message(tmp_path: Path) -> None:
         (raw / name).touch()
     message = data.missing()
     assert message is not None
-    for words in (f"data.root={tmp_path}", str(raw), "did not find t10k-labels-idx1-ubyte;", "data=digits"):
+    for words in (f"data.root={tmp_path}", str(raw), "lacks Fashion-MNIST's t10k-labels-idx1-ubyte;", "data=digits"):
         assert words in message
     (raw / files[3]).touch()
     assert data.missing() is None
     assert DataConfig(root=str(tmp_path / "absent")).missing() is None  # digits need no files
 
 
-def test_errors_are_told_to_users() -> None:
+def test_errors_are_reported_to_users() -> None:
     assert issubclass(CombinationError, ConfigError)
     assert issubclass(ConfigError, UserError)
     assert issubclass(ConfigError, ValueError)
@@ -315,6 +315,6 @@ def test_loader_workers_of_this_machine(
     assert loader_workers_of(trial(*settings)) == workers
 
 
-@pytest.mark.parametrize(("value", "found"), [(None, None), (1, 1.0), (0.5, 0.5), (16.0, 16.0)])
-def test_cpus_per_worker_as_it_was_and_is_written(value: float | None, found: float | None) -> None:
-    assert from_dict(SweepConfig, {"cluster": {"cpus_per_worker": value}}).cluster.cpus_per_worker == found
+@pytest.mark.parametrize(("value", "expected"), [(None, None), (1, 1.0), (0.5, 0.5), (16.0, 16.0)])
+def test_cpus_per_worker_as_it_was_and_is_written(value: float | None, expected: float | None) -> None:
+    assert from_dict(SweepConfig, {"cluster": {"cpus_per_worker": value}}).cluster.cpus_per_worker == expected

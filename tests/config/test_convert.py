@@ -87,7 +87,7 @@ def test_every_key_can_be_typed(key: str) -> None:
         ({"training": 3}, ["training=3 is a int"]),
     ],
 )  # fmt: skip
-def test_wrong_values_are_told(values: dict[str, object], words: list[str]) -> None:
+def test_wrong_values_are_reported(values: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         from_dict(NightlyConfig, values)
     for word in words:
@@ -149,7 +149,7 @@ def test_the_config_package_imports_nothing_heavy() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_an_option_that_a_group_lacks_is_told_and_a_path_is_no_option() -> None:
+def test_an_option_that_a_group_lacks_is_reported_and_a_path_is_no_option() -> None:
     with pytest.raises(ConfigError, match=r"sharding=rot is not an option\. Choose one of: ddp, per_block"):
         read_config(None, ["sharding=rot"])
     assert read_config(None, ["data.root=/some/where"]).data.root == "/some/where"

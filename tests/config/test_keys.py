@@ -23,7 +23,7 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.key import Secret, key, keys_of
 from fsdp_lab.config.nightly import NightConfig, NotifyConfig
-from fsdp_lab.config.options import said_by_option, secret_keys
+from fsdp_lab.config.options import secret_keys, values_implied_by_option
 from fsdp_lab.config.sweep import ReportConfig
 
 # Another value makes another trial of a grid (cells), is refused by a resume (starts) and by the trial's own checkpoint
@@ -122,6 +122,7 @@ objective                            starts nights param
 trial_timeout_s                      param
 resume
 resume_failed
+resume_disturbed
 resume_anyway
 cluster.num_workers                  cells starts param
 cluster.cpus_per_worker              cells starts param
@@ -130,6 +131,16 @@ cluster.address                      cells param
 cluster.storage_path                 cells starts param
 cluster.max_failures                 cells param
 cluster.wait_timeout_s               cells param
+cluster.job.manager
+cluster.job.submit
+cluster.job.nodes
+cluster.job.cpus_per_node
+cluster.job.gpus_per_node
+cluster.job.memory_gib_per_node
+cluster.job.sbatch
+cluster.job.symmetric_run
+cluster.job.image
+cluster.job.volume
 tracking.uri                         cells starts param
 tracking.experiment                  cells starts param
 tracking.patience_s                  cells param
@@ -216,10 +227,10 @@ def test_a_key_of_a_sweep_does_not_keep_a_trial_from_its_checkpoint():
 
 @pytest.mark.parametrize("option", NAMED_BY_OPTION)
 def test_what_an_option_says_by_its_name(option: str):
-    assert set(said_by_option(*option.split("="))) == NAMED_BY_OPTION[option]
+    assert set(values_implied_by_option(*option.split("="))) == NAMED_BY_OPTION[option]
 
 
-def test_what_options_say_is_all_that_is_marked():
+def test_what_options_state_is_all_that_is_marked():
     marked = {name for name, known in KEYS.items() if known.named_by_option}
     assert marked == set().union(*NAMED_BY_OPTION.values())
 
@@ -243,7 +254,7 @@ def test_a_part_is_the_class_and_no_more():
     assert "secret" not in str(sweep)
 
 
-def test_a_group_is_told_with_its_place_on_the_command_line():
+def test_a_group_is_reported_with_its_place_on_the_command_line():
     with pytest.raises(ConfigError, match=r"^report\.speed_tolerance=1\.5 is outside"):
         check_ranges(ReportConfig(speed_tolerance=1.5), "report.")
 

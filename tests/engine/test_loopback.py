@@ -95,14 +95,14 @@ def test_no_rank_of_a_trial_listens_beyond_the_loopback(tmp_path: Path, monkeypa
     with started(tmp_path, *long) as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process, 240)
         assert len(workers_of(process)) == 2
-        found = listening([psutil.Process(process.pid), *descendants(process.pid)])
+        result = listening([psutil.Process(process.pid), *descendants(process.pid)])
         (folder,) = temporary.glob("fsdp_lab_*")
         (inside,) = folder.iterdir()  # of the trial
         assert len(list(inside.iterdir())) == 1 and folder.stat().st_mode & 0o777 == 0o700
         process.send_signal(2)
         process.communicate(timeout=60)
-    assert any(name.startswith("ray::") for name, _ in found), "the workers were looked at"
-    assert {address for _, address in found} <= LOOPBACK, found
+    assert any(name.startswith("ray::") for name, _ in result), "the workers were looked at"
+    assert {address for _, address in result} <= LOOPBACK, result
     assert not list(temporary.glob("fsdp_lab_*"))
     shutil.rmtree(temporary, ignore_errors=True)
 
@@ -157,10 +157,10 @@ def test_ranks_on_one_other_node_meet_at_its_loopback(chosen: str | None):
     out = subprocess.run(
         [sys.executable, "-c", _BY_PORT], capture_output=True, text=True, timeout=120, check=True, env=environment
     )
-    interfaces, *found = out.stdout.splitlines()
+    interfaces, *result = out.stdout.splitlines()
     assert interfaces == f"lo {chosen or '=lo'}"
-    assert "127.0.0.1 True" in found
-    assert {line.split()[0] for line in found} <= LOOPBACK
+    assert "127.0.0.1 True" in result
+    assert {line.split()[0] for line in result} <= LOOPBACK
 
 
 def test_the_interface_is_the_one_that_has_the_address():

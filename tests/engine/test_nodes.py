@@ -11,7 +11,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.engine.cluster import check_one_node
 from fsdp_lab.engine.nodes import Node, NodeWatch, answers, groups_that_fit, lost
-from fsdp_lab.engine.why import without_place
+from fsdp_lab.engine.why import unplaced_message
 from tests.sweep.conftest import PLAIN, TINY
 
 A = Node("a", "10.0.0.1", 1, "head", True, {"CPU": 4.0, "memory": 1e9})
@@ -28,7 +28,7 @@ def test_a_node_is_lost_until_its_address_is_back():
     assert lost({"a"}, [A, GONE]) == [], "it went before the sweep began"
 
 
-def test_changes_are_told_once():
+def test_changes_are_reported_once():
     watch = NodeWatch([A])
     assert watch.changes([A]) == []
     assert watch.changes([A, B]) == ["node 10.0.0.2 (other) joined with 96 CPU and 8 GPU; the next trials use it"]
@@ -55,17 +55,17 @@ def test_groups_of_workers_are_counted_by_node(group: dict[str, float], count: i
 
 
 @pytest.mark.parametrize(
-    ("gone", "said"),
+    ("gone", "message"),
     [
         ([GONE], "node 10.0.0.2 (other) went down and has not come back; start Ray there again, or use fewer workers"),
         ([GONE, A], "node 10.0.0.2 (other) and node 10.0.0.1 (head) went down and have not come back"),
-        ([], "3 of 4 CPU and 0 of 8 GPU free; wait until others leave the cluster, or raise cluster.wait_timeout_s"),
+        ([], "3 of 4 CPU and 0 of 8 GPU free; wait until others free resources, or raise cluster.wait_timeout_s"),
     ],
 )
-def test_workers_without_a_place_are_explained(gone: list[Node], said: str):
-    text = without_place(EACH, 8, 600.0, {"CPU": 4.0, "GPU": 8.0}, {"CPU": 3.0}, gone)
-    assert text.startswith("no place for 8 workers of 1 CPU and 1 GPU each within cluster.wait_timeout_s=600 s: ")
-    assert said in text
+def test_workers_without_a_place_are_explained(gone: list[Node], message: str):
+    text = unplaced_message(EACH, 8, 600.0, {"CPU": 4.0, "GPU": 8.0}, {"CPU": 3.0}, gone)
+    assert text.startswith("cannot place 8 workers with 1 CPU and 1 GPU each within cluster.wait_timeout_s=600 s: ")
+    assert message in text
 
 
 def test_strict_pack_needs_a_node_that_holds_all():

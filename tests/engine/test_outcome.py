@@ -12,7 +12,8 @@ import torch
 
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine import job
-from fsdp_lab.engine.files import (
+from fsdp_lab.engine.inline import run_inline
+from fsdp_lab.engine.trial_files import (
     append_line,
     clear_left_over,
     read_failures,
@@ -21,7 +22,6 @@ from fsdp_lab.engine.files import (
     read_outcome,
     why_unwritten,
 )
-from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.engine.worker import (
     FolderReporter,
     kind_of,
@@ -94,7 +94,7 @@ def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pyt
     assert outcome.status == "oom" and outcome.error == "rank 0: OutOfMemoryError: CUDA out of memory"
 
 
-def test_a_gpu_that_pytorch_does_not_see_is_told(
+def test_a_gpu_that_pytorch_does_not_see_is_reported(
     fake_nvml: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """With all that is needed to find out which of those who count is wrong. A worker has no folder in common with the
@@ -109,21 +109,23 @@ def test_a_gpu_that_pytorch_does_not_see_is_told(
     for words in ("rank 1 on ", "torch.cuda.is_available() is False", f"torch.version.cuda={torch.version.cuda}",
                   "CUDA_VISIBLE_DEVICES=2,3", "NVML counts 2 (580.65.06, up to CUDA 13.0)"):  # fmt: skip
         assert words in str(message)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         refuse_unseen_gpus(tmp_path, [None, message])
     (failure,) = read_failures(tmp_path)
-    assert (failure["rank"], failure["kind"], failure["message"]) == (1, "user", message) and str(told.value) == message
+    assert (failure["rank"], failure["kind"], failure["message"]) == (1, "user", message) and str(
+        raised.value
+    ) == message
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_gpu_that_nobody_counted_is_told(on_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_gpu_that_nobody_counted_is_reported(on_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Without a word the trial would train on the CPU, beside a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
     train_and_record(TrialConfig(), tmp_path, 0, FolderReporter(tmp_path, 0, "digits"), on_cpu=on_cpu)
-    found = [(failure["kind"], failure["message"]) for failure in read_failures(tmp_path)]
-    assert [kind for kind, _ in found] == (["user"] if on_cpu else [])
-    assert all("PyTorch sees GPUs" in text and "NVIDIA_DRIVER_CAPABILITIES" in text for _, text in found)
+    failures = [(failure["kind"], failure["message"]) for failure in read_failures(tmp_path)]
+    assert [kind for kind, _ in failures] == (["user"] if on_cpu else [])
+    assert all("PyTorch sees GPUs" in text and "NVIDIA_DRIVER_CAPABILITIES" in text for _, text in failures)
 
 
 def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
@@ -169,7 +171,7 @@ def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_epoch_that_is_told_again_stands_in_the_file_once(tmp_path: Path):
+def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path):
     """As a trial does that goes on from a checkpoint: those before it as they were, a later one with new times."""
     file = tmp_path / "metrics.jsonl"
     reporter = FolderReporter(tmp_path, 0, "digits")
@@ -185,11 +187,11 @@ def test_an_epoch_that_is_told_again_stands_in_the_file_once(tmp_path: Path):
         assert file.read_bytes() == before
     for epoch in (3, 4):
         again.epoch({"epoch": epoch, "perf/step_seconds": 9.0}, None)
-    told = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["epoch"], line["perf/step_seconds"]) for line in told] == [(1, 1.5), (2, 2.5), (3, 9.0), (4, 9.0)]
+    output = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["epoch"], line["perf/step_seconds"]) for line in output] == [(1, 1.5), (2, 2.5), (3, 9.0), (4, 9.0)]
 
 
-def test_a_lost_epoch_that_is_told_again_comes_back_to_its_place(tmp_path: Path):
+def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3}\n')
     reporter = FolderReporter(tmp_path, 0, "digits")
     reporter.facts({})
@@ -201,7 +203,7 @@ def test_a_lost_epoch_that_is_told_again_comes_back_to_its_place(tmp_path: Path)
 def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):
     """A folder that is gone, or not ours, is another matter; `tests/sweep/test_kills.py` fills a real disk."""
     (tmp_path / "file").write_text("")
-    told = why_unwritten(tmp_path / "file")
-    assert "cannot be written (Not a directory); make it writable, or set hydra.run.dir" in told
-    assert "free" not in told
-    assert "without a word" in why_unwritten(tmp_path)
+    observed = why_unwritten(tmp_path / "file")
+    assert "cannot be written (Not a directory); make it writable, or set hydra.run.dir" in observed
+    assert "free" not in observed
+    assert "without an error" in why_unwritten(tmp_path)

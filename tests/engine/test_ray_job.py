@@ -43,13 +43,13 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("copy")
 def test_what_would_go_with_the_jobs_files_is_refused(storage: str | None, uri: str, folder: str, words: str):
     config = SweepConfig(cluster=ClusterConfig(address="auto", storage_path=storage), tracking=TrackingConfig(uri=uri))
-    with pytest.raises(ConfigError, match="which Ray deletes; add folders that stay") as caught:
+    with pytest.raises(ConfigError, match="which Ray deletes; add permanent folders") as caught:
         check_job(config, Path(folder), "hydra.sweep.dir")
     assert words in str(caught.value)
 
 
 @pytest.mark.usefixtures("copy")
-def test_a_night_is_told_what_it_takes(monkeypatch: pytest.MonkeyPatch):
+def test_a_night_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch):
     config = SweepConfig(cluster=ClusterConfig(address="auto"), tracking=_STAYS)
     assert [folder_key(multirun) for multirun in (True, False)] == ["hydra.sweep.dir", "hydra.run.dir"]
     monkeypatch.setenv(GOES_ON, "python -m fsdp_lab.nightly --continue")

@@ -20,7 +20,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_token_that_is_nowhere_is_told_before_ray_is_asked(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_token_that_is_nowhere_is_reported_before_ray_is_asked(home: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match="host:6379: RAY_AUTH_MODE=token, and no token is there; set RAY_AUTH_MODE"):
         check_token("host:6379")
     (home / "empty").touch()

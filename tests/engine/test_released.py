@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import TrialConfig, to_dict
-from fsdp_lab.engine.files import read_outcome
 from fsdp_lab.engine.job import Job
+from fsdp_lab.engine.trial_files import read_outcome
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import ray_head
 from tests.processes import called
@@ -71,8 +71,8 @@ class Runner:
         )
         assert self._process.stdin and self._process.stdout
         print(json.dumps([asdict(job), meeting]), file=self._process.stdin, flush=True)
-        found = next(line for line in self._process.stdout if line.startswith("released:"))
-        return float(found.split()[1])
+        result = next(line for line in self._process.stdout if line.startswith("released:"))
+        return float(result.split()[1])
 
 
 @pytest.fixture(scope="module")

@@ -66,10 +66,10 @@ def test_a_stuck_rank_dumps_its_stack_once_for_each_phase_and_its_place_is_found
     assert log.read_text().count("Timeout (0:00:00.5") == 2, "none after its end"
     functions = [function for _, _, function in last_stack(log)]
     assert functions[:2] == ["init_weights", "train_and_record"]
-    found = find_stuck(trial)
-    assert found is not None
+    result = find_stuck(trial)
+    assert result is not None
     line = 1 + RANK.splitlines().index("    lock.acquire(timeout=3)")
-    assert str(found) == f"rank 0 is at <string>:{line} in init_weights; its stack is in {log}"
+    assert str(result) == f"rank 0 is at <string>:{line} in init_weights; its stack is in {log}"
 
 
 def test_a_rank_in_a_collective_waits_for_the_stuck_one(trial: Path, tmp_path: Path):

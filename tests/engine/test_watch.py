@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.engine import job
-from fsdp_lab.engine.files import Progress, read_failures, read_phase, read_progress
+from fsdp_lab.engine.trial_files import Progress, read_failures, read_phase, read_progress
 
 _real = {"time": time.time, "monotonic": time.monotonic}
 
@@ -17,7 +17,7 @@ _real = {"time": time.time, "monotonic": time.monotonic}
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders whose workers' places were taken away; there is no Ray here."""
     folders: list[Path] = []
-    monkeypatch.setattr(job, "remove_places", folders.append)
+    monkeypatch.setattr(job, "release_placement_group", folders.append)
     return folders
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fsdp_lab.forecast.__main__ import plan_forecasts, tell_what, with_progress
+from fsdp_lab.forecast.__main__ import print_scope, with_progress
+from fsdp_lab.forecast.cells import plan_forecasts
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.training.__main__ import read_config
@@ -37,9 +38,10 @@ def written(folder: Path) -> list[dict[str, str]]:
 
 def test_one_configuration(forecast: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
-    done = forecast("sharding=root", "precision=bf16", "cluster.num_workers=4")
+    done = forecast("sharding=root", "precision=bf16", "cluster.num_workers=4", "forecast.keep=3")
     assert done.returncode == 0, done.stderr
-    assert "for CPUs" in done.stdout and "sharding=root makes one unit" in done.stdout
+    assert "forecast.keep" not in done.stdout, "which chooses among several"
+    assert "for CPUs" in done.stdout and "sharding=root makes the whole model one unit" in done.stdout
     (row,) = written(tmp_path)
     words = ["sharding=root", "precision=bf16", "cluster.num_workers=4", "training.global_batch_size=64"]
     peaks = forecast_profile(read_config(None, words), 4, cuda=False).peaks["device"]
@@ -51,10 +53,10 @@ def test_one_configuration(forecast: Command, tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / page).is_file()
     lines = done.stdout[done.stdout.index("4 workers, 16 images per worker") :].splitlines()
     assert len(lines) > 1 and max(map(len, lines)) <= 80, "broken between words"
-    assert " ".join(lines).endswith("forecast.capacity_gib=<GiB of your GPU> it says what fits.")
+    assert " ".join(lines).endswith("forecast.capacity_gib=<GiB of your GPU> to see what fits.")
 
 
-def test_where_no_bar_is_seen_lines_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_where_no_bar_is_seen_lines_state_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.forecast.__main__.SPEAK_S", 0.0)
     shown = io.StringIO()
     requests = [Request.of(config("model=mlp", word), 2) for word in ("sharding=root", "sharding=ddp")]
@@ -69,7 +71,11 @@ def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path
         "forecast.capacity_gib=1.2", "forecast.largest_microbatch=true", "forecast.folder=here", "-m",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "for GPUs" in done.stdout and "left out" in done.stdout and "NCCL buffers 512 MiB" in done.stdout
+    assert (
+        "for GPUs" in done.stdout
+        and "left out" in done.stdout
+        and "512 NCCL buffers + 64 kernel workspaces (assumed)" in done.stdout
+    )
     rows = written(tmp_path / "here")
     assert len(rows) == 2 * 2 * 2 + 2 * 2  # per_block: offload x reshard x lr; ddp: reshard x lr
     peaks = [int(row["peak_bytes"]) for row in rows]
@@ -99,28 +105,36 @@ def test_speeds_of_a_grid_and_what_a_sweep_would_keep_of_it(forecast: Command, t
     shown = [line.split()[:2] for line in done.stdout.splitlines()]
     assert [words for words in shown if words[:1] == ["ddp"]] == [["ddp", "any"]]
     text = " ".join(done.stdout.split())
+    assert "true" in {row["kept"] for row in rows} <= {"true", "false"}
     assert "forecast.keep=1: " in text and " of 3 trials" in text and "forecast peak of one of 8 workers, MiB" in text
     assert "gathers block by block" in text and "better" not in text
 
 
 def test_without_speeds_a_keep_is_no_error(forecast: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = forecast("model=mlp", "forecast.keep=2", "cluster.num_workers=2")
+    words = [
+        "model=mlp",
+        "sharding=ddp",
+        "precision=fp32,bf16",
+        "reshard_after_forward=always",
+        "cluster.num_workers=2",
+    ]
+    done = forecast("-m", *words, "forecast.keep=2")
     assert done.returncode == 0, done.stderr
-    told = " ".join(done.stdout.split())
-    assert "forecast.keep=2: no speed is predicted here, and a sweep refuses the key without;" in told
+    output = " ".join(done.stdout.split())
+    assert "forecast.keep=2: a sweep needs predicted speeds, and there are none;" in output
 
 
 def test_a_grid_of_devices_says_that_it_is_for_both(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    told = []
+    logged = []
     plan, swept = plan_forecasts(["model=mlp", "sharding=ddp", "cluster.num_workers=2"], False)
     for devices in (["cpu", "h100_sxm"], ["h100_sxm", "h100_sxm"], ["cpu", "cpu"]):
         shown = io.StringIO()
         requests = [Request.of(config("model=mlp", f"forecast.device={device}"), 2) for device in devices]
-        tell_what(Console(file=shown, width=200), plan.trials * 2, requests, swept)
-        told.append(next(line for line in shown.getvalue().splitlines() if line.startswith("for ")).partition(";")[0])
-    assert told == ["for GPUs and CPUs, by forecast.device", "for GPUs", "for CPUs"]
+        print_scope(Console(file=shown, width=200), plan.trials * 2, requests, swept)
+        logged.append(next(line for line in shown.getvalue().splitlines() if line.startswith("for ")).partition(";")[0])
+    assert logged == ["for GPUs and CPUs, by forecast.device", "for GPUs", "for CPUs"]
 
 
 PRESET = """# @package _global_
@@ -163,7 +177,7 @@ def test_the_page_of_a_large_model_is_small(forecast: Command, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["forecast.capacity_gib=0"], "forecast.capacity_gib=0.0 is not above 0"),
         (["sharding.dp_replicate=3", "cluster.num_workers=8"], "does not divide cluster.num_workers=8; use one of"),
@@ -172,18 +186,18 @@ def test_the_page_of_a_large_model_is_small(forecast: Command, tmp_path: Path):
         (["sharding=ddp", "offload=cpu"], "there is nothing to offload"),
         (["sharding=root,ddp"], "add -m"),
         (["forecast.largest_microbatch=true", "forecast.device=cpu"], "set forecast.capacity_gib"),
-        (["cluster.num_workers=1024"], "training.global_batch_size=64 is not divided by cluster.num_workers=1024"),
+        (["cluster.num_workers=1024"], "training.global_batch_size=64 is not divisible by cluster.num_workers=1024"),
         (["--capacity=3"], "--capacity=3 is not an option"),
         (["forecast.folder=/proc/nowhere"], "forecast.folder=/proc/nowhere"),
     ],
 )
-def test_bad_input_is_told_with_its_key_and_remedy(
-    forecast: Command, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+def test_bad_input_is_reported_with_its_key_and_remedy(
+    forecast: Command, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = forecast(*words)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 

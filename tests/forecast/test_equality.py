@@ -26,26 +26,26 @@ def measure(cases: list[list[str]]) -> list[Peaks]:
     """On one rank: train each case for two steps, and read what is left on disk of the second."""
     from fsdp_lab.training import train
 
-    found = []
+    collected = []
     for words in cases:
         with tempfile.TemporaryDirectory() as folder:
             train(config(*MEASURED, *words), Path(folder), Memo())
             (file,) = Path(folder).glob("memory_peaks_rank*.json")
             content = json.loads(file.read_text())
             assert content["step"] == 2
-            found.append(content["peaks"])
-    return found
+            collected.append(content["peaks"])
+    return collected
 
 
 def differences(cases: list[list[str]], world_size: int = 2, ranks: int | None = None) -> list[str]:
     """Where a category of a rank was measured otherwise than forecast; of the first `ranks`, or of all."""
-    found = []
+    collected = []
     for rank, measured in enumerate(run_ranks(world_size, measure, cases)[:ranks]):
         for words, peaks in zip(cases, measured, strict=True):
             forecast = forecast_profile(config(*words), world_size, cuda=False, rank=rank).peaks
             if forecast != peaks:
-                found.append(f"rank {rank} {' '.join(words)}: measured {peaks}, forecast {forecast}")
-    return found
+                collected.append(f"rank {rank} {' '.join(words)}: measured {peaks}, forecast {forecast}")
+    return collected
 
 
 @pytest.mark.slow
@@ -73,9 +73,9 @@ def test_a_model_of_real_size_is_forecast_to_the_byte():
 def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int):
     batch = 4 if model == "vit_b_16" else 32
     cases = [[*MODELS[model], f"training.global_batch_size={batch}", *overrides(c)] for c in every_four_axes()[::step]]
-    found = differences(cases)
-    print(f"{model}: {len(cases)} configurations on two ranks, {len(found)} differences")
-    assert found == []
+    result = differences(cases)
+    print(f"{model}: {len(cases)} configurations on two ranks, {len(result)} differences")
+    assert result == []
 
 
 SHALLOW = "model.num_layers=3"  # the middle one has neighbours on both sides
@@ -135,12 +135,12 @@ def timelines(cases: list[list[str]]) -> list[list[Change]]:
         write(profile, path, title, facts)
 
     timeline.write_timeline = remember
-    found = []
+    collected = []
     for words in cases:
         with tempfile.TemporaryDirectory() as folder:
             train(config("memory_profile=timeline", "training.max_steps=2", *words), Path(folder), Memo())
-        found.append(kept[-1])
-    return found
+        collected.append(kept[-1])
+    return collected
 
 
 def changes(profile) -> list[Change]:
@@ -161,8 +161,8 @@ def test_every_single_change_of_a_step_is_forecast_in_its_order():
     cases = [*mlp, ["sharding=per_block", *INVOLVED], ["sharding=ddp"]]
     for rank, measured in enumerate(run_ranks(2, timelines, cases)):
         for words, seen in zip(cases, measured, strict=True):
-            told = changes(forecast_profile(config(*words), 2, cuda=False, rank=rank))
+            observed = changes(forecast_profile(config(*words), 2, cuda=False, rank=rank))
             if "sharding=ddp" in words and words[-1] == INVOLVED[-1]:
-                seen, told = in_any_order_of_frees(seen), in_any_order_of_frees(told)
-            assert told == seen, f"rank {rank} {' '.join(words)}"
+                seen, observed = in_any_order_of_frees(seen), in_any_order_of_frees(observed)
+            assert observed == seen, f"rank {rank} {' '.join(words)}"
     assert len(seen) > 500

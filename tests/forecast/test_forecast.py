@@ -21,8 +21,8 @@ from fsdp_lab.config import CombinationError, ConfigError, check_forecast, memor
 from fsdp_lab.config.sweep import ForecastConfig
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
+from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators
 from fsdp_lab.forecast.devices import gpu_memory
-from fsdp_lab.forecast.fits import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
 from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all
 from fsdp_lab.profile import Event, Profile
@@ -106,10 +106,10 @@ def test_a_tied_parameter_is_offloaded_once():
 def test_tensors_are_counted_as_requested_and_what_is_reserved_in_whole_segments():
     config_ = config("model=mlp")
     assert any(event.num_bytes % 512 for event in forecast_profile(config_, 2, cuda=True).events)
-    found = forecast(config_, 2, cuda=True)
-    assert found.reserved_bytes is not None and found.reserved_bytes % 2**21 == 0
-    assert found.needed_bytes == found.reserved_bytes + CONTEXT_BYTES + NCCL_BYTES
-    assert found.active_bytes is not None and found.peak_bytes < found.active_bytes < found.reserved_bytes
+    result = forecast(config_, 2, cuda=True)
+    assert result.reserved_bytes is not None and result.reserved_bytes % 2**21 == 0
+    assert result.needed_bytes == result.reserved_bytes + CONTEXT_BYTES + NCCL_BYTES
+    assert result.active_bytes is not None and result.peak_bytes < result.active_bytes < result.reserved_bytes
     assert forecast(config_, 2, cuda=False).reserved_bytes is None
 
 
@@ -207,14 +207,14 @@ class Curious(nn.Module):
         return logits if logits.sum() > 0 else -logits
 
 
-def test_a_model_that_needs_real_values_is_told_the_operation(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_needs_real_values_is_shown_the_operation(monkeypatch: pytest.MonkeyPatch):
     workload = module.build_workload(config().model, config().data)
     curious = replace(workload, model=replace(workload.model, build=Curious, block_classes=(nn.Linear,)))
     monkeypatch.setattr(module, "build_workload", lambda *_: curious)
-    with pytest.raises(NeedsValuesError, match=r"_local_scalar_dense.* asks for one in the forward pass") as told:
+    with pytest.raises(NeedsValuesError, match=r"_local_scalar_dense.* needs one in the forward pass") as raised:
         forecast_profile(config(), 2, cuda=False)
     asks = Path(__file__).read_text().splitlines().index("        return logits if logits.sum() > 0 else -logits") + 1
-    assert f"of the model, at tests/forecast/test_forecast.py:{asks};" in str(told.value)
+    assert f"of the model, at tests/forecast/test_forecast.py:{asks};" in str(raised.value)
     # and nothing is left over that would stop the next one
     monkeypatch.undo()
     assert forecast_profile(config(), 2, cuda=False).peaks
@@ -226,7 +226,7 @@ def test_a_model_that_needs_real_values_is_told_the_operation(monkeypatch: pytes
         (["forecast.capacity_gib=0"], 2, "forecast.capacity_gib=0"),
         (["forecast.capacity_gib=-1"], 2, "forecast.capacity_gib=-1"),
         (["sharding.dp_replicate=3"], 8, "sharding.dp_replicate=3 does not divide cluster.num_workers=8"),
-        ([], 1024, "training.global_batch_size=32 is not divided by"),
+        ([], 1024, "training.global_batch_size=32 is not divisible by"),
     ],
 )
 def test_bad_input_is_refused_with_its_key(words: list[str], workers: int, named: str):
@@ -252,10 +252,10 @@ def test_the_capacity_is_the_gpus_own_where_none_is_named(
     fake_nvml(gpus=3, mib="81559,2,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ("model=mlp", "training.global_batch_size=2", "forecast.prune=true", "forecast.largest_microbatch=true")
-    (found,) = forecast_all([Request.of(config(*words), 1)])
-    assert found.error is None and found.cuda
-    assert found.capacity_bytes == gpu_memory() == 2 * 2**20, "the smallest"
-    assert found.fits is False and found.largest_microbatch == 0
+    (forecast,) = forecast_all([Request.of(config(*words), 1)])
+    assert forecast.error is None and forecast.cuda
+    assert forecast.capacity_bytes == gpu_memory() == 2 * 2**20, "the smallest"
+    assert forecast.fits is False and forecast.largest_microbatch == 0
 
 
 def test_trials_that_share_the_figures_share_a_forecast():
@@ -271,7 +271,9 @@ def test_on_a_cpu_what_is_offloaded_and_what_is_not_share_a_forecast():
         trials = [config(*words, word) for word in ("offload=none", "offload=cpu", "offload=cpu_unpinned")]
         keys = [Request.of(trial, 2).key for trial in trials]
         peaks = [forecast_profile(trial, 2, cuda).peaks for trial in trials]
-        assert [key == keys[0] for key in keys] == [found == peaks[0] for found in peaks] == [True, not cuda, not cuda]
+        assert (
+            [key == keys[0] for key in keys] == [result == peaks[0] for result in peaks] == [True, not cuda, not cuda]
+        )
 
 
 @pytest.mark.parametrize(
@@ -293,18 +295,18 @@ def test_pytorchs_warnings_of_a_step_that_does_not_run_are_not_shown(capfd: pyte
     """Of what looks for parameters without a gradient and finds none."""
     net = "tests.workloads.user.my_project.net"
     words = ["task=custom", f"task.loss={net}.loss", "model=custom", f"model._target_={net}.SkipsOnce", "model.width=8"]
-    (found,) = forecast_all([Request.of(config(*words, "data=example", "sharding=ddp"), 2)])
-    assert found.error is None
+    (forecast,) = forecast_all([Request.of(config(*words, "data=example", "sharding=ddp"), 2)])
+    assert forecast.error is None
     assert "find_unused_parameters" not in capfd.readouterr().err
 
 
 def test_many_are_forecast_once_each_and_come_back_in_their_order():
     trials = [config("model=mlp"), config("model=mlp", "optimizer.lr=0.5"), config("model=mlp", "sharding=root")]
     steps: list[tuple[int, int]] = []
-    found = forecast_all([Request.of(trial, 2) for trial in trials], lambda *step: steps.append(step))
+    forecasts = forecast_all([Request.of(trial, 2) for trial in trials], lambda *step: steps.append(step))
     assert steps[-1] == (2, 2)
     expected = [forecast_profile(trial, 2, cuda=False).peaks for trial in trials]
-    assert [forecast.peaks for forecast in found] == expected
+    assert [forecast.peaks for forecast in forecasts] == expected
     assert expected[0] == expected[1] != expected[2]
 
 
@@ -329,9 +331,9 @@ def test_a_forecast_process_that_is_killed_costs_nothing_but_time():
             killed.append(forecasters()[0].pid)
             psutil.Process(killed[0]).kill()
 
-    found = forecast_all([Request.of(trial, 2) for trial in trials], kill_one)
+    forecasts = forecast_all([Request.of(trial, 2) for trial in trials], kill_one)
     assert killed
-    assert [forecast.error for forecast in found] == [None] * 3
+    assert [forecast.error for forecast in forecasts] == [None] * 3
     assert forecasters() == []
 
 
@@ -343,7 +345,7 @@ def test_a_search_forecasts_one_after_the_other_and_loses_one_with_its_process()
         lost, after = forecaster.submit(heavy), forecaster.submit(small)
         (process,) = forecasters()
         process.kill()
-        assert "its process was killed, most likely for want of memory" in str(forecaster.result(lost, heavy).error)
+        assert "its process was killed, most likely because memory ran out" in str(forecaster.result(lost, heavy).error)
         assert forecaster.result(after, small).peaks == expected
         unwanted = forecaster.submit(heavy)
     assert "not made" in str(forecaster.result(unwanted, heavy).error)
@@ -360,8 +362,8 @@ def test_the_death_of_pythons_resource_tracker_costs_no_forecast(monkeypatch: py
     answers = [True]
     asked = tracker._check_alive
     monkeypatch.setattr(tracker, "_check_alive", lambda: answers.pop() if answers else asked())
-    (found,) = forecast_all([Request.of(config("model=mlp"), 2)])
-    assert found.error is None and not answers
+    (forecast,) = forecast_all([Request.of(config("model=mlp"), 2)])
+    assert forecast.error is None and not answers
     tracker.ensure_running()
 
 
@@ -382,14 +384,14 @@ def test_forecasters_end_with_a_parent_that_is_killed():
     assert still_running(children, 60) == []
 
 
-def test_a_thread_that_fails_is_told_for_each(monkeypatch: pytest.MonkeyPatch):
+def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> None:
         raise OSError("no more processes")
 
     monkeypatch.setattr(run, "_in_pool", fail)
     with Background([Request.of(config(), 2)] * 2) as forecasts:
-        found = forecasts.result()
-    assert [forecast.error for forecast in found] == ["OSError: no more processes"] * 2
+        result = forecasts.result()
+    assert [forecast.error for forecast in result] == ["OSError: no more processes"] * 2
 
 
 def test_forecasts_that_are_no_longer_wanted_end_at_once():

@@ -26,7 +26,7 @@ def measure(words: list[str], folder: str) -> dict[str, float]:
     dist.destroy_process_group()  # tests.ranks made one for CPUs
     memo = Memo()
     train(config(*TRIAL, "memory_profile=timeline", *words), Path(folder), memo)
-    return memo.told[-1]
+    return memo.reported[-1]
 
 
 @pytest.mark.parametrize(

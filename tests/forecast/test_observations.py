@@ -46,7 +46,7 @@ def test_what_cannot_be_read_counts_as_absent(content: str):
 
 
 @pytest.mark.parametrize("content", ["[", "[]", ""])
-def test_a_damaged_file_is_told_with_what_to_do_and_written_anew(
+def test_a_damaged_file_is_reported_with_what_to_do_and_written_anew(
     content: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("fsdp_lab.files._reported", set())  # each file is told once in a process
@@ -54,9 +54,9 @@ def test_a_damaged_file_is_told_with_what_to_do_and_written_anew(
     file.parent.mkdir(parents=True)
     file.write_text(content)
     assert read_observations(CPU, "2.15.0", "d") == []
-    told = capsys.readouterr().err
-    assert told.count(file.name) == 1 and told.endswith(
-        "); it is ignored: finished trials do not correct predictions; delete it, the next trial writes it anew\n"
+    output = capsys.readouterr().err
+    assert output.count(file.name) == 1 and output.endswith(
+        "); it is ignored: finished trials do not correct predictions; delete it, the next trial writes a new one\n"
     )
     (one,) = observations(1, Factors())
     record_observation(CPU, "a/0", one)

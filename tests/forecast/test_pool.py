@@ -33,8 +33,8 @@ def answer(question: str) -> tuple[str, int]:
 def test_one_process_answers_every_question_in_its_turn():
     with Pool(answer, 1, LIMIT_S) as pool:
         futures = [pool.submit(word) for word in "abc"]
-        said, pids = zip(*[future.result() for future in futures], strict=True)
-    assert said == ("a", "b", "c")
+        reported, pids = zip(*[future.result() for future in futures], strict=True)
+    assert reported == ("a", "b", "c")
     assert len(set(pids)) == 1 and os.getpid() not in pids
     assert called("spawn_main") == []
 
@@ -46,19 +46,19 @@ def test_as_many_work_side_by_side_as_were_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("question", "told"),
+    ("question", "message"),
     [
-        (f"signal {signal.SIGKILL:d}", "was killed, most likely for want of memory"),
+        (f"signal {signal.SIGKILL:d}", "was killed, most likely because memory ran out"),
         (f"signal {signal.SIGSEGV:d}", "ended by SIGSEGV"),
         ("leave 3", "ended with exit code 3"),
         ("sleep 60", "did not answer within 5 s"),
     ],
 )
-def test_a_process_that_does_not_answer_costs_one_answer(question: str, told: str):
+def test_a_process_that_does_not_answer_costs_one_answer(question: str, message: str):
     with Pool(answer, 1, 5.0) as pool:
         first, lost, last = [pool.submit(word) for word in ("a", question, "b")]
         assert first.result()[0] == "a"
-        with pytest.raises(NoAnswerError, match=f"^{told}$"):
+        with pytest.raises(NoAnswerError, match=f"^{message}$"):
             lost.result()
         assert last.result()[0] == "b" and last.result()[1] != first.result()[1]
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
 from fsdp_lab.config.conf import device_file, known_devices
+from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import (
     capacity_bytes,
     capacity_here,
@@ -24,13 +25,14 @@ from fsdp_lab.forecast.devices import (
     gpu_memory,
     sheet_of,
 )
-from fsdp_lab.forecast.fits import Forecast
 from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over, ratio_group, why_all
-from fsdp_lab.forecast.kept import kept_sentences
+from fsdp_lab.forecast.kept import kept_rows, kept_sentences
+from fsdp_lab.forecast.notes import room_remedies
 from fsdp_lab.forecast.plot import stacked, write_scaling
 from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.speed_texts import basis_text
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
@@ -58,33 +60,35 @@ def test_every_data_sheet_can_be_read_and_says_where_its_figures_are_from():
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "message"),
     [
         ("a10080", "did you mean a100_80gb"),
         ("tpu", "auto, cpu, cuda, a100_40gb"),
-        ("mine/gpu.yaml", "mine/gpu.yaml is no file"),
+        ("mine/gpu.yaml", "mine/gpu.yaml is not a file"),
     ],
 )
-def test_an_unknown_device_is_refused_and_the_known_ones_are_named(named: str, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_an_unknown_device_is_refused_and_the_known_ones_are_named(named: str, message: str):
+    with pytest.raises(ConfigError, match=message):
         config(f"forecast.device={named}").check(2)
 
 
-def test_a_device_without_a_peak_or_with_nodes_that_do_not_divide_the_workers_is_told(tmp_path: Path):
+def test_a_device_without_a_peak_or_with_nodes_that_do_not_divide_the_workers_is_reported(tmp_path: Path):
     mine = tmp_path / "mine.yaml"
     text = (device_file("a100_80gb") or Path()).read_text()
     mine.write_text(re.sub("peak_flops: .*", "peak_flops: {bfloat16: 312.0e+12}", text))
     settings = config(*LANGUAGE[:2], "precision=fp32", f"forecast.device={mine}")
-    found = forecast(settings, 2, cuda=True, sheet=load_device(mine))
-    assert found.no_speed and "has no peak for float32; its data sheet has bfloat16. Use a precision" in found.no_speed
-    assert found.speed is None and found.error is None and not found.fails
-    assert found.peaks == forecast(settings, 2, cuda=True).peaks, "the memory is known all the same"
+    result = forecast(settings, 2, cuda=True, sheet=load_device(mine))
+    assert (
+        result.no_speed and "has no peak for float32; its data sheet has bfloat16. Use a precision" in result.no_speed
+    )
+    assert result.speed is None and result.error is None and not result.fails
+    assert result.peaks == forecast(settings, 2, cuda=True).peaks, "the memory is known all the same"
     check_device(settings, 16)
     check_device(settings, 4)
     with pytest.raises(ConfigError, match=r"cluster.num_workers=12 .* nodes have 8 devices.* use a multiple of 8"):
         check_device(settings, 12)
     mine.write_text("name: mine")
-    with pytest.raises(ConfigError, match=r"mine\.yaml is no data sheet"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml is not a data sheet"):
         check_device(settings, 8)
 
 
@@ -98,7 +102,7 @@ def test_a_device_brings_its_memory_its_kind_and_the_speed(tmp_path: Path):
     assert Request.of(config(*LANGUAGE, "forecast.device=cuda"), 2).sheet is None
 
 
-def test_a_gpu_with_a_data_sheet_is_known_by_the_name_that_its_driver_tells(fake_nvml: Callable[..., None]):
+def test_a_gpu_with_a_data_sheet_is_known_by_the_name_that_its_driver_reports(fake_nvml: Callable[..., None]):
     fake_nvml(gpus=2)  # which are called NVIDIA H200
     request = Request.of(config(*LANGUAGE), 2)
     assert request.sheet == sheet("h200") and request.cuda
@@ -109,21 +113,21 @@ def test_a_gpu_with_a_data_sheet_is_known_by_the_name_that_its_driver_tells(fake
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
-        ("memory_gib: 79.25", "memory_gib: much", "memory_gib=much is no positive number"),
-        ("312.0e+12", "312e12", "peak_flops.bfloat16=312e12 is no positive number; YAML writes 1.0e+12"),
-        ("node_size: 8", "node_size: 0", "node_size=0 is no positive number"),
-        ("kind: cuda", "kind: tpu", "kind=tpu is none of cuda, cpu"),
+        ("memory_gib: 79.25", "memory_gib: much", "memory_gib=much is not a positive number"),
+        ("312.0e+12", "312e12", "peak_flops.bfloat16=312e12 is not a positive number; YAML writes 1.0e+12"),
+        ("node_size: 8", "node_size: 0", "node_size=0 is not a positive number"),
+        ("kind: cuda", "kind: tpu", "kind=tpu is not one of cuda, cpu"),
         ("node_size: 8", "", "missing ['node_size'], unknown []"),
     ],
 )
-def test_a_data_sheet_with_a_wrong_value_is_told(tmp_path: Path, old: str, new: str, said: str):
+def test_a_data_sheet_with_a_wrong_value_is_reported(tmp_path: Path, old: str, new: str, message: str):
     mine = tmp_path / "mine.yaml"
     text = (device_file("a100_80gb") or Path()).read_text()
     assert old in text
     mine.write_text(text.replace(old, new))
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_device(mine)
 
 
@@ -139,7 +143,7 @@ def test_tokens_and_mfu_by_hand():
 
 
 @pytest.mark.parametrize("words", [["sharding=per_block"], ["sharding=ddp"], ["offload=cpu"]])
-def test_the_shares_of_what_bounds_a_step_tell_what_a_slower_device_costs(words: list[str]):
+def test_the_shares_of_what_bounds_a_step_report_what_a_slower_device_costs(words: list[str]):
     """A step takes as long as its longest chain. So a tenth more time of one thing costs at least a tenth of its share,
     and with everything half as fast a step takes twice as long."""
     program = forecast_step(config(*LANGUAGE, *words), 4, cuda=True, traced=True).program
@@ -167,16 +171,16 @@ def test_the_shares_of_what_bounds_a_step_tell_what_a_slower_device_costs(words:
 
 def test_the_page_of_the_streams_shows_each_at_work_and_adds_up(tmp_path: Path):
     page = tmp_path / "timeline_3.html"
-    found = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=page, sheet=sheet())
-    assert found.speed is not None
+    result = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=page, sheet=sheet())
+    assert result.speed is not None
     text = (tmp_path / "streams_3.html").read_text()
-    assert found.data_sheet == sheet().name
+    assert result.data_sheet == sheet().name
     lanes = ["compute", "copy-in of gathers", "all-gather", "reduce-scatter"]
     assert re.findall(r'<div class="lane">([^<]+)<', text) == lanes
     widths = dict.fromkeys(("#4c78a8", "#f58518", "#e45756", "#72b7b2"), 0.0)
     for width, colour in re.findall(r'width="([\d.]+)" y="\d+" height="\d+" fill="(#\w+)"', text):
         widths[colour] += float(width)
-    assert widths["#f58518"] == pytest.approx(found.speed.busy["gather"] / found.speed.step_s * 1000, rel=0.1)
+    assert widths["#f58518"] == pytest.approx(result.speed.busy["gather"] / result.speed.step_s * 1000, rel=0.1)
     assert "FSDPBlock" not in text and "blocks.0" in text
     assert "@" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S)
     forecast(config(*LANGUAGE, "offload=cpu"), 4, cuda=True, page=page, sheet=sheet())
@@ -189,18 +193,18 @@ def test_the_streams_have_names_and_a_time_axis_in_a_browser(tmp_path: Path, pag
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     file = tmp_path / "timeline_0.html"
-    found = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=file, sheet=sheet())
-    assert found.speed is not None
+    result = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=file, sheet=sheet())
+    assert result.speed is not None
     page.goto((tmp_path / "streams_0.html").as_uri())
 
     def ticks() -> list[tuple[float, float]]:
         """The milliseconds of each, and its place as a share of the step."""
-        told = page.evaluate("[...axis.children].map(t => [t.textContent, parseFloat(t.style.left)])")
-        return [(float(text.replace(",", "")), left / 100) for text, left in told]
+        reported = page.evaluate("[...axis.children].map(t => [t.textContent, parseFloat(t.style.left)])")
+        return [(float(text.replace(",", "")), left / 100) for text, left in reported]
 
     for zoom in (0, 5):
         page.evaluate(f"zoom.value = {zoom}; zoom.dispatchEvent(new Event('input'))")
-        step_ms, shown = found.speed.step_s * 1e3, ticks()
+        step_ms, shown = result.speed.step_s * 1e3, ticks()
         assert 4 * 2**zoom < len(shown) < 14 * 2**zoom and len({text for text, _ in shown}) == len(shown)
         assert all(ms == pytest.approx(left * step_ms, abs=step_ms / 1000) for ms, left in shown)
     lanes, bars = page.locator(".lane"), page.locator("svg g").first
@@ -227,11 +231,11 @@ def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_nv
     assert data_sheet_here(theirs, cuda=True) is None and data_sheet_here(ours, cuda=True) == sheet("h200")
     assert capacity_bytes(theirs, cuda=True) == int(39.5 * 2**30), "fsdp_lab.forecast is asked about that device"
     keep = config("forecast.device=a100_40gb", "forecast.keep='2'")
-    with pytest.raises(ConfigError, match="what is predicted for another device says nothing of them"):
+    with pytest.raises(ConfigError, match="predictions for another device do not apply to them"):
         check_here(keep, 2, cuda=True)
     check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
     fake_nvml(gpus=0)
-    with pytest.raises(ConfigError, match="what is predicted for another device says nothing of them"):
+    with pytest.raises(ConfigError, match="predictions for another device do not apply to them"):
         check_here(keep, 2, cuda=False)
     with pytest.raises(ConfigError, match=r"forecast.prune=true with forecast.device=h200"):
         check_here(config("forecast.device=h200", "forecast.prune=true"), 2, cuda=False)
@@ -246,6 +250,7 @@ def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_nv
         (["sharding=root"], 8, False),
         (["precision=fp32"], 8, False),
         (["offload=cpu"], 8, False),
+        (["compile=true"], 8, False),
     ],
 )
 def test_the_error_is_that_of_the_steps_that_were_looked_at(words: list[str], workers: int, known: bool):
@@ -254,6 +259,9 @@ def test_the_error_is_that_of_the_steps_that_were_looked_at(words: list[str], wo
     assert speed is not None and device.relative is not None
     assert speed.error == (device.error if known else device.error_elsewhere).p90
     assert speed.relative == (device.relative.p90 if known else None)
+    assert known == (not speed.unlike)
+    observed = basis_text(speed)
+    assert ("Those were GPT models (MPT)" in observed) is known and ("Its error is not known" in observed) is not known
 
 
 @pytest.mark.parametrize("name", ["h100_sxm", "h200"])
@@ -263,9 +271,10 @@ def test_of_a_step_that_launches_bound_no_error_is_claimed(name: str):
     assert small.speed is not None and small.speed.shares["launch"] > 0.5
     assert small.speed.bound_unseen and small.speed.relative is None
     assert small.speed.error == device.error_elsewhere.p90
-    (_, told) = speed_verdict([Row([], small)], [], 0.03)
+    (_, sentences) = speed_verdict([Row([], small)], [], 0.03)
     assert re.search(
-        r"launches bound \d+ % of this step, and hardly anything of the .* not known; the range is 15 %", told
+        r"launches bound \d+ % of this step, and almost none of the .* not known; .* within the range of 15 %",
+        sentences,
     )
     seen = replace(device, factors=Factors(settings=8))
     corrected = forecast(config(*LANGUAGE), 8, cuda=True, sheet=seen).speed
@@ -277,13 +286,31 @@ def test_each_number_of_workers_has_its_own_recommendation():
     rows = [replace(few, settings=["root", "8"]), replace(few, settings=["ddp", "8"])]
     sixteen = replace(many.forecast, num_workers=16)
     rows += [replace(many, forecast=sixteen, settings=[name, "16"]) for name in ("root", "ddp")]
-    told = speed_verdict(rows, ["sharding", "cluster.num_workers"], 0.03)
-    assert told[0].startswith("8 × X. Should be fastest: ddp: ")
-    assert told[3].startswith("16 × X. Should be fastest: ddp: ")
+    sentences = speed_verdict(rows, ["sharding", "cluster.num_workers"], 0.03)
+    assert sentences[0].startswith("8 × X. Predicted fastest: ddp: ")
+    assert sentences[1].startswith("Predicted for X with "), "on what both rest, once"
+    assert sentences[3].startswith("16 × X. Predicted fastest: ddp: ")
     assert (
-        told[2] == told[5] == "One other setting may be as fast, for the ranges overlap: root (as fast as predicted)."
+        sentences[2]
+        == sentences[4]
+        == "One other setting may be as fast: root (predicted equal). Their ranges overlap."
     )
-    assert told[6:] == ["16 instead of 8 × X: 2 times as fast together."]
+    assert sentences[5:] == ["16 instead of 8 × X: 2 times the total speed, both with ddp."]
+
+
+def test_what_more_workers_bring_is_reported_of_one_setting_or_names_both():
+    """Of 16 workers per_block fits, which of 8 is slower than root."""
+    few = [replace(row(name, step_s), settings=[name, "8"]) for name, step_s in (("root", 1.0), ("per_block", 1.5))]
+    one = replace(row("per_block", 0.5), settings=["per_block", "16"])
+    many = replace(one, forecast=replace(one.forecast, num_workers=16))
+    axes = ["sharding", "cluster.num_workers"]
+    assert speed_verdict([*few, many], axes, 0.03)[-1] == (
+        "16 instead of 8 × X: 3 times the total speed, both with per_block."
+    )
+    assert speed_verdict([few[0], many], axes, 0.03)[-1] == (
+        "16 instead of 8 × X: 2 times the total speed, with per_block instead of root "
+        "(the recommended setting of each)."
+    )
 
 
 def test_each_device_has_its_own_recommendation():
@@ -292,17 +319,61 @@ def test_each_device_has_its_own_recommendation():
     assert speed is not None
     other = replace(other, forecast=replace(other.forecast, speed=replace(speed, device="Y")))
     rows = [replace(r, settings=["root", name]) for r, name in ((one, "x"), (other, "y"))]
-    told = speed_verdict(rows, ["sharding", "forecast.device"], 0.03)
-    assert [t.partition(":")[0] for t in told if ". Pred" in t] == ["8 × X. Predicted", "8 × Y. Predicted"]
+    sentences = speed_verdict(rows, ["sharding", "forecast.device"], 0.03)
+    assert [t.partition(":")[0] for t in sentences if ". Pred" in t] == ["8 × X. Predicted", "8 × Y. Predicted"]
 
 
-def test_steps_of_different_sizes_are_compared_by_their_samples():
-    first, other = row("small", 1.0), row("large", 2.06)
-    speed = other.forecast.speed
-    assert speed is not None
-    other = replace(other, forecast=replace(other.forecast, speed=replace(speed, samples=200)))
-    told = " ".join(speed_verdict([first, other], ["size"], 0.0))
-    assert "One other setting may be as fast" in told
+def of_batch(row: Row, samples: int) -> Row:
+    assert row.forecast.speed is not None
+    speed = replace(row.forecast.speed, samples=samples)
+    return replace(row, settings=[*row.settings, str(samples)], forecast=replace(row.forecast, speed=speed))
+
+
+def test_each_global_batch_size_has_its_own_recommendation():
+    """More samples in a step are more samples a second, and another training."""
+    rows = [of_batch(row("root", 1.0), 100), of_batch(row("ddp", 1.5), 100)]
+    rows += [of_batch(row("root", 1.9), 200), of_batch(row("ddp", 1.6), 200)]
+    sentences = speed_verdict(rows, ["sharding", "training.global_batch_size"], 0.0)
+    assert sentences[0].startswith("training.global_batch_size=100. Predicted fastest: root: 12.5 samples/s per device")
+    assert sentences[2].startswith("training.global_batch_size=200. Predicted fastest: ddp: 15.6 samples/s per device")
+    assert sentences[-1].startswith(
+        "training.global_batch_size=200 is predicted fastest, 15.6 samples/s per device. How much "
+    )
+    elsewhere = [replace(r, forecast=replace(r.forecast, num_workers=16)) for r in rows[2:]]
+    sentences = speed_verdict([*rows[:2], *elsewhere], ["sharding", "training.global_batch_size"], 0.0)
+    assert not any("global_batch_size" in sentence for sentence in sentences), "it grows with the workers"
+
+
+def test_each_global_batch_size_is_warned_of_a_full_gpu_and_of_close_settings():
+    rows = [of_batch(row(name, step_s, peak=950), samples) for name, step_s, samples in
+            (("root", 1.0, 100), ("ddp", 1.0, 100), ("root", 1.9, 200), ("ddp", 1.9, 200))]  # fmt: skip
+    sentences = speed_verdict(rows, ["sharding", "training.global_batch_size"], 0.0)
+    heads = [text.partition(". ")[0] for text in sentences]
+    first, second = (heads.index(f"training.global_batch_size={samples}") for samples in (100, 200))
+    assert any("GPU" in text and "%" in text for text in sentences[first + 1 : second]), sentences
+    assert sentences[first + 1] == sentences[second + 1] and sentences[first + 3] == sentences[second + 2], sentences
+    assert sentences[second + 2].startswith("One other setting may be as fast")
+
+
+@pytest.mark.parametrize(
+    ("swept", "words", "expected"),
+    [
+        ([], [], ["activation_checkpointing=full", "a smaller training.global_batch_size"]),
+        (["activation_checkpointing"], [], ["a smaller training.global_batch_size"]),
+        (["training.global_batch_size"], [], ["activation_checkpointing=full"]),
+        ([], ["activation_checkpointing=full", "training.global_batch_size=8"], []),
+    ],
+)
+def test_what_was_not_varied_is_to_be_tried_first_where_a_gpu_is_nearly_full(
+    swept: list[str], words: list[str], expected: list[str]
+):
+    assert room_remedies([asked(*words)], swept) == expected
+    rows = [row("none", 1.0, peak=950), row("cpu", 2.0, peak=100)]
+    sentences = speed_verdict(rows, ["offload"], 0.0, expected)[1]
+    first = f"Try {' or '.join(expected)} first: this grid does not vary {'them' if len(expected) > 1 else 'it'}. "
+    assert ((first if expected else "") + "The fastest setting that leaves room: offload=cpu") in sentences
+    assert ("Try" in sentences) is bool(expected)
+    assert not any("Try" in lines for lines in speed_verdict(rows[1:], ["offload"], 0.0, expected)), "it has room"
 
 
 def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
@@ -322,25 +393,47 @@ def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
     rows = [row("ddp", 1.0, fits=False), row("root", 1.2, 300), row("per_block", 1.21, 100), row("other", 2.0)]
     assert [r.settings[0] for r in recommend(rows, ["sharding"], 0.03)] == ["per_block", "root", "other"]
     assert recommend(rows, ["sharding"], 0.0)[0].settings == ["root"]
-    told = " ".join(speed_verdict(rows, ["sharding"], 0.03))
-    assert told.startswith(
-        "Should be fastest of what fits: per_block: 10.3 samples/s per device, step 1.21 s (1.1 to 1.34)"
+    sentences = " ".join(speed_verdict(rows, ["sharding"], 0.03))
+    assert sentences.startswith(
+        "Predicted fastest that fits: per_block: 10.3 samples/s per device, step 1.21 s (1.10 to 1.34)"
     )
-    assert "with efficiencies fitted to published steps: nine of ten predictions of this kind were within 10 %" in told
-    assert "One other setting may be as fast, for the ranges overlap: root (0.83 % faster as predicted)." in told
-    assert "needs the least memory of those within report.speed_tolerance" in told
+    assert "fitted to published steps: nine of ten published steps that were not fitted were within 10 %" in sentences
+    assert "Those were GPT models (MPT) of 125M to 70B parameters, not compiled, with PyTorch 1.13 to 2.0;" in sentences
+    assert (
+        "One other setting may be as fast: root (predicted 0.83 % faster). Their ranges overlap. The recommended "
+        "setting needs the least memory of those within report.speed_tolerance" in sentences
+    )
     related = [with_ratio(each, 0.3) for each in rows]
-    assert "One other setting may be as fast, for ratios of predictions are known to ±30 %: root" in " ".join(
-        speed_verdict(related, ["sharding"], 0.03)
+    assert (
+        "One other setting may be as fast: root (predicted 0.83 % faster). The predicted ratio of two settings has an "
+        "error of up to ±30 %." in " ".join(speed_verdict(related, ["sharding"], 0.03))
     )
     assert "may be as fast" not in " ".join(speed_verdict([rows[1], rows[3]], ["sharding"], 0.0))
     close = [with_ratio(row("root", 1.0), 0.02), with_ratio(row("ddp", 1.05), 0.02)]
     assert "may be as fast" not in " ".join(speed_verdict(close, ["sharding"], 0.03)), "though the ranges overlap"
     close[1] = with_ratio(close[1], 0.02, "another model")
     assert (
-        "One other setting may be as fast, for the ranges overlap: ddp" in speed_verdict(close, ["sharding"], 0.03)[2]
+        "One other setting may be as fast: ddp (predicted 4.8 % slower). Their ranges overlap."
+        in speed_verdict(close, ["sharding"], 0.03)[2]
     )
     assert speed_verdict(rows[:1], ["sharding"], 0.03) == ["No setting fits, so none is recommended."]
+
+
+def test_of_those_that_need_hardly_more_one_whose_error_is_known_is_recommended_then_the_plainest():
+    unknown = row("float16", 1.02, 999)
+    assert unknown.forecast.speed is not None
+    speed = replace(unknown.forecast.speed, unlike=("parameters in float16",))
+    unknown = replace(unknown, forecast=replace(unknown.forecast, speed=speed))
+    rows = [row("bf16_mixed", 1.0, 1000), unknown]
+    assert recommend(rows, ["precision"], 0.03)[0] is rows[0]
+    assert recommend([row("bf16_mixed", 1.0, 1020), unknown], ["precision"], 0.03)[0] is unknown, "2 % less"
+    plain = [row("root", 1.0, 999), row("ddp", 1.02, 1000)]
+    assert recommend(plain, ["sharding"], 0.03)[0] is plain[1]
+    sentences = " ".join(speed_verdict(plain, ["sharding"], 0.03))
+    assert (
+        "needs the least memory of those within report.speed_tolerance (to within 1%), and is the simplest."
+        in sentences
+    )
 
 
 def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
@@ -353,11 +446,11 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
     assert (first["error_p90"], first["ratio_error_p90"], first["no_forecast"]) == ("0.1", "", "")
     no_peak = replace(rows[0].forecast, speed=None, no_speed="no peak")
     none = Forecast(True, 8, error="asks for a value")
-    write_csv(tmp_path / "f.csv", [replace(rows[0], forecast=found) for found in (no_peak, none)], ["sharding"])
-    told = [
+    write_csv(tmp_path / "f.csv", [replace(rows[0], forecast=result) for result in (no_peak, none)], ["sharding"])
+    observed = [
         (row["peak_bytes"], row["no_forecast"], row["no_speed"]) for row in csv.DictReader((tmp_path / "f.csv").open())
     ]
-    assert told == [("100", "", "no peak"), ("", "asks for a value", "")]
+    assert observed == [("100", "", "no peak"), ("", "asks for a value", "")]
 
 
 def test_the_table_and_the_csv_have_the_speed_of_a_device_and_the_csv_that_of_all(tmp_path: Path):
@@ -373,6 +466,12 @@ def test_the_table_and_the_csv_have_the_speed_of_a_device_and_the_csv_that_of_al
         assert cells["streams"] == "streams_0.html" and cells["tokens_per_s_of_all"] == ""
     assert cells["ratio_error_p90"] == "0.1"
     assert "12.5 samples/s per device" in speed_verdict(rows, ["sharding"], 0.03)[0]
+
+
+def test_a_long_step_has_no_exponent_in_the_table():
+    steps = forecast_table([row("root", 10.0704)], ["sharding"])
+    (column,) = [column for column in steps.columns if column.name == "step ms"]
+    assert column.cells == ["10,070"]
 
 
 def test_the_rows_of_each_number_of_workers_are_sorted_by_what_is_shown():
@@ -391,19 +490,23 @@ def test_the_forecast_says_which_trials_a_sweep_would_start():
     rows = [row("root", 1.0), row("per_block", 1.05), row("ddp", 3.0)]
     requests = [asked(f"sharding={each.settings[0]}") for each in rows]
     assert kept_sentences(rows, requests, ["sharding"], "1", effect) == [
-        "forecast.keep=1: a sweep would start 2 of 3 trials: root, per_block."
+        "forecast.keep=1: a sweep would start 2 of 3 trials (`kept` in the table): the predicted fastest (root); 1 "
+        "more that may be as fast as the last of these, because their ranges overlap (±10% each); it would skip "
+        "1 that is slower by more than the error."
     ]
+    assert [r.kept for r in kept_rows(rows, requests, ["sharding"], "1", effect)] == [True, True, False]
     assert kept_sentences(rows, requests, ["sharding"], "3", effect) == [
-        "forecast.keep=3: of 3 trials nothing is skipped: 3 settings with a predicted speed, and 3 are wanted."
+        "forecast.keep=3: 3 trials, nothing is skipped: 3 settings have a predicted speed, and forecast.keep "
+        "asks for 3."
     ]
     rows[2] = replace(rows[2], forecast=replace(rows[2].forecast, speed=None))
     rows[1] = row("per_block", 2.0)
-    assert kept_sentences(rows, requests, ["sharding"], "1", effect) == [
-        "forecast.keep=1: a sweep would start 2 of 3 trials: root, ddp."
-    ], "what has no speed is kept"
+    (sentences,) = kept_sentences(rows, requests, ["sharding"], "1", effect)
+    assert "start 2 of 3 trials" in sentences and "(root); 1 without a prediction (ddp); it would skip 1" in sentences
     unknown = [replace(request, sheet=None) for request in requests]
-    (told,) = kept_sentences(rows, unknown, ["sharding"], "1", effect)
-    assert "no speed is predicted here, and a sweep refuses the key without" in told
+    (sentences,) = kept_sentences(rows, unknown, ["sharding"], "1", effect)
+    assert "a sweep needs predicted speeds, and there are none" in sentences
+    assert [r.kept for r in kept_rows(rows, unknown, ["sharding"], "1", effect)] == [None] * 3
 
 
 def test_what_cannot_differ_in_speed_takes_one_place_of_those_that_a_sweep_keeps():
@@ -417,51 +520,76 @@ def test_what_cannot_differ_in_speed_takes_one_place_of_those_that_a_sweep_keeps
     rows.append(rows[2])
     requests.append(asked("optimizer.lr=0.1", "reshard_after_forward=never"))
     assert kept_sentences(rows, requests, axes, "2", effect) == [
-        "forecast.keep=2: a sweep would start 4 of 6 trials, which have 3 settings that differ in speed: "
-        "root optimizer.lr=0.1, root optimizer.lr=0.2, ddp optimizer.lr=0.1, ddp optimizer.lr=0.2."
+        "forecast.keep=2: a sweep would start 4 of 6 trials, with 3 settings that differ in speed (`kept` in the "
+        "table): the 4 predicted fastest (root optimizer.lr=0.1, root optimizer.lr=0.2, ddp optimizer.lr=0.1, ddp "
+        "optimizer.lr=0.2); it would skip 2 that are slower by more than the error."
     ]
+    marked = kept_rows(rows, requests, axes, "2", effect)
+    assert [r.kept for r in marked] == [True] * 4 + [False] * 2 + [True], "the last is DDP again"
 
 
-def test_a_sweep_ranks_all_numbers_of_workers_together_and_each_device_alone():
+def test_a_sweep_ranks_each_number_of_workers_and_each_device_alone():
     rows, requests = [], []
-    for workers, step_s in ((8, 1.0), (8, 1.05), (16, 0.4), (16, 0.42)):
-        one = row("root", step_s)
-        rows.append(replace(one, settings=[str(workers), str(step_s)]))
-        requests.append(asked(f"training.max_grad_norm={step_s}", workers=workers))
-    axes = ["cluster.num_workers", "training.max_grad_norm"]
-    (told,) = kept_sentences(rows, requests, axes, "1", effect)
-    assert "start 2 of 4 trials" in told and "cluster.num_workers=8" not in told
+    for workers, name, step_s in ((8, "root", 1.0), (8, "per_block", 1.05), (8, "ddp", 3.0), (16, "root", 0.4)):
+        rows.append(replace(row("", step_s), settings=[str(workers), name]))
+        requests.append(asked(f"sharding={name}", workers=workers))
+    axes = ["cluster.num_workers", "sharding"]
+    few, many = kept_sentences(rows, requests, axes, "1", effect)
+    assert few.startswith("forecast.keep=1, 8 workers: a sweep would start 2 of 3 trials")
+    assert many.startswith("forecast.keep=1, 16 workers: 1 trial, nothing is skipped")
+    assert [r.kept for r in kept_rows(rows, requests, axes, "1", effect)] == [True, True, False, True]
     other = [asked("forecast.device=h100_sxm", f"training.max_grad_norm={n}") for n in (1, 2)]
-    told = kept_sentences(rows[1:], [requests[1], *other], axes, "1", effect)
-    assert [sentence.partition(":")[0] for sentence in told] == [
+    sentences = kept_sentences(rows[:3], [requests[1], *other], axes, "1", effect)
+    assert [sentence.partition(":")[0] for sentence in sentences] == [
         "forecast.keep=1 with forecast.device=auto", "forecast.keep=1 with forecast.device=h100_sxm",
     ]  # fmt: skip
+
+
+def test_what_is_recommended_is_kept_though_it_is_surely_slower():
+    """Of those within report.speed_tolerance the smaller is recommended."""
+    rows = [with_ratio(row("root", 1.0, 300), 0.01), with_ratio(row("per_block", 1.02, 100), 0.01), row("ddp", 3.0)]
+    requests = [asked(f"sharding={each.settings[0]}") for each in rows]
+    (sentences,) = kept_sentences(rows, requests, ["sharding"], "1", effect)
+    assert "the predicted fastest (root); the recommended one (per_block); it would skip 1" in sentences
+    assert [r.kept for r in kept_rows(rows, requests, ["sharding"], "1", effect)] == [True, True, False]
+    (sentences,) = kept_sentences(rows[:2], requests[:2], ["sharding"], "1", effect)
+    assert (
+        "may be the fastest, because the predicted ratio of two settings has an error of up to ±1%, or is recommended."
+        in sentences
+    )
 
 
 def test_the_picture_has_the_speed_beside_the_memory():
     """With its range, in the order of the bars of the memory."""
     from matplotlib import pyplot
 
-    rows = [row("large", 1.0, peak=2**30), row("small", 2.0, peak=2**20)]
-    figure = stacked(pyplot, rows)
+    rows = [row("large", 1.0, peak=20 * 2**30), row("small", 2.0, peak=2**20)]
+    full = {"capacity_bytes": 24 * 2**30, "allowances": {"CUDA context": 2**30}}
+    rows = [replace(each, forecast=replace(each.forecast, **full)) for each in rows]
+    figure = stacked(pyplot, rows, ["model"])
     memory, speed = figure.axes
-    assert [label.get_text() for label in memory.get_yticklabels()] == ["small", "large"]
-    assert [bar.get_width() for bar in speed.patches] == [100 / 8 / 2.0, 100 / 8 / 1.0]
+    assert [label.get_text() for label in memory.get_yticklabels()] == ["model=large", "model=small"], "as in the table"
+    assert [bar.get_width() for bar in speed.patches] == [100 / 8 / 1.0, 100 / 8 / 2.0]
+    assert memory.get_xlabel() == "GiB of one device"
+    assert [line.get_xdata()[0] for line in memory.lines] == [24.0], "the capacity"
+    assert memory.patches[-2].get_x() == pytest.approx(sum(bar.get_width() for bar in memory.patches[:-2:2]))
+    assert memory.patches[-2].get_width() == 1.0, "what is needed beside tensors"
     assert speed.get_xlabel() == "predicted samples/s per device"
     pyplot.close(figure)
     without = [replace(each, forecast=replace(each.forecast, speed=None)) for each in rows]
-    figure = stacked(pyplot, without)
-    assert len(figure.axes) == 1
+    figure = stacked(pyplot, without * 30, ["model"])
+    assert len(figure.axes) == 1 and len(figure.axes[0].get_yticks()) == 40
+    assert figure.get_suptitle() == "the first 40 of 60 settings, in the table's order"
     pyplot.close(figure)
 
 
 def predicted(*seconds: float, error: float = 0.1) -> dict[int, Forecast]:
-    found = {}
+    collected = {}
     for number, step_s in enumerate(seconds):
         low, high = step_s / (1 + error), step_s / (1 - error)
         speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), low, high, error, Basis.fitted, "X", samples=10, group="one")
-        found[number] = Forecast(True, 8, {"device": {"total": 10}}, capacity_bytes=100, speed=speed)
-    return found
+        collected[number] = Forecast(True, 8, {"device": {"total": 10}}, capacity_bytes=100, speed=speed)
+    return collected
 
 
 @pytest.mark.parametrize(
@@ -480,7 +608,7 @@ def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep:
     left_out = passed_over(forecasts, {number: str(number) for number in forecasts}, keep)
     assert set(left_out) == expected
     if 4 in left_out:
-        assert "predicted 3.333 samples/s (3 to 3.667)" in left_out[4] and f"forecast.keep={keep}" in left_out[4]
+        assert "predicted 3.33 samples/s (3.00 to 3.67)" in left_out[4] and f"forecast.keep={keep}" in left_out[4]
 
 
 def test_what_is_common_to_all_predictions_keeps_no_setting():
@@ -492,13 +620,32 @@ def test_what_is_common_to_all_predictions_keeps_no_setting():
     left_out = passed_over(related, settings, "1")
     assert set(left_out) == {2, 3, 4}
     assert left_out[2] == (
-        "predicted 8.333 samples/s, 17% below the last of the most promising, and the ratio of two predictions is "
-        "known to ±8%; forecast.keep=1 does not start it"
+        "predicted 8.33 samples/s, 83.3% of the last of the most promising. Less than 1 / 1.08 = 92.6% is too "
+        "slow: predicted ratios have an error of up to ±8%; forecast.keep=1 does not start it"
     )
     assert set(passed_over({**related, 2: alone[2]}, settings, "1")) == {3, 4}, "of one the ratio is not known"
     for group, expected in (("one", {2}), ("another", set()), ("", set())):
         before = {0: Predicted(10.0, 7.0, 16.0, 0.08, group)}
         assert set(passed_over({n: related[n] for n in (1, 2)}, settings, "1", before)) == expected
+
+
+def test_the_fastest_of_each_global_batch_size_is_kept():
+    """What is learned from a sample may differ between batch sizes: the answer need not be in the fastest."""
+    forecasts = {
+        number: replace(result, speed=replace(result.speed, samples=samples))
+        for (number, result), samples in zip(
+            predicted(1.0, 2.0, 3.0, 1.0, 2.0).items(), (10, 10, 10, 1, 1), strict=True
+        )
+        if result.speed is not None
+    }
+    settings = {number: str(number) for number in forecasts}
+    assert set(passed_over(forecasts, settings, "1")) == {1, 2, 4}
+    before = {3: Predicted.of(forecasts.pop(3).speed)}  # type: ignore[arg-type]
+    assert set(passed_over(forecasts, settings, "1", before)) == {1, 2, 4}, "after a resume, too"
+    rows = [replace(row(f"x{n}", 1.0), forecast=result) for n, result in forecasts.items()]
+    requests = [asked(f"training.global_batch_size={8 * (n + 1)}") for n in forecasts]
+    (sentences,) = kept_sentences(rows, requests, ["name"], "1", effect)
+    assert "the fastest of each other training.global_batch_size (name=x4)" in sentences
 
 
 @pytest.mark.parametrize(
@@ -518,7 +665,7 @@ def test_a_group_is_of_one_model_on_so_many_workers(words: list[str], workers: i
     assert (ratio_group(config("sharding=per_block", "precision=fp32", *words), workers, gpu) == mine) is same
 
 
-def test_the_figures_of_a_device_tell_groups_apart_and_on_a_cpu_nothing_is_offloaded():
+def test_the_figures_of_a_device_separate_groups_and_on_a_cpu_nothing_is_offloaded():
     gpu = sheet("h100_sxm")
     cpu = replace(gpu, kind=DeviceKind.cpu)
     assert ratio_group(config(), 8, gpu) != ratio_group(config(), 8, replace(gpu, launch_s=1e-9))
@@ -532,13 +679,18 @@ def test_a_sweep_says_why_it_skips_nothing():
     settings = {0: "a", 1: "b", 2: "c"}
     assert passed_over(forecasts, settings, "2") == {}
     assert why_all(forecasts, settings, "2") == (
-        "nothing is skipped: each of the 3 settings may be one of the 2 fastest, for predictions are known to ±10%"
+        "nothing is skipped: each of the 3 settings may be one of the 2 fastest, because their ranges overlap "
+        "(±10% each)"
     )
     related = {n: replace(f, speed=replace(f.speed, relative=0.15)) for n, f in forecasts.items() if f.speed}
-    assert why_all(related, settings, "2").endswith("for their ratios are known to ±15%")
-    assert why_all(forecasts, settings, "3") == (
-        "nothing is skipped: 3 settings with a predicted speed, and 3 are wanted"
+    assert why_all(related, settings, "2").endswith(
+        "because the predicted ratio of two settings has an error of up to ±15%"
     )
+    assert why_all(forecasts, settings, "3") == (
+        "nothing is skipped: 3 settings have a predicted speed, and forecast.keep asks for 3"
+    )
+    full = {n: replace(forecast, capacity_bytes=11) if n == 1 else forecast for n, forecast in forecasts.items()}
+    assert why_all(full, settings, "2").endswith("(±10% each, more where a GPU is nearly full)")
     without = {0: replace(forecasts[0], speed=None)}
     assert why_all(without, settings, "1") == "nothing is skipped: no setting has a predicted speed"
 
@@ -549,7 +701,7 @@ def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not
     forecasts[4] = replace(forecasts[4], speed=None)
     settings = {0: "a", 1: "a", 2: "b", 3: "c", 4: "d"}
     assert set(passed_over(forecasts, settings, "1")) == {2, 3}
-    assert "needs 10.00 MiB of 5.00 MiB a device" in passed_over(forecasts, settings, "1")[3]
+    assert "needs 10.00 MiB of 5.00 MiB per device, by its forecast" in passed_over(forecasts, settings, "1")[3]
     assert set(passed_over(forecasts, settings, "2")) == {3}
 
 
@@ -568,24 +720,24 @@ KEEP = ["forecast.keep='5'", "forecast.device=h100_sxm"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["forecast.keep='0'"], "forecast.keep=0 is not a number of settings; use a whole number of 1 or more"),
         (["forecast.keep=0%"], "forecast.keep=0% is not a number"),
         (["forecast.keep=some"], "forecast.keep=some is not a number"),
         (
             ["forecast.keep='5'"],
-            "there are none for these CPUs yet; measure them by python -m fsdp_lab.calibrate, or on GPUs name them: "
+            "these CPUs have none yet; measure them with python -m fsdp_lab.calibrate. For GPUs set "
             "forecast.device=<a100_40gb|",
         ),
-        ([*KEEP, "forecast.enabled=false"], "forecast.enabled=false: nothing is known"),
+        ([*KEEP, "forecast.enabled=false"], "forecast.enabled=false: without forecasts"),
         ([*KEEP, "search=random"], "a search suggests its trials one by one"),
         ([*KEEP, "engine=inline"], "engine=inline with forecast.keep=5"),
     ],
 )
-def test_a_keep_that_cannot_be_is_refused(words: list[str], said: str):
+def test_a_keep_that_cannot_be_is_refused(words: list[str], message: str):
     settings = config(*words)
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(message)):
         _check(settings)
 
 

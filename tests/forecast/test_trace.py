@@ -30,8 +30,8 @@ def program(*words: str, workers: int = 4, cuda: bool = True) -> list[Operator]:
     return forecast_step(config(*LM, *words), workers, cuda, traced=True).program
 
 
-def total(found: list[Operator], *kinds: Kind) -> float:
-    return sum(operator.flops for operator in found if operator.kind in kinds)
+def total(expected: list[Operator], *kinds: Kind) -> float:
+    return sum(operator.flops for operator in expected if operator.kind in kinds)
 
 
 @pytest.mark.parametrize("words", [["sharding=per_block"], ["sharding=ddp"], ["sharding=root", "init=meta"]])
@@ -44,37 +44,37 @@ def test_the_matrix_products_are_those_of_a_real_step(words: list[str]):
     by_name = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     products = sum(count for name, count in by_name.items() if "attention" not in name)
     attention = sum(count for name, count in by_name.items() if "attention" in name)
-    found = program(*words, "training.global_batch_size=16", "precision=bf16_mixed")
-    assert total(found, Kind.matmul) == products
-    assert total(found, Kind.attention) == attention / 2, "half of the scores are masked"
+    operators = program(*words, "training.global_batch_size=16", "precision=bf16_mixed")
+    assert total(operators, Kind.matmul) == products
+    assert total(operators, Kind.attention) == attention / 2, "half of the scores are masked"
 
 
 def test_what_is_gathered_and_scattered_is_every_unit_once_or_twice():
     """In bf16 forwards and backwards, the root's once, as it stays; the gradients in float32, once."""
-    found = program("sharding=per_block", "reshard_after_forward=default", "precision=bf16_mixed")
-    gathered = Counter(o.num_bytes for o in found if o.kind is Kind.gather)
-    scattered = Counter(o.num_bytes for o in found if o.kind is Kind.scatter)
+    operators = program("sharding=per_block", "reshard_after_forward=default", "precision=bf16_mixed")
+    gathered = Counter(o.num_bytes for o in operators if o.kind is Kind.gather)
+    scattered = Counter(o.num_bytes for o in operators if o.kind is Kind.scatter)
     assert gathered == {2 * BLOCK: 4, 2 * ROOT: 1}
     assert scattered == {4 * BLOCK: 2, 4 * ROOT: 1}
-    assert all(o.group == (0, 1, 2, 3) for o in found if o.kind is Kind.gather)
+    assert all(o.group == (0, 1, 2, 3) for o in operators if o.kind is Kind.gather)
 
 
 def test_never_gathers_nothing_in_the_backward_pass():
     for policy, backwards in (("never", 0), ("always", 3)):
-        found = program("sharding=per_block", f"reshard_after_forward={policy}")
-        assert sum(o.kind is Kind.gather and o.phase == "backward" for o in found) == backwards, policy
+        operators = program("sharding=per_block", f"reshard_after_forward={policy}")
+        assert sum(o.kind is Kind.gather and o.phase == "backward" for o in operators) == backwards, policy
 
 
 def test_ddp_reduces_each_gradient_once():
-    found = program("sharding=ddp", "precision=fp32")
-    assert sum(o.num_bytes for o in found if o.kind is Kind.reduce) == 4 * (2 * BLOCK + ROOT)
-    assert not any(o.kind in (Kind.gather, Kind.scatter) for o in found)
+    operators = program("sharding=ddp", "precision=fp32")
+    assert sum(o.num_bytes for o in operators if o.kind is Kind.reduce) == 4 * (2 * BLOCK + ROOT)
+    assert not any(o.kind in (Kind.gather, Kind.scatter) for o in operators)
 
 
 def test_hybrid_sharding_scatters_within_and_reduces_between_its_groups():
-    found = program("sharding=per_block", "sharding.dp_replicate=2", "precision=fp32")
-    assert {o.group for o in found if o.kind is Kind.scatter} == {(0, 1)}
-    assert {o.group for o in found if o.kind is Kind.reduce and o.phase == "backward"} == {(0, 2)}
+    operators = program("sharding=per_block", "sharding.dp_replicate=2", "precision=fp32")
+    assert {o.group for o in operators if o.kind is Kind.scatter} == {(0, 1)}
+    assert {o.group for o in operators if o.kind is Kind.reduce and o.phase == "backward"} == {(0, 2)}
 
 
 class Reductions(TorchDispatchMode):
@@ -95,17 +95,17 @@ class Reductions(TorchDispatchMode):
 
 def real_reductions(cases: list[list[str]]) -> list[Counter[tuple[str, int]]]:
     """Of each case, the all-reduces of a rank in a trial."""
-    found = []
+    collected = []
     for words in cases:
         with tempfile.TemporaryDirectory() as folder, Reductions() as noted:
             train(config("model=mlp", *words), Path(folder), Memo())
-        found.append(noted.seen)
-    return found
+        collected.append(noted.seen)
+    return collected
 
 
 def forecast_reductions(*words: str) -> Counter[tuple[str, int]]:
-    found = forecast_step(config("model=mlp", *words), 2, cuda=True, traced=True).program
-    return Counter((o.name, int(o.num_bytes)) for o in found if o.kind is Kind.reduce)
+    operators = forecast_step(config("model=mlp", *words), 2, cuda=True, traced=True).program
+    return Counter((o.name, int(o.num_bytes)) for o in operators if o.kind is Kind.reduce)
 
 
 CLIPS = [
@@ -125,11 +125,11 @@ def test_clipping_adds_the_reduction_that_a_real_step_issues():
 
 def test_the_norm_is_reduced_among_the_shards_and_clipping_waits_for_it():
     words = ("sharding=per_block", "sharding.dp_replicate=2", "training.max_grad_norm=1.0")
-    found = [o for o in program(*words) if o.phase == "optimizer"]
-    (reduced,) = (o for o in found if o.kind is Kind.reduce)
+    operators = [o for o in program(*words) if o.phase == "optimizer"]
+    (reduced,) = (o for o in operators if o.kind is Kind.reduce)
     parameters = 2 * 9 + 3  # two blocks, embedding, head, norm
     assert reduced.group == (0, 1) and reduced.num_bytes == 4 * parameters
-    after = found[found.index(reduced) + 1]
+    after = operators[operators.index(reduced) + 1]
     assert after.name == "aten.pow" and set(after.reads) & set(reduced.writes)
 
 
@@ -141,9 +141,9 @@ def test_checkpointing_computes_the_blocks_again():
 
 
 def test_offloaded_parameters_travel_and_the_optimizer_runs_on_the_host():
-    found = program("sharding=per_block", "offload=cpu", "precision=fp32")
-    assert any(o.kind is Kind.transfer and o.stream is Stream.copy_in for o in found)
-    assert {o.stream for o in found if "adam" in o.name} == {Stream.host}
+    operators = program("sharding=per_block", "offload=cpu", "precision=fp32")
+    assert any(o.kind is Kind.transfer and o.stream is Stream.copy_in for o in operators)
+    assert {o.stream for o in operators if "adam" in o.name} == {Stream.host}
     here = program("sharding=per_block", "offload=none", "precision=fp32")
     assert {o.stream for o in here if "adam" in o.name} == {Stream.compute}
 
@@ -160,15 +160,15 @@ def test_equal_settings_have_equal_programs_and_following_them_changes_no_profil
 def test_the_optimizer_reads_and_writes_this_ranks_part(words: list[str]):
     """Adam reads and writes the parameter and both averages, and the gradient, as its schema says: 8 * 4 bytes a
     parameter; the last 4 for each tensor are its count of steps."""
-    found = [o for o in program(*words, "optimizer=adamw") if o.name == "aten._fused_adamw_"]
+    operators = [o for o in program(*words, "optimizer=adamw") if o.name == "aten._fused_adamw_"]
     parameters = (2 * BLOCK + ROOT) / (1 if words == ["sharding=ddp"] else 4)
-    assert sum(o.num_bytes for o in found) == pytest.approx(4 * 8 * parameters, rel=1e-3)
+    assert sum(o.num_bytes for o in operators) == pytest.approx(4 * 8 * parameters, rel=1e-3)
 
 
 def test_the_optimizer_waits_for_the_last_gradients():
-    found = program("sharding=per_block", "precision=fp32")
-    last = [o for o in found if o.kind is Kind.scatter][-1]
-    adam = next(o for o in found if o.name == "aten._fused_adam_")
+    operators = program("sharding=per_block", "precision=fp32")
+    last = [o for o in operators if o.kind is Kind.scatter][-1]
+    adam = next(o for o in operators if o.name == "aten._fused_adam_")
     assert set(last.writes) & {*adam.reads, *adam.writes}
 
 
@@ -186,14 +186,16 @@ def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
 
 @pytest.mark.parametrize("words", [["activation_checkpointing=none"], ["activation_checkpointing=full"]])
 def test_the_rotary_embedding_of_all_blocks_is_named_after_each(words: list[str]):
-    found = Counter((o.phase, o.module) for o in program(*words) if "rotary" in o.module)
-    assert {module for _, module in found} == {f"blocks.{number}.attention.rotary" for number in range(2)}
+    result = Counter((o.phase, o.module) for o in program(*words) if "rotary" in o.module)
+    assert {module for _, module in result} == {f"blocks.{number}.attention.rotary" for number in range(2)}
     for phase in ("forward", "backward"):
-        assert found[phase, "blocks.0.attention.rotary"] == found[phase, "blocks.1.attention.rotary"] > 0
+        assert result[phase, "blocks.0.attention.rotary"] == result[phase, "blocks.1.attention.rotary"] > 0
 
 
 def test_what_dtensor_tries_out_on_whole_shapes_is_no_part_of_the_step():
     """The second step is the first that multiplies the momentum."""
-    found = program("sharding=per_block", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.implementation=foreach")
-    (scaled,) = (o for o in found if o.phase == "optimizer" and o.name == "aten._foreach_mul_")
+    operators = program(
+        "sharding=per_block", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.implementation=foreach"
+    )
+    (scaled,) = (o for o in operators if o.phase == "optimizer" and o.name == "aten._foreach_mul_")
     assert scaled.num_bytes == pytest.approx(2 * 4 * (2 * BLOCK + ROOT) / 4, rel=0.01)

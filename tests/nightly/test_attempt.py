@@ -20,18 +20,18 @@ def begun(tmp_path: Path) -> Path:
 
 
 def test_a_sweep_that_still_runs_is_waited_for(begun: Path):
-    said: list[str] = []
+    logged: list[str] = []
     with held(begun / ".lock") as other:
         assert other.stdin is not None
         threading.Timer(1.0, other.stdin.close).start()
-        assert not attempt.set_aside_if_changed(begun, said.append)
-    assert said == [f"waits up to 120 s for the sweep in {begun} to end"]
-    assert not attempt.set_aside_if_changed(begun, said.append) and len(said) == 1
+        assert not attempt.set_aside_if_changed(begun, logged.append)
+    assert logged == [f"waiting up to 120 s for the sweep in {begun} to end"]
+    assert not attempt.set_aside_if_changed(begun, logged.append) and len(logged) == 1
 
 
-def test_a_sweep_that_does_not_end_is_told_with_its_process(begun: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_sweep_that_does_not_end_is_reported_with_its_process(begun: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attempt, "_LOCK_LIMIT_S", 0.3)
     with held(begun / ".lock") as other:
-        told = rf"the sweep in {begun} still runs \(process {other.pid}, since .*\); end it first."
-        with pytest.raises(UserError, match=told):
+        message = rf"the sweep in {begun} still runs \(process {other.pid}, since .*\); end it first."
+        with pytest.raises(UserError, match=message):
             attempt.set_aside_if_changed(begun, lambda text: None)

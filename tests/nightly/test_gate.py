@@ -59,8 +59,8 @@ def test_exactly_what_got_worse_is_named(tonight: Result, expected: list[tuple[s
 
 def with_prediction(factor: float, speed: float = 1000.0) -> Result:
     """Three repeats so many times as fast as the baseline, whose step was predicted 5 % too long."""
-    found = result((speed * factor,) * 3)
-    return Result(found.statuses, {**found.values, "perf/forecast_error": [1.05 * factor - 1] * 3})
+    outcome = result((speed * factor,) * 3)
+    return Result(outcome.statuses, {**outcome.values, "perf/forecast_error": [1.05 * factor - 1] * 3})
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_the_noise_is_that_of_welchs_test():
     p = ttest_ind(*logs, equal_var=False, alternative="greater").pvalue
     alike = [{"a": result((1000.0,))}] * 4  # nights that do not differ
     for significance, expected in ((p * 1.02, [("a", "samples/s")]), (p * 0.98, [])):
-        found = compare({"a": result(now)}, {"a": result(before)}, alike, TOLERANCE, significance)
-        assert regressions(found) == expected, p
+        outcome = compare({"a": result(now)}, {"a": result(before)}, alike, TOLERANCE, significance)
+        assert regressions(outcome) == expected, p
 
 
 def test_nights_that_differ_among_themselves_count_as_noise():
@@ -106,8 +106,8 @@ def test_a_single_repeat_has_only_the_tolerance():
 
 def test_a_setting_that_does_not_finish_as_before_is_a_regression():
     broken = Result(["finished", "oom", "oom"], result((1000,)).values)
-    (found,) = [f for f in judged(broken, result()) if f.regression]
-    assert (found.setting, found.metric, found.baseline, found.tonight) == (
+    (finding,) = [f for f in judged(broken, result()) if f.regression]
+    assert (finding.setting, finding.metric, finding.baseline, finding.tonight) == (
         "a", "result", "3 of 3 finished", "1 of 3 finished (oom)",
     )  # fmt: skip
     assert regressions(judged(broken, broken)) == []  # as before
@@ -139,8 +139,8 @@ def test_a_change_for_good_is_not_taken_for_noise(levels: list[float], now: floa
 
 def test_what_is_not_measured_any_more_is_a_regression():
     blind = Result(["finished"] * 3, {**result().values, MEMORY: []})
-    (found,) = [f for f in judged(blind, result()) if f.regression]
-    assert (found.metric, found.baseline, found.tonight) == ("peak MiB", "100.00", "none")
+    (finding,) = [f for f in judged(blind, result()) if f.regression]
+    assert (finding.metric, finding.baseline, finding.tonight) == ("peak MiB", "100.00", "none")
     # what was not to be judged has no key at all
     unjudged = Result(["finished"] * 3, {k: v for k, v in result().values.items() if k != SPEED})
     assert regressions(judged(unjudged, result())) == []

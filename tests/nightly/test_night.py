@@ -151,7 +151,7 @@ def webhook(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
 
 
 @pytest.mark.long
-def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
+def test_a_loader_that_sleeps_is_named_reported_and_stays_reported_until_it_is_accepted(
     nights: Path, two_nights: Path, tmp_path: Path
 ):
     sleepy = changed_code(
@@ -201,8 +201,8 @@ def test_a_loader_that_sleeps_is_named_told_and_stays_told_until_it_is_accepted(
     written = [p for p in everywhere if p.is_file() and b"t0psecret" in p.read_bytes()]
     assert written == []
 
-    said = nightly(nights, "--check", *INLINE)
-    assert f"baseline: {before} (good)" in said.stdout  # a bad night does not move it
+    plan = nightly(nights, "--check", *INLINE)
+    assert f"baseline: {before} (good)" in plan.stdout  # a bad night does not move it
     accepted = nightly(nights, "--accept", "the data grew", *INLINE)
     assert accepted.returncode == 0, accepted.stderr
     assert f"baseline: {night.id} (accepted)" in nightly(nights, "--check", *INLINE).stdout
@@ -286,11 +286,11 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     assert commit
 
     def results() -> dict[Path, str]:
-        found = {}
+        collected = {}
         for path in folder.glob("*/sweep/*/outcome.json"):
             with suppress(FileNotFoundError):  # just put aside
-                found[path] = path.read_text()
-        return found
+                collected[path] = path.read_text()
+        return collected
 
     def interrupt(number: signal.Signals, code: Path = ROOT) -> tuple[int, list[psutil.Process]]:
         """Start, wait for one more result, and then."""
@@ -306,7 +306,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
         children = descendants(process.pid)
         if number == signal.SIGTERM:
             second = nightly(nights, "--once", *more)
-            assert second.returncode == 2 and "is in use by another start (process" in second.stderr
+            assert second.returncode == 2 and "is in use by another sweep or run (process" in second.stderr
             assert "now:      a night runs here (process" in nightly(nights, "--check", *more).stdout
             assert nightly(nights, "--continue", *more).returncode == 0
         process.send_signal(number)
@@ -317,7 +317,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     (night,) = read_nights(folder)
     assert night.verdict == "running" and night.commit != commit
     check = nightly(nights, "--check", *more).stdout
-    assert re.search(r"to resume it until [^:]+:\d\d \S+: python -m fsdp_lab\.nightly --continue", check), check
+    assert re.search(r"to resume it before [^:]+:\d\d \S+: python -m fsdp_lab\.nightly --continue", check), check
 
     status, children = interrupt(signal.SIGKILL)  # with the code as it was: what the other has is put aside
     assert status == -signal.SIGKILL
@@ -331,7 +331,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     (nights / "mlflow.db").rename(nights / "away.db")
     (nights / "mlflow.db").mkdir()
     refused = nightly(nights, "--continue", *more)
-    assert refused.returncode == 2 and "cannot go on: mend what it says" in refused.stderr
+    assert refused.returncode == 2 and "cannot resume: fix the error above" in refused.stderr
     assert results() == finished and read_nights(folder)[0].verdict == "running"
     (nights / "mlflow.db").rmdir()
     (nights / "away.db").rename(nights / "mlflow.db")
@@ -345,7 +345,7 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_
     assert nightly(nights, "--continue", *more).stdout == "no night was interrupted\n"
 
 
-def test_a_sweep_that_dies_by_itself_is_told_as_a_failed_night(tmp_path: Path):
+def test_a_sweep_that_dies_by_itself_is_reported_as_a_failed_night(tmp_path: Path):
     dying = changed_code(
         tmp_path / "code",
         "fsdp_lab/sweep/start.py",
@@ -364,38 +364,38 @@ def test_a_sweep_that_dies_by_itself_is_told_as_a_failed_night(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (("training.epochs=1",), "is of another study: training.epochs=2 there, 1 here"),
-        (("precision=fp32",), "is of another study: axis precision=fp32,bf16 there"),
-        (("nightly.baseline=yesterday",), "nightly.baseline=yesterday is no night of"),
-        (("nightly.cron='0 0 31 2 *'",), "never comes"),
+        (("training.epochs=1",), "is of another study: training.epochs was 2 and is 1"),
+        (("precision=fp32",), "is of another study: axis precision was fp32,bf16 and is"),
+        (("nightly.baseline=yesterday",), "nightly.baseline=yesterday is not a night of"),
+        (("nightly.cron='0 0 31 2 *'",), "never runs"),
         (("nightly.repeats=0",), "nightly.repeats=0 is below 1"),
         (("nightly.significance=1",), "nightly.significance=1.0 is outside (0, 0.5)"),
         (("nightly.notify.url=ftp://x",), "nightly.notify.url is not an http or https address"),
         (("nightly.notify.url='http://[x/hook'",), "nightly.notify.url is not an http or https address"),
-        (("nightly.cron=0 2,14 * * *",), "nightly.cron has several values, it takes one"),
-        (("resume=last",), "resume=last: a night goes on by itself"),
-        (("repeat=0,1",), "how often a night trains each setting is nightly.repeats"),
+        (("nightly.cron=0 2,14 * * *",), "nightly.cron has several values, but takes one"),
+        (("resume=last",), "resume=last: an interrupted night resumes by itself"),
+        (("repeat=0,1",), "nightly.repeats=3 sets how often a night trains each setting"),
         (("nightly.nots=1",), "nightly.nots is not a key"),
         (("--never",), "--never is not an option here"),
         (("--accept",), "--accept takes a reason"),
-        (("--accept", "x", "nightly.folder=empty"), "no night is over in empty/nightly"),
+        (("--accept", "x", "nightly.folder=empty"), "no night has ended in empty/nightly"),
     ],
 )
-def test_bad_input_is_told_before_anything_runs(one_night: Path, arguments: tuple[str, ...], told: str):
+def test_bad_input_is_reported_before_anything_runs(one_night: Path, arguments: tuple[str, ...], message: str):
     option = () if arguments[0].startswith("--") else ("--once",)
     overridden = {a.partition("=")[0] for a in arguments}
     rest = [a for a in INLINE if a.partition("=")[0] not in overridden]
     before = [night.id for night in read_nights(one_night / "nights/nightly")]
     words = [*rest, *arguments] if arguments == ("--accept",) else [*option, *arguments, *rest]  # its reason comes next
     done = nightly(one_night, *words)
-    assert done.returncode == 2 and told in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
     assert [night.id for night in read_nights(one_night / "nights/nightly")] == before
 
 
-def test_a_store_of_a_newer_mlflow_is_told_and_the_night_has_failed(one_night: Path, tmp_path: Path):
+def test_a_store_of_a_newer_mlflow_is_reported_and_the_night_has_failed(one_night: Path, tmp_path: Path):
     nights = shutil.copytree(one_night, tmp_path / "copy")
     with closing(sqlite3.connect(nights / "mlflow.db")) as database:
         database.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
@@ -410,12 +410,12 @@ def test_a_webhook_that_is_down_or_refuses_changes_nothing():
     from fsdp_lab.config.nightly import NotifyConfig
     from fsdp_lab.nightly.notify import notify
 
-    told = notify(NotifyConfig("http://127.0.0.1:9/t0psecret", 2.0), {"verdict": "good"})
-    assert told is not None and "127.0.0.1:9 did not take the verdict" in told and "t0psecret" not in told
+    problem = notify(NotifyConfig("http://127.0.0.1:9/t0psecret", 2.0), {"verdict": "good"})
+    assert problem is not None and "127.0.0.1:9 did not take the verdict" in problem and "t0psecret" not in problem
     with webhook(status=500) as (address, got):
-        told = notify(NotifyConfig(address, 5.0), {"verdict": "good"})
-    assert told is not None and "refused the verdict (500 Internal Server Error); it is not sent again" in told
-    assert "t0psecret" not in told and len(got) == 1
+        problem = notify(NotifyConfig(address, 5.0), {"verdict": "good"})
+    assert problem is not None and "refused the verdict (500 Internal Server Error); it is not sent again" in problem
+    assert "t0psecret" not in problem and len(got) == 1
     assert notify(NotifyConfig(None), {}) is None
 
 

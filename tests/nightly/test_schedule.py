@@ -57,9 +57,9 @@ def test_the_zone_decides_and_the_hour_that_comes_twice_counts_once():
 
 
 @pytest.mark.parametrize(
-    ("cron", "zone", "told"),
+    ("cron", "zone", "message"),
     [
-        ("0 0 30 2 *", "UTC", "never comes"),
+        ("0 0 30 2 *", "UTC", "never runs"),
         ("0 2 * *", "UTC", "has 4 fields; it takes five"),
         ("61 2 * * *", "UTC", "61"),
         ("0 2 * * 8", "UTC", "the weekday 8"),
@@ -68,10 +68,10 @@ def test_the_zone_decides_and_the_hour_that_comes_twice_counts_once():
         ("0 2 * * *", "../x", "nightly.timezone=../x is not a time zone"),
     ],
 )
-def test_what_is_no_schedule_is_told(cron: str, zone: str, told: str):
+def test_what_is_no_schedule_is_reported(cron: str, zone: str, message: str):
     with pytest.raises(ConfigError, match="nightly") as error:
         Schedule(cron, zone, FRIDAY)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def night(due: str, verdict: str = GOOD, begun: str | None = None) -> Night:
@@ -95,8 +95,8 @@ def night(due: str, verdict: str = GOOD, begun: str | None = None) -> Night:
     ],
 )
 def test_what_is_due(nights: list[Night], now: str, late_s: float | None, expected: str | None):
-    found = due_now(DAILY, nights, at("19T01:30"), at(now), late_s)
-    assert found == (at(expected) if expected else None)
+    result = due_now(DAILY, nights, at("19T01:30"), at(now), late_s)
+    assert result == (at(expected) if expected else None)
 
 
 def test_what_was_interrupted_goes_on_in_the_same_night_only():
@@ -177,19 +177,19 @@ def test_what_was_waited_for_is_never_too_late():
 
 
 def test_a_night_that_cannot_be_run_is_tried_again_and_does_not_end_the_schedule():
-    clock, said, tries = FakeClock(at("20T12:00")), [], []
+    clock, logged, tries = FakeClock(at("20T12:00")), [], []
 
     def run(due: float) -> int:
         tries.append(clock.now())
         raise OSError(28, "No space left on device") if len(tries) == 1 else UserError("mend it")
 
-    loop(DAILY, list, run, clock.now(), clock, said.append, nights=2)
+    loop(DAILY, list, run, clock.now(), clock, logged.append, nights=2)
     assert [t - tries[0] for t in tries] == [0, 600.0]
-    assert "No space left" in said[1] and "was missed or interrupted" in said[2] and "mend it" in said[3]
+    assert "No space left" in logged[1] and "was missed or interrupted" in logged[2] and "mend it" in logged[3]
 
 
 def test_nights_that_cannot_be_read_are_read_again_and_do_not_end_the_schedule():
-    clock, said, reads, ran = FakeClock(at("21T02:00")), [], [], []
+    clock, logged, reads, ran = FakeClock(at("21T02:00")), [], [], []
 
     def read() -> list[Night]:
         reads.append(clock.now())
@@ -197,9 +197,9 @@ def test_nights_that_cannot_be_read_are_read_again_and_do_not_end_the_schedule()
             raise UserError("the store does not answer")
         return []
 
-    loop(DAILY, read, lambda due: ran.append(due) or 0, at("20T12:00"), clock, said.append, nights=1)
+    loop(DAILY, read, lambda due: ran.append(due) or 0, at("20T12:00"), clock, logged.append, nights=1)
     assert [t - reads[0] for t in reads] == [0, 600.0, 1200.0] and ran == [at("21T02:00")]
-    assert said[:2] == ["the nights could not be read: the store does not answer; it is tried again in 600 s"] * 2
+    assert logged[:2] == ["the nights could not be read: the store does not answer; next attempt in 600 s"] * 2
 
 
 def test_while_another_start_is_at_work_no_second_night_begins():
@@ -210,7 +210,7 @@ def test_while_another_start_is_at_work_no_second_night_begins():
         if nights:
             return 0
         nights.append(night("21T02:00"))  # the other's; it ends while we wait
-        raise InUse("nightly.folder is in use by another start")
+        raise InUse("nightly.folder is in use by another sweep or run")
 
     loop(DAILY, lambda: nights, run, clock.now(), clock, lambda text: None, nights=2)
     assert tries == [at("21T02:00"), at("22T02:00")]

@@ -80,7 +80,7 @@ def test_a_kill_before_the_verdict_is_in_storage_leaves_it_interrupted_and_after
 def test_a_verdict_waits_for_a_store_that_is_away_and_the_night_for_the_verdict(
     machine: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ):
-    one, said, tries = machine("one"), list[str](), list[str]()
+    one, logged, tries = machine("one"), list[str](), list[str]()
 
     def away(self: Storage, name: str, content: bytes) -> None:
         tries.append(name)
@@ -89,10 +89,12 @@ def test_a_verdict_waits_for_a_store_that_is_away_and_the_night_for_the_verdict(
 
     monkeypatch.setattr(Storage, "write", away)
     monkeypatch.setattr(shared, "_PAUSE_S", 0.0)
-    shared.write(one, a_night(0.0), said.append)
-    assert len(tries) == 2 and "the verdict waits up to 300 s" in said[0]
-    with pytest.raises(UserError, match=r"memory://.*gone; the night is not over until it is there: start it again"):
-        shared.write(one, a_night(1.0), said.append, patience_s=-1.0)
+    shared.write(one, a_night(0.0), logged.append)
+    assert len(tries) == 2 and "waiting up to 300 s to store the verdict" in logged[0]
+    with pytest.raises(
+        UserError, match=r"memory://.*gone; the night ends only when its verdict is stored there: start it again"
+    ):
+        shared.write(one, a_night(1.0), logged.append, patience_s=-1.0)
     assert [night.begun for night in read_nights(one.folder)] == [0.0]
 
 
@@ -102,8 +104,8 @@ def test_what_another_machine_accepts_is_accepted_here(machine: Callable[..., St
     shared.write(one, a_night(86400.0, REGRESSION), print)
     night_module.accept(other, "the data grew", print)
     assert read_nights(one.folder)[-1].verdict == REGRESSION, "what its own folder has is older"
-    found = shared.read_all(one)[-1]
-    assert found.verdict == ACCEPTED and found.accepted is not None and found.accepted["reason"] == "the data grew"
+    result = shared.read_all(one)[-1]
+    assert result.verdict == ACCEPTED and result.accepted is not None and result.accepted["reason"] == "the data grew"
     assert "nights.html" in Storage(str(one.shared)).files()
 
 
@@ -157,15 +159,15 @@ def test_a_machine_prunes_its_own_folder_though_another_pruned_the_storage(machi
     assert left == [0, 2]
 
 
-def test_a_sweep_whose_trials_are_not_known_is_told_and_not_marked(machine: Callable[..., Study]):
-    one, said = machine("one"), list[str]()
+def test_a_sweep_whose_trials_are_not_known_is_reported_and_not_marked(machine: Callable[..., Study]):
+    one, logged = machine("one"), list[str]()
     sweep = f"{one.storage}/a-sweep-1"
     a_sweep(sweep, "0")
     Storage(sweep).delete(["trials.jsonl"])
     shared.write(one, a_night(0.0, sweeps=[sweep]), print)
     shared.write(one, a_night(86400.0), print)
-    night_module.prune(one, said.append)
-    assert f"are still there: {sweep} has checkpoints, and its trials.jsonl names no trial" in said[0]
+    night_module.prune(one, logged.append)
+    assert f"could not be removed: {sweep} has checkpoints, but its trials.jsonl names no trial" in logged[0]
     assert not any(night.pruned for night in shared.read_all(one))
 
 
@@ -182,23 +184,23 @@ def goes_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_store_that_goes_away_after_the_verdict_changes_nothing_of_it(
     machine: Callable[..., Study], goes_away: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ):
-    one, said = machine("one"), list[str]()
+    one, logged = machine("one"), list[str]()
     monkeypatch.setattr(night_module, "run_sweep", lambda *arguments: 0)
     monkeypatch.setattr(
         night_module, "results_in", lambda folder: (SimpleNamespace(statuses=[TrialStatus.finished]), "")
     )
     monkeypatch.setattr(night_module, "judge", lambda study, night, *more: replace(night, verdict=REGRESSION))
-    monkeypatch.setattr(night_module, "tell", lambda *arguments: None)
+    monkeypatch.setattr(night_module, "publish", lambda *arguments: None)
     put = shared.write
 
-    def written(study: Study, night: Night, say: Callable[[str], None]) -> None:
-        put(study, night, say)
+    def written(study: Study, night: Night, log: Callable[[str], None]) -> None:
+        put(study, night, log)
         if night.over:
             goes_away()
 
     monkeypatch.setattr(night_module, "write", written)
-    assert night_module.run_night(one, 0.0, said.append) == night_module.REGRESSED
-    assert any(text.startswith("the checkpoints of old nights are still there: ") for text in said)
+    assert night_module.run_night(one, 0.0, logged.append) == night_module.REGRESSED
+    assert any(text.startswith("the checkpoints of old nights could not be removed: ") for text in logged)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +229,14 @@ def test_ctrl_c_while_the_store_is_away_ends_as_ever(
 def test_another_study_needs_both_places_anew(machine: Callable[..., Study]):
     one, other = machine("one"), machine("other")
     shared.write(one, replace(a_night(0.0), study={**ON, "workers": 2}), print)
-    told = r"a place of its own with cluster\.storage_path=\.\.\. and nightly\.folder=\.\.\., or move"
+    message = r"set cluster\.storage_path=\.\.\. and nightly\.folder=\.\.\. for this one, or move"
     elsewhere = f"memory://bucket/{uuid.uuid4().hex}"
     for study in (replace(one, storage=elsewhere), other):  # one of the two anew
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             baseline_of(study, shared.read_all(study))
     assert baseline_of(replace(other, storage=elsewhere), shared.read_all(replace(other, storage=elsewhere))) is None
     alone = replace(one, storage=None)
-    with pytest.raises(UserError, match=r"of its own with nightly\.folder=\.\.\., or move"):
+    with pytest.raises(UserError, match=r"set nightly\.folder=\.\.\. for this one, or move"):
         baseline_of(alone, shared.read_all(alone))
 
 
@@ -243,7 +245,7 @@ def test_an_object_that_is_no_night_is_refused_by_its_address(machine: Callable[
     shared.write(one, a_night(0.0), print)
     storage = Storage(str(one.shared))
     storage.write("2026.json", b'{"id": "../../x", "due": 0, "begun": 0, "results": {}}')
-    with pytest.raises(UserError, match=r"2026\.json says that it is night '../../x'; remove that object"):
+    with pytest.raises(UserError, match=r"2026\.json holds the record of night '../../x'; remove that object"):
         shared.read_all(one)
     storage.write("2026.json", b"{")
     with pytest.raises(UserError, match=rf"{one.shared}/2026\.json cannot be read"):

@@ -58,12 +58,12 @@ UNJUDGED = Finding("a", "samples/s", "", "", "", False, "not judged: others used
     ],
 )  # fmt: skip
 def test_the_title_does_not_call_good_what_was_not_looked_at(findings: list[str], title: str):
-    found = [Finding("a", name.strip("!"), "1", "1", "none", name.endswith("!")) for name in findings]
-    night = dataclasses.replace(NIGHT, findings=[dataclasses.asdict(f) for f in (*found, UNJUDGED)])
+    collected = [Finding("a", name.strip("!"), "1", "1", "none", name.endswith("!")) for name in findings]
+    night = dataclasses.replace(NIGHT, findings=[dataclasses.asdict(f) for f in (*collected, UNJUDGED)])
     head = "Night 2026-11-22T02-00-00Z against 2026-11-21T02-00-00Z: "
-    told = gate_words(night).splitlines()[0]
-    assert told.startswith(head + title) and told.endswith("; speed was not judged: others used 43% of the cores")
-    judged = dataclasses.replace(NIGHT, findings=[dataclasses.asdict(f) for f in found if not f.regression])
+    text = gate_words(night).splitlines()[0]
+    assert text.startswith(head + title) and text.endswith("; speed was not judged: others used 43% of the cores")
+    judged = dataclasses.replace(NIGHT, findings=[dataclasses.asdict(f) for f in collected if not f.regression])
     assert gate_words(judged).splitlines()[0] == f"{head}nothing got worse"
 
 

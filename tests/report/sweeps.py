@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_lab.metrics import MIB
-from fsdp_lab.report.data import Sweep, Trial
+from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.status import TrialStatus
 
 # sharding, precision, status, MiB, samples/s, val loss
@@ -19,7 +19,7 @@ ROWS = (
 )
 
 
-def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> Trial:
+def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> TrialRow:
     sharding, precision, status, mib, speed, loss = row
     setting = {"sharding": str(sharding), "precision": str(precision)}
     measured: dict[str, float] = {}
@@ -33,12 +33,12 @@ def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> Tri
     error = "ran out of <memory> | `now`" if status == "oom" else None
     overrides = [f"{key}={value}" for key, value in setting.items()] + ["training.epochs=2"]
     epochs = epochs if measured else []
-    return Trial(
+    return TrialRow(
         number, setting, TrialStatus(str(status)), {**measured, **figures}, epochs, overrides, error, f"{number:032x}"
     )
 
 
-def sweep(trials: Sequence[Trial] | None = None, **changed: object) -> Sweep:
+def sweep(trials: Sequence[TrialRow] | None = None, **changed: object) -> SweepData:
     trials = [trial(i, row) for i, row in enumerate(ROWS)] if trials is None else trials
     given = {"loss_tolerance": 0.02, "speed_tolerance": 0.03, "axes": ["sharding", "precision"], **changed}
-    return Sweep(name="a/sweep", command="python -m fsdp_lab -m", trials=list(trials), **given)  # type: ignore[arg-type]
+    return SweepData(name="a/sweep", command="python -m fsdp_lab -m", trials=list(trials), **given)  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ def test_the_script_gives_the_loss_that_was_recorded(swept: tuple[Path, str]):
     assert float(done.stdout.split()[-1]) == pytest.approx(float(chosen["train/loss"]), abs=1e-5)
 
 
-def test_a_trial_without_a_record_of_its_units_is_told(swept: tuple[Path, str], tmp_path: Path):
+def test_a_trial_without_a_record_of_its_units_is_reported(swept: tuple[Path, str], tmp_path: Path):
     folder, _ = swept
     for name in ("mlflow.db", "mlartifacts"):
         (shutil.copy if name.endswith("db") else shutil.copytree)(folder / name, tmp_path / name)
@@ -161,10 +161,10 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("sweep=0123456789abcdef0123456789abcdef", STORE), "is not in tracking.uri"),
-        (("sweep=nowhere",), "sweep=nowhere is no folder and no id of a run"),
+        (("sweep=nowhere",), "sweep=nowhere is not a folder or the id of a run"),
         (("sweep=mlartifacts",), "no sweep was started there"),
         (("sweep=out", "report.loss_tolerance=much"), "report.loss_tolerance=much is not a number"),
         (("sweep=out", "report.speed_tolerance=2"), "report.speed_tolerance=2.0 is outside [0, 1)"),
@@ -175,13 +175,13 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple
         (("sweep=out", "out=/proc/nowhere"), "name another folder with out="),
     ],
 )
-def test_what_cannot_be_is_told_in_a_message(swept: tuple[Path, str], arguments: tuple[str, ...], told: str):
+def test_what_cannot_be_is_reported_in_a_message(swept: tuple[Path, str], arguments: tuple[str, ...], message: str):
     done = report(swept[0], *arguments)
     assert done.returncode == 2
-    assert told in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_child_and_a_sweep_with_nothing_finished_are_told(swept: tuple[Path, str], tmp_path: Path):
+def test_a_child_and_a_sweep_with_nothing_finished_are_reported(swept: tuple[Path, str], tmp_path: Path):
     folder, _ = swept
     parent, child = runs(folder)[0][0].info.run_id, runs(folder)[1][0].info.run_id
     done = report(folder, f"sweep={child}", STORE)

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.data import Sweep, Trial
+from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.labels import place_labels
 from fsdp_lab.report.main_plot import MainPlot, main_plot
 from fsdp_lab.report.plots import figures
@@ -19,17 +19,17 @@ from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import ROWS, sweep, trial
 
 
-def plot_of(made: Sweep) -> MainPlot:
+def plot_of(made: SweepData) -> MainPlot:
     plot = main_plot(made, answer(made))
     assert plot is not None
     return plot
 
 
-def traces(made: Sweep) -> dict[str, Any]:
+def traces(made: SweepData) -> dict[str, Any]:
     return {trace.name: trace for trace in plot_of(made).figure().data}
 
 
-def repeated(speeds: dict[str, tuple[float, ...]], **figures: float) -> list[Trial]:
+def repeated(speeds: dict[str, tuple[float, ...]], **figures: float) -> list[TrialRow]:
     """Each sharding once a round, with these speeds; the peaks are 100, 90, 80 … MiB."""
     return [
         dataclasses.replace(
@@ -43,14 +43,14 @@ def repeated(speeds: dict[str, tuple[float, ...]], **figures: float) -> list[Tri
 
 def test_the_ring_lies_on_its_point_and_the_point_at_the_estimate():
     made = sweep(repeated({"ddp": (900.0, 1000.0), "root": (400.0, 440.0)}), axes=["sharding", "repeat"])
-    found = traces(made)
-    ring, point = found["recommended"], found["sharding=ddp"]
+    drawn = traces(made)
+    ring, point = drawn["recommended"], drawn["sharding=ddp"]
     assert (ring.x[0], ring.y[0]) == (point.x[0], point.y[0])
     assert point.y[0] == pytest.approx(math.sqrt(900 * 1000))  # of two rounds that both settings ran in
-    assert found["sharding=root"].y[0] == pytest.approx(math.sqrt(400 * 440))
-    runs = found["run"]
+    assert drawn["sharding=root"].y[0] == pytest.approx(math.sqrt(400 * 440))
+    runs = drawn["run"]
     assert list(runs.y) == [900.0, 1000.0, 400.0, 440.0] and runs.marker.size < point.marker.size
-    assert list(runs.marker.color) == [point.marker.color] * 2 + [found["sharding=root"].marker.color] * 2
+    assert list(runs.marker.color) == [point.marker.color] * 2 + [drawn["sharding=root"].marker.color] * 2
     assert "Small dots are single runs." in plot_of(made).note
 
 
@@ -76,10 +76,10 @@ def test_an_interval_of_any_width_leaves_the_picture_readable():
     assert trace.y[0] + trace.error_y.array[0] > 5000
     low, high = plot_of(made).figure().layout.yaxis.range
     assert low >= 0 and high < 4000  # at most the root of ten times the value, and a margin
-    assert "Those wider than 10× run out of the picture." in plot_of(made).note
+    assert "Bars wider than 10× are cut off." in plot_of(made).note
 
 
-def search(count: int = 20, axes: tuple[str, ...] = ("optimizer.lr",), **changed: object) -> Sweep:
+def search(count: int = 20, axes: tuple[str, ...] = ("optimizer.lr",), **changed: object) -> SweepData:
     """Rates from 1e-4 to 1e-2, evenly by their logarithms; the loss is least in the middle. The last two of each ten
     were stopped."""
     trials = []
@@ -113,8 +113,8 @@ def test_a_searched_number_is_drawn_though_a_word_explains_more():
 
 
 def test_what_was_stopped_is_hollow_and_grey():
-    found = traces(search())
-    stopped = found["stopped early"]
+    drawn = traces(search())
+    stopped = drawn["stopped early"]
     assert (stopped.marker.symbol, stopped.marker.color, len(stopped.x)) == ("circle-open", GREY, 4)
     assert stopped.showlegend is None or stopped.showlegend
     assert "stopped early" in stopped.text[0]
@@ -125,7 +125,7 @@ def test_what_was_stopped_is_hollow_and_grey():
     assert {line.line.dash for line in losses} == {None}
 
 
-def test_many_numbers_are_told_by_a_scale_and_few_values_by_colours():
+def test_many_numbers_are_reported_by_a_scale_and_few_values_by_colours():
     many = search(axes=("optimizer.lr", "sharding"), objectives=[("val/loss", "min"), ("perf/samples_per_s", "max")])
     for one in many.trials:  # speeds by the sharding alone, with the rate's effect on the loss the larger
         one.figures["perf/samples_per_s"] = 1000.0 if one.setting["sharding"] == "root" else 1000.1
@@ -155,10 +155,10 @@ def test_a_speed_that_does_not_count_is_drawn_as_that_and_is_no_setting():
         dataclasses.replace(trial(i, row, **{OTHERS_CPU: 0.44 if i == 3 else 0.05}), device="cpu")
         for i, row in enumerate(ROWS)
     ]
-    found = traces(sweep(trials))
-    marked = found["speed does not count: shared cores"]
+    result = traces(sweep(trials))
+    marked = result["speed does not count: shared cores"]
     assert list(marked.x) == [50.0] and list(marked.y) == [1980.0] and marker_of(marked) == ("x-thin-open", GREY)
-    assert sorted(x for name, t in found.items() if "=" in name for x in t.x) == [40.0, 60.0, 80.0, 100.0]
+    assert sorted(x for name, t in result.items() if "=" in name for x in t.x) == [40.0, 60.0, 80.0, 100.0]
     busy = [dataclasses.replace(one, figures={**one.figures, OTHERS_CPU: 0.9}) for one in trials]
     memory = plot_of(sweep(busy))  # where no speed counts, memory alone is drawn, by what explains most of it
     assert memory.heading == "Peak memory against sharding" and memory.note.startswith("Down is better.")
@@ -191,8 +191,8 @@ def test_a_hover_has_four_digits_and_the_interval():
 
 def test_labels_stand_beside_their_points_and_cover_nothing():
     points = {"a": (0.5, 0.5), "b": (0.51, 0.5), "c": (0.99, 0.1), "d": (0.5, 0.52)}
-    found = place_labels(dict.fromkeys(points, "sixteen letters."), points)
-    assert found["a"][1] == "middle left" and found["b"][1] == "middle right" and found["c"][1] == "middle left"
+    result = place_labels(dict.fromkeys(points, "sixteen letters."), points)
+    assert result["a"][1] == "middle left" and result["b"][1] == "middle right" and result["c"][1] == "middle left"
     assert place_labels({"a": "x"}, {"a": (0.5, 0.5)})["a"][0].strip("\u00a0") == "x"
     crowd = {str(i): (0.5, 0.5) for i in range(5)}
     assert [text for text, _ in place_labels(dict.fromkeys(crowd, "long"), crowd).values()].count("") >= 1

@@ -15,12 +15,13 @@ from fsdp_lab.config.registry import REGISTRY
 from fsdp_lab.layout import Layout
 from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.data import Sweep
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.markdown import to_markdown
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.plots import figures
 from fsdp_lab.report.style import COLORS
 from fsdp_lab.report.write import write_report
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.takehome import Setup
 from tests.ranks import config
 from tests.report.sweeps import ROWS, sweep, trial
@@ -48,7 +49,7 @@ def test_every_chart_that_has_something_to_show_is_there():
     assert len(charts["effects"].data) == 3 * 2  # three metrics, two axes
 
 
-def own_html(made: Sweep) -> str:
+def own_html(made: SweepData) -> str:
     """The page without the library, its data and its style."""
     return to_html(made, answer(made)).partition("<body>")[2].partition("<script>")[0]
 
@@ -81,13 +82,13 @@ def test_the_answer_comes_first_and_what_explains_it_is_folded():
         "Samples/s against peak memory", "Trials ", "Trials that did not finish",
     ]  # fmt: skip
     assert re.findall("<summary>([^<]*)", page) == [
-        "What each axis does alone", "All axes at once", "Loss by epoch", "What the peak is made of",
+        "Effect of each axis", "All axes at once", "Loss by epoch", "Peak memory by category",
         "How the setting was chosen",
     ]  # fmt: skip
     assert "It fits: every trial" in page and "It fits: every trial" not in standing
     text = to_markdown(sweep(), answer(sweep()))
     parts = ["**Recommended: `sharding=per_block", "- `sharding=ddp", "Each setting ran once", "```", "- command:",
-             "## Trials\n", "## Trials that did not finish", "The forecast of the peak", "## What each axis",
+             "## Trials\n", "## Trials that did not finish", "The forecast of the peak", "## Effect of each axis",
              "## How the setting"]  # fmt: skip
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
@@ -101,20 +102,26 @@ def test_a_setting_that_no_line_speaks_of_says_why_in_a_fold():
         for i, value in enumerate(values)
     ]
     made = sweep(trials)
-    found = answer(made)
-    assert found.setting is not None and found.setting.name == "sharding=ddp precision=fp32"
+    recommendation = answer(made)
+    assert recommendation.setting is not None and recommendation.setting.name == "sharding=ddp precision=fp32"
     assert "<td>sharding=per_block precision=fp16</td>" in own_html(made).partition("do not qualify</summary>")[2]
-    assert "| `sharding=per_block precision=fp16` | learned less" in to_markdown(made, found)
+    assert "| `sharding=per_block precision=fp16` | learned less" in to_markdown(made, recommendation)
     # the lines have those that differ from the recommended one in one value
-    assert found.told == [s.name for s in made.settings[1:3]] + [made.settings[3].name, made.settings[6].name]
+    assert recommendation.described == [s.name for s in made.settings[1:3]] + [
+        made.settings[3].name,
+        made.settings[6].name,
+    ]
     assert "do not qualify" not in own_html(sweep(trials[:8]))
+    some = [dataclasses.replace(t, status=TrialStatus.skipped) if t.number in (2, 5) else t for t in trials[:8]]
+    listed = own_html(sweep(some)).partition("do not qualify</summary>")[2]
+    assert "<td>sharding=ddp precision=fp16</td>" in listed, "with what a line tells: the list is of all"
 
 
 def test_one_axis_needs_no_picture_of_all_axes():
     trials = [dataclasses.replace(trial(i, ROWS[i]), setting={"sharding": ROWS[i][0]}) for i in (0, 2, 5)]
     made = sweep(trials, axes=["sharding"])
     assert [name for name, _, _ in figures(made, answer(made))] == ["main", "losses", "breakdown"]
-    assert "What each axis" not in to_markdown(made, answer(made))
+    assert "Effect of each axis" not in to_markdown(made, answer(made))
 
 
 @pytest.mark.parametrize(
@@ -141,9 +148,11 @@ def test_a_click_is_promised_where_there_is_a_run_to_open():
 
 def test_a_sweep_without_results_has_no_charts_and_a_page_all_the_same():
     made = sweep([trial(0, ("ddp", "fp32", "oom", 0, 0, 0))])
-    found = answer(made)
-    assert figures(made, found) == []
-    assert "Nothing qualifies" in to_html(made, found) and "Nothing qualifies" in to_markdown(made, found)
+    recommendation = answer(made)
+    assert figures(made, recommendation) == []
+    assert "Nothing qualifies" in to_html(made, recommendation) and "Nothing qualifies" in to_markdown(
+        made, recommendation
+    )
 
 
 def test_the_page_needs_no_network_and_its_texts_are_no_html():
@@ -173,9 +182,9 @@ def test_names_bring_no_elements_into_the_markdown():
     hostile = dataclasses.replace(trial(2, ROWS[2]), setting={"sharding": evil, "precision": f"x\n```\n{evil}"})
     trials = [dataclasses.replace(hostile, number=number, error=evil) for number in range(2)]
     made = dataclasses.replace(sweep(trials), name=evil, command=evil, about=[(evil, evil)])
-    found = dataclasses.replace(answer(made), command=f"python -m fsdp_lab a='```\n{evil}'", rules=[evil])
-    text = to_markdown(made, found)
-    outside = text.replace(f"````\n{found.command}\n````", "")
+    recommendation = dataclasses.replace(answer(made), command=f"python -m fsdp_lab a='```\n{evil}'", rules=[evil])
+    text = to_markdown(made, recommendation)
+    outside = text.replace(f"````\n{recommendation.command}\n````", "")
     assert outside != text, "the command as it is, in a fence that it cannot end"
     assert "<script" not in outside and "&lt;script>" in outside
 
@@ -198,15 +207,15 @@ def test_a_speed_that_does_not_count_is_marked_and_never_the_best():
     assert re.findall(r'<td class="number shared" data-value="([0-9.]+)"', page) == ["1980.0"]
     assert re.findall(r'<td class="number best" data-value="1950.0"', page)
     assert "| 1980.0 † |" in text and "| **1950.0** |" in text
-    note = "† Others used more than 25 % of the machine&#x27;s cores"
+    note = "† Other processes used more than 25 % of the machine&#x27;s cores"
     assert note in page and "&#x27;" not in text and "†" not in own_html(sweep())
 
 
-def test_markdown_and_csv_say_the_same(tmp_path: Path):
-    found = write_report(sweep(), tmp_path)
+def test_markdown_and_csv_state_the_same(tmp_path: Path):
+    recommendation = write_report(sweep(), tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.csv", "report.html", "report.md"]
     text = (tmp_path / "report.md").read_text()
-    assert found.sentence in text and found.command in text
+    assert recommendation.sentence in text and recommendation.command in text
     assert "| 4 | oom | ran out of &lt;memory> \\| `now` |" in text
     rows = list(csv.DictReader(io.StringIO((tmp_path / "report.csv").read_text())))
     assert [row["recommended"] for row in rows] == ["", "", "", "", "", "yes"]
@@ -262,7 +271,7 @@ def test_two_hundred_trials_make_a_page_of_no_more_than_six_megabytes():
 
 
 @pytest.mark.parametrize("kind", ["protan", "deutan"])
-def test_colours_can_be_told_apart_by_colour_blind_readers(kind: str):
+def test_colours_can_be_distinguished_by_colour_blind_readers(kind: str):
     """By Viénot, Brettel and Mollon's matrices (1999), on linear RGB: every two colours stay apart."""
     matrices = {
         "protan": ((0.11238, 0.88762, 0.0), (0.11238, 0.88762, 0.0), (0.00401, -0.00401, 1.0)),

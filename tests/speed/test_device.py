@@ -54,23 +54,23 @@ def test_a_file_that_was_edited_loses_the_claim_to_have_been_fitted(
     ours = Path(__file__).parents[2] / "conf" / "device" / "a100_80gb.yaml"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**yaml.safe_load(ours.read_text()), **change}))
     claimed = load_device(tmp_path / "mine.yaml")
-    found = believed(claimed)
+    result = believed(claimed)
     asked = config(f"forecast.device={tmp_path}/mine.yaml")
-    assert data_sheet(asked) == found
+    assert data_sheet(asked) == result
     notes = device_notes(asked, 8)
     if believes:
-        assert found == claimed and notes == []
+        assert result == claimed and notes == []
     else:
-        assert (found.basis, found.error) == (Basis.data_sheet, claimed.error_elsewhere)
-        assert "counts as `data sheet` with error_elsewhere (15 % for nine of ten)" in notes[0]
+        assert (result.basis, result.error) == (Basis.data_sheet, claimed.error_elsewhere)
+        assert "used as `data sheet` with error_elsewhere (15 % for nine of ten)" in notes[0]
 
 
 def test_training_knows_the_same_peaks_without_reading_yaml():
     """By these it measures the MFU that a forecast predicts."""
-    found = {
+    collected = {
         device.name: {dtype: device.peak_flops[dtype.value] for dtype in Dtype} for device in map(load_device, SHEETS)
     }
-    assert found == PEAK_FLOPS
+    assert collected == PEAK_FLOPS
 
 
 @pytest.mark.parametrize(
@@ -94,22 +94,22 @@ def test_the_peaks_are_those_of_dense_products(
     assert device.peak("bfloat16") == device.peak("float16") == pytest.approx(bfloat16 * 1e12)
     assert device.memory_bandwidth == pytest.approx(memory * 1e12)
     assert device.num_cores == cores
-    found = [peak for dtype, peak in device.peak_flops.items() if dtype.startswith("float8")]
-    assert found == ([] if float8 is None else [pytest.approx(float8 * 1e12)])
+    collected = [peak for dtype, peak in device.peak_flops.items() if dtype.startswith("float8")]
+    assert collected == ([] if float8 is None else [pytest.approx(float8 * 1e12)])
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
-        ("basis", "hearsay", "basis=hearsay is none of data sheet, fitted, calibration"),
-        ("kind", "tpu", "kind=tpu is none of cuda, cpu"),
-        ("efficiency", {"matmul": 1.0}, r"efficiency is no data sheet of a device: missing \['attention', 'link'"),
+        ("basis", "hearsay", "basis=hearsay is not one of data sheet, fitted, calibration"),
+        ("kind", "tpu", "kind=tpu is not one of cuda, cpu"),
+        ("efficiency", {"matmul": 1.0}, r"efficiency is not a data sheet of a device: missing \['attention', 'link'"),
         ("colour", "green", r"unknown \['colour'\]"),
     ],
 )
-def test_a_wrong_data_sheet_says_what_is_wrong(tmp_path: Path, key: str, value: object, said: str):
+def test_a_wrong_data_sheet_says_what_is_wrong(tmp_path: Path, key: str, value: object, message: str):
     content = yaml.safe_load(SHEETS[0].read_text())
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**content, key: value}))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_device(tmp_path / "mine.yaml")
     assert load_device(SHEETS[0]).basis in Basis

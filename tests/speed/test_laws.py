@@ -41,7 +41,7 @@ def step(program: tuple[Operator, ...], device: Device = A100) -> Schedule:
 def invented(seed: int) -> tuple[Operator, ...]:
     """Operators of all kinds and streams in any order, on 20 storages."""
     chance = random.Random(seed)
-    found = []
+    collected = []
     for _ in range(150):
         kind, stream = chance.choice(list(Kind)), chance.choice(list(Stream))
         sizes = {"flops": 10 ** chance.uniform(6, 12), "num_bytes": 10 ** chance.uniform(3, 9)}
@@ -50,10 +50,10 @@ def invented(seed: int) -> tuple[Operator, ...]:
         name = chance.choice(["mm", "fsdp.split_with_sizes_copy", "some_backward"])
         phase = chance.choice(["forward", "backward", "optimizer"])
         reads, writes = touched
-        found.append(
+        collected.append(
             Operator(name, kind, stream, phase, "", dtype="bfloat16", group=group, reads=reads, writes=writes, **sizes)
         )
-    return tuple(found)
+    return tuple(collected)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -138,22 +138,22 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "message"),
     [
-        ("operators", {"aten.mm": {"float32": [1.0, -2.0, 0.0]}}, "negative or no number"),
+        ("operators", {"aten.mm": {"float32": [1.0, -2.0, 0.0]}}, "negative or not a number"),
         ("operators", {"aten.mm": {"float32": ["fast"]}}, "cannot be read"),
         ("host", {"operator_s": 1.0}, "cannot be read"),
         ("other", 1, "unknown"),
         ("workers", None, "cannot be read"),
         ("version", 1, "an earlier version wrote it"),
-        ("host", {"operator_s": float("nan"), "collective_s": 0, "microbatch_s": 0, "step_s": 0}, "no number"),
+        ("host", {"operator_s": float("nan"), "collective_s": 0, "microbatch_s": 0, "step_s": 0}, "not a number"),
     ],
 )
-def test_a_damaged_calibration_names_its_file_and_the_remedy(tmp_path: Path, key: str, value: object, told: str):
+def test_a_damaged_calibration_names_its_file_and_the_remedy(tmp_path: Path, key: str, value: object, message: str):
     file = tmp_path / "here.yaml"
     write_device(file, HERE)
     content = yaml.safe_load(file.read_text())
     content["measured"][key] = value
     file.write_text(yaml.safe_dump(content))
-    with pytest.raises(ConfigError, match=f"here.yaml: .*{told}.*fsdp_lab.calibrate again"):
+    with pytest.raises(ConfigError, match=f"here.yaml: .*{message}.*fsdp_lab.calibrate again"):
         load_device(file)

@@ -17,12 +17,12 @@ RATIOS = [0.9, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2]
 
 
 def test_it_is_that_of_each_pair_and_a_common_factor_changes_nothing():
-    found = pair_error([RATIOS])
-    assert found is not None
+    result = pair_error([RATIOS])
+    assert result is not None
     errors = sorted(max(a, b) / min(a, b) - 1 for a, b in combinations(RATIOS, 2))
-    assert found.median == pytest.approx(errors[10]) and found.p90 == pytest.approx(errors[18])
+    assert result.median == pytest.approx(errors[10]) and result.p90 == pytest.approx(errors[18])
     doubled = pair_error([[2 * ratio for ratio in RATIOS]])
-    assert doubled is not None and doubled.p90 == pytest.approx(found.p90)
+    assert doubled is not None and doubled.p90 == pytest.approx(result.p90)
 
 
 def test_only_settings_of_one_model_are_compared():
@@ -31,7 +31,7 @@ def test_only_settings_of_one_model_are_compared():
     assert pair_error([[level for level, *_ in exact] * 3]) != pair_error(exact)
 
 
-def test_few_pairs_tell_nothing():
+def test_few_pairs_report_nothing():
     assert pair_error([]) is None and pair_error([RATIOS[:6]]) is None and pair_error([[1.0]] * 100) is None
 
 
@@ -40,7 +40,7 @@ def test_few_pairs_tell_nothing():
     [
         ({"median": 0.01, "p90": 0.05}, KnownError(0.01, 0.05)),
         (None, None),
-        ({"median": 0.01}, "relative is no data sheet of a device: missing"),
+        ({"median": 0.01}, "relative is not a data sheet of a device: missing"),
         ({"median": 0.01, "p90": 1.5}, "relative.p90=1.5 is a share of a step's time"),
     ],
 )

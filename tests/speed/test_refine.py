@@ -32,13 +32,13 @@ def observations(count: int, factors: Factors, spread: float = 0.0) -> list[Obse
     ]
 
 
-def test_many_trials_tell_the_factors():
+def test_many_trials_report_the_factors():
     true = Factors(compute=1.3, communication=0.8, overlap=0.6)
-    found = refine(ROUND, observations(40, true))
-    assert found.basis is Basis.trials and found.factors.settings == 40
-    assert found.factors.compute == pytest.approx(1.3, rel=0.02)
-    assert found.factors.communication == pytest.approx(0.8, rel=0.02)
-    assert found.factors.overlap == pytest.approx(0.6, abs=0.03)
+    refined = refine(ROUND, observations(40, true))
+    assert refined.basis is Basis.trials and refined.factors.settings == 40
+    assert refined.factors.compute == pytest.approx(1.3, rel=0.02)
+    assert refined.factors.communication == pytest.approx(0.8, rel=0.02)
+    assert refined.factors.overlap == pytest.approx(0.6, abs=0.03)
 
 
 def test_without_trials_nothing_changes():
@@ -48,9 +48,9 @@ def test_without_trials_nothing_changes():
 def test_one_trial_moves_the_factors_part_of_the_way():
     """The half of what compute alone would explain goes to communication and overlap, and some is left."""
     (one,) = observations(1, Factors(compute=2.0))
-    found = refine(ROUND, [one])
-    assert 1.0 < found.factors.compute < 2.0
-    assert found.error == ROUND.error, "one trial says nothing of how far off others are"
+    refined = refine(ROUND, [one])
+    assert 1.0 < refined.factors.compute < 2.0
+    assert refined.error == ROUND.error, "one trial says nothing of how far off others are"
 
 
 def test_the_error_is_that_of_settings_which_the_factors_have_not_seen():
@@ -68,8 +68,8 @@ def test_a_level_that_all_trials_share_is_no_error_of_their_ratios():
         replace(one, parts=Parts(0.0, 0.0, one.parts.compute, 0.0), measured_s=2 * one.parts.compute)
         for one in observations(12, Factors())
     ]
-    found = refine(replace(ROUND, error=KnownError(0.01, 0.02)), slow)
-    assert found.relative is not None and found.relative.p90 < found.error.p90 / 2
+    refined = refine(replace(ROUND, error=KnownError(0.01, 0.02)), slow)
+    assert refined.relative is not None and refined.relative.p90 < refined.error.p90 / 2
     few = refine(replace(ROUND, relative=KnownError(0.1, 0.2)), slow[:3])
     assert few.relative == KnownError(0.1, 0.2), "as its file has it"
 

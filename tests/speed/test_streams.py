@@ -53,7 +53,7 @@ def test_two_gathers_are_ahead_at_most():
 
 
 @pytest.mark.parametrize(("separate", "seconds"), [(False, 4.0), (True, 2.0)])
-def test_gathers_and_scatters_share_a_communicator_unless_told_otherwise(separate: bool, seconds: float):
+def test_gathers_and_scatters_share_a_communicator_unless_configured_otherwise(separate: bool, seconds: float):
     gather = Operator("gather", Kind.gather, Stream.gather, "backward", "", reads=(1,), writes=(2,))
     scatter = Operator("scatter", Kind.scatter, Stream.scatter, "backward", "", reads=(3,), writes=(4,))
     assert run((gather, 2.0), (scatter, 2.0), separate=separate).seconds == pytest.approx(seconds)
@@ -104,5 +104,5 @@ def test_the_next_gradients_are_copied_when_the_scatter_before_is_over():
         return (collective(Kind.scatter, Stream.scatter, (0, 1), unit + 100), 5.0)
 
     compute = (Operator("mm", Kind.matmul, Stream.compute, "backward", "", reads=(7,), writes=(5,)), 1.0)
-    found = run(copy(1), scatter(1), compute, copy(5), scatter(5))
-    assert [(slot.begin, slot.end) for slot in found.slots] == [(0, 1), (1, 6), (1, 2), (6, 7), (7, 12)]
+    result = run(copy(1), scatter(1), compute, copy(5), scatter(5))
+    assert [(slot.begin, slot.end) for slot in result.slots] == [(0, 1), (1, 6), (1, 2), (6, 7), (7, 12)]

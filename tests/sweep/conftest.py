@@ -59,10 +59,10 @@ def store(folder: Path) -> MlflowClient:
 def runs(folder: Path) -> tuple[list[Run], list[Run]]:
     """`(parents and single trials, children in the order of their folders)`."""
     client = store(folder)
-    found = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    children = [run for run in found if "mlflow.parentRunId" in run.data.tags]
+    recorded = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    children = [run for run in recorded if "mlflow.parentRunId" in run.data.tags]
     children.sort(key=lambda run: run.data.tags["fsdp_lab.folder"])
-    return [run for run in found if run not in children], children
+    return [run for run in recorded if run not in children], children
 
 
 def history(folder: Path, run: Run, key: str) -> list[tuple[int, float]]:
@@ -73,10 +73,10 @@ def history(folder: Path, run: Run, key: str) -> list[tuple[int, float]]:
 
 def artifacts(folder: Path, run: Run, below: str | None = None) -> list[str]:
     """The paths of all files of a run."""
-    found = []
+    collected = []
     for entry in store(folder).list_artifacts(run.info.run_id, below):
-        found += artifacts(folder, run, entry.path) if entry.is_dir else [entry.path]
-    return sorted(found)
+        collected += artifacts(folder, run, entry.path) if entry.is_dir else [entry.path]
+    return sorted(collected)
 
 
 def results(folder: Path) -> list[dict[str, str]]:
@@ -109,11 +109,11 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
     """What the condition gives, as soon as it is something."""
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()}"
         assert time.monotonic() < end, f"nothing within {seconds} s"
         time.sleep(0.05)
-    return found
+    return result
 
 
 def has_trained_an_epoch(trial: Path) -> bool:

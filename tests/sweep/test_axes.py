@@ -33,13 +33,13 @@ def test_the_axes_of_a_preset_are_named_but_for_what_was_typed(words: list[str],
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         hydra = compose("config", words, return_hydra_config=True).hydra
-    told = None if axes is None else f"{words[0]} has axes ({', '.join(axes)}); -m sweeps them"
-    assert preset_note(hydra) == told
+    expected = None if axes is None else f"{words[0]} has axes ({', '.join(axes)}); add -m to sweep them"
+    assert preset_note(hydra) == expected
 
 
 def test_a_trial_of_a_preset_says_so_first(tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.csv").touch()
     done = run_cli(tmp_path, "experiment=zero2_zero3", "hydra.run.dir=out")
-    assert done.stdout == f"experiment=zero2_zero3 has axes ({', '.join(AXES)}); -m sweeps them\n"
+    assert done.stdout == f"experiment=zero2_zero3 has axes ({', '.join(AXES)}); add -m to sweep them\n"
     assert "hydra.run.dir=out" in done.stderr, "and then it would have trained"

@@ -132,7 +132,7 @@ def _train(rate: str) -> list[float]:
     memo = Memo()
     with tempfile.TemporaryDirectory() as folder:
         train(config(*(s for s in SETTINGS if "=" in s), f"optimizer.lr={rate}"), Path(folder), memo)
-    return [metrics["train/loss"] for metrics in memo.told]
+    return [metrics["train/loss"] for metrics in memo.reported]
 
 
 def test_a_sweep_survives_everything(tmp_path: Path):
@@ -170,9 +170,9 @@ def test_a_sweep_survives_everything(tmp_path: Path):
             experiments = [e.experiment_id for e in client.search_experiments()]
             runs = client.search_runs(experiments)
             children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
-            told = (tmp_path / "night.log").read_text()
-            assert [row["status"] for row in results(tmp_path)] == ["finished"] * len(RATES), told
-            assert len(children) == len(RATES) and len(runs) == len(RATES) + 1, told
+            output = (tmp_path / "night.log").read_text()
+            assert [row["status"] for row in results(tmp_path)] == ["finished"] * len(RATES), output
+            assert len(children) == len(RATES) and len(runs) == len(RATES) + 1, output
             assert {run.info.status for run in runs} == {"FINISHED"}
             by_rate = {run.data.params["optimizer.lr"]: run for run in children}
             for run in children:

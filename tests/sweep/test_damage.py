@@ -29,11 +29,11 @@ def test_a_checkpoint_that_cannot_be_read_fails_its_trial_and_no_other(tmp_path:
     for number in range(2):
         (tmp_path / "out" / str(number) / "outcome.json").unlink()
     done = run_cli(tmp_path, "resume=out", "training.epochs=3", "resume_anyway=true")
-    told = done.stdout + done.stderr
-    assert done.returncode == 1, told
-    assert [row["status"] for row in results(tmp_path)] == ["failed", "finished"], told
-    assert "Traceback" not in told
-    assert "out/0/checkpoints/step_" in told and "is damaged" in told and "move it away" in told
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert [row["status"] for row in results(tmp_path)] == ["failed", "finished"], output
+    assert "Traceback" not in output
+    assert "out/0/checkpoints/step_" in output and "is damaged" in output and "move it away" in output
 
 
 def test_a_checkpoint_that_the_disk_does_not_take_fails_its_trial_and_no_other(tmp_path: Path):
@@ -49,10 +49,10 @@ def test_a_checkpoint_that_the_disk_does_not_take_fails_its_trial_and_no_other(t
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 2**20, 20 * 2**20)),
     )
-    told = done.stdout + done.stderr
-    assert done.returncode == 1, told
-    assert [row["status"] for row in results(tmp_path)] == ["failed", "finished"], told
-    assert "saving the checkpoint" in told and "step_00000004" in told
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert [row["status"] for row in results(tmp_path)] == ["failed", "finished"], output
+    assert "saving the checkpoint" in output and "step_00000004" in output
 
 
 def test_a_folder_that_has_become_read_only_is_not_called_full(tmp_path: Path):
@@ -66,10 +66,10 @@ def test_a_folder_that_has_become_read_only_is_not_called_full(tmp_path: Path):
             stdout, stderr = process.communicate(timeout=200)
         finally:
             subprocess.run([str(umount), "--lazy", folder], check=True)
-    told = stdout + stderr
-    assert process.returncode == 1, told
-    assert "cannot be written (Read-only file system); make it writable" in told
-    assert "its folder is full" not in told
+    output = stdout + stderr
+    assert process.returncode == 1, output
+    assert "cannot be written (Read-only file system); make it writable" in output
+    assert "its folder is full" not in output
 
 
 @pytest.mark.parametrize("engine", ["inline", "ray"])
@@ -85,10 +85,10 @@ def test_a_folder_that_is_removed_in_mid_sweep_ends_it_with_one_message(
         while folder.exists():  # a trial may write while it is removed
             shutil.rmtree(folder, ignore_errors=True)
         stdout, stderr = process.communicate(timeout=250)
-    told = stdout + stderr
-    assert process.returncode == 1, told
-    assert told.count(f"{folder} is gone: it was removed or moved while the sweep ran") == 1, told
-    assert "Traceback" not in told and "resume=" not in told, told
-    assert engine == "ray" or "trial 1 starts" not in told, told
+    output = stdout + stderr
+    assert process.returncode == 1, output
+    assert output.count(f"{folder} is gone: it was removed or moved while the sweep ran") == 1, output
+    assert "Traceback" not in output and "resume=" not in output, output
+    assert engine == "ray" or "trial 1 starts" not in output, output
     assert not (folder / "sweep.json").exists() and not list(folder.rglob("metrics.jsonl"))
     assert engine == "ray" or not folder.exists()

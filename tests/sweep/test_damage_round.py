@@ -88,26 +88,28 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def epochs_in(path: Path) -> dict[int, dict[str, float]]:
     """Each epoch as every line tells it that can be read: the same each time."""
-    found: dict[int, dict[str, float]] = {}
+    epochs: dict[int, dict[str, float]] = {}
     for line in path.read_text(errors="replace").splitlines():
         try:
-            told = {key: value for key, value in json.loads(line).items() if key in EXACT}
+            epoch_line = {key: value for key, value in json.loads(line).items() if key in EXACT}
         except (ValueError, AttributeError):
             continue
-        assert found.setdefault(told["epoch"], told) == told, f"{path} tells epoch {told['epoch']} in two ways"
-    return found
+        assert epochs.setdefault(epoch_line["epoch"], epoch_line) == epoch_line, (
+            f"{path} tells epoch {epoch_line['epoch']} in two ways"
+        )
+    return epochs
 
 
 def points_in(store: Path) -> dict[tuple[str, str, int], list[float]]:
     """The values of the exact metrics of the sweep's trials in MLflow, by trial, metric and epoch: one each."""
     query = """select t.value, m.key, m.step, m.value from metrics m join tags t on t.run_uuid = m.run_uuid
         join tags p on p.run_uuid = m.run_uuid and p.key = 'mlflow.parentRunId' where t.key = 'fsdp_lab.trial'"""
-    found: dict[tuple[str, str, int], list[float]] = {}
+    points: dict[tuple[str, str, int], list[float]] = {}
     with sqlite3.connect(store) as database:
         for trial, key, step, value in database.execute(query):
             if key in EXACT:
-                found.setdefault((trial, key, step), []).append(value)
-    return found
+                points.setdefault((trial, key, step), []).append(value)
+    return points
 
 
 def damage_file(path: Path, how: str) -> None:
@@ -122,13 +124,13 @@ def faults(case: Case, done: dict[str, Done], left: Left, sound: Left) -> Iterat
     """What is wrong with what the commands did."""
     name = Path(case.file).name
     for program, end in done.items():
-        if end.code not in (0, 1, 2) or "Traceback" in end.told:
+        if end.code not in (0, 1, 2) or "Traceback" in end.output:
             yield f"{program} ended with {end.code}"
         # that a trial had an outcome, nobody knows once it is removed: it counts as not finished
-        unknown = program == "report" and case.damage == "removed" and "no trial has finished" in end.told
-        if end.code == 2 and (name not in end.told or program == "next") and not unknown:
+        unknown = program == "report" and case.damage == "removed" and "no trial has finished" in end.output
+        if end.code == 2 and (name not in end.output or program == "next") and not unknown:
             yield f"{program} was refused without naming {name}"
-    known = done["report"].told + (name if case.damage == "removed" else "")
+    known = done["report"].output + (name if case.damage == "removed" else "")
     if done["report"].code != 2 and (wrong := differing(left.report, sound.report, name, known)):
         yield f"report: {wrong}"
     if done["resume"].code == 2:
@@ -143,13 +145,13 @@ def faults(case: Case, done: dict[str, Done], left: Left, sound: Left) -> Iterat
         yield f"next: {left.following}, and not {sound.following}"
 
 
-def differing(found: list[dict[str, str]], sound: list[dict[str, str]], name: str, told: str) -> str:
+def differing(expected: list[dict[str, str]], sound: list[dict[str, str]], name: str, output: str) -> str:
     """Where rows differ. A trial that counts as not ended may have fewer epochs, where a message names the file or it
     had not ended before; and what was forecast may be missing with its file."""
-    if len(found) != len(sound):
-        return f"{len(found)} rows, and not {len(sound)}"
-    for row, other in zip(found, sound, strict=True):
-        waits = row["status"] == "waiting" and (name in told or other["status"] == "waiting")
+    if len(expected) != len(sound):
+        return f"{len(expected)} rows, and not {len(sound)}"
+    for row, other in zip(expected, sound, strict=True):
+        waits = row["status"] == "waiting" and (name in output or other["status"] == "waiting")
         if waits and float(row["epoch"] or 0) < float(other["epoch"] or 0):
             continue
         for key in row.keys() | other.keys():
@@ -159,8 +161,8 @@ def differing(found: list[dict[str, str]], sound: list[dict[str, str]], name: st
     return ""
 
 
-def told(done: dict[str, Done]) -> str:
-    return "\n".join(f"--- {program}: {end.code}\n{end.told}" for program, end in done.items())
+def output_of(done: dict[str, Done]) -> str:
+    return "\n".join(f"--- {program}: {end.code}\n{end.output}" for program, end in done.items())
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +194,7 @@ def make_sweeps(commands: Commands, root: Path) -> None:
             start_and_kill(commands, folder, words)
         else:
             ((_, done),) = commands.run([(folder, ["fsdp_lab", "-m", *TINY, *words])])
-            assert done.code == (name == "failed"), done.told
+            assert done.code == (name == "failed"), done.output
         first = next(path.parent for path in folder.rglob("metrics.jsonl"))
         (first / "forecast.json").write_text(json.dumps(FORECAST))  # only sweeps on Ray make one
 
@@ -201,7 +203,7 @@ def start_and_kill(commands: Commands, folder: Path, words: list[str]) -> None:
     """Kill it when its second trial has told its first epoch."""
     second = folder / "out/1"
     done = commands.run_and_kill(folder, ["fsdp_lab", "-m", *TINY, *words], lambda: has_trained_an_epoch(second))
-    assert done.code == -signal.SIGKILL, done.told
+    assert done.code == -signal.SIGKILL, done.output
     assert not (folder / "out/1/outcome.json").exists()
 
 
@@ -217,7 +219,7 @@ def copied(sweeps: Path, sweep: str, number: int) -> Path:
 
 def cases(sweeps: Path) -> list[Case]:
     """Of two finished trials, each has half of the cases: they are alike."""
-    found = []
+    collected = []
     for sweep in SWEEPS:
         base = sweeps / f"{sweep}-000"
         paths = [
@@ -232,8 +234,8 @@ def cases(sweeps: Path) -> list[Case]:
                     continue
                 if sweep == "finished" and len(within.parts) > 2 and within.parts[1] != str(turn % 2):
                     continue
-                found.append(Case(sweep, str(within), how))
-    return found
+                collected.append(Case(sweep, str(within), how))
+    return collected
 
 
 def run_all(commands: Commands, folders: list[Path], resumes: list[str], follow: list[bool]) -> list[dict[str, Done]]:
@@ -258,7 +260,7 @@ def test_damage_is_mended_or_named(commands: Commands, sweeps: Path):
     for sweep in SWEEPS:
         folder = copied(sweeps, sweep, 999)
         (done,) = run_all(commands, [folder], [RESUME[sweep]], [True])
-        assert [end.code for end in done.values()] == [0, int(sweep == "failed"), 0], told(done)
+        assert [end.code for end in done.values()] == [0, int(sweep == "failed"), 0], output_of(done)
         sound[sweep] = left_in(folder, done)
         assert all(len(values) == 1 for values in sound[sweep].stored.values())
         assert {epoch for epochs in sound[sweep].epochs.values() for epoch in epochs} == {1, 2, 3}
@@ -272,8 +274,8 @@ def test_damage_is_mended_or_named(commands: Commands, sweeps: Path):
             commands, folders, [RESUME[case.sweep] for case in chunk], [case.damage == "emptied" for case in chunk]
         )
         for folder, case, done in zip(folders, chunk, ends, strict=True):
-            found = faults(case, done, left_in(folder, done), sound[case.sweep])
-            bad += [f"{case}: {fault}\n{told(done)}" for fault in found]
+            problems = faults(case, done, left_in(folder, done), sound[case.sweep])
+            bad += [f"{case}: {fault}\n{output_of(done)}" for fault in problems]
             shutil.rmtree(folder)
     print(f"{len(all_cases)} cases")
     assert not bad, f"{len(bad)} of {len(all_cases)} cases:\n" + "\n\n".join(bad)

@@ -40,18 +40,18 @@ def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
     typed = hydra(f"{KEY}={tmp_path}")
     with new_folder(tmp_path, KEY, typed) as folder:
         assert folder == tmp_path
-        with pytest.raises(InUse, match="in use by another start"), new_folder(tmp_path, KEY, typed):
+        with pytest.raises(InUse, match="in use by another sweep or run"), new_folder(tmp_path, KEY, typed):
             pass
     (tmp_path / "sweep.json").touch()
     with new_folder(tmp_path, KEY, typed):
         pass  # its start was refused: MLflow was away
-    told = (
-        rf"{KEY}={tmp_path} holds the results of another start.*python -m fsdp_lab resume={tmp_path}\. .*: {KEY}=\.\.\."
+    reported = (
+        rf"{KEY}={tmp_path} holds results, which would be lost.*python -m fsdp_lab resume={tmp_path}\. .*: {KEY}=\.\.\."
     )
     for left in ("results.csv", "facts.json", "0/facts.json"):
         (tmp_path / left).parent.mkdir(exist_ok=True)
         (tmp_path / left).touch()
-        with pytest.raises(Occupied, match=told), new_folder(tmp_path, KEY, typed):
+        with pytest.raises(Occupied, match=reported), new_folder(tmp_path, KEY, typed):
             pass
         (tmp_path / left).unlink()
 
@@ -72,10 +72,10 @@ def test_a_second_start_changes_nothing_of_the_first_which_can_be_resumed(tmp_pa
         process.kill()
     killed = run_cli(tmp_path, *other)
     assert (running.returncode, killed.returncode) == (2, 2), running.stderr + killed.stderr
-    assert "is in use by another start" in running.stderr and "a folder of its own: hydra." in running.stderr
-    assert f"resume={tmp_path / 'out'} is in use by another start" in resuming.stderr
-    assert resuming.stderr.endswith("wait until that has ended\n"), "a resume has no folder but this"
-    assert "holds the results of another start" in killed.stderr
+    assert "is in use by another sweep or run" in running.stderr and "use another folder: hydra." in running.stderr
+    assert f"resume={tmp_path / 'out'} is in use by another sweep or run" in resuming.stderr
+    assert resuming.stderr.endswith("wait until it ends\n"), "a resume has no folder but this"
+    assert "holds results, which would be lost" in killed.stderr
     assert written_once(tmp_path / "out") == before
     done = run_cli(tmp_path, "resume=out", "training.max_steps=200", "resume_anyway=true")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import shlex
+import subprocess
 
 import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -10,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.sweep.grid import enumerate_grid, swept_keys
+from fsdp_lab.sweep.grid import enumerate_grid, swept_keys, unescaped
 
 
 def cells(*axes: str) -> list[list[str]]:
@@ -20,6 +22,30 @@ def cells(*axes: str) -> list[list[str]]:
         key, _, values = axis.partition("=")
         split.append([f"{key}={value}" for value in values.split("|" if "|" in values else ",")])
     return [list(cell) for cell in itertools.product(*split)]
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (r"s3\://bucket/prefix", "s3://bucket/prefix"),
+        (r"127.0.0.1\:6379", "127.0.0.1:6379"),
+        (r"sqlite\:////srv/my\ runs/a.db", "sqlite:////srv/my runs/a.db"),
+        (r"$\{per_worker\:64\}", "${per_worker:64}"),
+        (r"a\=b\:c", r"a\=b\:c"),  # Hydra takes no bare `=`
+        (r"a\,b", r"a\,b"),  # would be two values
+        (r"C\:\\x", r"C:\x"),
+        ("'a, b'", "'a, b'"),
+        ("fp32", "fp32"),
+    ],
+)
+def test_an_override_is_printed_as_hydra_and_a_shell_read_it(value: str, plain: str):
+    assert unescaped(f"key={value}") == f"key={plain}"
+    printed = shlex.join([f"key={plain}"])
+    (word,) = (
+        subprocess.run(["bash", "-c", f"printf %s {printed}"], capture_output=True, text=True, check=True).stdout,
+    )
+    parser = OverridesParser.create()
+    assert parser.parse_override(word).value() == parser.parse_override(f"key={value}").value()
 
 
 TABLE = {

@@ -60,9 +60,9 @@ def test_an_interrupt_while_ray_starts_and_trials_are_forecast_ends_it_in_order(
     """Seconds after `Ray starts`: while Ray is imported, while it starts, while forecasts run."""
     with started(tmp_path, *LONG, "sharding=root,per_block", "-m") as process:
         assert process.stdout
-        said = ""
-        while "Ray starts" not in said:
-            said += process.stdout.readline()
+        message = ""
+        while "Ray starts" not in message:
+            message += process.stdout.readline()
         time.sleep(after_s)
         family = descendants(process.pid)
         press_ctrl_c(process)
@@ -71,7 +71,7 @@ def test_an_interrupt_while_ray_starts_and_trials_are_forecast_ends_it_in_order(
             family += [child for child in descendants(process.pid) if child not in family]
             time.sleep(0.05)
         stdout, stderr = process.communicate(timeout=200)
-    assert process.returncode == 130, said + stdout + stderr
+    assert process.returncode == 130, message + stdout + stderr
     assert still_running(family, 30) == []
     assert "Traceback" not in stdout + stderr
 
@@ -91,23 +91,23 @@ def small_disk(tmp_path: Path):
 def test_a_file_that_a_full_disk_does_not_take_is_named_and_leaves_nothing(small_disk: Path):
     write_text(small_disk / "a/night.json", "whole")
     (small_disk / "filler").write_bytes(b"\0" * (5 * 2**20))
-    with pytest.raises(OSError, match="No space left on device") as told:
+    with pytest.raises(OSError, match="No space left on device") as raised:
         write_text(small_disk / "a/night.json", "x" * 2**22)
-    assert told.value.filename == str(small_disk / "a/night.json") and "night.json: No space" in str(
-        explain(told.value)
+    assert raised.value.filename == str(small_disk / "a/night.json") and "night.json: No space" in str(
+        explain(raised.value)
     )
     assert (small_disk / "a/night.json").read_text() == "whole"
     assert [path.name for path in (small_disk / "a").iterdir()] == ["night.json"]
 
 
-def test_a_full_disk_is_told_and_ends_the_run(small_disk: Path):
+def test_a_full_disk_is_reported_and_ends_the_run(small_disk: Path):
     store = f"tracking.uri=sqlite:///{small_disk.parent}/mlflow.db"
     tiny = [argument for argument in LONG if not argument.startswith("tracking.uri")]
     done = run_cli(small_disk, *tiny, store, "checkpoint.keep_last=99", "cluster.max_failures=0", timeout=200)
-    told = done.stdout + done.stderr
-    assert done.returncode in (1, 2), told
-    assert "No space left on device" in told
-    assert "Traceback" not in told
+    output = done.stdout + done.stderr
+    assert done.returncode in (1, 2), output
+    assert "No space left on device" in output
+    assert "Traceback" not in output
     (run,), _ = runs(small_disk.parent)
     assert run.info.status == "FAILED"
     assert history(small_disk.parent, run, "train/loss"), "what was recorded before stays"

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.engine.files import read_latest, read_metrics
-from fsdp_lab.sweep.report import sweep_in
-from fsdp_lab.sweep.store.record import changes_of_config, code_digests, read_trials
+from fsdp_lab.engine.trial_files import read_latest, read_metrics
+from fsdp_lab.sweep.store.changes import changes_of_config
+from fsdp_lab.sweep.store.record import code_digests
+from fsdp_lab.sweep.store.trials import read_trials
+from fsdp_lab.sweep.sweep_data import sweep_in
 from fsdp_lab.training.checkpoint import CheckpointError, check_meta, check_same_trial
 from fsdp_lab.training.checkpoint_files import read_meta
 from tests.conftest import run_cli
@@ -38,7 +40,7 @@ def test_its_settings_are_what_is_composed_now(compose_trial):
         same = compose_trial(overrides, number).config
         assert changes_of_config(where, same) == []
         other = compose_trial([*overrides, "optimizer.lr=0.5", "search.num_trials=9"], number).config
-        assert changes_of_config(where, other) == ["optimizer.lr=0.001 there, 0.5 here"]
+        assert changes_of_config(where, other) == ["optimizer.lr was 0.001 and is 0.5"]
 
 
 def test_its_checkpoint_is_of_the_same_trial(compose_trial):

@@ -17,8 +17,11 @@ from fsdp_lab.redact import redacted_file
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.state import SweepState
+from fsdp_lab.sweep.store.changes import changes_of_config
+from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
 from fsdp_lab.sweep.store.passwords import store_address, words_as_typed, words_to_write
-from fsdp_lab.sweep.store.record import Record, add_trial, begin_folder, changes_of_config, write_hydra_folder
+from fsdp_lab.sweep.store.record import Record, begin_folder
+from fsdp_lab.sweep.store.trials import add_trial
 from fsdp_lab.tracking.tags import fact_tags, one_line, sweep_tags, trial_params, trial_tags
 from tests import forked
 from tests.conftest import run_cli
@@ -68,7 +71,7 @@ def test_a_trials_files_hold_no_password(uri: str, compose_trial, tmp_path: Path
     assert changes_of_config(trial.folder, trial.config) == []
     tracking = dataclasses.replace(trial.config.tracking, uri="http://elsewhere")
     other = dataclasses.replace(trial.config, tracking=tracking)
-    assert changes_of_config(trial.folder, other) == ["tracking.uri=http://***@host:5000 there, http://elsewhere here"]
+    assert changes_of_config(trial.folder, other) == ["tracking.uri was http://***@host:5000 and is http://elsewhere"]
     (written,) = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     assert words_as_typed(written["overrides"], record.arguments) == [escaped]
     config = dataclasses.replace(trial.config, tracking=TrackingConfig(**saved["tracking"]))
@@ -87,7 +90,7 @@ def test_the_words_of_several_addresses_come_back_each_as_it_was():
 
 def test_an_address_that_is_not_there_any_more_is_asked_for():
     config = SweepConfig(tracking=TrackingConfig(uri="http://***@host"))
-    with pytest.raises(Exception, match=r"not the whole address.*type tracking\.uri="):
+    with pytest.raises(Exception, match=r"is incomplete.*add tracking\.uri="):
         store_address(config, [])
 
 
@@ -96,7 +99,7 @@ def test_it_is_redacted_wherever_it_can_appear(uri: str, tmp_path: Path, capsys:
     """What goes to MLflow, the report's files, and what is printed."""
     error = f"could not reach {uri} at all"
     config = SweepConfig(tracking=TrackingConfig(uri=uri))
-    told = [
+    output = [
         str(trial_params(config, {})),
         str(sweep_tags(tmp_path, f"python -m fsdp_lab -m tracking.uri={uri}", 1)),
         str(trial_tags(tmp_path, [f"tracking.uri={uri}"], None)),
@@ -109,13 +112,13 @@ def test_it_is_redacted_wherever_it_can_appear(uri: str, tmp_path: Path, capsys:
     (tmp_path / "results.csv").write_text(f"trial,error\n0,{error}\n")
     (tmp_path / "rank0.log").write_text(error)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"uri": uri}))
-    told += [redacted_file(tmp_path / name) for name in holding(tmp_path)]
-    assert len(told) == 10
+    output += [redacted_file(tmp_path / name) for name in holding(tmp_path)]
+    assert len(output) == 10
     console = Console(SweepState([], [("val/loss", "min")]), [])
-    console.say(error)
-    told.append(capsys.readouterr().out)
-    assert not any(PASSWORD in text for text in told), [text for text in told if PASSWORD in text]
-    assert all("host" in text or "***" in text for text in told[-1:])
+    console.log(error)
+    output.append(capsys.readouterr().out)
+    assert not any(PASSWORD in text for text in output), [text for text in output if PASSWORD in text]
+    assert all("host" in text or "***" in text for text in output[-1:])
 
 
 def test_a_refusal_shows_no_password(tmp_path: Path):
@@ -153,17 +156,17 @@ def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
         monkeypatch.setenv("MLFLOW_URL", uri)
         word = "tracking.uri=" + ("${oc.env:MLFLOW_URL}" if how == "variable" else uri)
         done = run_cli(folder, *(["-m", "optimizer.lr=1e-3,1e-2"] if multirun else []), *INLINE, word)
-        told = done.stdout + done.stderr
-        assert done.returncode == 0, told
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
         trial = folder / "out" / ("1" if multirun else "")
         (trial / "outcome.json").unlink()
         done = run_cli(folder, "resume=out")
-        told += done.stdout + done.stderr
-        assert done.returncode == 0 and "finished" in done.stdout, told
+        output += done.stdout + done.stderr
+        assert done.returncode == 0 and "finished" in done.stdout, output
         done = forked.run(folder, "fsdp_lab.report", "sweep=out")
-        told += done.stdout + done.stderr
-        assert done.returncode == 0 and "MLflow has not got" not in done.stderr, told
-    assert PASSWORD not in told
+        output += done.stdout + done.stderr
+        assert done.returncode == 0 and "the report is not in MLflow" not in done.stderr, output
+    assert PASSWORD not in output
     assert holding(folder / "out") == (["sweep.json"] if how == "typed" else [])
     assert PASSWORD.encode() not in (tmp_path / "mlflow.db").read_bytes()
     assert holding(tmp_path / "mlartifacts") == []

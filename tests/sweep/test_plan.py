@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 
+from fsdp_lab.compose import plain, typed_config
 from fsdp_lab.config import ConfigError
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import enumerate_grid
@@ -56,7 +57,7 @@ def test_ddp_is_held_once_under_each_reshard_after_forward(plan):
     assert note.endswith("= trial 0)")
 
 
-def test_what_is_the_same_in_all_cells_is_not_said_of_one(plan):
+def test_what_is_the_same_in_all_cells_is_not_reported_of_one(plan):
     made = plan("sharding=ddp,per_block", "reshard_after_forward=always,never", "precision=bf16", "optimizer.lr=0.1")
     (note,) = made.notes()
     assert note.endswith("(sharding=ddp reshard_after_forward=never = trial 0)")
@@ -113,7 +114,7 @@ def test_images_that_are_not_there_are_an_error_before_anything_starts(plan, tmp
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["training.global_batch_size=63"], r"^training\.global_batch_size=63 is not divided[^/]*$"),
+        (["training.global_batch_size=63"], r"^training\.global_batch_size=63 is not divisible[^/]*$"),
         (["sharding.dp_replicate=3"], r"^sharding\.dp_replicate=3 does not divide[^/]*$"),
         (["reshard_after_forward=to_size", "reshard_after_forward.size=3"], r"\.size=3 does not divide the"),
     ],
@@ -149,11 +150,12 @@ def test_cells_composed_by_parts_are_what_hydra_composes(parser: OverridesParser
         whole = loader.load_sweep_config(master, cell)
         with open_dict(whole):
             whole.hydra.job.id, whole.hydra.job.num = trial.hydra_config.hydra.job.id, number
-        assert trial.hydra_config == whole
+        assert trial.composed == plain(whole)
+        assert trial.config == typed_config(whole)
         assert trial.folder == tmp_path / whole.hydra.job.override_dirname
 
 
-def test_a_key_that_is_none_is_told_by_hydra(parser: OverridesParser, tmp_path):
+def test_a_key_that_is_none_is_reported_by_hydra(parser: OverridesParser, tmp_path):
     loader = GlobalHydra.instance().config_loader()
     master = loader.load_configuration("config", [], RunMode.MULTIRUN)
     composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)

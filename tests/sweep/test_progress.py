@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.engine.files import Progress
+from fsdp_lab.engine.trial_files import Progress
 from fsdp_lab.files import write_json
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
@@ -75,7 +75,7 @@ def test_a_step_is_shown_with_all_steps_and_the_time_that_they_will_take(
     assert str(watch.look(0, tmp_path)) == "step 15 of 31, about 32 s left"
 
 
-def test_what_lasts_unusually_long_is_said_once_with_the_place_of_the_stuck_rank(
+def test_what_lasts_unusually_long_is_reported_once_with_the_place_of_the_stuck_rank(
     clock: Callable[[float], None], tmp_path: Path
 ):
     watch, progress = Watch(), Progress(tmp_path)
@@ -93,8 +93,10 @@ def test_what_lasts_unusually_long_is_said_once_with_the_place_of_the_stuck_rank
     clock(3)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text(WAITS)
-    said = unusual()
-    assert said is not None and said.startswith("building the model has lasted 52 s; rank 0 is at /home/me/fsdp_lab/tr")
+    observed = unusual()
+    assert observed is not None and observed.startswith(
+        "building the model has lasted 52 s; rank 0 is at /home/me/fsdp_lab/tr"
+    )
     assert unusual() is None
     progress.step(1)
     unusual()
@@ -122,7 +124,10 @@ def test_the_sweep_takes_as_long_as_the_trials_before(compose_trial: Compose):
 def test_with_repeat_auto_the_time_left_is_that_of_the_round(sweep: SweepRun, clock: Callable[[float], None]):
     """How many rounds follow is not known."""
     repeats = AutoRepeat(sweep.state, lambda: None, lambda overrides, number: None, 4)  # type: ignore[arg-type, return-value]
-    for plan, told in ((sweep.plan, "the sweep: about"), (replace(sweep.plan, search=repeats), "this round: about")):
+    for plan, expected in (
+        (sweep.plan, "the sweep: about"),
+        (replace(sweep.plan, search=repeats), "this round: about"),
+    ):
         shown = io.StringIO()
         console = Console(sweep.state, ["training.seed"], RichConsole(file=shown, force_terminal=True, width=80))
         progress = Progress(sweep.folder_of(0))
@@ -133,7 +138,7 @@ def test_with_repeat_auto_the_time_left_is_that_of_the_round(sweep: SweepRun, cl
         with console:
             console.tick(SweepRun(plan, []))
             console.update()
-        assert told in shown.getvalue()
+        assert expected in shown.getvalue()
 
 
 def test_the_display_shows_what_the_worker_says(sweep: SweepRun, clock: Callable[[float], None]):
@@ -161,22 +166,22 @@ def test_the_clock_ticks_while_nothing_happens_and_leaves_a_debugger_alone(sweep
         assert ("after 1 s" in during and "after 2 s" in during) is ticks
 
 
-def test_workers_that_speak_are_not_said_to_start(sweep: SweepRun, monkeypatch: pytest.MonkeyPatch):
+def test_workers_that_speak_are_not_reported_as_starting(sweep: SweepRun, monkeypatch: pytest.MonkeyPatch):
     """A user's deadlock was shown as the start of the workers, for minutes."""
     from fsdp_lab.sweep.executors import tuner
 
     monkeypatch.setattr(tuner, "_QUIET_S", -1.0)
     monkeypatch.setattr(tuner, "_REPEAT_S", -1.0)
     monkeypatch.setattr(tuner.engine, "unmet_request", lambda: False)  # there is no Ray here to ask
-    for module in ("fsdp_lab.engine.nodes", "fsdp_lab.sweep.executors.places"):
+    for module in ("fsdp_lab.engine.nodes", "fsdp_lab.sweep.executors.resource_catalog"):
         monkeypatch.setattr(f"{module}.nodes", list)
-    said: list[str] = []
-    monkeypatch.setattr(sweep, "say", said.append)
-    callback = tuner.TuneCallback(sweep, tuner.Places())
+    logged: list[str] = []
+    monkeypatch.setattr(sweep, "log", logged.append)
+    callback = tuner.TuneCallback(sweep, tuner.ResourceCatalog())
     sweep.state.trials[0].status = TrialStatus.starting
     callback.on_trial_start(0, [], SimpleNamespace(config={"number": 0}))
     callback.on_step_end(0, [])
-    assert said == ["trial 0 waits for its worker processes to start and import PyTorch"]
+    assert logged == ["trial 0 waits for its worker processes to start and import PyTorch"]
     Progress(sweep.folder_of(0)).phase("initialising the weights (init=rank0)")
     callback.on_step_end(0, [])
-    assert len(said) == 1
+    assert len(logged) == 1

@@ -14,27 +14,17 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.files import Outcome, exported, hold_alive, wait_until_alone, write_outcome
+from fsdp_lab.engine.trial_files import Outcome, exported, hold_alive, wait_until_alone, write_outcome
 from fsdp_lab.locks import locked
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
+from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
+from fsdp_lab.sweep.store.hydra_folder import read_hydra_file, restore_hydra_folder, write_hydra_folder
+from fsdp_lab.sweep.store.override_rules import with_overrides
 from fsdp_lab.sweep.store.paths import storage
-from fsdp_lab.sweep.store.record import (
-    Record,
-    add_trial,
-    begin_folder,
-    changes_of_code,
-    changes_of_config,
-    changes_of_workers,
-    drop_checkpoints,
-    find_folder,
-    read_hydra_file,
-    read_record,
-    read_trials,
-    restore_hydra_folder,
-    with_overrides,
-    write_hydra_folder,
-)
+from fsdp_lab.sweep.store.record import Record, begin_folder, find_folder, read_record
 from fsdp_lab.sweep.store.resume import resume_arguments
+from fsdp_lab.sweep.store.trials import add_trial, read_trials
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
 
@@ -136,8 +126,8 @@ def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path):
     script += "with locked(pathlib.Path(sys.argv[1]), 'k'): print('has it', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "has it\n"
-        told = rf"hydra.sweep.dir={tmp_path} is in use .*process {other.pid}"
-        with pytest.raises(UserError, match=told), locked(tmp_path, "hydra.sweep.dir"):
+        message = rf"hydra.sweep.dir={tmp_path} is in use .*process {other.pid}"
+        with pytest.raises(UserError, match=message), locked(tmp_path, "hydra.sweep.dir"):
             pass
         other.kill()
     with locked(tmp_path, "hydra.sweep.dir"):
@@ -145,7 +135,7 @@ def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path):
 
 
 def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
-    script = "import sys, time, pathlib; from fsdp_lab.engine.files import hold_alive\n"
+    script = "import sys, time, pathlib; from fsdp_lab.engine.trial_files import hold_alive\n"
     script += "hold_alive(pathlib.Path(sys.argv[1])); print('lives', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "lives\n"
@@ -184,29 +174,29 @@ def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.Monkey
     ("resume", "words"),
     [
         ("last", "no sweep was started from this folder"),
-        ("nowhere", "is no folder and no id of a run"),
+        ("nowhere", "is not a folder or the id of a run"),
         (".", "there is no sweep.json"),
-        ("0" * 32, "there is no store there yet"),
+        ("0" * 32, "this store does not exist yet"),
     ],
 )
-def test_nothing_to_resume_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, words: str):
+def test_nothing_to_resume_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, words: str):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=words):
         resume_arguments([f"resume={resume}"])
 
 
-def test_a_broken_record_is_told(tmp_path: Path):
+def test_a_broken_record_is_reported(tmp_path: Path):
     (tmp_path / "sweep.json").write_text('{"id": ')
     with pytest.raises(UserError, match=r"sweep.json cannot be read"):
         read_record(tmp_path)
 
 
-def test_a_record_that_only_its_owner_may_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_record_that_only_its_owner_may_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def read_text(path: Path, **options: object) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    with pytest.raises(UserError, match=rf"resume={tmp_path}: {tmp_path}/sweep.json is for its owner alone"):
+    with pytest.raises(UserError, match=rf"resume={tmp_path}: only its owner may read {tmp_path}/sweep.json"):
         read_record(tmp_path)
 
 
@@ -217,7 +207,7 @@ def test_changed_code_is_named():
     other = dataclasses.replace(record, code=code, libraries={**record.libraries, "torch": "2.9.0"})
     files, torch = changes_of_code(other)
     assert files == "fsdp_lab's code: gone.py, training/loop.py"
-    assert torch.startswith("torch 2.9.0 there, ")
+    assert torch.startswith("torch was 2.9.0 and is ")
 
 
 def test_a_library_that_only_another_version_looks_at_is_no_change():
@@ -228,18 +218,18 @@ def test_a_library_that_only_another_version_looks_at_is_no_change():
 def test_another_number_of_workers_by_default_is_named():
     record = Record.of([], True, SweepConfig())
     assert changes_of_workers(record, SweepConfig()) == []
-    (told,) = changes_of_workers(dataclasses.replace(record, num_workers=8), SweepConfig())
-    assert told.startswith("cluster.num_workers=null was 8 there and is ")
+    (change,) = changes_of_workers(dataclasses.replace(record, num_workers=8), SweepConfig())
+    assert change.startswith("cluster.num_workers=null was 8 workers and is ")
 
 
-def test_a_password_is_not_told_and_may_be_another(compose_trial):
+def test_a_password_is_not_reported_and_may_be_another(compose_trial):
     trial = compose_trial(["tracking.uri=http://me:old@host:5000"], 0)
     write_hydra_folder(trial)
     other = compose_trial(["tracking.uri=http://me:new@host:5000"], 0).config
     assert changes_of_config(trial.folder, other) == []
     other = compose_trial(["tracking.uri=http://me:new@elsewhere:5000"], 0).config
     assert changes_of_config(trial.folder, other) == [
-        "tracking.uri=http://***@host:5000 there, http://***@elsewhere:5000 here"
+        "tracking.uri was http://***@host:5000 and is http://***@elsewhere:5000"
     ]
 
 
@@ -249,7 +239,7 @@ def test_changed_settings_are_named(compose_trial):
     write_hydra_folder(trial)
     assert changes_of_config(trial.folder, trial.config) == []
     longer = compose_trial(["optimizer.lr=0.1", "training.epochs=3", "cluster.max_failures=9", "resume=x"], 0).config
-    assert changes_of_config(trial.folder, longer) == ["training.epochs=2 there, 3 here"]
+    assert changes_of_config(trial.folder, longer) == ["training.epochs was 2 and is 3"]
     path = trial.folder / ".hydra" / "config.yaml"
     path.write_text(path.read_text() + "\nold_key: 1\n")
     assert "old_key is not a key" in changes_of_config(trial.folder, SweepConfig())[0]
@@ -264,8 +254,8 @@ def test_a_setting_that_is_typed_for_a_trial_whose_config_is_lost_is_refused(com
     assert changes_of_config(trial.folder, trial.config, typed) == []
     path = trial.folder / ".hydra/config.yaml"
     path.write_text("optimizer:\n")
-    told = [f"{path}, which had the value of {key}, is damaged or gone" for key in ("optimizer.lr", "sharding")]
-    assert changes_of_config(trial.folder, trial.config, typed) == told
+    reported = [f"{path}, which had the value of {key}, is damaged or missing" for key in ("optimizer.lr", "sharding")]
+    assert changes_of_config(trial.folder, trial.config, typed) == reported
     assert changes_of_config(trial.folder, trial.config) == []
 
 
@@ -280,12 +270,12 @@ def test_a_number_that_is_null_by_now_is_no_change(compose_trial):
     saved["cluster"]["cpus_per_worker"], saved["data"]["loader_workers"] = 1.0, 0
     path.write_text(yaml.safe_dump(saved))
     assert changes_of_config(trial.folder, compose_trial([], 0).config) == []
-    (told,) = changes_of_config(trial.folder, compose_trial(["cluster.cpus_per_worker=2"], 0).config)
-    assert told == "cluster.cpus_per_worker=1.0 there, 2.0 here"
+    (change,) = changes_of_config(trial.folder, compose_trial(["cluster.cpus_per_worker=2"], 0).config)
+    assert change == "cluster.cpus_per_worker was 1.0 and is 2.0"
     saved["cluster"]["cpus_per_worker"] = 4.0
     path.write_text(yaml.safe_dump(saved))
-    (told,) = changes_of_config(trial.folder, compose_trial([], 0).config)
-    assert told == "cluster.cpus_per_worker=4.0 there, None here"
+    (change,) = changes_of_config(trial.folder, compose_trial([], 0).config)
+    assert change == "cluster.cpus_per_worker was 4.0 and is None"
 
 
 def test_overrides_take_the_place_of_those_for_the_same_key():
@@ -340,7 +330,7 @@ def test_a_storage_folder_whose_name_is_damaged_is_refused(tmp_path: Path, compo
     name = (tmp_path / ".storage").read_text()
     for damaged in ("", name[: len(name) // 2]):
         (tmp_path / ".storage").write_text(damaged)
-        with pytest.raises(UserError, match=r"\.storage is damaged or gone"):
+        with pytest.raises(UserError, match=r"\.storage is damaged or missing"):
             storage(trial, tmp_path)
 
 

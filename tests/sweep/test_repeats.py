@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config.key_value_args import check_repeat
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.config.words import check_repeat
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.report import data
@@ -26,7 +26,7 @@ from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
 from tests.sweep.conftest import PLAIN, TINY, results
-from tests.sweep.test_resume import INLINE, forget, told
+from tests.sweep.test_resume import INLINE, forget, output_of
 
 
 def compose(overrides: Sequence[str], number: int) -> Trial:
@@ -58,9 +58,9 @@ class Planted:
         self.state.trials[number].status = TrialStatus.finished
         self.begun.append(" ".join(word.partition("=")[2] for word in trial.overrides))
 
-    def told(self) -> data.Sweep:
+    def read_sweep(self) -> data.SweepData:
         trials = [
-            data.Trial(
+            data.TrialRow(
                 number, dict(word.split("=") for word in state.trial.overrides), state.status,  # type: ignore[arg-type]
                 {} if number not in self.measured else {
                     **({"perf/samples_per_s": self.measured[number]} if self.timed else {}),
@@ -72,10 +72,10 @@ class Planted:
             )
             for number, state in enumerate(self.state.trials)
         ]  # fmt: skip
-        return data.Sweep("s", "", ["sharding", "repeat"], trials, 0.02, 0.03, repeat_max=self.most)
+        return data.SweepData("s", "", ["sharding", "repeat"], trials, 0.02, 0.03, repeat_max=self.most)
 
     def search(self) -> AutoRepeat:
-        return AutoRepeat(self.state, self.told, compose, self.most)
+        return AutoRepeat(self.state, self.read_sweep, compose, self.most)
 
     def run(self, search: AutoRepeat, most: int = 99) -> None:
         while len(self.begun) < most:
@@ -96,9 +96,9 @@ def test_what_cannot_be_the_answer_is_not_repeated():
     sweep.run(search)
     assert sweep.begun == ["0 0", "1 0", "2 0", "2 1", "1 1", "0 1"], "the second round backwards, then it is settled"
     assert search.notes() == ["repeat=auto: round 2 of at most 4 repeats all settings"]
-    found = answer(sweep.told())
-    assert found.setting is not None and found.setting.name == "sharding=2"
-    assert found.notes == ["repeat=auto stopped after 2 rounds: the answer is settled."]
+    recommendation = answer(sweep.read_sweep())
+    assert recommendation.setting is not None and recommendation.setting.name == "sharding=2"
+    assert recommendation.notes == ["repeat=auto stopped after 2 rounds: the answer is settled."]
 
 
 def test_one_round_rules_out_what_is_three_times_as_slow_and_nothing_else():
@@ -112,8 +112,8 @@ def test_settings_that_noise_hides_are_repeated_to_the_last_round():
     sweep.run(sweep.search())
     rounds = [[name.partition(" ")[0] for name in sweep.begun if name.endswith(f" {r}")] for r in range(4)]
     assert rounds == [["0", "1", "2"], ["2", "1", "0"], ["0", "2"], ["2", "0"]], "500 is out after two rounds"
-    found = answer(sweep.told())
-    assert found.notes == [
+    recommendation = answer(sweep.read_sweep())
+    assert recommendation.notes == [
         "repeat=auto stopped after 4 rounds (10 runs instead of 12), the limit: more runs could still tell "
         "`sharding=0`, `sharding=2` apart."
     ]
@@ -133,10 +133,12 @@ def test_where_others_use_the_cores_all_the_time_it_gives_up_after_two_rounds():
     sweep.others_cpu = 0.6
     sweep.run(sweep.search())
     assert sorted(sweep.begun) == ["0 0", "0 1", "1 0", "1 1"]
-    found = answer(sweep.told())
-    assert found.head == "" and found.sentence.startswith("No setting is recommended, because other processes used up")
-    assert found.notes[-1] == (
-        "repeat=auto stopped after 2 rounds: in none of the 4 runs was the machine free enough to compare speeds."
+    recommendation = answer(sweep.read_sweep())
+    assert recommendation.head == "" and recommendation.sentence.startswith(
+        "No setting is recommended, because other processes used up"
+    )
+    assert recommendation.notes[-1] == (
+        "repeat=auto stopped after 2 rounds: the machine was too busy to compare speeds in all 4 runs."
     )
 
 
@@ -146,9 +148,11 @@ def test_where_no_step_is_timed_it_repeats_nothing_and_says_so():
     search = sweep.search()
     sweep.run(search)
     assert sweep.begun == ["0 0", "1 0"] and search.notes() == []
-    found = answer(sweep.told())
-    assert "No step was timed" in found.sentence
-    assert found.notes == ["repeat=auto repeated nothing: no step was timed, so there are no speeds to compare."]
+    recommendation = answer(sweep.read_sweep())
+    assert "No step was timed" in recommendation.sentence
+    assert recommendation.notes == [
+        "repeat=auto repeated nothing: no step was timed, so there are no speeds to compare."
+    ]
 
 
 def test_nothing_is_decided_while_a_round_runs():
@@ -185,7 +189,7 @@ def test_auto_calls_an_equal_setting_faster_in_at_most_five_of_a_hundred(count: 
         sweep = Planted([1000.0] * count, list(range(1, count + 1)), noise=0.04)
         sweep.rng = np.random.default_rng(seed)
         sweep.run(sweep.search())
-        lines = answer(sweep.told()).lines
+        lines = answer(sweep.read_sweep()).lines
         wrong += any("(tied)" not in line for line in lines)
     assert wrong / 300 <= 0.05 + 2 * (0.05 * 0.95 / 300) ** 0.5
 
@@ -204,19 +208,19 @@ def with_seed(seed: int) -> SweepConfig:
 
 
 def order(state: SweepState) -> list[str]:
-    found = []
+    collected = []
     while (number := state.next_waiting()) is not None:
         state.trials[number].move(TrialStatus.starting)
-        found.append(" ".join(word.partition("=")[2] for word in state.trials[number].trial.overrides))
-    return found
+        collected.append(" ".join(word.partition("=")[2] for word in state.trials[number].trial.overrides))
+    return collected
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, True, []), "repeat=auto repeats the settings of a grid"),
-        ((1, False, []), "repeat_max=1 leaves repeat=auto nothing to repeat; use 2 or more."),
-        ((4, False, ["sharding", "training.seed"]), "leave one of them out"),
+        ((4, True, []), "repeat=auto needs a grid"),
+        ((1, False, []), "repeat_max=1 leaves nothing to repeat; use 2 or more."),
+        ((4, False, ["sharding", "training.seed"]), "leave one out"),
     ],
 )
 def test_what_auto_has_no_meaning_with(arguments: tuple[int, bool, list[str]], message: str):
@@ -228,7 +232,7 @@ def test_a_sweep_repeats_by_itself_and_a_resume_goes_on(tmp_path: Path):
     """Two batch sizes, of which nobody knows which is faster here: two rounds at least, three at most."""
     words = ["-m", *INLINE, "training.grad_accum_steps=1,2", "repeat=auto", "repeat_max=3", "report.others_cpu=1"]
     done = run_cli(tmp_path, *words)
-    assert done.returncode == 0, told(done)
+    assert done.returncode == 0, output_of(done)
     assert "repeat=auto: round 2 of at most 3 repeats all settings" in done.stdout
     trials = [json.loads(line) for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines()]
     rounds = [next(word for word in trial["overrides"] if word.startswith("repeat=")) for trial in trials]
@@ -239,12 +243,14 @@ def test_a_sweep_repeats_by_itself_and_a_resume_goes_on(tmp_path: Path):
 
     forget(tmp_path, len(trials) - 1)
     again = run_cli(tmp_path, "resume=last")
-    assert again.returncode == 0, told(again)
-    assert f"resumes: {len(trials) - 1} of {len(trials)} trials done; up to 3 rounds: " in again.stdout
+    assert again.returncode == 0, output_of(again)
+    assert (
+        f"resumes: 1 of {len(trials)} trials left, then repeats of undecided settings, up to 3 rounds: " in again.stdout
+    )
     assert again.stdout.count(" starts") == 1 or len(trials) == 4, "the last, and what its new speed asks for"
     assert "repeat=auto stopped" in again.stdout
     nothing = run_cli(tmp_path, "resume=last")
-    assert "nothing is left to do" in nothing.stdout, told(nothing)
+    assert "nothing is left to do" in nothing.stdout, output_of(nothing)
 
 
 @pytest.mark.long
@@ -253,7 +259,7 @@ def test_under_ray_a_round_waits_for_the_one_before_and_the_sweep_ends(tmp_path:
     plain = [word for word in PLAIN if not word.startswith("sharding")]
     words = ["-m", *TINY, *plain, "model=mlp", "sharding=root,per_block", "repeat=auto", "repeat_max=2"]
     done = run_cli(tmp_path, *words)
-    assert done.returncode == 0, told(done)
+    assert done.returncode == 0, output_of(done)
     trials = [json.loads(line) for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines()]
     rounds = [next(word for word in trial["overrides"] if word.startswith("repeat=")) for trial in trials]
     assert rounds == ["repeat=0"] * 2 + ["repeat=1"] * 2
@@ -280,7 +286,7 @@ def test_what_the_forecast_prunes_is_not_repeated(tmp_path: Path):
     prune = ("forecast.prune=true", f"forecast.capacity_gib={room}", "sharding=ddp,root,per_block", "training.epochs=1")
     auto = ("repeat=auto", "repeat_max=2", "report.others_cpu=1", "checkpoint.mode=off", "export=false")
     done = run_cli(tmp_path, "-m", *TINY, *plain, "model=mlp", *prune, *auto, timeout=700)
-    assert done.returncode == 0, told(done)
+    assert done.returncode == 0, output_of(done)
     assert "repeat=auto: round 2 of at most 2 repeats 2 settings" in done.stdout
     trials = [(row["sharding"], row["repeat"], row["status"]) for row in results(tmp_path)]
     assert sorted(trials) == [
@@ -295,22 +301,22 @@ def test_what_the_forecast_prunes_is_not_repeated(tmp_path: Path):
 def test_under_ray_a_search_that_has_tried_everything_ends(tmp_path: Path):
     words = ["-m", *TINY, *PLAIN, "model=mlp", "search=random", "search.num_trials=6", "optimizer.lr=1e-3,1e-2"]
     done = run_cli(tmp_path, *words)
-    assert done.returncode == 0, told(done)
+    assert done.returncode == 0, output_of(done)
     assert done.stdout.count("the search ends after 2 of search.num_trials=6") == 1
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
-        ("repeat=3", "three runs of each setting are repeat=0,1,2,"),
-        ("++repeat=1", "two runs of each setting are repeat=0,1,"),
-        ("repeat=20", "20 runs of each setting are repeat='range(20)',"),
+        ("repeat=3", "for three runs of each setting use repeat=0,1,2,"),
+        ("++repeat=1", "for two runs of each setting use repeat=0,1,"),
+        ("repeat=20", "for 20 runs of each setting use repeat='range(20)',"),
     ],
 )
-def test_the_number_of_a_run_is_not_taken_for_how_many_there_are(word: str, told: str):
-    with pytest.raises(ConfigError, match=r"is the number of one run, not how many there are; ") as refused:
+def test_the_number_of_a_run_is_not_taken_for_how_many_there_are(word: str, message: str):
+    with pytest.raises(ConfigError, match=r"names one run, not a number of runs; ") as refused:
         check_repeat(["sharding=ddp", word])
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_first_run_and_several_are_no_mistake():
@@ -319,14 +325,14 @@ def test_the_first_run_and_several_are_no_mistake():
 
 def test_a_trial_alone_may_be_any_repeat_and_an_old_sweep_of_one_is_resumed(tmp_path: Path):
     alone = run_cli(tmp_path, "repeat=3", "--cfg", "job")
-    assert alone.returncode == 0 and "\nrepeat: 3\n" in alone.stdout, told(alone)
+    assert alone.returncode == 0 and "\nrepeat: 3\n" in alone.stdout, output_of(alone)
     done = run_cli(tmp_path, "-m", *INLINE, "repeat=0", "optimizer.lr=1e-3,1e-2")
-    assert done.returncode == 0, told(done)
+    assert done.returncode == 0, output_of(done)
     for name in ("sweep.json", "trials.jsonl"):  # as earlier versions wrote it
         path = tmp_path / "out" / name
         path.write_text(path.read_text().replace("repeat=0", "repeat=3"))
     again = run_cli(tmp_path, "resume=out", "resume_anyway=true")
-    assert again.returncode == 0, told(again)
+    assert again.returncode == 0, output_of(again)
     assert "nothing is left to do: all 2 trials have a result" in again.stdout
 
 
@@ -340,5 +346,5 @@ def test_a_night_repeats_by_itself_up_to_its_own_repeats(monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     study = read_study(["repeat=auto", "nightly.repeats=5", "precision=fp32,fp16", "cluster.num_workers=2"])
     assert study.arguments[:2] == ["repeat=auto", "repeat_max=5"]
-    with pytest.raises(ConfigError, match=r"how often a night trains each setting is nightly\.repeats"):
+    with pytest.raises(ConfigError, match=r"nightly\.repeats=3 sets how often a night trains each setting"):
         read_study(["repeat=0,1"])

@@ -13,15 +13,16 @@ import pytest
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
-from fsdp_lab.engine.files import append_line, read_forecast, read_outcome
+from fsdp_lab.engine.trial_files import append_line, read_forecast, read_outcome
 from fsdp_lab.files import write_json
-from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.kept import kept_sentences
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.plan import effect
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
@@ -88,8 +89,8 @@ class Hears(Listener):
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         status = sweep.states[number].status
-        found = read_outcome(sweep.folder_of(number))
-        assert (found is not None) is status.is_result, "the folder knows first"
+        outcome = read_outcome(sweep.folder_of(number))
+        assert (outcome is not None) is status.is_result, "the folder knows first"
         self.heard.append(("ended", number, status))
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
@@ -141,10 +142,10 @@ def test_whatever_ends_a_sweep_ends_the_trial_that_runs_and_no_other(
 
 class Writes(Listener):
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.logged: list[str] = []
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
+    def log(self, text: str) -> None:
+        self.logged.append(text)
 
 
 def plan_of_theirs(compose_trial: Compose, folder: Path, model: str, losses: Sequence[str]) -> SweepPlan:
@@ -163,14 +164,14 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_what_a_failed_trial_says_is_not_said_of_its_forecast_too(compose_trial: Compose, tmp_path: Path):
+def test_what_a_failed_trial_says_is_not_reported_of_its_forecast_too(compose_trial: Compose, tmp_path: Path):
     """Its model reads a value. The others, which this executor lets train, are without a forecast for that reason."""
     plan = plan_of_theirs(compose_trial, tmp_path, "Asks", ["loss"] * 3)
     writes = Writes()
     run_sweep(plan, Acts(), [Forecasts(plan), writes])
-    told = [text.partition(": ") for text in writes.said if "no forecast" in text]
-    assert [name for name, _, _ in told] == ["trial 0 has no forecast", "trial 1 has no forecast"]
-    assert all("asks for one in the forward pass" in reason for _, _, reason in told)
+    observed = [text.partition(": ") for text in writes.logged if "no forecast" in text]
+    assert [name for name, _, _ in observed] == ["trial 0 has no forecast", "trial 1 has no forecast"]
+    assert all("needs one in the forward pass" in reason for _, _, reason in observed)
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -182,7 +183,7 @@ def test_where_all_forecasts_fail_as_training_would_no_trial_begins(compose_tria
         ("ended", n, "failed") for n in range(3)
     ]
     first, *others = [state.error or "" for state in plan.state.trials]
-    assert "of_each_item is a tensor of" in first and "forecast.enabled=false trains nonetheless" in first
+    assert "of_each_item is a tensor of" in first and "to train anyway, use forecast.enabled=false" in first
     assert others == ["for the same reason as trial 0"] * 2
     outcomes = [read_outcome(state.trial.folder) for state in plan.state.trials]
     assert [outcome and outcome.status for outcome in outcomes] == [TrialStatus.failed] * 3, "a resume tries none again"
@@ -214,8 +215,8 @@ def test_prune_starts_what_is_tight_and_says_so(
     hears, writes = Hears(), Writes()
     run_sweep(plan, Acts(), [Forecasts(plan), hears, writes])
     assert [event[1] for event in hears.heard if event[0] == "began"] == [0]
-    (told,) = (text for text in writes.said if "tight" in text)
-    assert told.startswith("trial 0 starts though it is tight: needs 1024.00 MiB of 1024.00 MiB a device")
+    (observed,) = (text for text in writes.logged if "tight" in text)
+    assert observed.startswith("trial 0 starts, but memory is tight: needs 1024.00 MiB of 1024.00 MiB per device")
     assert ("ended", 1, "skipped") in hears.heard
 
 
@@ -225,12 +226,12 @@ class Rests(Acts):
 
 def of_speeds(*steps: float, group: str = "one") -> list[Forecast]:
     """By hand, for a CPU: each is known to ±40 %, and ratios to ±5 %."""
-    found = []
+    collected = []
     for step_s in steps:
         low, high = step_s / 1.4, step_s / 0.6
-        speed = Speed(step_s, {}, low, high, 0.4, Basis.calibration, "X", samples=10, relative=0.05, group=group)
-        found.append(Forecast(False, 2, {"device": {"total": 10}}, data_sheet="X", speed=speed))
-    return found
+        speed = Speed(step_s, {}, low, high, 0.4, Basis.calibration, "X", samples=64, relative=0.05, group=group)
+        collected.append(Forecast(False, 2, {"device": {"total": 10}}, data_sheet="X", speed=speed))
+    return collected
 
 
 @pytest.fixture
@@ -250,32 +251,57 @@ def keeping(compose_trial: Compose, tmp_path: Path) -> Callable[..., SweepPlan]:
 
 @pytest.mark.usefixtures("no_gpus")
 @pytest.mark.parametrize(
-    ("keep", "skipped", "said", "told"),
+    ("keep", "skipped", "sentence_part", "message"),
     [
         ("2", [4, 5], "2 settings to measure, 2 trials skipped", "would start 4 of 6 trials, "),
-        ("3", [], "3 settings to measure, nothing is skipped: 3 settings with", "of 6 trials nothing is skipped: 3 s"),
+        ("3", [], "3 settings to measure, nothing is skipped: 3 settings have", "6 trials, nothing is skipped: 3 s"),
     ],
 )
 def test_keep_starts_what_the_command_for_forecasts_says(
-    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, keep: str, skipped: list[int], said: str,
-    told: str,
+    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, keep: str, skipped: list[int],
+    sentence_part: str, message: str,
 ):  # fmt: skip
     """The speeds are made by hand; the rule is the sweep's."""
-    plan, found = keeping(keep), of_speeds(1.0, 1.0, 1.5, 1.5, 1.7, 1.7)
-    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: found)
+    plan, forecasts = keeping(keep), of_speeds(1.0, 1.0, 1.5, 1.5, 1.7, 1.7)
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
     writes = Writes()
     run_sweep(plan, Rests(), [Forecasts(plan), writes])
     assert [n for n, state in enumerate(plan.state.trials) if state.status is TrialStatus.skipped] == skipped
-    assert any(f"forecast.keep={keep}: {said}" in text for text in writes.said)
+    assert any(f"forecast.keep={keep}: {sentence_part}" in text for text in writes.logged)
     trials = [state.trial for state in plan.state.trials]
-    rows = [Row([str(trial.index)], forecast) for trial, forecast in zip(trials, found, strict=True)]
+    rows = [Row([str(trial.index)], forecast) for trial, forecast in zip(trials, forecasts, strict=True)]
     (sentence,) = kept_sentences(rows, [Request.of(t.config, 2) for t in trials], ["trial"], keep, effect)
-    assert told in sentence
+    assert message in sentence
     for number in skipped:
         assert f"trial={number}" not in sentence
         figures, words = read_forecast(trials[number].folder)
         assert figures["forecast/ratio_error"] == 0.05, "for a resume"
         assert words == {"predicted_by": "calibration", "ratio_group": "one"}
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_keep_chooses_for_each_number_of_workers_and_starts_what_is_recommended(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of each number root is faster, and per_block within the tolerance the smaller; all of 4 workers are faster."""
+    (tmp_path / "cpu.yaml").write_text(CPU)
+    common = [f"forecast.device={tmp_path}/cpu.yaml", "forecast.keep='1'", "model=mlp"]
+    cells = [[f"sharding={name}", f"cluster.num_workers={n}"] for n in (2, 4) for name in ("root", "per_block", "ddp")]
+    trials = [compose_trial([*common, *cell], number) for number, cell in enumerate(cells)]
+    states = SweepState([TrialState(trial) for trial in trials], LOSS)
+    record = Record.of([], True, trials[0].config)
+    plan = SweepPlan(states, trials[0].config, tmp_path, ["sharding", "cluster.num_workers"], record)
+    collected = []
+    for number, (step_s, peak) in enumerate(((1.0, 30), (1.02, 10), (3.0, 30), (0.1, 30), (0.102, 10), (0.3, 30))):
+        workers = 2 if number < 3 else 4
+        speed = Speed(
+            step_s, {}, step_s, step_s, 0.01, Basis.calibration, "X", samples=64, relative=0.01, group=str(workers)
+        )
+        collected.append(Forecast(False, workers, {"device": {"total": peak}}, data_sheet="X", speed=speed))
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: collected)
+    writes = Writes()
+    run_sweep(plan, Rests(), [Forecasts(plan), writes])
+    assert [n for n, s in enumerate(plan.state.trials) if s.status is TrialStatus.skipped] == [2, 5], writes.logged
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -291,6 +317,25 @@ def test_what_another_calibration_predicted_is_compared_by_both_ranges(
     monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: of_speeds(1.5, 1.5, 1.7, 1.7))
     run_sweep(plan, Rests(), [Forecasts(plan)])
     assert [n for n, state in enumerate(plan.state.trials) if state.status is TrialStatus.skipped] == skipped
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize("again", [False, True])
+def test_keep_and_prune_skip_nothing_that_is_measured_again(
+    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, again: bool
+):
+    """The forecasts are made by hand: by them the last two shardings are slower, and the last one does not fit."""
+    plan, forecasts = keeping("1"), of_speeds(1.0, 1.0, 1.7, 1.7, 1.7, 1.7)
+    for n, state in enumerate(plan.state.trials):
+        state.trial.config.forecast.prune = True
+        state.again = again and n in (2, 4)
+        state.trial.folder.mkdir(exist_ok=True)
+        if n in (4, 5):
+            forecasts[n] = replace(forecasts[n], capacity_bytes=5)
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
+    run_sweep(plan, Rests(), [Forecasts(plan)])
+    skipped = [n for n, state in enumerate(plan.state.trials) if state.status is TrialStatus.skipped]
+    assert skipped == ([3, 5] if again else [2, 3, 4, 5])
 
 
 def test_a_trial_that_is_skipped_never_begins(plan: SweepPlan):
@@ -348,7 +393,7 @@ class Suggests:
     """A search with one trial to give, and something to say about another."""
 
     def __init__(self, trial: Trial) -> None:
-        self.left, self.said = [trial], ["not tried: b"]
+        self.left, self.logged = [trial], ["not tried: b"]
 
     def has_more(self) -> bool:
         return bool(self.left)
@@ -356,20 +401,23 @@ class Suggests:
     def next(self) -> Trial | None:
         return self.left.pop() if self.left else None
 
+    def code(self) -> list[str]:
+        return []
+
     def notes(self) -> list[str]:
-        notes, self.said = self.said, []
+        notes, self.logged = self.logged, []
         return notes
 
-    def tell(self, trial: Trial, status: TrialStatus, metrics: Any) -> None:
-        self.told = (trial, status)
+    def report_result(self, trial: Trial, status: TrialStatus, metrics: Any) -> None:
+        self.reported = (trial, status)
 
 
-def test_a_search_is_asked_and_told_and_what_it_says_is_said(plan: SweepPlan, compose_trial: Compose):
+def test_a_search_gets_results_and_its_notes_are_logged(plan: SweepPlan, compose_trial: Compose):
     class Notes(Hears):
         def added(self, sweep: SweepRun, number: int) -> None:
             self.heard.append(("added", number))
 
-        def say(self, text: str) -> None:
+        def log(self, text: str) -> None:
             self.heard.append(("say", text))
 
     trial = compose_trial(["training.seed=9"], 0)
@@ -377,4 +425,22 @@ def test_a_search_is_asked_and_told_and_what_it_says_is_said(plan: SweepPlan, co
     searched = replace(plan, state=SweepState([], LOSS), search=search)
     assert run_sweep(searched, Acts(), [listener]) is ExitCode.finished
     assert listener.heard[2:5] == [("say", "not tried: b"), ("added", 0), ("began", 0)]
-    assert search.told == (trial, TrialStatus.finished)
+    assert search.reported == (trial, TrialStatus.finished)
+
+
+@pytest.mark.parametrize(
+    ("status", "more", "reached"), [("finished", False, 0), ("finished", True, 1), ("waiting", False, 1)]
+)
+def test_a_cluster_is_reached_only_where_something_is_left_to_do(
+    plan: SweepPlan, compose_trial: Compose, monkeypatch: pytest.MonkeyPatch, status: str, more: bool, reached: int
+):
+    """A search that has suggested all its trials is resumed where its cluster is gone."""
+    calls: list[Any] = []
+    monkeypatch.setattr("fsdp_lab.sweep.executors.ray_tune._start_ray", lambda *asked: calls.append(asked))
+    for state in plan.state.trials:
+        state.status = TrialStatus(status)
+    plan.config.cluster.address = "127.0.0.1:1"
+    search = Suggests(compose_trial([], 3))
+    search.left = search.left if more else []
+    reach_cluster(replace(plan, search=search))
+    assert len(calls) == reached

@@ -81,11 +81,11 @@ def searching(
 
 
 def all_of(search: OptunaSearch, loss: Callable[[Trial], float] = lambda trial: 1.0) -> list[list[str]]:
-    found = []
+    every = []
     while (trial := search.next()) is not None:
-        search.tell(trial, TrialStatus.finished, {"val/loss": loss(trial), "epoch": 1})
-        found.append(trial.overrides)
-    return found
+        search.report_result(trial, TrialStatus.finished, {"val/loss": loss(trial), "epoch": 1})
+        every.append(trial.overrides)
+    return every
 
 
 LR = "optimizer.lr=tag(log,interval(1e-5,1e-1))"
@@ -98,7 +98,7 @@ def test_the_same_seed_gives_the_same_trials_in_the_same_order(parser, compose_t
     assert len(one) == 6 and len({tuple(overrides) for overrides in one}) == 6
 
 
-def test_what_optuna_is_told_draws_it_to_the_best(parser, compose_trial):
+def test_what_is_reported_to_optuna_draws_it_to_the_best(parser, compose_trial):
     """Of 30 trials, the last ten lie closer to the best learning rate than those of a random search."""
 
     def loss(trial: Trial) -> float:
@@ -113,19 +113,19 @@ def test_what_optuna_is_told_draws_it_to_the_best(parser, compose_trial):
     assert distance("optuna") < distance("random") / 1.5
 
 
-def test_what_has_no_meaning_costs_no_trial_and_is_told_once(parser, compose_trial):
+def test_what_has_no_meaning_costs_no_trial_and_is_reported_once(parser, compose_trial):
     search = searching(parser, compose_trial, "random", "sharding=ddp,per_block", "offload=none,cpu", LR, trials=12)
-    found = all_of(search)
-    assert len(found) == 12
-    assert not any({"sharding=ddp", "offload=cpu"} <= set(overrides) for overrides in found)
+    suggested = all_of(search)
+    assert len(suggested) == 12
+    assert not any({"sharding=ddp", "offload=cpu"} <= set(overrides) for overrides in suggested)
     (note,) = search.notes()
     assert "sharding=ddp with offload=cpu" in note
 
 
 def test_a_space_that_is_used_up_ends_the_search_with_each_setting_once(parser, compose_trial):
     search = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", trials=20)
-    found = all_of(search)
-    assert sorted(overrides[-1] for overrides in found) == ["precision=bf16", "precision=fp16", "precision=fp32"]
+    suggested = all_of(search)
+    assert sorted(overrides[-1] for overrides in suggested) == ["precision=bf16", "precision=fp16", "precision=fp32"]
     assert "after 3 of search.num_trials=20" in search.notes()[-1]
     assert not search.has_more() and search.next() is None and search.notes() == [], "else Ray would ask for ever"
 
@@ -141,8 +141,8 @@ def test_a_space_of_wrong_values_only_is_an_error_and_so_is_a_value_beside_it(pa
 
 def test_what_this_machine_cannot_hold_costs_no_trial(parser, compose_trial):
     search = searching(parser, compose_trial, "random", "cluster.num_workers=2,4096", LR, trials=8, seed=1)
-    found = all_of(search)
-    assert len(found) == 8 and not any("cluster.num_workers=4096" in overrides for overrides in found)
+    suggested = all_of(search)
+    assert len(suggested) == 8 and not any("cluster.num_workers=4096" in overrides for overrides in suggested)
     assert "needs 4096 CPUs" in search.notes()[0]
 
 
@@ -158,7 +158,7 @@ def test_a_search_that_goes_on_repeats_nothing_and_makes_up_the_number(parser, c
     )
     assert went_on.has_more()
     for trial in before[3:]:
-        went_on.tell(trial, TrialStatus.finished, {"val/loss": 2.0})
+        went_on.report_result(trial, TrialStatus.finished, {"val/loss": 2.0})
     after = all_of(went_on)
     assert len(after) == 3 and not went_on.has_more()
     known = [trial.overrides for trial in before]
@@ -173,7 +173,7 @@ def test_a_trial_without_a_value_is_no_news_for_the_sampler(parser, compose_tria
     search = searching(parser, compose_trial, "optuna", LR, trials=2)
     trial = search.next()
     assert trial is not None
-    search.tell(trial, TrialStatus(status), {"val/loss": 0.0})
+    search.report_result(trial, TrialStatus(status), {"val/loss": 0.0})
     assert [t.state.name for t in search._study.get_trials()] == ["FAIL"]
 
 
@@ -197,7 +197,7 @@ def test_what_did_not_fit_is_beyond_the_samplers_constraint(
     search = searching(parser, compose_trial, "optuna", LR, trials=2)
     trial = search.next()
     assert trial is not None
-    search.tell(trial, TrialStatus(status), figures)
+    search.report_result(trial, TrialStatus(status), figures)
     (known,) = search._study.get_trials()
     assert (known.state.name, known.user_attrs["overrun"]) == (expected[0], pytest.approx(expected[1]))
     if known.state.name != "FAIL":
@@ -211,14 +211,14 @@ def test_the_sampler_leaves_settings_that_do_not_fit(parser, compose_trial):
     size = "model.hidden_dim=int(interval(1,300))"
 
     def too_large(constrained: bool) -> int:
-        search, found = searching(parser, compose_trial, "optuna", size, "model=mlp", trials=60), 0
+        search, result = searching(parser, compose_trial, "optuna", size, "model=mlp", trials=60), 0
         while (trial := search.next()) is not None:
             needed = float(trial.overrides[-1].partition("=")[2])
             fits = needed <= 100
-            found += trial.index >= 20 and not fits  # ten at the beginning are drawn at random
+            result += trial.index >= 20 and not fits  # ten at the beginning are drawn at random
             figures = {"val/loss": 1 / needed, **(MEMORY_OF if constrained else {}), "forecast/needed_bytes": needed}
-            search.tell(trial, TrialStatus.finished if fits else TrialStatus.skipped, figures)
-        return found
+            search.report_result(trial, TrialStatus.finished if fits else TrialStatus.skipped, figures)
+        return result
 
     assert too_large(constrained=True) < too_large(constrained=False) * 2 / 3
 
@@ -230,7 +230,7 @@ def test_several_objectives(parser, compose_trial):
     for memory, speed in figures:
         trial = search.next()
         assert trial is not None
-        search.tell(trial, TrialStatus.finished, {"memory/peak_bytes": memory, "perf/samples_per_s": speed})
+        search.report_result(trial, TrialStatus.finished, {"memory/peak_bytes": memory, "perf/samples_per_s": speed})
     assert sorted(tuple(t.values) for t in search._study.best_trials) == [(10, 5), (20, 9)]
     rows = [{"memory/peak_bytes": float(m), "perf/samples_per_s": float(s)} for m, s in figures]
     assert pareto_front([*rows, {"memory/peak_bytes": 1.0}], wanted) == [0, 1]
@@ -245,7 +245,7 @@ def test_several_objectives_draw_it_too(parser, compose_trial):
         rates = []
         while (trial := search.next()) is not None:
             rate = trial.config.optimizer.lr
-            search.tell(trial, TrialStatus.finished, {"memory/peak_bytes": rate, "perf/samples_per_s": -rate})
+            search.report_result(trial, TrialStatus.finished, {"memory/peak_bytes": rate, "perf/samples_per_s": -rate})
             rates.append(rate)
         return sum(rates[-10:]) / 10
 

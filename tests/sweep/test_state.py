@@ -77,9 +77,9 @@ def test_a_trial_is_timed_from_its_first_begin_to_its_end():
 
 def test_an_epoch_counts_once_and_what_it_lacks_stays():
     state = TrialState(TRIAL, TrialStatus.running)
-    assert state.report({"epoch": 1, "val/loss": 2.0, "perf/samples_per_s": 5.0})
-    assert not state.report({"epoch": 1, "val/loss": 9.0})
-    assert state.report({"epoch": 2, "val/loss": 1.0})
+    assert state.record_epoch({"epoch": 1, "val/loss": 2.0, "perf/samples_per_s": 5.0})
+    assert not state.record_epoch({"epoch": 1, "val/loss": 9.0})
+    assert state.record_epoch({"epoch": 2, "val/loss": 1.0})
     assert state.metrics == {"epoch": 2, "val/loss": 1.0, "perf/samples_per_s": 5.0}
 
 

@@ -41,7 +41,7 @@ def children(swept: Swept) -> list[Run]:
     return runs(swept.folder)[1]
 
 
-def test_it_ends_with_0_and_tells_each_trial(swept: Swept):
+def test_it_ends_with_0_and_reports_each_trial(swept: Swept):
     assert swept.done.returncode == 0, swept.done.stderr
     assert "Traceback" not in swept.done.stdout + swept.done.stderr
     for number in range(3):
@@ -49,7 +49,7 @@ def test_it_ends_with_0_and_tells_each_trial(swept: Swept):
         assert f"trial {number}:  epoch 2/2" in swept.done.stdout
 
 
-def test_the_combination_without_a_meaning_is_told_once_with_its_reason(swept: Swept):
+def test_the_combination_without_a_meaning_is_reported_once_with_its_reason(swept: Swept):
     (line,) = [line for line in swept.done.stdout.splitlines() if line.startswith("left out")]
     assert line.startswith("left out 1: sharding=ddp with offload=cpu: DDP keeps every parameter")
 
@@ -131,7 +131,7 @@ def test_the_images_are_an_input_with_a_digest(children: list[Run]):
     assert len(digests) == 1 and "" not in digests
 
 
-def test_tags_say_where_it_came_from(children: list[Run]):
+def test_tags_state_where_it_came_from(children: list[Run]):
     for run in children:
         tags = run.data.tags
         assert {"host", "device", "version.torch", "version.ray", "version.mlflow"} <= tags.keys()
@@ -150,7 +150,7 @@ def plain_run(values: dict[str, Any], folder: Path) -> list[dict[str, float]]:
 
     memo = Memo()
     train(from_dict(NightlyConfig, values), folder, memo)
-    return memo.told
+    return memo.reported
 
 
 def test_the_losses_are_those_of_a_run_without_ray(swept: Swept, children: list[Run], tmp_path: Path):
@@ -193,7 +193,7 @@ def test_one_that_fails_takes_no_other_down(one_fails: Swept):
     assert bad["error"] in one_fails.done.stdout.replace("\n", " ")
 
 
-def test_one_that_fails_is_told_to_mlflow(one_fails: Swept):
+def test_one_that_fails_is_reported_to_mlflow(one_fails: Swept):
     (parent,), (good, bad) = runs(one_fails.folder)
     assert (good.info.status, bad.info.status, parent.info.status) == ("FINISHED", "FAILED", "FAILED")
     assert "2000" in bad.data.tags["error"]

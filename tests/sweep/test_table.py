@@ -55,7 +55,7 @@ def test_the_table_at_this_width(sweep: SweepState, width: int):
 def test_objectives_stay_at_any_width_and_have_a_column(sweep: SweepState):
     for state in sweep.trials:
         if state.metrics:
-            state.metrics["perf/step_time_p50_s"] = 0.01234
+            state.metrics = {**state.metrics, "perf/step_time_p50_s": 0.01234}
     assert "step p50 ms" not in show(sweep, 200)
     sweep.objectives = [("perf/step_time_p50_s", "min"), ("val/accuracy", "max")]
     text = show(sweep, 80)

@@ -17,13 +17,15 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, conf_dir
-from fsdp_lab.engine.files import Outcome, append_line, write_outcome
+from fsdp_lab.engine.trial_files import Outcome, append_line, write_outcome
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.report import sweep_in
 from fsdp_lab.sweep.store import trust
-from fsdp_lab.sweep.store.record import Record, add_trial, begin_folder, write_hydra_folder
+from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
+from fsdp_lab.sweep.store.override_rules import Known, known_words, leads_away, names_code, refusal
+from fsdp_lab.sweep.store.record import Record, begin_folder
 from fsdp_lab.sweep.store.resume import resume_arguments
-from fsdp_lab.sweep.store.words import Known, known_words, leads_away, names_code, refusal
+from fsdp_lab.sweep.store.trials import add_trial
+from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
 from tests.conftest import STORE, command_line, run_cli
 from tests.servers import lay_store
@@ -45,6 +47,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a 
         "hydra.sweeper.params.optimizer.lr=1e-3,1e-2", "training.global_batch_size=${per_worker:8}",
         "optimizer.lr='tag(log,interval(1e-4,1e-2))'", "data.root=${data.name}", "hydra.sweep.dir=o/${now:%Y-%m}",
         "tracking.uri=http://host:5000", "objective=[memory/peak_bytes:min,val/loss:min]", "data.root=../data",
+        "cluster.job.nodes=2",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("own", [True, False])
@@ -55,42 +58,43 @@ def test_what_is_typed_for_sweeps_is_taken_from_a_file(word: str, own: bool):
 @pytest.mark.parametrize(
     ("word", "rule"),
     [
-        ("--experimental-rerun=x.pickle", "no option of the command line"),
-        ("--config-dir=.", "no option of the command line"),
-        ("-cd", "no option of the command line"),
+        ("--experimental-rerun=x.pickle", "a file may not hold command-line options"),
+        ("--config-dir=.", "a file may not hold command-line options"),
+        ("-cd", "a file may not hold command-line options"),
         ("+hydra.callbacks.x._target_=psutil.Popen", "only keys of the configuration"),
         ("hydra.sweeper._target_=os.system", "only keys of the configuration"),
         ("hydra/launcher=x", "only keys of the configuration"),
         ("hydra.searchpath=[file:///tmp]", "only keys of the configuration"),
         ("hydra.sweeper.params={}", "only keys of the configuration"),
         ("hydra.sweeper.params.hydra.callbacks.x._target_=os.system", "only keys of the configuration"),
-        ("hydra.sweeper.params.experiment=../../evil", "may name the options only"),
-        ("experiment=../../evil", "may name the options only"),
-        ("+experiment=/tmp/evil", "may name the options only"),
-        ("sharding=choice(root,${oc.env:HOME})", "may name the options only"),
-        ("sharding={_target_:os.system}", "may name the options only"),
+        ("hydra.sweeper.params.experiment=../../evil", "may only name options of "),
+        ("experiment=../../evil", "may only name options of "),
+        ("+experiment=/tmp/evil", "may only name options of "),
+        ("sharding=choice(root,${oc.env:HOME})", "may only name options of "),
+        ("sharding={_target_:os.system}", "may only name options of "),
         ("sharding@hydra.callbacks=root", "only keys of the configuration"),
+        ("cluster.job.sbatch=[output:/home/me/.bashrc]", "a file may not set what a cluster manager is asked for"),
         ("trust=true", "only keys of the configuration"),
         ("offload._target_=mine.Net", "only keys of the configuration"),
         (" hydra.run.dir=x", "only keys of the configuration"),
-        ("data.root=${oc.decode:x}", "of interpolations"),
-        ("data.root=${${x}:y}", "of interpolations"),
-        ("data.root=${ my.own:y}", "of interpolations"),
-        (r"data.root=$\{oc.decode\:x\}", "of interpolations"),
-        ("optimizer.lr=${now:%Y},${oc.dict.keys:x}", "of interpolations"),
-        (["optimizer.lr=1"], "it is no word"),
+        ("data.root=${oc.decode:x}", "a file may interpolate only keys"),
+        ("data.root=${${x}:y}", "a file may interpolate only keys"),
+        ("data.root=${ my.own:y}", "a file may interpolate only keys"),
+        (r"data.root=$\{oc.decode\:x\}", "a file may interpolate only keys"),
+        ("optimizer.lr=${now:%Y},${oc.dict.keys:x}", "a file may interpolate only keys"),
+        (["optimizer.lr=1"], "it is not a text"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("own", [True, False])
 def test_what_could_run_code_is_not_taken_from_a_file(word: object, rule: str, own: bool):
-    told = refusal(word, known_words(), own)
-    assert told is not None and rule in told
+    observed = refusal(word, known_words(), own)
+    assert observed is not None and rule in observed
 
 
 def test_a_variable_of_the_environment_is_read_for_its_owner_alone():
     word = "tracking.experiment=${oc.env:AWS_SECRET_ACCESS_KEY}"
     assert refusal(word, known_words(), own=True) is None
-    assert "of interpolations" in str(refusal(word, known_words(), own=False))
+    assert "a file may interpolate only keys" in str(refusal(word, known_words(), own=False))
 
 
 @pytest.mark.parametrize("word", ["model._target_=mine.Net", "model.head={_target_:mine.Head}", "task.loss=mine.loss"])
@@ -98,7 +102,7 @@ def test_code_that_a_users_own_folder_names_runs_and_is_shown(
     word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert names_code(word, WORKLOADS) and not names_code("model.depth=3", WORKLOADS)
-    assert "your own folders only" in str(refusal(word, WORKLOADS, own=False))
+    assert "only a folder of your own" in str(refusal(word, WORKLOADS, own=False))
     trust.check_words([word, "model.depth=3", word], tmp_path / "sweep.json", "resume", True, WORKLOADS)
     assert capsys.readouterr().out == f"{tmp_path}/sweep.json names code that runs: {word}\n"
     several = [word, f"{word}1", f"{word}2"]
@@ -191,7 +195,7 @@ def test_a_resume_runs_no_code_that_the_folder_names(how: str, lay_sweep, tmp_pa
     assert not made.exists()
     assert done.returncode == 2, done.stdout + done.stderr
     held = "trials.jsonl holds +hydra.callbacks" if how == "trial" else f"sweep.json holds {words[0]}"
-    assert f"resume={folder}: {held}" in done.stderr and "type it behind resume=...:" in done.stderr
+    assert f"resume={folder}: {held}" in done.stderr and "add it to the command after resume=...:" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -284,7 +288,7 @@ def test_what_others_can_write_into_is_foreign(tmp_path: Path):
     for path in (folder, folder / "0", file):
         before = path.stat().st_mode
         path.chmod(0o777)
-        assert trust.why_foreign(folder) == f"others can write into {path} (`chmod -R go-w` takes that away)"
+        assert trust.why_foreign(folder) == f"others can write into {path} (`chmod -R go-w` prevents it)"
         path.chmod(before)
     file.chmod(0o666)
     folder.chmod(0o700)
@@ -301,7 +305,7 @@ def test_a_link_to_a_file_elsewhere_makes_a_folder_foreign(tmp_path: Path):
     link = tmp_path / "out/0/metrics.jsonl"
     link.symlink_to("../../mine")
     for _ in range(2):
-        assert trust.why_foreign(tmp_path / "out") == f"{link} is a link to {tmp_path}/mine, which is elsewhere"
+        assert trust.why_foreign(tmp_path / "out") == f"{link} is a link to {tmp_path}/mine, outside the folder"
         (tmp_path / "mine").touch()
 
 
@@ -350,7 +354,7 @@ def test_the_token_goes_to_no_address_of_somebody_elses_folder(
     assert (folder / "report.md").exists()
     assert run_cli(tmp_path, "resume=out").returncode == 2
     done = run_cli(tmp_path, "resume=out", "trust=true")
-    assert done.returncode == 2 and "an address is taken from your own folders only" in done.stderr, done.stderr
+    assert done.returncode == 2 and "only a folder of your own may set an address" in done.stderr, done.stderr
     assert heard == []
     assert report(tmp_path, "sweep=out", "trust=true", f"tracking.uri={uri}").returncode == 0
     assert "Bearer secret-token" in heard, "it was typed"
@@ -366,7 +370,7 @@ def test_a_typed_word_lets_no_other_word_of_a_trial_through(lay_sweep):
     folder = lay_sweep(trial_words=["tracking.uri=http\\://host"])
     os.chown(folder, SOMEBODY, SOMEBODY)
     for typed in ([], [STORE]):
-        with pytest.raises(ConfigError, match=r"trials\.jsonl holds tracking\.uri=http.*your own folders only"):
+        with pytest.raises(ConfigError, match=r"trials\.jsonl holds tracking\.uri=http.*only a folder of your own"):
             resume_arguments([f"resume={folder}", "trust=true", *typed])
     assert STORE + "2" in resume_arguments([f"resume={folder}", "trust=true", STORE + "2"])[0]
     record = json.loads((folder / "sweep.json").read_text())
@@ -380,12 +384,12 @@ def test_a_store_that_others_wrote_is_not_opened_because_of_their_folder(lay_swe
     folder = lay_sweep()
     for path in (folder, tmp_path / "mlflow.db"):
         os.chown(path, SOMEBODY, SOMEBODY)
-    told = f"{tmp_path}/mlflow.db belongs to user {SOMEBODY}; type tracking.uri=..."
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    message = f"{tmp_path}/mlflow.db belongs to user {SOMEBODY}; add tracking.uri=..."
+    with pytest.raises(ConfigError, match=re.escape(message)):
         resume_arguments([f"resume={folder}", "trust=true"])
     assert resume_arguments([f"resume={folder}", "trust=true", STORE + "2"])
     done = report(tmp_path, "sweep=out", "trust=true")
-    assert done.returncode == 0 and told in done.stderr, done.stderr
+    assert done.returncode == 0 and message in done.stderr, done.stderr
     assert report(tmp_path, "sweep=out", "trust=true", STORE).stderr == "", "it was typed"
 
 

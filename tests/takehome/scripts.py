@@ -37,8 +37,8 @@ def train_and_run(cases: list[list[str]]) -> list[dict[str, Any]]:
                 "printed": printed.getvalue(),
                 "last": names["losses"].tolist(),  # type: ignore[attr-defined]
                 "trial": losses,
-                "skipped": sum(told.get("train/skipped_steps", 0) for told in memo.told),
-                "epochs": [told["train/loss"] for told in memo.told],
+                "skipped": sum(reported.get("train/skipped_steps", 0) for reported in memo.reported),
+                "epochs": [reported["train/loss"] for reported in memo.reported],
                 "setup": setup,
             }
         )

@@ -71,9 +71,11 @@ def launched(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
 def plugin_of(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> FullyShardedDataParallelPlugin:
     """The plugin as `Accelerator` makes it in a launched process, with what a comment tells the script to pass."""
     _, args = launched(text, folder, monkeypatch)
-    told = re.search(r"^#   policy = (MixedPrecisionPolicy.*)$", text, re.MULTILINE)
+    observed = re.search(r"^#   policy = (MixedPrecisionPolicy.*)$", text, re.MULTILINE)
     names = {"torch": torch, "MixedPrecisionPolicy": MixedPrecisionPolicy}
-    plugin = FullyShardedDataParallelPlugin(**({"mixed_precision_policy": eval(told[1], names)} if told else {}))
+    plugin = FullyShardedDataParallelPlugin(
+        **({"mixed_precision_policy": eval(observed[1], names)} if observed else {})
+    )
     if args.mixed_precision != "no":
         plugin.set_mixed_precision(args.mixed_precision)  # as AcceleratorState does
     return plugin
@@ -121,21 +123,21 @@ def test_the_units_are_the_trials(
 
 
 @pytest.mark.parametrize("mode", ["every_n", "selective"])
-def test_activation_checkpointing_of_some_is_told(mode: str) -> None:
+def test_activation_checkpointing_of_some_is_reported(mode: str) -> None:
     _, setup = model_and_setup("sharding=per_block", f"activation_checkpointing={mode}")
     text = write_out("accelerate", setup)
     assert f"# Not in this file: activation_checkpointing={mode};" in text
     assert "fsdp_activation_checkpointing: false" in text
 
 
-def test_units_of_several_blocks_are_told() -> None:
+def test_units_of_several_blocks_are_reported() -> None:
     _, setup = model_and_setup("sharding=per_block", "sharding.blocks_per_unit=2")
     for use in ("accelerate", "torchtitan"):
-        told = f"# Not in this file: sharding.blocks_per_unit=2; {use} makes a unit of each block."
-        assert told in write_out(use, setup)
+        message = f"# Not in this file: sharding.blocks_per_unit=2; {use} makes a unit of each block."
+        assert message in write_out(use, setup)
 
 
-def test_units_that_no_classes_name_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_no_classes_name_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads its projection itself: not every linear layer is a unit."""
     built, setup = model_and_setup("sharding=per_layer")
     text = write_out("accelerate", setup)
@@ -146,9 +148,9 @@ def test_units_that_no_classes_name_are_told(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected", "told"),
+    ("policy", "expected", "message"),
     [
-        ("always", True, "accelerate keeps those"),
+        ("always", True, "accelerate keeps parameters outside"),
         ("never", False, ""),
         ("default", True, ""),
         ("to_size reshard_after_forward.size=2", True, "reshard_after_forward=2, a number of ranks"),
@@ -157,7 +159,7 @@ def test_units_that_no_classes_name_are_told(tmp_path: Path, monkeypatch: pytest
 )
 @pytest.mark.parametrize("offload", ["none", "cpu", "cpu_unpinned"])
 def test_resharding_and_offload_are_the_trials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, expected: bool, told: str, offload: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, expected: bool, message: str, offload: str
 ) -> None:
     overrides = f"sharding=per_block offload={offload} reshard_after_forward={policy}".split()
     text = write_out("accelerate", model_and_setup(*overrides)[1])
@@ -165,7 +167,7 @@ def test_resharding_and_offload_are_the_trials(
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is expected
     assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) == (offload != "none")
     flat = " ".join(text.replace("# ", "").split())
-    assert told in flat and ("accelerate pins it" in flat) == (offload == "cpu_unpinned")
+    assert message in flat and ("accelerate pins it" in flat) == (offload == "cpu_unpinned")
 
 
 def test_hybrid_sharding_has_both_degrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

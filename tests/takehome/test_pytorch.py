@@ -163,7 +163,7 @@ def test_everything_at_once_fits_on_the_page() -> None:
         (("compile=true", "compile_memory_budget=0.5"), "torch._functorch.config.activation_memory_budget = 0.5"),
         (("precision=float8", "sharding=per_layer"), 'convert_to_float8_training(model, config=Float8LinearConfig'
          '.from_recipe_name("rowwise"), module_filter_fn=converted)'),
-        (("optimizer.state_dtype=bf16",), "Not here: optimizer.state_dtype=bf16; Adam's moments are float32, so that "
+        (("optimizer.state_dtype=bf16",), "Not here: optimizer.state_dtype=bf16; Adam's moments are float32, so "
          "losses differ a little."),
     ],
 )  # fmt: skip

@@ -83,24 +83,24 @@ def test_activation_checkpointing_of_some(overrides: list[str], section: dict[st
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["precision=fp16"], "float16 and loss scaling"),
         (["precision=bf16"], "gradients reduced in bfloat16"),
         (["sharding=per_layer"], "sharding=per_layer"),
         (["reshard_after_forward=to_size", "reshard_after_forward.size=2"], "reshard_after_forward=2"),
         (["offload=cpu_unpinned"], "offloading to memory that is not pinned"),
-        (["training.grad_accum_steps=2"], "gradients reduced once a step"),
+        (["training.grad_accum_steps=2"], "gradients reduced once per step"),
         (["optimizer=sgd"], "SGD"),
         (["lr_schedule=step"], "a learning rate that falls in steps"),
         ([], "no clipping"),
     ],
 )
-def test_what_it_cannot_express_is_told(overrides: list[str], told: str) -> None:
+def test_what_it_cannot_express_is_reported(overrides: list[str], message: str) -> None:
     comments = " ".join(line[2:] for line in written(*overrides)[0].splitlines() if line.startswith("# "))
-    assert f"Not in this file: {told}" in comments
+    assert f"Not in this file: {message}" in comments
     expressible = ("sharding=per_block", "precision=bf16_mixed", "training.max_grad_norm=1.0")
-    assert told not in written(*expressible)[0].replace("# ", "")
+    assert message not in written(*expressible)[0].replace("# ", "")
 
 
 def test_the_keys_that_are_named_for_its_main_branch_are_there() -> None:

@@ -106,13 +106,15 @@ def test_a_fresh_store_is_made_with_its_folder_and_experiment(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_store_that_another_process_does_not_let_go_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_another_process_does_not_let_go_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fsdp_lab.tracking.store._SCHEMA_LIMIT_S", 0.3)
     with held(tmp_path / ".mlflow.lock") as other:
-        told = (
+        message = (
             rf"tracking.uri=sqlite:///{tmp_path}/mlflow.db: another process is opening the store \(process {other.pid},"
         )
-        with pytest.raises(TrackingError, match=told):
+        with pytest.raises(TrackingError, match=message):
             Tracker(TrackingConfig(f"sqlite:///{tmp_path}/mlflow.db", "lab")).open()
 
 
@@ -184,7 +186,7 @@ def test_a_command_with_slashes_is_whole_and_its_source_is_not_what_follows_the_
     assert command_of({"mlflow.source.name": command}) == command, "of an earlier version"
 
 
-def test_tags_say_who_where_and_with_which_code(opened: Tracker, tmp_path: Path) -> None:
+def test_tags_state_who_where_and_with_which_code(opened: Tracker, tmp_path: Path) -> None:
     tags = read(start(opened, tmp_path / "trial")).data.tags
     repository = Path(__file__).parents[2]
     head = subprocess.run(
@@ -200,13 +202,13 @@ def test_tags_say_who_where_and_with_which_code(opened: Tracker, tmp_path: Path)
     assert tags["fsdp_lab.folder"] == str(tmp_path / "trial")
 
 
-def test_facts_become_tags_and_a_data_set_and_may_be_told_twice(opened: Tracker, tmp_path: Path) -> None:
+def test_facts_become_tags_and_a_data_set_and_may_be_reported_twice(opened: Tracker, tmp_path: Path) -> None:
     run_id = start(opened, tmp_path)
     opened.log_facts(run_id, FACTS)
     opened.log_facts(run_id, FACTS)
     run = read(run_id)
-    told = {key: run.data.tags[key] for key in ("device", "world_size", "num_params", "note")}
-    assert told == {
+    text = {key: run.data.tags[key] for key in ("device", "world_size", "num_params", "note")}
+    assert text == {
         "device": "cpu", "world_size": "2", "num_params": "137546",
         "note": "offload=cpu has no effect on a CPU. sharding=root makes one unit.",
     }  # fmt: skip
@@ -221,7 +223,7 @@ def history(run_id: str, key: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in reader().get_metric_history(run_id, key)]
 
 
-def test_metrics_stand_at_their_epoch_and_an_epoch_told_again_stands_once(
+def test_metrics_stand_at_their_epoch_and_an_epoch_reported_again_stands_once(
     opened: Tracker, tmp_path: Path, problems: list[str]
 ) -> None:
     run_id = start(opened, tmp_path)
@@ -322,7 +324,7 @@ def test_artifacts_are_the_config_without_credentials_and_what_is_given(
     }
     assert read(run_id).info.status == "FINISHED"
     assert len(problems) == 1
-    assert "no_such is not there" in problems[0]
+    assert "no_such is missing" in problems[0]
 
 
 def test_an_exported_model_is_stored_once(opened: Tracker, tmp_path: Path) -> None:
@@ -413,16 +415,16 @@ def test_files_and_folders_are_redacted_and_json_stays_json(
     for path in (failures, tmp_path / "trial" / "cut.json"):
         opened.log_artifact(run_id, path, "of")
     kept = Path(str(read(run_id).info.artifact_uri).removeprefix("file://"))
-    found = {str(p.relative_to(kept)): p.read_bytes() for p in kept.rglob("*") if p.is_file()}
-    assert set(found) == {
+    collected = {str(p.relative_to(kept)): p.read_bytes() for p in kept.rglob("*") if p.is_file()}
+    assert set(collected) == {
         "of/failures/rank0.json", "of/failures/deeper/rank0.log", "of/failures/picture.png", "of/cut.json",
     }  # fmt: skip
-    assert not problems and all(b"s3cr3t" not in content for content in found.values())
+    assert not problems and all(b"s3cr3t" not in content for content in collected.values())
     shown = "http://***@host:5000/x?access_token=***"
-    assert json.loads(found["of/failures/rank0.json"]) == {
+    assert json.loads(collected["of/failures/rank0.json"]) == {
         "message": f"lost {shown}", "traceback": f'get("{shown}")\n  raise Lost("{shown}")\n', "rank": 0,
     }  # fmt: skip
-    assert found["of/failures/picture.png"] == b"\xff\x00"
+    assert collected["of/failures/picture.png"] == b"\xff\x00"
 
 
 @pytest.fixture
@@ -492,7 +494,7 @@ def refused(uri: str) -> str:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_server_that_is_not_there_is_told_in_time_with_the_remedy(silent: bool) -> None:
+def test_an_absent_server_is_reported_in_time_with_the_remedy(silent: bool) -> None:
     began = time.monotonic()
     with silent_server() as port:
         message = refused(f"http://me:pw@127.0.0.1:{port if silent else free_port()}")
@@ -507,8 +509,8 @@ def test_a_server_that_is_not_there_is_told_in_time_with_the_remedy(silent: bool
     ("uri", "reason"),
     [
         ("ftp://host/x", "MLflow cannot use the store"),
-        ("outputs/mlruns", "not a store"),
-        ("", "not a store"),
+        ("outputs/mlruns", "cannot write to this kind of store"),
+        ("", "cannot write to this kind of store"),
         ("sqlite://outputs/mlflow.db", "three slashes"),
         ("sqlite:///:memory:", "three slashes"),
         ("sqlite:////proc/nowhere/mlflow.db", "cannot be opened for writing"),
@@ -547,7 +549,7 @@ def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(store: 
         Tracker(store).open()
 
 
-def test_a_refused_metric_is_told_once_and_the_rest_goes_on(
+def test_a_refused_metric_is_reported_once_and_the_rest_goes_on(
     opened: Tracker, tmp_path: Path, problems: list[str]
 ) -> None:
     run_id = start(opened, tmp_path)
@@ -555,13 +557,13 @@ def test_a_refused_metric_is_told_once_and_the_rest_goes_on(
         opened.log_epoch(run_id, {"epoch": epoch, "mfu %": 1.0})
     opened.log_epoch(run_id, METRICS)
     assert len(problems) == 1
-    assert "did not take metrics" in problems[0]
+    assert "refused metrics" in problems[0]
     opened.recorded(run_id)
     assert RECORDED_TAG not in reader().get_run(run_id).data.tags, "a resume tries again"
     assert history(run_id, "train/loss") == [(1, 1.5)]
 
 
-def test_a_store_that_breaks_and_comes_back_is_told_once_and_written_again(
+def test_a_store_that_breaks_and_comes_back_is_reported_once_and_written_again(
     opened: Tracker, tmp_path: Path, problems: list[str], capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -619,8 +621,8 @@ def test_what_seemed_to_fail_and_got_through_is_not_written_twice(opened: Tracke
     assert sent.count("run") == 1
     run_id = opened.run_id(handle)
     assert history(run_id, "train/loss") == [(1, 1.5)]
-    found = opened.find_runs("night")
-    assert {number: (run.handle, run.status, run.recorded) for number, run in found.items()} == {
+    recorded = opened.find_runs("night")
+    assert {number: (run.handle, run.status, run.recorded) for number, run in recorded.items()} == {
         "3": (run_id, "finished", True)
     }
 
@@ -646,12 +648,12 @@ def test_while_one_thread_hangs_in_a_write_another_sends_nothing(opened: Tracker
     """As at the deadline of an interrupt: what is added then waits, and nothing is sent twice."""
     client = opened._client
     assert client is not None
-    create, hangs, goes_on, calls = client.create_run, threading.Event(), threading.Event(), []
+    create, hangs, resumed, calls = client.create_run, threading.Event(), threading.Event(), []
 
     def hang(*args: Any, **kwargs: Any) -> Any:
         calls.append(threading.current_thread().name)
         hangs.set()
-        assert goes_on.wait(60)
+        assert resumed.wait(60)
         return create(*args, **kwargs)
 
     client.create_run = hang
@@ -660,13 +662,13 @@ def test_while_one_thread_hangs_in_a_write_another_sends_nothing(opened: Tracker
     assert hangs.wait(60)
     opened.start_sweep("night", tmp_path, "command", 1, "night")
     assert opened.settle(0.0) == 2
-    goes_on.set()
+    resumed.set()
     driver.join(60)
     assert opened.settle(10) == 0
     assert calls == ["driver", "driver"] and set(opened.find_runs("night")) == {"", "3"}
 
 
-def test_a_server_is_written_to_and_its_death_is_told_once(
+def test_a_server_is_written_to_and_its_death_is_reported_once(
     server: tuple[str, subprocess.Popen[bytes]], tmp_path: Path, problems: list[str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

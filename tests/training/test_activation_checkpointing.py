@@ -59,8 +59,8 @@ def twice(mode: str, bias: bool = False) -> dict[str, int]:
         with Calls() as calls:
             out.backward()
         counts.append(calls.count)
-    plain, found = counts
-    return {name: n - plain[name] for name, n in found.items() if n > plain[name]}
+    plain, result = counts
+    return {name: n - plain[name] for name, n in result.items() if n > plain[name]}
 
 
 @pytest.mark.parametrize(("bias", "product"), [(False, "mm"), (True, "addmm")])

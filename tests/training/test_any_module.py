@@ -225,7 +225,7 @@ def test_a_model_without_blocks_is_refused_where_some_are_needed(setting: str) -
     check_blocks(plain, (), config("sharding=root"))
 
 
-def test_batch_norm_is_told_once() -> None:
+def test_batch_norm_is_reported_once() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.LayerNorm(2))
     (note,) = batch_norm_notes(model, 2)
     assert note.startswith("BatchNorm1d, BatchNorm2d computes")

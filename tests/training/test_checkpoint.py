@@ -32,7 +32,7 @@ NUM_PARAMS = 139_018 - 2 * 33_472
 
 
 @dataclass
-class Told:
+class Reported:
     """What one training told: losses of its steps, metrics of its epochs, facts, and the error that ended it."""
 
     losses: list[float]
@@ -41,7 +41,7 @@ class Told:
     error: str
 
 
-def train_in(jobs: list[tuple[str, list[str]]]) -> list[Told]:
+def train_in(jobs: list[tuple[str, list[str]]]) -> list[Reported]:
     """Train each `(folder, overrides)` in turn."""
     from fsdp_lab.training import train
 
@@ -51,9 +51,9 @@ def train_in(jobs: list[tuple[str, list[str]]]) -> list[Told]:
         memo, error = Memo(), ""
         try:
             train(config("training.epochs=3", *SMALL, *overrides), Path(folder), memo, losses.extend)
-        except UserError as told:
-            error = f"{type(told).__name__}: {told}"
-        results.append(Told(losses, memo.told, memo.known, error))
+        except UserError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        results.append(Reported(losses, memo.reported, memo.known, error))
     return results
 
 
@@ -93,7 +93,7 @@ KEEP: dict[str, tuple[list[str], list[int]]] = {  # overrides, steps of the chec
 @dataclass
 class Runs:
     folder: Path
-    two: dict[str, Told]
+    two: dict[str, Reported]
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +152,12 @@ def test_resumed_on_another_number_of_workers(runs: Runs, world_size: int) -> No
     for name, overrides in OTHER_RANKS.items():
         copy = f"{runs.folder}/other_{name}_{world_size}"
         jobs.append((shutil.copytree(f"{runs.folder}/other_{name}", copy), overrides))
-    for name, told in zip(OTHER_RANKS, run_ranks(world_size, train_in, jobs)[0], strict=True):
-        assert not told.error
+    for name, reported in zip(OTHER_RANKS, run_ranks(world_size, train_in, jobs)[0], strict=True):
+        assert not reported.error
         expected = runs.two[f"other {name} whole"].losses[STEPS:]
-        assert apart(told.losses, expected) <= 1e-5, f"{name}: {told.losses} {expected}"
+        assert apart(reported.losses, expected) <= 1e-5, f"{name}: {reported.losses} {expected}"
         stopped = runs.two[f"other {name} stopped"].epochs[0]
-        assert told.epochs[0].items() >= {k: v for k, v in stopped.items() if "checkpoint" not in k}.items()
+        assert reported.epochs[0].items() >= {k: v for k, v in stopped.items() if "checkpoint" not in k}.items()
 
 
 def names(*steps: int) -> list[str]:
@@ -172,9 +172,9 @@ def names_in(folder: Path) -> list[str]:
 def test_retention(runs: Runs, name: str) -> None:
     """Exactly the expected folders are left: nothing half-written, nothing in the bin."""
     expected = KEEP[name][1]
-    told = runs.two[f"keep {name}"].epochs
+    reported = runs.two[f"keep {name}"].epochs
     if not expected:
-        best = min(told, key=lambda e: e["val/loss"])
+        best = min(reported, key=lambda e: e["val/loss"])
         assert best["step"] < 6, "the case has to have its best epoch before the last two"
         expected = [int(best["step"]), 6, 7]
     assert names_in(runs.folder / f"keep_{name}" / "checkpoints") == names(*expected)
@@ -199,14 +199,19 @@ def test_a_finished_run_trains_no_further(runs: Runs) -> None:
 
 
 def test_resume_from_another_folder(runs: Runs) -> None:
-    told = runs.two["from folder"]
-    assert told.losses == []
-    assert told.facts["resumed_from"].endswith("adam_whole/checkpoints/step_00000006")
+    reported = runs.two["from folder"]
+    assert reported.losses == []
+    assert reported.facts["resumed_from"].endswith("adam_whole/checkpoints/step_00000006")
 
 
 def test_resume_from_nowhere(runs: Runs) -> None:
     error = runs.two["from nowhere"].error
-    for words in ("CheckpointError", f"checkpoint.resume_from={runs.folder}/empty", "no whole checkpoint", "meta.json"):
+    for words in (
+        "CheckpointError",
+        f"checkpoint.resume_from={runs.folder}/empty",
+        "no complete checkpoint",
+        "meta.json",
+    ):
         assert words in error
 
 
@@ -217,10 +222,10 @@ def test_another_model_or_optimizer_is_refused(runs: Runs) -> None:
 
 
 def test_loss_scaling_can_start_at_a_resume(runs: Runs) -> None:
-    told = runs.two["scaled from unscaled"]
-    assert not told.error
-    assert len(told.losses) == 2 * STEPS
-    assert told.epochs[-1]["train/loss_scale"] > 0
+    reported = runs.two["scaled from unscaled"]
+    assert not reported.error
+    assert len(reported.losses) == 2 * STEPS
+    assert reported.epochs[-1]["train/loss_scale"] > 0
 
 
 def test_another_pytorch_is_refused(runs: Runs) -> None:
@@ -230,7 +235,7 @@ def test_another_pytorch_is_refused(runs: Runs) -> None:
     trial = config(*SMALL)
     check_meta(meta, source, trial)
     meta["torch_version"] = "2.4.1"
-    with pytest.raises(CheckpointError, match=r"written by PyTorch 2\.4\.1, this is") as caught:
+    with pytest.raises(CheckpointError, match=r"written by PyTorch 2\.4\.1, and this is") as caught:
         check_meta(meta, source, trial)
     assert torch.__version__ in str(caught.value)
     assert "checkpoint.any_torch_version=true" in str(caught.value)
@@ -276,7 +281,7 @@ def test_outdated(tmp_path: Path, losses: list[float | None], keep_last: int, ke
 
 
 def hang_at_second_call(
-    say: Connection,
+    sender: Connection,
     owner: Any,
     name: str,
     first: Callable[..., Any] = lambda *a, **k: None,
@@ -290,13 +295,13 @@ def hang_at_second_call(
         if len(calls) < 2 or not counts(*args):
             return real(*args, **kwargs)
         first(real, args, kwargs)
-        say.send("hangs")
+        sender.send("hangs")
         time.sleep(600)
 
     setattr(owner, name, wrapper)
 
 
-def train_and_hang(where: str, folder: Path, say: Connection) -> None:
+def train_and_hang(where: str, folder: Path, sender: Connection) -> None:
     """A real training that stops for ever inside its second save, where the test kills it."""
     import fsdp_lab.training.checkpoint as module
     import fsdp_lab.training.checkpoint_files as files
@@ -307,13 +312,13 @@ def train_and_hang(where: str, folder: Path, say: Connection) -> None:
 
     torch.set_num_threads(1)
     if where == "written":
-        hang_at_second_call(say, module.dcp, "save", write)
+        hang_at_second_call(sender, module.dcp, "save", write)
     if where == "async":
-        hang_at_second_call(say, module.dcp, "async_save", lambda *call: write(*call).result())
+        hang_at_second_call(sender, module.dcp, "async_save", lambda *call: write(*call).result())
     if where == "published":
-        hang_at_second_call(say, files, "outdated")
+        hang_at_second_call(sender, files, "outdated")
     if where == "pruning":
-        hang_at_second_call(say, files.shutil, "rmtree", counts=lambda path, *a: path.name.endswith("trash"))
+        hang_at_second_call(sender, files.shutil, "rmtree", counts=lambda path, *a: path.name.endswith("trash"))
     mode = "async" if where == "async" else "sync"
     keep = ("checkpoint.keep_best=false", f"checkpoint.mode={mode}")
     train(config("training.epochs=4", *SMALL, *keep), folder, Memo())
@@ -324,34 +329,34 @@ KILLED = {"written": 2, "async": 2, "published": 4, "pruning": 6}
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Told]]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Reported]]:
     folder = tmp_path_factory.mktemp("killed")
     for where in KILLED:
-        heard, say = multiprocessing.Pipe(duplex=False)
-        process = forkserver().Process(target=train_and_hang, args=(where, folder / where, say))
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = forkserver().Process(target=train_and_hang, args=(where, folder / where, sender))
         process.start()
-        say.close()
+        sender.close()
         try:
-            assert heard.poll(100), f"{where}: no second save within 100 s"
-            assert heard.recv() == "hangs"  # EOFError: it ended before its second save
+            assert receiver.poll(100), f"{where}: no second save within 100 s"
+            assert receiver.recv() == "hangs"  # EOFError: it ended before its second save
         finally:
             process.kill()
             process.join()
         assert process.exitcode == -signal.SIGKILL, where
-        found = latest(folder / where / "checkpoints")
-        assert found is not None, where
-        assert int(found.name.removeprefix("step_")) == KILLED[where], where
+        result = latest(folder / where / "checkpoints")
+        assert result is not None, where
+        assert int(result.name.removeprefix("step_")) == KILLED[where], where
     jobs = [(str(folder / where), [SYNC, "training.epochs=4", "checkpoint.keep_best=false"]) for where in KILLED]
     jobs.append((str(folder / "whole"), [SYNC, "training.epochs=4"]))
     return folder, dict(zip([*KILLED, "whole"], run_ranks(1, train_in, jobs)[0], strict=True))
 
 
 @pytest.mark.parametrize("where", KILLED)
-def test_killed_while_saving(killed: tuple[Path, dict[str, Told]], where: str) -> None:
+def test_killed_while_saving(killed: tuple[Path, dict[str, Reported]], where: str) -> None:
     """A real SIGKILL inside a save: the next start goes on from the last whole checkpoint and leaves no litter."""
-    folder, told = killed
-    assert not told[where].error
-    assert told[where].losses == told["whole"].losses[KILLED[where] :]
+    folder, observed = killed
+    assert not observed[where].error
+    assert observed[where].losses == observed["whole"].losses[KILLED[where] :]
     assert names_in(folder / where / "checkpoints") == names(8)
 
 
@@ -404,7 +409,7 @@ UNREADABLE = {"shard": "__1_0.distcp", "metadata": ".metadata"}
 
 
 @pytest.fixture(scope="module")
-def damaged(runs: Runs) -> dict[str, Told]:
+def damaged(runs: Runs) -> dict[str, Reported]:
     """The run of three epochs in `adam_whole` keeps its last one; these keep two, and the newer is damaged."""
     jobs, whole_run = {}, Path(runs.folder, "kept")
     keep = [SYNC, "optimizer.lr=0.01", "checkpoint.keep_last=2", "checkpoint.keep_best=false"]
@@ -434,32 +439,32 @@ def damaged(runs: Runs) -> dict[str, Told]:
 
 @pytest.mark.parametrize("name", [*DAMAGED, "from"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    runs: Runs, damaged: dict[str, Told], name: str
+    runs: Runs, damaged: dict[str, Reported], name: str
 ) -> None:
-    told = damaged[name]
-    assert not told.error
-    assert told.losses == runs.two["adam whole"].losses[STEPS:]
-    assert Path(told.facts["resumed_from"]).name == names(2)[0]
-    (note,) = [note for note in told.facts["notes"] if "damaged" in note]
+    reported = damaged[name]
+    assert not reported.error
+    assert reported.losses == runs.two["adam whole"].losses[STEPS:]
+    assert Path(reported.facts["resumed_from"]).name == names(2)[0]
+    (note,) = [note for note in reported.facts["notes"] if "damaged" in note]
     assert names(4)[0] in note and names(2)[0] in note and DAMAGED.get(name, DAMAGED["cut meta"])[2] in note
     folder = runs.folder / ("from damaged" if name == "from" else f"damaged {name}") / "checkpoints"
     assert names_in(folder) == names(4, 6) and all(whole(folder / each) for each in names(4, 6))
 
 
-def test_without_a_whole_one_training_starts_anew_and_says_so(runs: Runs, damaged: dict[str, Told]) -> None:
-    told = damaged["anew"]
-    assert told.losses == runs.two["adam whole"].losses
-    assert sum("training starts anew" in note for note in told.facts["notes"]) == 2
+def test_without_a_whole_one_training_starts_anew_and_says_so(runs: Runs, damaged: dict[str, Reported]) -> None:
+    reported = damaged["anew"]
+    assert reported.losses == runs.two["adam whole"].losses
+    assert sum("training starts from step 0" in note for note in reported.facts["notes"]) == 2
 
 
-def test_a_damaged_checkpoint_to_resume_from_is_an_error_that_says_what_is_wrong(damaged: dict[str, Told]) -> None:
+def test_a_damaged_checkpoint_to_resume_from_is_an_error_that_says_what_is_wrong(damaged: dict[str, Reported]) -> None:
     error = damaged["from the damaged one"].error
     assert error.startswith("CheckpointError") and "meta.json cannot be read" in error
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_bytes_that_only_the_reader_finds_damaged_are_an_error_on_every_rank(
-    runs: Runs, damaged: dict[str, Told], name: str
+    runs: Runs, damaged: dict[str, Reported], name: str
 ) -> None:
     error = damaged[f"unreadable {name}"].error
     assert error.startswith(f"CheckpointError: the checkpoint {runs.folder}/unreadable {name}/checkpoints/")

@@ -65,7 +65,7 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert orders[0] == global_batches(2, 1, 0, 0)
 
 
-def test_a_batch_larger_than_the_data_is_told() -> None:
+def test_a_batch_larger_than_the_data_is_reported() -> None:
     with pytest.raises(UserError, match=r"global_batch_size=64 .* 50 training samples; use at most 50"):
         TrainOrder(50, TrainingConfig(global_batch_size=64), dims_of(1)[0])
 

@@ -39,8 +39,8 @@ def train_and_export(folder: str) -> dict[str, Exported]:
         memo = Memo()
         Path(folder, name).mkdir(exist_ok=True)
         train(config("export=true", *overrides), Path(folder, name), memo)
-        told = memo.told[-1]
-        results[name] = Exported(Path(folder, name, "model.pt"), told["val/accuracy"], told["val/loss"])
+        reported = memo.reported[-1]
+        results[name] = Exported(Path(folder, name, "model.pt"), reported["val/accuracy"], reported["val/loss"])
     return results
 
 
@@ -100,7 +100,7 @@ def test_only_one_file_is_written(exported: dict[str, Exported]) -> None:
     [b"", b"this is not a model", b"PK\x03\x04 cut short", b"\x80\x04garbage"],
     ids=["empty", "text", "half a zip", "half a pickle"],
 )
-def test_garbage_is_told(tmp_path: Path, content: bytes) -> None:
+def test_garbage_is_reported(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(content)
     with pytest.raises(UserError, match=str(path)):
@@ -108,19 +108,19 @@ def test_garbage_is_told(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", [{}, {"format": 99}, [1, 2], torch.zeros(3)], ids=str)
-def test_another_file_of_pytorch_is_told(tmp_path: Path, content: object) -> None:
+def test_another_file_of_pytorch_is_reported(tmp_path: Path, content: object) -> None:
     path = tmp_path / "model.pt"
     torch.save(content, path)
-    with pytest.raises(UserError, match="not a model that this version exported"):
+    with pytest.raises(UserError, match="was not exported by this version"):
         load_exported(path)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.pt: there is no such file"):
         load_exported(tmp_path / "nowhere.pt")
 
 
-def test_a_file_cut_short_is_told(exported: dict[str, Exported], tmp_path: Path) -> None:
+def test_a_file_cut_short_is_reported(exported: dict[str, Exported], tmp_path: Path) -> None:
     whole = exported["ddp"].path.read_bytes()
     path = tmp_path / "model.pt"
     path.write_bytes(whole[: len(whole) // 2])

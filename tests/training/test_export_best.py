@@ -33,7 +33,7 @@ def train_each(folder: str) -> dict[str, tuple[int, Any, Any, Any]]:
         train(config(*WORSE, *words), own, memo)
         dist.barrier()  # the first rank has written it
         content = torch.load(own / "model.pt", weights_only=True)
-        return [told["val/loss"] for told in memo.told], content["state_dict"]
+        return [reported["val/loss"] for reported in memo.reported], content["state_dict"]
 
     results = {}
     for name, words in CASES.items():
@@ -61,5 +61,7 @@ def test_the_weights_of_the_best_epoch_are_exported(trained: dict[str, Any], nam
 
 @pytest.mark.parametrize("lacks", ["checkpoint.mode=off", "checkpoint.keep_best=false"])
 def test_what_is_not_kept_is_not_exported(lacks: str) -> None:
-    with pytest.raises(CombinationError, match=f"checkpoint.export_best=true with {lacks}: no best checkpoint is kept"):
+    with pytest.raises(
+        CombinationError, match=f"checkpoint.export_best=true with {lacks}: there is no best checkpoint"
+    ):
         config("checkpoint.mode=sync", "checkpoint.export_best=true", lacks).check(2)

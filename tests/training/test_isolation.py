@@ -22,8 +22,8 @@ try:
     runpy.run_module("fsdp_lab.training", run_name="__main__", alter_sys=True)
 except SystemExit as ended:
     status = ended.code
-found = sorted({{name.split(".")[0] for name in sys.modules}} & set({PLATFORM!r}))
-sys.stdout.write(f"STATUS {{status}} BROUGHT {{found}}\\n")
+brought = sorted({{name.split(".")[0] for name in sys.modules}} & set({PLATFORM!r}))
+sys.stdout.write(f"STATUS {{status}} BROUGHT {{brought}}\\n")
 """
 SMALL = ["sharding=per_block", "precision=bf16", "data.num_train=128", "data.num_val=30", "training.epochs=1"]
 
@@ -64,7 +64,7 @@ def test_nothing_of_the_platform_is_imported(tmp_path: Path) -> None:
     ("override", "words"),
     [
         ("training.epoch=3", "training.epoch is not a key"),
-        ("training.global_batch_size=63", "training.global_batch_size=63 is not divided by cluster.num_workers=1"),
+        ("training.global_batch_size=63", "training.global_batch_size=63 is not divisible by cluster.num_workers=1"),
     ],
 )
 def test_bad_input_without_torchrun(tmp_path: Path, override: str, words: str) -> None:

@@ -25,8 +25,8 @@ def layout(*overrides: str) -> Layout:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_blocks_are_named_by_their_class(checkpointing: str) -> None:
-    found = layout("sharding=per_block", f"activation_checkpointing={checkpointing}")
-    assert found == Layout(["blocks.*"], [BLOCK], [BLOCK])
+    shown = layout("sharding=per_block", f"activation_checkpointing={checkpointing}")
+    assert shown == Layout(["blocks.*"], [BLOCK], [BLOCK])
 
 
 def test_the_root_alone_has_no_units() -> None:
@@ -35,22 +35,22 @@ def test_the_root_alone_has_no_units() -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_layers_have_the_names_that_they_have_without_checkpointing(checkpointing: str) -> None:
-    found = layout("sharding=per_layer", f"activation_checkpointing={checkpointing}")
-    assert found.units == [
+    shown = layout("sharding=per_layer", f"activation_checkpointing={checkpointing}")
+    assert shown.units == [
         "embedding", "blocks.*.attention_norm", "blocks.*.attention.q_proj", "blocks.*.attention.k_proj",
         "blocks.*.attention.v_proj", "blocks.*.attention.o_proj", "blocks.*.ffn_norm", "blocks.*.ffn.gate_proj",
         "blocks.*.ffn.up_proj", "blocks.*.ffn.down_proj", "norm", "head",
     ]  # fmt: skip
-    assert {path.partition(":")[2] for path in found.unit_classes} == {
+    assert {path.partition(":")[2] for path in shown.unit_classes} == {
         "Embedding", "RMSNorm", "Linear", "OutputProjection",
     }  # fmt: skip
 
 
 def test_classes_are_left_out_where_one_of_their_modules_is_no_unit() -> None:
     """Tied weights lie in the root: the embedding and the head are no units, other linear layers are."""
-    found = layout("sharding=per_layer", "model.tied=true")
-    assert "head" not in found.units and "blocks.*.ffn.up_proj" in found.units
-    assert found.unit_classes == []
+    shown = layout("sharding=per_layer", "model.tied=true")
+    assert "head" not in shown.units and "blocks.*.ffn.up_proj" in shown.units
+    assert shown.unit_classes == []
 
 
 def test_numbers_stay_where_a_pattern_would_match_more() -> None:

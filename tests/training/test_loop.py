@@ -42,15 +42,15 @@ def norm_by_hand() -> float:
 
 
 def test_the_norm_of_the_gradients_is_that_before_clipping_over_all_ranks() -> None:
-    results = [told for _, told in run_ranks(2, train_all, CASES)[0]]
+    results = [reported for _, reported in run_ranks(2, train_all, CASES)[0]]
     expected = norm_by_hand()
     assert expected > 0.2, "it is clipped"
-    for case, told in zip(CASES[:4], results, strict=False):
-        assert told[-1]["train/grad_norm"] == pytest.approx(expected, rel=1e-5), case
+    for case, reported in zip(CASES[:4], results, strict=False):
+        assert reported[-1]["train/grad_norm"] == pytest.approx(expected, rel=1e-5), case
     assert results[4][-1]["train/grad_norm"] == pytest.approx(expected, rel=1e-2), "unscaled"
     assert "train/grad_norm" not in results[5][-1], "it would cost a pass over the gradients"
     assert results[3][-1]["val/loss"] == pytest.approx(results[5][-1]["val/loss"], abs=1e-6), "nothing was clipped"
-    assert all(0 <= told[-1].get("perf/data_wait_share", 0) <= 1 for told in results)
+    assert all(0 <= reported[-1].get("perf/data_wait_share", 0) <= 1 for reported in results)
 
 
 def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.M
             return values + torch.tensor([other.get(name, (0.0, 0.0)) for name in names], dtype=values.dtype)
 
     state = SimpleNamespace(model=nn.Identity(), step=1)
-    told = loop.evaluate(state, Named(), [torch.zeros(1)], config(), torch.device("cpu"), Dims())
-    assert told == {"val/a": 3.0, "val/b": 4.0, "val/loss": 2.0}
+    reported = loop.evaluate(state, Named(), [torch.zeros(1)], config(), torch.device("cpu"), Dims())
+    assert reported == {"val/a": 3.0, "val/b": 4.0, "val/loss": 2.0}
 
 
 def test_perplexity_and_bits_per_byte() -> None:

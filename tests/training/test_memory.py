@@ -84,7 +84,7 @@ def leftover(words: list[str]) -> tuple[list[dict[str, float]], dict[str, str]]:
     memo = Memo()
     with tempfile.TemporaryDirectory() as folder:
         train(config(*STEPS, *words), Path(folder), memo)
-        return memo.told, {path.name: path.read_text() for path in Path(folder).glob("memory_*")}
+        return memo.reported, {path.name: path.read_text() for path in Path(folder).glob("memory_*")}
 
 
 def test_peaks_are_in_the_metrics_and_on_disk_for_every_rank():
@@ -111,24 +111,24 @@ def test_a_timeline_is_a_page_for_every_rank():
 
 
 def test_off_leaves_nothing():
-    ((told, files),) = run_ranks(1, leftover, ["memory_profile=off"])
+    ((reported, files),) = run_ranks(1, leftover, ["memory_profile=off"])
     assert files == {}
-    assert not [key for key in told[-1] if key.startswith("memory/")]
+    assert not [key for key in reported[-1] if key.startswith("memory/")]
 
 
 def test_a_run_of_one_step_has_figures_too():
-    ((told, _),) = run_ranks(1, leftover, ["memory_profile=peaks", "training.max_steps=1"])
-    assert told[-1]["memory/peak_bytes"] > told[-1]["memory/param_bytes"] > 0
+    ((reported, _),) = run_ranks(1, leftover, ["memory_profile=peaks", "training.max_steps=1"])
+    assert reported[-1]["memory/peak_bytes"] > reported[-1]["memory/param_bytes"] > 0
 
 
 def test_the_peak_is_that_of_the_second_step_where_an_epoch_has_one():
     words = ["model=mlp", "sharding=ddp", "training.global_batch_size=128", "training.epochs=3"]
-    ((told, files),) = run_ranks(1, leftover, ["memory_profile=peaks", *words])
+    ((reported, files),) = run_ranks(1, leftover, ["memory_profile=peaks", *words])
     peaks = json.loads(files["memory_peaks_rank0.json"])["peaks"]["device"]
     assert peaks == forecast_profile(config(*words), 1, cuda=False).peaks["device"]
-    first, *later = [figures["memory/peak_bytes"] for figures in told]
+    first, *later = [figures["memory/peak_bytes"] for figures in reported]
     assert later == [peaks["total"]] * 2 and first < peaks["total"], "the first step has no optimizer state yet"
-    assert told[-1]["memory/optimizer_bytes"] == peaks["optimizer"] > 0
+    assert reported[-1]["memory/optimizer_bytes"] == peaks["optimizer"] > 0
 
 
 def run_out(words: list[str]) -> dict[str, Any]:

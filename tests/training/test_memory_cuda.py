@@ -14,8 +14,8 @@ import torch
 from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.profile import Event, Profile
 from fsdp_lab.training import memory as module
-from fsdp_lab.training.distributed import Ranks
-from fsdp_lab.training.memory import MemoryProfile, start_clean
+from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.memory import MemoryProfiler, start_clean
 from tests.ranks import config
 
 GPU = torch.device("cuda", 0)
@@ -65,18 +65,18 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return Allocator(monkeypatch)
 
 
-def followed(allocator: Allocator, monkeypatch: pytest.MonkeyPatch, folder: Path) -> MemoryProfile:
+def followed(allocator: Allocator, monkeypatch: pytest.MonkeyPatch, folder: Path) -> MemoryProfiler:
     """A profile after the two steps that are followed; the second held 700 bytes of tensors."""
     monkeypatch.setattr(module, "record_step", lambda *args: FakeRecorder(700))
     trial = replace(config(), memory_profile=Detail.peaks)
-    memory = MemoryProfile(trial, "a model", Ranks(0, 0, 1, GPU), folder)
+    memory = MemoryProfiler(trial, "a model", DistributedContext(0, 0, 1, GPU), folder)
     while memory.tracks():
         with memory.track(torch.nn.Linear(1, 1), None, []):  # type: ignore[arg-type]
             allocator.hold(1000, 2000, 4000)
     return memory
 
 
-def test_what_tensors_asked_for_is_told_apart_from_blocks_and_from_what_is_reserved(
+def test_what_tensors_asked_for_is_distinguished_from_blocks_and_from_what_is_reserved(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     memory = followed(allocator, monkeypatch, tmp_path)

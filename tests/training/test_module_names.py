@@ -46,8 +46,8 @@ ROTARY = f"Net.blocks.1.{WRAPPED}.attention.rotary"  # as PyTorch's tracker call
     ],
 )
 def test_a_module_is_called_as_the_one_that_uses_it_calls_it(entered: list[str], expected: str):
-    names, at_work, found = ModuleNames(Net()), set[str](), ""
+    names, at_work, result = ModuleNames(Net()), set[str](), ""
     for name in entered:
         at_work.add(name)
-        found = names.innermost(at_work)
-    assert found == expected
+        result = names.innermost(at_work)
+    assert result == expected

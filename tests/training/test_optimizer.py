@@ -104,25 +104,25 @@ SCALED = {
 @pytest.fixture(scope="module")
 def scaled() -> dict[str, tuple[list[float], dict[str, float]]]:
     results = run_ranks(2, train_all, list(SCALED.values()))[0]
-    return {name: (losses, told[-1]) for name, (losses, told) in zip(SCALED, results, strict=True)}
+    return {name: (losses, reported[-1]) for name, (losses, reported) in zip(SCALED, results, strict=True)}
 
 
 @pytest.mark.parametrize("name", [name for name in SCALED if name.startswith("all")])
 def test_overflow_skips_steps_and_lowers_the_scale(
     scaled: dict[str, tuple[list[float], dict[str, float]]], name: str
 ) -> None:
-    losses, told = scaled[name]
-    assert told["train/skipped_steps"] == 4
-    assert told["train/loss_scale"] == pytest.approx(1e30 / 2**4, rel=1e-6)
-    assert told["train/lr"] == pytest.approx(0.1 / 4)  # a skipped step does not move the schedule
+    losses, reported = scaled[name]
+    assert reported["train/skipped_steps"] == 4
+    assert reported["train/loss_scale"] == pytest.approx(1e30 / 2**4, rel=1e-6)
+    assert reported["train/lr"] == pytest.approx(0.1 / 4)  # a skipped step does not move the schedule
     still = scaled["standing still"][0]
     assert losses == pytest.approx(still, abs=2e-3)  # no step was taken: the weights are the first ones
-    assert told["val/loss"] == pytest.approx(scaled["standing still"][1]["val/loss"], abs=2e-3)
+    assert reported["val/loss"] == pytest.approx(scaled["standing still"][1]["val/loss"], abs=2e-3)
 
 
 def test_without_overflow_nothing_is_skipped(scaled: dict[str, tuple[list[float], dict[str, float]]]) -> None:
-    losses, told = scaled["none"]
-    assert (told["train/skipped_steps"], told["train/loss_scale"], told["train/lr"]) == (0, 1024, 0.1)
+    losses, reported = scaled["none"]
+    assert (reported["train/skipped_steps"], reported["train/loss_scale"], reported["train/lr"]) == (0, 1024, 0.1)
     assert losses[-1] < losses[0] - 0.1
     assert scaled["growing"][1]["train/loss_scale"] == 64 * 2 * 2  # doubled after steps 2 and 4
     assert "train/loss_scale" not in scaled["off"][1]

@@ -138,12 +138,12 @@ def name(case: Case) -> str:
 
 
 def assert_same(results: Results, case: Case, tolerance: float) -> None:
-    losses, told = results[case]
+    losses, reported = results[case]
     plain = unsharded(case)
     difference = apart(losses, plain.losses)
     assert difference <= tolerance, f"a step's loss is off by {difference:.2e}\n{losses}\n{plain.losses}"
-    assert abs(told[-1]["val/loss"] - plain.val_loss) <= tolerance
-    assert told[-1]["train/loss"] == pytest.approx(sum(losses[-4:]) / 4, abs=1e-9)
+    assert abs(reported[-1]["val/loss"] - plain.val_loss) <= tolerance
+    assert reported[-1]["train/loss"] == pytest.approx(sum(losses[-4:]) / 4, abs=1e-9)
 
 
 @pytest.mark.parametrize("case", GRID, ids=name)

@@ -12,12 +12,12 @@ from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
 
 from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.training import speed
-from fsdp_lab.training.distributed import Ranks
+from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, percentile, speed_metrics, variance_of_sum
 from fsdp_lab.workloads import build_workload
 from tests.ranks import config
 
-ALONE = Ranks(0, 0, 2, torch.device("cpu"))
+ALONE = DistributedContext(0, 0, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_timer_leaves_warm_up_and_gaps_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_speed_metrics() -> None:
     trial = config("training.global_batch_size=32")
-    told = speed_metrics([0.5, 0.1, 0.1, 0.3], trial, ALONE, 1.0)
+    reported = speed_metrics([0.5, 0.1, 0.1, 0.3], trial, ALONE, 1.0)
     # two batches of two: means of 0.3 and 0.2, of which the variance is 0.005; that of the sum of four 4 * 2 * 0.005
-    assert told == pytest.approx(
+    assert reported == pytest.approx(
         {
             "perf/samples_per_s": 4 * 32 / 1.0, "perf/step_time_p50_s": 0.1, "perf/step_time_p95_s": 0.5,
             "perf/timed_steps": 4, "perf/timed_s": 1.0, "perf/others_cpu": 0, "perf/speed_error": math.sqrt(0.04),
@@ -89,24 +89,26 @@ def test_a_speed_is_that_of_all_timed_steps_of_the_run() -> None:
     first = Timed().plus([0.5, 0.1, 0.1, 0.3], 0.1)
     metrics = speed_metrics([0.5, 0.1, 0.1, 0.3], trial, ALONE, None, run=first)
     for before in (first, Timed.before([metrics, {"train/loss": 1.0}])):
-        told = speed_metrics([1.0, 2.0], trial, ALONE, None, run=before.plus([1.0, 2.0], 0.5))
-        assert told["perf/samples_per_s"] == pytest.approx(6 * 32 / 4)
-        assert told["perf/others_cpu"] == pytest.approx((0.1 * 1 + 0.5 * 3) / 4)
-        assert told["perf/speed_error"] == pytest.approx(math.sqrt(0.04 + 1) / 4), "batches of two steps, and of one"
-        assert told["perf/step_time_p50_s"] == 1.0, "of the epoch alone"
+        reported = speed_metrics([1.0, 2.0], trial, ALONE, None, run=before.plus([1.0, 2.0], 0.5))
+        assert reported["perf/samples_per_s"] == pytest.approx(6 * 32 / 4)
+        assert reported["perf/others_cpu"] == pytest.approx((0.1 * 1 + 0.5 * 3) / 4)
+        assert reported["perf/speed_error"] == pytest.approx(math.sqrt(0.04 + 1) / 4), (
+            "batches of two steps, and of one"
+        )
+        assert reported["perf/step_time_p50_s"] == 1.0, "of the epoch alone"
     assert Timed.before([{"perf/samples_per_s": 1.0}]) == Timed(), "of a version that told less"
 
 
 def test_the_variance_of_correlated_steps() -> None:
     """Of an autoregressive series with coefficient 0.5 and unit noise the variance of a long mean is 1 / (1 - 0.5)**2
     over its length; taken for independent, its steps would say a third of that: 1 / (1 - 0.25)."""
-    rng, found = np.random.default_rng(0), []
+    rng, collected = np.random.default_rng(0), []
     for _ in range(200):
         series = [0.0]
         for noise in rng.normal(size=1100):
             series.append(0.5 * series[-1] + noise)
-        found.append(variance_of_sum([10 + x for x in series[101:]]) / 1000)
-    assert statistics.fmean(found) == pytest.approx(4.0, rel=0.1)
+        collected.append(variance_of_sum([10 + x for x in series[101:]]) / 1000)
+    assert statistics.fmean(collected) == pytest.approx(4.0, rel=0.1)
     assert variance_of_sum([1.0, 2.0, 3.0]) == pytest.approx(3.0), "three batches of one step, whose variance is 1"
     assert variance_of_sum([1.0]) == 0.0
 
@@ -137,8 +139,8 @@ def test_timer_counts_the_waits_of_the_steps_that_it_returns(monkeypatch: pytest
 
 def test_metrics_of_tokens() -> None:
     """8 samples of 100 tokens in half a second, on 2 ranks, at 1 GFLOP a token."""
-    told = speed_metrics([0.5], config("training.global_batch_size=8"), ALONE, 1e11, 0.1, 100)
-    assert told == pytest.approx(
+    reported = speed_metrics([0.5], config("training.global_batch_size=8"), ALONE, 1e11, 0.1, 100)
+    assert reported == pytest.approx(
         {
             "perf/samples_per_s": 16, "perf/step_time_p50_s": 0.5, "perf/step_time_p95_s": 0.5,
             "perf/timed_steps": 1, "perf/timed_s": 0.5, "perf/others_cpu": 0,
@@ -153,12 +155,12 @@ def test_use_of_a_gpu_at_a_published_speed(monkeypatch: pytest.MonkeyPatch) -> N
     that is 333.7 TFLOP/s, 33.7 % of 989."""
     monkeypatch.setattr(speed, "device_peak_flops", lambda config, ranks: 989e12)
     per_sample = (6 * 7_504_924_672 + 6 * 32 * 32 * 256 * 8192) * 8192.0
-    ranks, batch = Ranks(0, 0, 8, torch.device("cpu")), 16
-    told = speed_metrics([batch * 8192 / (5762 * 8)], config(f"training.global_batch_size={batch}"), ranks, per_sample,
-                         None, 8192)  # fmt: skip
-    assert told["perf/tokens_per_s_per_device"] == pytest.approx(5762)
-    assert told["perf/tflops_per_device"] == pytest.approx(333.70, abs=0.01)
-    assert told["perf/mfu"] == pytest.approx(0.3374, abs=1e-4)
+    ranks, batch = DistributedContext(0, 0, 8, torch.device("cpu")), 16
+    trial = config(f"training.global_batch_size={batch}")
+    metrics = speed_metrics([batch * 8192 / (5762 * 8)], trial, ranks, per_sample, None, 8192)
+    assert metrics["perf/tokens_per_s_per_device"] == pytest.approx(5762)
+    assert metrics["perf/tflops_per_device"] == pytest.approx(333.70, abs=0.01)
+    assert metrics["perf/mfu"] == pytest.approx(0.3374, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -176,17 +178,17 @@ def test_peaks(monkeypatch: pytest.MonkeyPatch, name: str, dtype: Dtype, peak: f
     """A stand-in for the device, of which only the name is asked."""
     monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda device: name)
     trial = config(f"precision.param_dtype={dtype.name}")
-    assert device_peak_flops(trial, Ranks(0, 0, 1, torch.device("cuda"))) == peak
+    assert device_peak_flops(trial, DistributedContext(0, 0, 1, torch.device("cuda"))) == peak
     assert device_peak_flops(trial, ALONE) is None
 
 
 def test_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "device_peak_flops", lambda config, ranks: 1e12)
-    told = speed_metrics([0.5], config("training.global_batch_size=100"), ALONE, 2e9)
-    assert told["perf/mfu"] == pytest.approx(200 * 2e9 / (1e12 * 2))
+    reported = speed_metrics([0.5], config("training.global_batch_size=100"), ALONE, 2e9)
+    assert reported["perf/mfu"] == pytest.approx(200 * 2e9 / (1e12 * 2))
 
 
 def test_where_flops_are_not_known_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "device_peak_flops", lambda config, ranks: 1e12)
-    told = speed_metrics([0.5], config("training.global_batch_size=100"), ALONE, None, 0.0, 10)
-    assert "perf/tokens_per_s" in told and not {"perf/mfu", "perf/tflops_per_device"} & told.keys()
+    reported = speed_metrics([0.5], config("training.global_batch_size=100"), ALONE, None, 0.0, 10)
+    assert "perf/tokens_per_s" in reported and not {"perf/mfu", "perf/tflops_per_device"} & reported.keys()

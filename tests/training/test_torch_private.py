@@ -128,8 +128,8 @@ def test_a_process_group_comes_out_of_its_box_and_other_arguments_are_none():
     try:
         group = dist.new_group([0, 2])
         assert group is not None
-        found = torch_private.process_group(group.boxed())
-        assert found is not None and dist.get_process_group_ranks(found) == [0, 2]
+        result = torch_private.process_group(group.boxed())
+        assert result is not None and dist.get_process_group_ranks(result) == [0, 2]
         assert torch_private.process_group(group) is None
         assert torch_private.process_group(torch.ones(2)) is None
         assert torch_private.process_group(torch.classes.c10d.ReduceOp()) is None

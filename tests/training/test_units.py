@@ -42,7 +42,7 @@ def gathers_of_steps(cases: list[list[str]]) -> list[list[int]]:
     from fsdp_lab.workloads.base import tensors_of
     from fsdp_lab.workloads.build import build_workload
 
-    ranks, found = setup_distributed(), []
+    ranks, collected = setup_distributed(), []
     for words in cases:
         trial = config(*words)
         workload, dims = build_workload(trial.model, trial.data, trial.task), build_parallel_dims(trial.sharding, ranks)
@@ -54,8 +54,8 @@ def gathers_of_steps(cases: list[list[str]]) -> list[list[int]]:
             with followed if step == 1 else nullcontext(), Gathers() as gathers:
                 train_step(state, workload.task, batches, trial, ranks.device)
             counts.append(gathers.count)
-        found.append(counts)
-    return found
+        collected.append(counts)
+    return collected
 
 
 def test_blocks_that_share_a_unit_are_gathered_at_once_also_after_a_step_was_followed() -> None:
@@ -66,11 +66,11 @@ def test_blocks_that_share_a_unit_are_gathered_at_once_also_after_a_step_was_fol
         ["sharding=per_block", f"sharding.blocks_per_unit={size}", f"reshard_after_forward={policy}"]
         for policy, size in product(policies, units)
     ]
-    found = run_ranks(2, gathers_of_steps, cases)
+    result = run_ranks(2, gathers_of_steps, cases)
     expected = [
         [times * (count + 1)] * 3 for times, count in product(policies.values(), units.values())
     ]  # and the root
-    assert found[0] == found[1] == expected
+    assert result[0] == result[1] == expected
 
 
 def test_all_units_reduce_in_one_group_of_their_own() -> None:

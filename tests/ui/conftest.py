@@ -81,18 +81,18 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 @pytest.fixture
 def errors(page: Page) -> list[str]:
     """What the page and its frames complain of."""
-    found: list[str] = []
-    page.on("pageerror", lambda error: found.append(str(error)))
+    collected: list[str] = []
+    page.on("pageerror", lambda error: collected.append(str(error)))
     # A server without accounts does not know who asks, and MLflow asks it on every page.
     page.on(
         "console",
         lambda message: (
-            found.append(f"{message.location['url']}: {message.text}")
+            collected.append(f"{message.location['url']}: {message.text}")
             if message.type == "error" and not message.location["url"].endswith("/users/current")
             else None
         ),
     )
-    return found
+    return collected
 
 
 @pytest.fixture(autouse=True)

@@ -133,8 +133,8 @@ def made_by_hand(folder: Path) -> str:
 
 
 def color(page: Page, selector: str, name: str) -> tuple[int, ...]:
-    found = page.evaluate(f"getComputedStyle(document.querySelector('{selector}'))['{name}']")
-    return tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    result = page.evaluate(f"getComputedStyle(document.querySelector('{selector}'))['{name}']")
+    return tuple(int(part) for part in re.findall(r"\d+", result)[:3])
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

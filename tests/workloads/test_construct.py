@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
+from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded, seed_all
 
 
 class Block(nn.Module):
@@ -191,3 +191,12 @@ def test_a_large_model_takes_no_memory() -> None:
     """40 GB of parameters, on any machine that runs these tests."""
     blueprint = Blueprint(lambda: nn.Sequential(*(nn.Linear(10_000, 10_000) for _ in range(100))), seed=0)
     assert sum(parameter.numel() for parameter in blueprint.model.parameters()) == 100 * (10_000**2 + 10_000)
+
+
+def test_all_generators_are_seeded_as_by_their_libraries():
+    seed_all(7)
+    drawn = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    assert drawn == (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random())

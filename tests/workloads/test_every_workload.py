@@ -100,7 +100,8 @@ def sharded() -> dict[str, list[tuple[list[float], float]]]:
     assert [losses for losses, _ in first] == [losses for losses, _ in second]
     results = iter(first)
     return {
-        name: [(losses, told[-1]["val/loss"]) for losses, told in (next(results) for _ in GRID)] for name in WORKLOADS
+        name: [(losses, reported[-1]["val/loss"]) for losses, reported in (next(results) for _ in GRID)]
+        for name in WORKLOADS
     }
 
 

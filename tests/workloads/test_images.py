@@ -104,7 +104,7 @@ def refuse(*args: object, **kwargs: object) -> None:
 
 
 @pytest.mark.parametrize(("download", "reason"), [(False, "data.download=false"), (True, "the download failed")])
-def test_missing_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: bool, reason: str) -> None:
+def test_missing_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: bool, reason: str) -> None:
     import torchvision.datasets
 
     monkeypatch.setattr(torchvision.datasets, "FashionMNIST", refuse)
@@ -133,7 +133,7 @@ def test_synthetic_shapes_and_seed() -> None:
     assert not torch.equal(train.images[:40], val.images)
 
 
-def test_a_class_too_many_for_the_model_is_told() -> None:
+def test_a_class_too_many_for_the_model_is_reported() -> None:
     with pytest.raises(UserError) as caught:
         build_workload(ModelConfig(num_classes=7), DataConfig()).data.load()
     expected = "model.num_classes=7 is less than the 10 classes of data=digits; use model.num_classes=10."

@@ -33,15 +33,15 @@ def train_here(words: list[str]) -> dict[str, float]:
     memo = Memo()
     with tempfile.TemporaryDirectory() as folder:
         train(config(*WORDS, *words), Path(folder), memo)
-    return memo.told[-1]
+    return memo.reported[-1]
 
 
 @pytest.mark.parametrize("sharding", ["per_block", "ddp"])
 def test_a_model_and_a_data_set_of_another_package_learn(sharding: str) -> None:
-    told, other = run_ranks(2, train_tiny, [f"sharding={sharding}", "training.epochs=5"])
-    assert told["val/loss"] == other["val/loss"]
-    assert told["val/accuracy"] == 1.0, "dark and bright are easily told apart"
-    assert told["memory/param_bytes"] > 0
+    reported, other = run_ranks(2, train_tiny, [f"sharding={sharding}", "training.epochs=5"])
+    assert reported["val/loss"] == other["val/loss"]
+    assert reported["val/accuracy"] == 1.0, "dark and bright are easily told apart"
+    assert reported["memory/param_bytes"] > 0
 
 
 def test_their_memory_is_forecast_to_the_byte() -> None:
@@ -51,8 +51,8 @@ def test_their_memory_is_forecast_to_the_byte() -> None:
         peaks = forecast.forecast_profile(config(*WORDS), 2, cuda=False).peaks["device"]
     finally:
         del REGISTRY["model.family"]["tiny"], REGISTRY["data.name"]["tiny"]
-    told, _ = run_ranks(2, train_tiny, ["training.max_steps=2"])
-    assert peaks["total"] == told["memory/peak_bytes"]
+    reported, _ = run_ranks(2, train_tiny, ["training.max_steps=2"])
+    assert peaks["total"] == reported["memory/peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -116,17 +116,17 @@ def train_addition(words: list[str]) -> dict[str, float]:
 
 
 def test_training_does_not_look_into_a_batch() -> None:
-    told, _ = run_ranks(2, train_addition, ["training.epochs=40", "optimizer.lr=0.05"])
-    assert told["val/loss"] < 0.05 and told["val/off_by"] < 0.3
-    assert told["train/loss"] < 0.1
+    reported, _ = run_ranks(2, train_addition, ["training.epochs=40", "optimizer.lr=0.05"])
+    assert reported["val/loss"] < 0.05 and reported["val/off_by"] < 0.3
+    assert reported["train/loss"] < 0.1
 
 
 def test_a_forecast_does_not_look_into_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, _ = run_ranks(2, train_addition, ["training.max_steps=2"])
+    reported, _ = run_ranks(2, train_addition, ["training.max_steps=2"])
     monkeypatch.setattr(forecast, "build_workload", addition)
     peaks = forecast.forecast_profile(config(), 2, cuda=False).peaks["device"]
     assert {name: size for name, size in peaks.items() if name != "total"} == {
-        name: told[f"memory/{name}_bytes"] for name in peaks if name != "total"
+        name: reported[f"memory/{name}_bytes"] for name in peaks if name != "total"
     }
 
 

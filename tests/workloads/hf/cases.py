@@ -56,14 +56,14 @@ def classified(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return model(pixel_values=batch[0], labels=batch[1]).loss
 
 
-def told(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def target_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The model's own loss."""
     return model(**batch).loss
 
 
 def script(name: str) -> Script:
     parts: dict[str, tuple[Callable[[str], Any], Callable[..., Tensor]]] = {
-        "t5": (pairs.Pairs, told), "vit": (Digits, classified),
+        "t5": (pairs.Pairs, target_loss), "vit": (Digits, classified),
     }  # fmt: skip
     split, loss = parts.get(name, (partial(PydocTokens, seq_len=16), next_token))
     return Script(partial(plain_model, name), split, loss)

@@ -57,7 +57,7 @@ def test_random_tokens_are_those_of_the_configuration() -> None:
     for typed, known in (([], size), (["model.vocab_size=300"], 300), (["data.vocab_size=7"], 7)):
         for trial in (composed(*words, *typed), read_words(None, [*words, *typed])):
             assert trial.data.to_keys()["vocab_size"] == known  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"Identity has no key model\.vocab_size, .* use data\.vocab_size=<number>"):
+    with pytest.raises(UserError, match=r"Identity has no key model\.vocab_size, .* set data\.vocab_size=<number>"):
         composed("task=language", "model._target_=torch.nn.Identity", "data=synthetic_tokens")
     with pytest.raises(UserError, match=r"model\.config=./none: there is no such file"):
         composed("model=hf_causal_lm", "model.config=./none", "data=synthetic_tokens")
@@ -75,7 +75,7 @@ def check(name: str, *words: str) -> None:
         ("gpt2", ["model.config=null"], "model.config is not set; give a folder"),
         ("gpt2", ["model.config=./none"], r"model.config=./none: there is no such file or folder; give a folder"),
         ("gpt2", [f"model.config={CONFIGS}"], "its folder has no config.json; give a folder"),
-        ("gpt2", [f"model.config={__file__}"], "is no JSON"),
+        ("gpt2", [f"model.config={__file__}"], "is not valid JSON"),
         ("gpt2", ["model.num_layer=3"], r"has no key num_layer. Did you mean model.num_hidden_layers\? Its keys"),
         ("gpt2", ["model.model_type=llama"], "has no key model_type"),
         ("gpt2", ["model.n_layer=two"], "model.n_layer=two: .*expected int, got str"),
@@ -83,12 +83,12 @@ def check(name: str, *words: str) -> None:
         ("gpt2", ["model.pretrained=maybe"], "model.pretrained=maybe is not a truth value"),
         ("gpt2", [f"model.config={CONFIGS}/t5.json"], "a t5 model is not a causal language model; use model=hf_seq"),
         ("gpt2", ["model.vocab_size=100"], "model.vocab_size=100 is less than the 256 tokens of data"),
-        ("gpt2", ["data.seq_len=33"], "data.seq_len=33 is more than the 32 positions of the model; use"),
-        ("gpt2", ["task.loss_chunks=2"], "task.loss_chunks=2: models of transformers compute their logits whole"),
+        ("gpt2", ["data.seq_len=33"], "data.seq_len=33 is more than the model's 32 positions; use"),
+        ("gpt2", ["task.loss_chunks=2"], "task.loss_chunks=2: models of transformers compute all logits at once"),
         ("gpt2", ["task=classification", "data=digits"], "causal_lm is for tokens, data.name=digits is for images"),
         ("vit", ["model.image_size=16"], "16x16 with 1 channels, and data=digits has 8x8 with 1; use model.image"),
         ("vit", ["model.num_labels=2"], "model.num_labels=2 is less than the 10 classes of data=digits; use model.n"),
-        ("t5", ["task=model_loss", "task.loss=null"], "seq2seq computes no loss of its own; use task=seq2seq"),
+        ("t5", ["task=model_loss", "task.loss=null"], "seq2seq does not compute a loss; use task=seq2seq"),
         ("t5", ["task=language", "task.loss=null"], "seq2seq is for pairs of texts, task=language is for tokens"),
     ],
 )  # fmt: skip
@@ -116,7 +116,7 @@ def test_pairs_are_no_longer_than_the_positions_of_a_model(tmp_path: Path) -> No
     check_pairs(tmp_path, BART, "data.source_len=32", "data.target_len=32")
     for words in (["data.source_len=33", "data.target_len=8"], ["data.source_len=8", "data.target_len=33"]):
         name = next(word for word in words if "33" in word)
-        with pytest.raises(UserError, match=f"{name} is more than the 32 positions of the model; use"):
+        with pytest.raises(UserError, match=f"{name} is more than the model's 32 positions; use"):
             check_pairs(tmp_path, BART, *words)
 
 
@@ -150,9 +150,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
 )
 def test_an_attention_that_may_be_code_of_the_hub_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
     check("gpt2", written(tmp_path, attn_implementation="eager"))
-    message = (
-        r"\w*attn_implementation\w*=\S* is no attention of PyTorch, and code of the hub is not run; use sdpa or eager"
-    )
+    message = r"\w*attn_implementation\w*=\S* is not an attention of PyTorch, and code from the hub is not run; use"
     with pytest.raises(UserError, match=message):
         check("gpt2", written(tmp_path, **values))
     with pytest.raises(UserError, match=rf"below model\.config: {message}"):
@@ -164,9 +162,9 @@ def test_an_attention_that_may_be_code_of_the_hub_is_refused(tmp_path: Path, val
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     values = {"quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(UserError, match="is of quantized weights"):
+    with pytest.raises(UserError, match="has quantized weights"):
         check("gpt2", written(tmp_path, **values))
-    with pytest.raises(UserError, match=r"below model\.config is of quantized weights"):
+    with pytest.raises(UserError, match=r"below model\.config has quantized weights"):
         read_config(json.loads(Path(GPT2).read_text()) | values, {})
 
 
@@ -181,7 +179,7 @@ def test_a_folder_may_be_typed_from_home_and_values_are_not_printed(
         causal_lm.check(json.loads(Path(T5).read_text()))
 
 
-def test_a_name_on_a_hub_that_nobody_reaches_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_a_hub_that_nobody_reaches_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -22,17 +22,17 @@ WORSE = [
 
 def steps(folder: str) -> list[tuple[int, int, int]]:
     """Of the best epoch, of the last, and the one that the folder says; of the best epoch's export, and of the last."""
-    found = []
+    collected = []
     for best in ("true", "false"):
         memo, own = Memo(), Path(folder, best)
         own.mkdir()
         train(config(*WORDS["gpt2"], *WORSE, f"checkpoint.export_best={best}"), own, memo)
-        told = min(memo.told, key=lambda epoch: epoch["val/loss"])
-        said = json.loads((own / "model" / "fsdp_lab.json").read_text())["step"]
-        found.append((int(told["step"]), int(memo.told[-1]["step"]), said))
-    return found
+        reported = min(memo.reported, key=lambda epoch: epoch["val/loss"])
+        exported = json.loads((own / "model" / "fsdp_lab.json").read_text())["step"]
+        collected.append((int(reported["step"]), int(memo.reported[-1]["step"]), exported))
+    return collected
 
 
 def test_the_folder_says_the_step_of_its_weights(tmp_path: Path) -> None:
-    (best, last, said), (_, _, said_last) = run_ranks(1, steps, str(tmp_path))[0]
-    assert best < last and said == best and said_last == last
+    (best, last, exported), (_, _, exported_last) = run_ranks(1, steps, str(tmp_path))[0]
+    assert best < last and exported == best and exported_last == last

@@ -39,9 +39,9 @@ def check_losses(names: list[str], cells: tuple[str, ...]) -> None:
         losses, val_loss = plain(name)
         assert len(losses) == 4 and min(losses[1:]) < losses[0]
         for cell in cells:
-            got, told = next(results)
+            got, reported = next(results)
             assert apart(got, losses) <= 1e-5, (name, cell, got, losses)
-            assert abs(told[-1]["val/loss"] - val_loss) <= 1e-5, (name, cell)
+            assert abs(reported[-1]["val/loss"] - val_loss) <= 1e-5, (name, cell)
 
 
 def test_sharded_they_learn_what_a_plain_script_of_transformers_learns() -> None:

@@ -44,7 +44,7 @@ def export_all(folder: str) -> dict[tuple[str, str], float]:
             own.mkdir(exist_ok=True)
             words = ("export=true", "training.max_steps=2", f"sharding={sharding}")
             train(config(*WORDS[name], *LEARN, *words), own, memo)
-            losses[name, sharding] = memo.told[-1]["val/loss"]
+            losses[name, sharding] = memo.reported[-1]["val/loss"]
     return losses
 
 
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     shards = tmp_path / "shards"
     shards_of_gpt2(shards)
     (shards / "model-00002-of-00006.safetensors").unlink()
-    with pytest.raises(UserError, match=r"names 1 files that are not there, model-00002"):
+    with pytest.raises(UserError, match=r"names 1 missing files, the first is model-00002"):
         check("gpt2", shards)
 
 
@@ -179,9 +179,9 @@ def test_a_tensor_in_two_files_of_the_folder_is_refused(tmp_path: Path, other: s
     save_file({"another.name": torch.zeros(1)}, tmp_path / "extra.safetensors")
     check("gpt2", tmp_path)
     save_file({"wte.weight": torch.zeros_like(model.transformer.wte.weight)}, file)
-    with pytest.raises(UserError, match=r"model.*\.safetensors and .*\.safetensors both have wte\.weight") as told:
+    with pytest.raises(UserError, match=r"model.*\.safetensors and .*\.safetensors both have wte\.weight") as raised:
         check("gpt2", tmp_path)
-    assert file.name in str(told.value)
+    assert file.name in str(raised.value)
 
 
 def test_a_single_file_is_read_before_an_index(tmp_path: Path) -> None:
@@ -199,5 +199,5 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no \.safetensors weights; put model\.safetensors"):
         check("gpt2", tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"only pytorch_model\.bin, which are pickles .*save_pretrained"):
+    with pytest.raises(UserError, match=r"it has pytorch_model\.bin: pickles are not read.*save_pretrained"):
         check("gpt2", tmp_path)

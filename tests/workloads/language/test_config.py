@@ -77,7 +77,7 @@ def test_only_language_computes_its_loss_in_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("model=lm_tiny data=digits", "llama.Llama is for tokens, data.name=digits is for images"),
         (
@@ -91,10 +91,10 @@ def test_only_language_computes_its_loss_in_parts() -> None:
         ("task=classification model=lm_tiny", "Llama is for tokens, data._target_=fsdp_lab"),
     ],
 )
-def test_images_and_tokens_are_not_mixed(words: str, told: str) -> None:
+def test_images_and_tokens_are_not_mixed(words: str, message: str) -> None:
     with pytest.raises(CombinationError, match=r"use data=digits.*data=pydoc") as caught:
         composed(*words.split()).check(2)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_grid_leaves_out_the_cells_that_mix_them() -> None:
@@ -122,9 +122,9 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
         config = composed(*typed)
         with pytest.raises(CombinationError) as early:
             check(config)
-        assert ("or a tokenizer of 256 tokens at most." in str(early.value)) == (typed is text)
-        told = f"model.vocab_size={has} is less than the {needed} tokens of {of}"
-        assert str(early.value).startswith(told) and f"; use model.vocab_size={needed}" in str(early.value)
+        assert ("or a tokenizer with at most 256 tokens." in str(early.value)) == (typed is text)
+        message = f"model.vocab_size={has} is less than the {needed} tokens of {of}"
+        assert str(early.value).startswith(message) and f"; use model.vocab_size={needed}" in str(early.value)
         with pytest.raises(CombinationError) as late:  # on a cluster, whose files are not here
             build_workload(config.model, config.data, config.task).data.load()
         assert str(late.value) == str(early.value)
@@ -134,7 +134,7 @@ def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
     config = read_config(None, ["data=text", f"data.root={tmp_path}"])
     with pytest.raises(UserError) as caught:
         build_workload(config.model, config.data, config.task).data.prepare()
-    assert str(caught.value).startswith(f"data.root={tmp_path} holds no text; point it at a folder with .txt")
+    assert str(caught.value).startswith(f"data.root={tmp_path} has no text; point it at a folder with .txt")
     with pytest.raises(UserError) as early:
         check(composed("data=text", f"data.root={tmp_path}"))
     assert str(early.value) == str(caught.value), "what a worker would say is said before Ray starts"
@@ -152,12 +152,12 @@ def test_a_folder_without_text_ends_the_command_before_ray(
     tmp_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     (tmp_path / "notes").mkdir()
-    done = cli("-m", "data=text", "data.root=notes", tell_imports=True)
-    told = "fsdp_lab: data.root=notes holds no text; point it at a folder with .txt, .md, .parquet files."
-    assert done.returncode == 2 and told in done.stderr.splitlines()
+    done = cli("-m", "data=text", "data.root=notes", list_imports=True)
+    text = "fsdp_lab: data.root=notes has no text; point it at a folder with .txt, .md, .parquet files."
+    assert done.returncode == 2 and text in done.stderr.splitlines()
     assert "ray" not in done.stderr.rpartition("imported:")[2].split()
 
 
 def test_a_vocabulary_that_is_not_known_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"\$\{model.vocab_size\} is needed and model.vocab_size is not there"):
+    with pytest.raises(ConfigError, match=r"\$\{model.vocab_size\} refers to model.vocab_size, which is not set"):
         read_config(None, ["data=synthetic_tokens", "model=custom"])

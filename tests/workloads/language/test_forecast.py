@@ -24,12 +24,12 @@ def test_a_rank_of_eight_holds_an_eighth_of_llama3_8b_and_of_its_adamw_states(sh
     """The whole model takes twenty times as long and repeats its layer: two of 32 here, every size divides by eight."""
     assert 32 * LAYER + REST == 8_030_261_248, "as published"
     words = ["model=llama3_8b", "model.num_layers=2", "data.seq_len=64", "optimizer=adamw", "precision=bf16_mixed"]
-    found = peaks(*words, f"sharding={sharding}", num_workers=8, cuda=True)
+    result = peaks(*words, f"sharding={sharding}", num_workers=8, cuda=True)
     sharded = 4 * (2 * LAYER + REST) // 8
     num_tensors = 2 * 9 + 3
-    assert found["param"] == sharded
-    assert found["optimizer"] == 2 * sharded + 4 * num_tensors, "two moments, and the number of steps of each tensor"
-    assert found["buffer"] == 2 * 8192 * 64 * 4, "the tables of rotations are neither sharded nor cast"
+    assert result["param"] == sharded
+    assert result["optimizer"] == 2 * sharded + 4 * num_tensors, "two moments, and the number of steps of each tensor"
+    assert result["buffer"] == 2 * 8192 * 64 * 4, "the tables of rotations are neither sharded nor cast"
 
 
 def test_of_a_loss_in_parts_the_logits_of_one_part_are_held() -> None:
@@ -44,13 +44,13 @@ def test_of_a_loss_in_parts_the_logits_of_one_part_are_held() -> None:
     assert whole - parts[0] > 2 * logits
 
 
-def test_what_an_option_says_is_not_said_again(tmp_path: Path) -> None:
+def test_what_an_option_says_is_not_repeated(tmp_path: Path) -> None:
     words = ["model=lm_tiny", "model.num_layers=1", "sharding=root", "forecast.device=cuda", "cluster.num_workers=2"]
     done = forked.run(tmp_path, "fsdp_lab.forecast", *words)
     assert done.returncode == 0, done.stderr
-    told = " ".join(done.stdout.split()).partition("for GPUs")[0]
-    assert told.startswith("1 setting: model=lm_tiny sharding=root")
-    assert told.endswith("optimizer=adam model.num_layers=1 data=pydoc data.seq_len=64 32 items per worker and step ")
+    output = " ".join(done.stdout.split()).partition("for GPUs")[0]
+    assert output.startswith("1 setting: model=lm_tiny sharding=root")
+    assert output.endswith("optimizer=adam model.num_layers=1 data=pydoc data.seq_len=64 32 items per worker and step ")
 
 
 def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_tied_embedding_counts_as_the_head():
 
 def test_a_loss_of_the_users_counts_the_same_flops_by_samples_and_by_tokens():
     """Of a language model's own task, but for the attention, which the count takes as it is computed."""
-    told = {}
+    observed = {}
     for unit in ("samples", "tokens"):
         trial = read_config(
             None,
@@ -232,5 +232,5 @@ def test_a_loss_of_the_users_counts_the_same_flops_by_samples_and_by_tokens():
                 f"task.unit={unit}",
             ],
         )
-        told[unit] = build_workload(trial.model, trial.data, trial.task).train_flops_per_sample()
-    assert told["samples"] == pytest.approx(told["tokens"], rel=0.1)
+        observed[unit] = build_workload(trial.model, trial.data, trial.task).train_flops_per_sample()
+    assert observed["samples"] == pytest.approx(observed["tokens"], rel=0.1)

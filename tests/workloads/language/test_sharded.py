@@ -53,7 +53,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def learn_sharded(cases: list[Case]) -> list[Learned]:
     """On each rank: its half of the rows, and the mean of both ranks' losses."""
-    ranks, found = setup_distributed(), []
+    ranks, collected = setup_distributed(), []
     for sharding, reshard, recompute, tied, chunks in cases:
         trial = config(
             f"sharding={sharding}", f"reshard_after_forward={reshard}", f"activation_checkpointing={recompute}"
@@ -65,8 +65,8 @@ def learn_sharded(cases: list[Case]) -> list[Learned]:
         apply_fully_shard(model, (Block,), trial, dims.mesh)
         losses, gradients = learn(apply_ddp(model, trial, ranks.device), ROWS.chunk(2)[ranks.rank], chunks)
         dist.all_reduce(losses)
-        found.append(((losses / 2).tolist(), gradients))
-    return found
+        collected.append(((losses / 2).tolist(), gradients))
+    return collected
 
 
 @pytest.fixture(scope="module")

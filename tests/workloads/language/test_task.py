@@ -26,7 +26,7 @@ def by_hand(batch: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_each_token_is_told_from_those_before_it(chunks: int):
+def test_each_token_is_distinguished_from_those_before_it(chunks: int):
     task = Language(loss_chunks=chunks)
     outputs = task.forward(small(), BATCH)
     losses = by_hand(BATCH)

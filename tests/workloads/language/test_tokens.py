@@ -20,7 +20,7 @@ from fsdp_lab.workloads.language.text import TextTokens, encode, part_of
 from fsdp_lab.workloads.language.tokens import PackedTokens, SyntheticTokens, byte_tokens
 
 
-def test_every_token_but_the_first_is_told_once():
+def test_every_token_but_the_first_is_reported_once():
     rows = PackedTokens(torch.arange(22, dtype=torch.uint8), seq_len=5)
     assert [row.tolist() for row in rows] == [
         [0, 1, 2, 3, 4, 5],
@@ -132,26 +132,26 @@ def test_a_tokenizer_neither_cuts_nor_fills_up_a_document(tmp_path: Path):
 
 
 def test_bad_folders_and_tokenizers_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def told(**kwargs: Any) -> str:
+    def refusal(**kwargs: Any) -> str:
         with pytest.raises(UserError) as caught:
             TextTokens("train", **{"root": str(tmp_path), **kwargs})
         return str(caught.value)
 
     files = "with .txt, .md, .parquet files"
-    assert told() == f"data.root={tmp_path} holds no text; point it at a folder {files}."
-    assert told(root="/nowhere") == f"data.root=/nowhere is not a folder; point it at a folder {files}."
+    assert refusal() == f"data.root={tmp_path} has no text; point it at a folder {files}."
+    assert refusal(root="/nowhere") == f"data.root=/nowhere is not a folder; point it at a folder {files}."
     (tmp_path / "a.txt").write_text("x" * 100)
-    assert "its train split has 90 tokens, which is less than a row of data.seq_len=90 and one" in told(seq_len=90)
+    assert "its train split has 90 tokens, and a row needs data.seq_len=90 plus 1" in refusal(seq_len=90)
     (tmp_path / "b.parquet").write_bytes(b"no")
-    assert f"{tmp_path}/b.parquet is not a Parquet file" in told()
+    assert f"{tmp_path}/b.parquet is not a Parquet file" in refusal()
     import pyarrow as pa
     from pyarrow.parquet import write_table
 
     write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
-    assert told() == f"{tmp_path}/b.parquet has no column text, only body; rename the one to read."
+    assert refusal() == f"{tmp_path}/b.parquet has no column text, only body; rename its text column to text."
     (tmp_path / "b.parquet").unlink()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert "data.tokenizer=t.json needs the package tokenizers: pip install tokenizers" in told(tokenizer="t.json")
+    assert "data.tokenizer=t.json needs the package tokenizers: pip install tokenizers" in refusal(tokenizer="t.json")
 
 
 def test_a_tokenizer_that_is_none_is_one_message(tmp_path: Path):

@@ -17,15 +17,17 @@ def test_real_text_is_learned_whatever_the_sharding() -> None:
     """How often each byte stands there is worth 4.7 bits: `test_tokens` counts them."""
     results = run_ranks(2, train_all, [[*WORDS, *sharding] for sharding in SHARDINGS])[0]
     first = results[0][0]
-    for sharding, (losses, told) in zip(SHARDINGS, results, strict=True):
+    for sharding, (losses, reported) in zip(SHARDINGS, results, strict=True):
         assert apart(losses[:20], first[:20]) < 1e-5, sharding
         assert apart(losses, first) < 1e-2, "differences of rounding grow"
-        assert told[-1]["val/bits_per_byte"] < 4.4
-        assert told[-1]["train/grad_norm"] == pytest.approx(results[0][1][-1]["train/grad_norm"], rel=1e-2)
-        assert told[-1]["train/grad_norm"] > 0
-        assert told[-1]["val/perplexity"] == pytest.approx(2 ** told[-1]["val/bits_per_byte"]), "a token is a byte"
-        assert told[-1]["perf/tokens_per_s"] == pytest.approx(64 * told[-1]["perf/samples_per_s"])
-        assert 0 < told[-1]["perf/data_wait_share"] < 1
+        assert reported[-1]["val/bits_per_byte"] < 4.4
+        assert reported[-1]["train/grad_norm"] == pytest.approx(results[0][1][-1]["train/grad_norm"], rel=1e-2)
+        assert reported[-1]["train/grad_norm"] > 0
+        assert reported[-1]["val/perplexity"] == pytest.approx(2 ** reported[-1]["val/bits_per_byte"]), (
+            "a token is a byte"
+        )
+        assert reported[-1]["perf/tokens_per_s"] == pytest.approx(64 * reported[-1]["perf/samples_per_s"])
+        assert 0 < reported[-1]["perf/data_wait_share"] < 1
 
 
 SMALL = ["task=language", "data.seq_len=64", "training.global_batch_size=8"]

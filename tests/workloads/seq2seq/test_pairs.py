@@ -102,9 +102,9 @@ def write_csv(file: Path, rows: list[tuple[str, ...]], header: tuple[str, ...] =
 def test_rows_in_the_published_dialect(tmp_path: Path) -> None:
     write_csv(tmp_path / "train.csv", ROWS)
     write_csv(tmp_path / "val.csv", [("Unquoted.", "t", "x" * 200_000)])
-    found = WikiHow("train", root=str(tmp_path)).pairs
+    result = WikiHow("train", root=str(tmp_path)).pairs
     text = 'If you\'re "new", buy paper., Draw, every day. Then draw more.'
-    assert found == [
+    assert result == [
         Pair(" ".join([text] * 3), "Buy paper. Draw every day. Draw more."),
         Pair('One says ""yes"" and then, after a while, "yes" again.', 'Say "yes", twice.'),
     ]
@@ -136,7 +136,7 @@ def test_a_split_without_an_article_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_few_articles_without_one_for_validation_are_told_before_ray(tmp_path: Path, parts: int) -> None:
+def test_few_articles_without_one_for_validation_are_reported_before_ray(tmp_path: Path, parts: int) -> None:
     """By Python's own `zlib.crc32`, 'How to Make apple' and the four after it are not divisible by 20. The parts of an
     article are one title."""
     things = ("apple", "bread", "cake", "dough", "eggs")
@@ -147,8 +147,8 @@ def test_few_articles_without_one_for_validation_are_told_before_ray(tmp_path: P
     ]
     write_csv(tmp_path / "mine.csv", rows)
     message = (
-        f"^data.root={tmp_path}: none of the 5 articles of mine.csv falls into the validation split, which is a "
-        "twentieth of the titles; put two files with train and val in their names there.$"
+        f"^data.root={tmp_path}: none of the 5 articles of mine.csv is in the validation split, which is a "
+        "twentieth of the titles; use two files with train and val in their names.$"
     )
     with pytest.raises(UserError, match=message):
         check(composed("data=wikihow", f"data.root={tmp_path}", f"model._target_={HERE}.Summariser"))
@@ -170,15 +170,15 @@ def test_one_file_is_split_by_title_and_parts_stay_together(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("header", "found"), [(("title", "summary", "text"), "title, summary, text"), (("a b",), "a b"), ((), "none")]
+    ("header", "expected"), [(("title", "summary", "text"), "title, summary, text"), (("a b",), "a b"), ((), "none")]
 )
-def test_a_file_without_its_columns_is_one_message(tmp_path: Path, header: tuple[str, ...], found: str) -> None:
+def test_a_file_without_its_columns_is_one_message(tmp_path: Path, header: tuple[str, ...], expected: str) -> None:
     write_csv(tmp_path / "wikihowAll.csv", [], header)
     with pytest.raises(UserError) as caught:
         check(composed("data=wikihow", f"data.root={tmp_path}", f"model._target_={HERE}.Summariser"))
-    told = str(caught.value)
-    assert told.startswith(f"{tmp_path}/wikihowAll.csv has no column headline") and "\n" not in told
-    assert f"found {found}, expected headline and text; use the published wikihowAll.csv" in told
+    output = str(caught.value)
+    assert output.startswith(f"{tmp_path}/wikihowAll.csv has no column headline") and "\n" not in output
+    assert f"found {expected}, expected headline and text; use the published wikihowAll.csv" in output
 
 
 def test_a_folder_without_the_files_is_one_message(tmp_path: Path) -> None:
@@ -198,11 +198,11 @@ def test_lengths_and_vocabularies_are_checked_before_ray(tmp_path: Path, data: s
     words: Any = [f"data={data}", f"model._target_={HERE}.Summariser"]
     words += [f"data.root={tmp_path}"] if data == "wikihow" else []
     check(composed(*words))
-    with pytest.raises(UserError, match=r"data.target_len=1: a text has one token and its end at least; use 2 or more"):
+    with pytest.raises(UserError, match=r"data.target_len=1: a text has at least one token and its end; use 2 or more"):
         check(composed(*words, "data.target_len=1"))
     with pytest.raises(CombinationError, match=r"model\.vocab_size=300 is less than the 384 tokens of data"):
         check(composed(*words, "model.vocab_size=300"))
-    with pytest.raises(CombinationError, match="task=classification is for images: these do not fit each other"):
+    with pytest.raises(CombinationError, match="task=classification is for images: these do not fit together"):
         check(composed(*words, "task=classification"))
     with pytest.raises(UserError, match=r"no\.json is not a file"):
         check(composed(*words, "data.tokenizer=no.json"))

@@ -28,8 +28,8 @@ def test_it_trains_keeps_the_best_epoch_and_summarises(tmp_path: Path) -> None:
     assert min(losses) < losses[0] < 5.95, "it learns: a guess among 384 tokens has 5.95"
     assert min(losses) < losses[-1] - 0.05, "the last epoch is not the best"
     for argument in ("file=out/model", f"run={row['run_id']}"):
-        told = forked.run(tmp_path, "fsdp_lab.predict", argument, STORE, seconds=200)
-        assert told.returncode == 0, told.stderr
-        assert told.stdout.count("article:") == told.stdout.count("summary:") == 3
-        loss = float(re.findall(r"40 validation pairs: loss ([0-9.]+)", told.stdout)[0])
+        observed = forked.run(tmp_path, "fsdp_lab.predict", argument, STORE, seconds=200)
+        assert observed.returncode == 0, observed.stderr
+        assert observed.stdout.count("article:") == observed.stdout.count("summary:") == 3
+        loss = float(re.findall(r"40 validation pairs: loss ([0-9.]+)", observed.stdout)[0])
         assert loss == pytest.approx(min(losses), abs=0.02), "of the best epoch; in float32, where the trial has bf16"

@@ -65,11 +65,11 @@ def sharded() -> list[Any]:
 def test_a_rank_with_fewer_labels_weighs_less(sharded: list[Any]) -> None:
     torch.set_num_threads(1)
     expected, val_loss = unsharded()
-    for cell, (losses, told) in zip(CELLS, sharded, strict=True):
+    for cell, (losses, reported) in zip(CELLS, sharded, strict=True):
         assert apart(losses, expected) <= 1e-5, cell
-        assert abs(told[-1]["val/loss"] - val_loss) <= 1e-5, cell
-        assert told[-1]["val/perplexity"] == pytest.approx(torch.tensor(val_loss).exp().item(), rel=1e-4)
-        assert "perf/tokens_per_s" not in told[-1], "rows differ in their tokens"
+        assert abs(reported[-1]["val/loss"] - val_loss) <= 1e-5, cell
+        assert reported[-1]["val/perplexity"] == pytest.approx(torch.tensor(val_loss).exp().item(), rel=1e-4)
+        assert "perf/tokens_per_s" not in reported[-1], "rows differ in their tokens"
 
 
 def test_parts_of_the_batch_have_other_numbers_of_labels() -> None:

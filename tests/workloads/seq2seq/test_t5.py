@@ -17,7 +17,7 @@ from tests.forecast.test_equality import differences
 from tests.ranks import config, run_ranks, train_all
 from tests.takehome.scripts import train_and_run
 from tests.training.reference import apart
-from tests.workloads.hf.cases import LEARN, told
+from tests.workloads.hf.cases import LEARN, target_loss
 from tests.workloads.test_every_workload import Script
 
 SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 24, "dropout_rate": 0.0}
@@ -40,7 +40,9 @@ def t5() -> transformers.T5ForConditionalGeneration:
 def test_it_learns_what_a_plain_script_of_transformers_learns() -> None:
     """Whose own loss is the mean over the labels of the batch."""
     torch.set_num_threads(1)
-    losses, val_loss = Script(t5, partial(PydocSummaries, source_len=24, target_len=12), told).train(*WORDS, *LEARN)
+    losses, val_loss = Script(t5, partial(PydocSummaries, source_len=24, target_len=12), target_loss).train(
+        *WORDS, *LEARN
+    )
     results = run_ranks(2, train_all, [[*WORDS, *LEARN, *cell.split()] for cell in CELLS])[0]
     for cell, (got, metrics) in zip(CELLS, results, strict=True):
         assert apart(got, losses) <= 1e-5, (cell, got, losses)
@@ -51,8 +53,8 @@ def test_it_holds_what_was_forecast_to_the_byte() -> None:
     assert differences([[*WORDS, cell] for cell in CELLS[:3]], ranks=1) == []
 
 
-def test_what_the_configuration_lacks_is_told() -> None:
-    with pytest.raises(UserError, match=r"and here model\.config holds the values of a configuration; use"):
+def test_what_the_configuration_lacks_is_reported() -> None:
+    with pytest.raises(UserError, match=r"but model\.config has the values of a configuration; use"):
         config("task=seq2seq", "model.pretrained=true").check_files()
     with pytest.raises(UserError, match=r"the configuration below model\.config \(t5\) has no key d_modl\. Did you"):
         config("task=seq2seq", "model.d_modl=32").check(2)

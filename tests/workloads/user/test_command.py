@@ -58,9 +58,9 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path) -> None:
     }
 
     (project / "out" / "1" / "outcome.json").unlink()
-    untold = run_cli(project, "resume=out")
-    assert untold.returncode == 2
-    assert "type it behind resume=...: --config-dir=conf_of_mine" in untold.stderr
+    refused = run_cli(project, "resume=out")
+    assert refused.returncode == 2
+    assert "add it to the command after resume=...: --config-dir=conf_of_mine" in refused.stderr
     resume = ("resume=out", "--config-dir=conf_of_mine")
     again = run_cli(project, *resume)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -86,13 +86,13 @@ def test_a_search_knows_the_code_of_the_trials_to_come(project: Path) -> None:
 
 def test_a_resume_with_another_argument_is_refused(project: Path) -> None:
     assert run_cli(project, *THEIRS, *HERE, "training.max_steps=1", "export=false").returncode == 0
-    for word, told in (
-        ("model.depth=3", "model.depth=None there, 3 here"),
-        ("data.noise=0.1", "data.noise=None there, 0.1 here"),
-        ("model.width=17", "model.width=16 there, 17 here"),
+    for word, observed in (
+        ("model.depth=3", "model.depth was None and is 3"),
+        ("data.noise=0.1", "data.noise was None and is 0.1"),
+        ("model.width=17", "model.width was 16 and is 17"),
     ):
         refused = run_cli(project, "resume=out", word)
-        assert refused.returncode == 2 and told in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and observed in refused.stderr, refused.stderr
 
 
 @pytest.mark.slow
@@ -144,40 +144,40 @@ def test_a_forecast_of_theirs(project: Path, monkeypatch: pytest.MonkeyPatch, ca
 BATCH = "data.collate_fn=my_project.data.collate_wrongly"
 # What is typed -> what the message must say. Only a trial or a forecast can find it.
 FOUND_LATER = {
-    "loss": ([*NET, *DATA, "task.loss=my_project.net.of_each_item"], "of_each_item is a tensor of 64; it is to be the"),
+    "loss": ([*NET, *DATA, "task.loss=my_project.net.of_each_item"], "of_each_item is a tensor of 64; it must be the"),
     "batch": ([*THEIRS, BATCH], "the forward pass fails in first (Linear) on a batch of {x: 64x2 float32, y: 64 float"),
 }
-NO_TEXT = (["task=language", "data=text", "data.root=conf_of_mine"], "data.root=conf_of_mine holds no text")
+NO_TEXT = (["task=language", "data=text", "data.root=conf_of_mine"], "data.root=conf_of_mine has no text")
 ASKS = ["model._target_=my_project.net.Asks", "model.width=16", *DATA, *LOSS]
 
 
-@pytest.mark.parametrize(("words", "told"), FOUND_LATER.values(), ids=FOUND_LATER)
-def test_what_a_trial_finds_is_one_message(project: Path, words: list[str], told: str) -> None:
+@pytest.mark.parametrize(("words", "message"), FOUND_LATER.values(), ids=FOUND_LATER)
+def test_what_a_trial_finds_is_one_message(project: Path, words: list[str], message: str) -> None:
     done = run_cli(project, *words, *HERE)
     assert done.returncode == 1
-    (line,) = (line for line in (done.stdout + done.stderr).splitlines() if told in line)
+    (line,) = (line for line in (done.stdout + done.stderr).splitlines() if message in line)
     assert "trial failed" in line
     assert "UserError" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         *FOUND_LATER.values(),
         NO_TEXT,
-        (ASKS, "_local_scalar_dense.default asks for one in the forward pass of the model"),
+        (ASKS, "_local_scalar_dense.default needs one in the forward pass of the model"),
     ],
     ids=[*FOUND_LATER, "no text", "values"],
 )
 def test_what_a_forecast_finds_is_one_message(
-    project: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    project: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     monkeypatch.setattr("sys.argv", ["forecast", *words, "cluster.num_workers=1", "forecast.folder=f"])
     assert forecast() == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fsdp_lab.forecast: ") and told in line
+    assert line.startswith("fsdp_lab.forecast: ") and message in line
 
 
 def test_an_error_of_their_code_is_one_line_that_names_its_place(project: Path) -> None:
@@ -189,17 +189,17 @@ def test_an_error_of_their_code_is_one_line_that_names_its_place(project: Path) 
     number = next(
         n for n, text in enumerate((project / "my_project/net.py").read_text().splitlines(), 1) if "boom" in text
     )
-    told = f"RuntimeError: boom (my_project/net.py:{number}) [traceback: out/failures/rank0.json]"
-    assert line.endswith(told)
+    output = f"RuntimeError: boom (my_project/net.py:{number}) [traceback: out/failures/rank0.json]"
+    assert line.endswith(output)
     assert "boom" in json.loads((project / "out/failures/rank0.json").read_text())["traceback"]
     assert "boom" in (project / "out/error.txt").read_text()
 
 
-def test_the_command_that_is_told_tries_mended_code_again(project: Path) -> None:
+def test_the_printed_command_tries_mended_code_again(project: Path) -> None:
     failed = run_cli(project, *FOUND_LATER["loss"][0], *HERE, "training.max_steps=1")
     assert "0 of 1 trial has a result, 1 failed" in failed.stdout
-    told = "python -m fsdp_lab resume=out resume_failed=true (after a change of your code also resume_anyway=true)"
-    assert told in failed.stdout, failed.stdout
+    output = "python -m fsdp_lab resume=out resume_failed=true (if your code changed, also resume_anyway=true)"
+    assert output in failed.stdout, failed.stdout
     file = project / "my_project" / "net.py"
     file.write_text(file.read_text().replace('- batch["y"]) ** 2', '- batch["y"]).pow(2).mean()'))
     assert run_cli(project, "resume=out", "resume_failed=true").returncode == 2
@@ -217,7 +217,7 @@ REFUSED = {
     "no module": (["model._target_=my_projct.net.Net"], ["no module my_projct", "Did you mean my_project?"]),
     "unknown argument": (
         ["model._target_=my_project.net.Net", "model.widht=4"],
-        ["takes no widht", "takes: width, depth."],
+        ["has no parameter widht", "takes: width, depth."],
     ),
     "key of ours": (["model.num_layer=4"], ["model.num_layer is not a key", "Did you mean model.num_layers?"]),
     "target with a typo": (["model._target=my_project.net.Net"], ["model._target is", "Did you mean model._target_?"]),
@@ -229,11 +229,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flag", [[], ["-m"]], ids=["trial", "sweep"])
-@pytest.mark.parametrize(("words", "told"), REFUSED.values(), ids=REFUSED)
-def test_bad_input_is_told_before_ray_starts(project: Path, words: list[str], told: list[str], flag: list[str]) -> None:
-    done = run_cli(project, *words, *ONE_CELL, *flag, tell_imports=True, imported=LOOKS, timeout=60)
+@pytest.mark.parametrize(("words", "expected_message"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_reported_before_ray_starts(
+    project: Path, words: list[str], expected_message: list[str], flag: list[str]
+) -> None:
+    done = run_cli(project, *words, *ONE_CELL, *flag, list_imports=True, imported=LOOKS, timeout=60)
     *message, imported = done.stderr.splitlines()
     assert done.returncode in (1, 2) and len(message) == 1 and message[0].startswith("fsdp_lab: "), done.stderr
-    assert [word for word in told if word not in message[0]] == []
+    assert [word for word in expected_message if word not in message[0]] == []
     assert "ray" not in imported and "mlflow" not in imported
     assert not (flag and (project / "outputs").exists())

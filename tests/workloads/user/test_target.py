@@ -30,14 +30,14 @@ BAD = {
     "no module": (["model._target_=my_projct.net.Net"], ["there is no module my_projct", "Did you mean my_project?"]),
     "no file": (["model._target_=my_project.nte.Net"], ["my_project has no nte", "Did you mean net?"]),
     "no class": (["model._target_=my_project.net.Nte"], ["my_project.net has no Nte", "Did you mean Net?"]),
-    "no path": (["model._target_=Net"], ["model._target_=Net is no path", "my_project.net.Net"]),
+    "no path": (["model._target_=Net"], ["model._target_=Net is not an import path", "my_project.net.Net"]),
     "a module": (["model._target_=my_project.net.F"], ["F is a module, which cannot be called"]),
     "a number": (["task.loss=my_project.net.a_number"], ["a_number is a int, which cannot be called"]),
     "broken file": (["model._target_=my_project.broken.Net"], ["my_project.broken fails with SyntaxError"]),
     "missing library": (["model._target_=my_project.needs.Net"], ["my_project.needs imports nowhere_to_be_found"]),
     "unknown argument": (
         ["model._target_=my_project.net.Net", "model.widht=4"],
-        ["model.widht=4: my_project.net.Net takes no widht", "Did you mean width?", "takes: width, depth."],
+        ["model.widht=4: my_project.net.Net has no parameter widht", "Did you mean width?", "takes: width, depth."],
     ),
     "missing argument": (
         ["model._target_=my_project.net.Net"],
@@ -47,12 +47,21 @@ BAD = {
         ["model._target_=torch.nn.Linear"],
         ["needs model.in_features, model.out_features, which have no defaults; add model.in_features=<value>"],
     ),
-    "argument of data": (["data._target_=my_project.data.Corpus", "data.nois=1"], ["takes no nois", "takes: noise."]),
-    "no split": (["data._target_=my_project.data.without_split", "data.noise=1"], ["takes no split", "add that param"]),
-    "given split": (["data._target_=my_project.data.Corpus", "data.split=train"], ["data.split=train: fsdp_lab gives"]),
+    "argument of data": (
+        ["data._target_=my_project.data.Corpus", "data.nois=1"],
+        ["has no parameter nois", "takes: noise."],
+    ),
+    "no split": (
+        ["data._target_=my_project.data.without_split", "data.noise=1"],
+        ["has no parameter split", "add that param"],
+    ),
+    "given split": (
+        ["data._target_=my_project.data.Corpus", "data.split=train"],
+        ["data.split=train: fsdp_lab itself"],
+    ),
     "argument of an argument": (
         ["model._target_=my_project.net.Wraps", "model.inner._target_=my_project.net.Net", "model.inner.widht=4"],
-        ["model.inner.widht=4: my_project.net.Net takes no widht", "Did you mean width?"],
+        ["model.inner.widht=4: my_project.net.Net has no parameter widht", "Did you mean width?"],
     ),
     "target of an argument": (
         ["model._target_=my_project.net.Wraps", "model.inner=[{_target_: my_project.net.Nte}]"],
@@ -60,24 +69,24 @@ BAD = {
     ),
     "word of Hydra's": (
         ["data._target_=my_project.data.Corpus", "data.noise={_target_: my_project.net.loss, _partial_: true}"],
-        ["data.noise._partial_: of such words of Hydra's only _target_ is known"],
+        ["data.noise._partial_: of Hydra's special keys only _target_ is supported"],
     ),
-    "no target": (["model=custom"], ["model=custom: model._target_ names nothing"]),
+    "no target": (["model=custom"], ["model=custom: model._target_ is not set"]),
     "no loss": (["task=custom"], ["task=custom with task.loss=null"]),
     "two losses": (["task=model_loss", "task.loss=my_project.net.loss"], ["task=model_loss with task.loss=my_project"]),
     "loss of one": (
         [*NET, "task.loss=my_project.net.loss_of_the_model_alone"],
-        ["takes (model), and is called as loss_of_the_model_alone(model, batch)"],
+        ["takes (model), but is called as loss_of_the_model_alone(model, batch)"],
     ),
     "block": ([*NET, "model.block_classes=[my_project.net.Blok]"], ["has no Blok", "Did you mean Block?"]),
 }
 
 
-@pytest.mark.parametrize(("words", "told"), BAD.values(), ids=BAD)
-def test_what_cannot_be_called_is_refused(project: Path, words: list[str], told: list[str]) -> None:
+@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
+def test_what_cannot_be_called_is_refused(project: Path, words: list[str], message: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config(*words).check(1)
-    assert [word for word in told if word not in str(caught.value)] == []
+    assert [word for word in message if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import UserError
-from fsdp_lab.engine.files import read_failures
+from fsdp_lab.engine.trial_files import read_failures
 from fsdp_lab.engine.worker import record_failure
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.weights import build_blueprint
@@ -62,15 +62,18 @@ DOES_NOT_FIT = {
     ),
     "broken item": (
         (*NET, *LOSS, f"data._target_={HERE}.data.Broken"),
-        [f"data._target_={HERE}.data.Broken: an item at an end of a split cannot be read", ": IndexError: index 128"],
+        [
+            f"data._target_={HERE}.data.Broken: the first or last item of a split cannot be read",
+            ": IndexError: index 128",
+        ],
     ),
     "dropped layers": (
         (f"model._target_={HERE}.net.LeavesOut", "model.width=8", *DATA, *LOSS, "sharding=ddp"),
-        ["sharding=ddp: in the step before, some parameters got no gradient", "use sharding=root or per_block"],
+        ["sharding=ddp: some parameters got no gradient in the last step", "use sharding=root or per_block"],
     ),
     "labels": (
         (*NET, *DATA),
-        ["takes (inputs, labels), and this data gives {x: 16x3 float32, y: 16 float32}: name task.loss="],
+        ["takes (inputs, labels), but this data set returns {x: 16x3 float32, y: 16 float32}; use task.loss="],
     ),
     "keys": (
         (*NET, *DATA, f"task.loss={HERE}.net.loss_of_other_keys", "sharding=ddp"),
@@ -87,14 +90,14 @@ DOES_NOT_FIT = {
     ),
     "ragged": (
         (*NET, *LOSS, f"data._target_={HERE}.data.Ragged"),
-        ["make no batch: RuntimeError: stack expects", "Items of different sizes need a data.collate_fn."],
+        ["do not form a batch: RuntimeError: stack expects", "Items of different sizes need a data.collate_fn."],
     ),
     "no file": (
         (f"model._target_={HERE}.net.Loads", "model.width=4", *DATA, *LOSS),
         ["FileNotFoundError", "nowhere.pt"],
     ),
     "no model": ((f"model._target_={HERE}.net.off_by", "model.model=1", "model.batch=2", *DATA), ["fails: TypeError"]),
-    "no module": ((f"model._target_={HERE}.data.Pictures", "model.split=val", *DATA), ["is to return an nn.Module"]),
+    "no module": ((f"model._target_={HERE}.data.Pictures", "model.split=val", *DATA), ["must return an nn.Module"]),
     "values on meta": (
         (f"model._target_={HERE}.net.Reads", "model.width=8", *DATA, *LOSS, "init=meta"),
         ["init=meta: the constructor of Reads reads the values of parameters", "use init=rank0"],
@@ -106,7 +109,7 @@ DOES_NOT_FIT = {
     ),
     "divided": (
         (f"model._target_={HERE}.net.Divides", "model.width=8", *DATA, *LOSS),
-        ["the parameter extra of Divides is a DTensor already", "make it a plain tensor"],
+        ["the parameter extra of Divides is already a DTensor", "make it a plain tensor"],
     ),
     "no example": (
         (f"model._target_={HERE}.net.digits", "model.width=4", "data=example", "sharding=root"),
@@ -130,7 +133,7 @@ def train_each(cases: dict[str, tuple[str, ...]], more: list[str]) -> dict[str, 
         with tempfile.TemporaryDirectory() as folder:
             try:
                 train(config("data.num_train=null", "data.num_val=null", *words, *more), Path(folder), memo)
-                results[name] = memo.told[-1]
+                results[name] = memo.reported[-1]
             except UserError as error:
                 results[name] = str(error)
     return results
@@ -149,9 +152,9 @@ def trained() -> dict[str, dict[str, float] | str]:
 
 @pytest.mark.parametrize("name", FITS)
 def test_any_part_may_be_theirs(trained: dict[str, dict[str, float] | str], name: str) -> None:
-    told = trained[name]
-    assert isinstance(told, dict), told
-    assert math.isfinite(told[FITS[name][1]])
+    reported = trained[name]
+    assert isinstance(reported, dict), reported
+    assert math.isfinite(reported[FITS[name][1]])
 
 
 @pytest.mark.parametrize("task", TOKENS)
@@ -165,7 +168,7 @@ def test_tokens_are_counted_where_each_item_has_as_many(trained: dict[str, dict[
 
 
 @pytest.mark.parametrize("name", DOES_NOT_FIT)
-def test_what_does_not_fit_is_told_in_one_message(trained: dict[str, dict[str, float] | str], name: str) -> None:
+def test_what_does_not_fit_is_reported_in_one_message(trained: dict[str, dict[str, float] | str], name: str) -> None:
     message = trained[name]
     assert isinstance(message, str), "it trained"
     assert [word for word in DOES_NOT_FIT[name][1] if word not in message] == [], message
@@ -186,21 +189,21 @@ def test_a_loss_may_read_plain_values_of_the_model() -> None:
 def phases(cases: list[tuple[str, ...]]) -> list[list[str]]:
     from fsdp_lab.training import train
 
-    found = []
+    collected = []
     for words in cases:
         memo = Memo()
         with tempfile.TemporaryDirectory() as folder, suppress(UserError):
             train(config(*words, "training.max_steps=1"), Path(folder), memo)
-        found.append(memo.phases)
-    return found
+        collected.append(memo.phases)
+    return collected
 
 
-def test_what_may_get_stuck_before_the_first_step_is_told_apart() -> None:
+def test_what_may_get_stuck_before_the_first_step_is_distinguished() -> None:
     """Where one of them fails it is the last that was told."""
     no_data, no_model = DOES_NOT_FIT["iterable"][0], DOES_NOT_FIT["no model"][0]
-    (told,) = run_ranks(1, phases, [THEIRS, no_data, no_model])
+    (reported,) = run_ranks(1, phases, [THEIRS, no_data, no_model])
     every = ["loading the data", "building the model", "initialising the weights (init=rank0)", "loading a checkpoint"]
-    assert told == [every, every[:1], every[:2]]
+    assert reported == [every, every[:1], every[:2]]
 
 
 def test_what_a_data_set_draws_is_the_same_in_any_process_and_after_a_resume(tmp_path: Path) -> None:
@@ -212,9 +215,9 @@ def test_what_a_data_set_draws_is_the_same_in_any_process_and_after_a_resume(tmp
     assert len(here[0]) == 8 and len(set(here[0])) == 8
     assert here[0] == there[0] != other[0] and here[1][-1]["val/loss"] == there[1][-1]["val/loss"]
     ((before, _),) = run_ranks(1, train_all, [[*words, "training.max_steps=3"]], str(tmp_path))[0]
-    ((after, told),) = run_ranks(1, train_all, [words], str(tmp_path))[0]
+    ((after, output),) = run_ranks(1, train_all, [words], str(tmp_path))[0]
     assert before + after == here[0]
-    assert told[-1]["val/loss"] == here[1][-1]["val/loss"]
+    assert output[-1]["val/loss"] == here[1][-1]["val/loss"]
 
 
 def their_own_loss(words: list[str]) -> tuple[dict[str, float], float]:
@@ -228,13 +231,13 @@ def their_own_loss(words: list[str]) -> tuple[dict[str, float], float]:
         train(config("data.num_train=null", "data.num_val=null", *words), Path(folder), memo)
         file = torch.load(Path(folder, "model.pt"), weights_only=True) if os.environ["RANK"] == "0" else None
     if file is None:
-        return memo.told[-1], math.nan
+        return memo.reported[-1], math.nan
     model = Net(16)
     model.load_state_dict(file["state_dict"])
     val = Corpus("val")
     batch = torch.utils.data.default_collate([val[i] for i in range(len(val))])
     with torch.no_grad():
-        return memo.told[-1], of_each_item(model, batch).mean().item()
+        return memo.reported[-1], of_each_item(model, batch).mean().item()
 
 
 @pytest.mark.parametrize("batch", [6, 60])
@@ -242,8 +245,8 @@ def test_a_validation_counts_every_item_once(batch: int) -> None:
     """31 items on two ranks, 16 and 15. With 3 at a time the last batch of one rank is padding alone; with 30 the
     batches of the two differ in size."""
     words = [*THEIRS, "export=true", "training.epochs=1", f"training.global_batch_size={batch}"]
-    (told, by_hand), _ = run_ranks(2, their_own_loss, words)
-    assert told["val/loss"] == pytest.approx(by_hand, rel=1e-5)
+    (reported, by_hand), _ = run_ranks(2, their_own_loss, words)
+    assert reported["val/loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_a_validation_weighs_a_batch_by_its_items_whatever_its_first_tensor_is() -> None:
@@ -274,10 +277,10 @@ def test_a_forecast_is_what_is_measured_to_the_byte(sharding: str, batch: int) -
     ]
     more += ["training.epochs=2"]
     peaks = forecast_profile(config(*THEIRS, *more), 2, cuda=False).peaks["device"]
-    told = run_ranks(2, train_each, {"case": THEIRS}, more)[0]["case"]
-    assert isinstance(told, dict), told
+    reported = run_ranks(2, train_each, {"case": THEIRS}, more)[0]["case"]
+    assert isinstance(reported, dict), reported
     assert {k: v for k, v in peaks.items() if k != "total"} == {
-        k: told[f"memory/{k}_bytes"] for k in peaks if k != "total"
+        k: reported[f"memory/{k}_bytes"] for k in peaks if k != "total"
     }
 
 
@@ -294,8 +297,8 @@ def test_items_are_read_in_the_thread_that_made_the_data_set() -> None:
 
 
 def test_a_forecast_says_what_does_not_fit() -> None:
-    told = {"loss of each item": "a tensor of 16;", "batch": "on a batch of {x: 16x2 float32, y: 16 float32}"}
-    for name, words in told.items():
+    observed = {"loss of each item": "a tensor of 16;", "batch": "on a batch of {x: 16x2 float32, y: 16 float32}"}
+    for name, words in observed.items():
         with pytest.raises(UserError) as caught:
             forecast_profile(config(*DOES_NOT_FIT[name][0]), 2, cuda=False)
         assert words in str(caught.value)
@@ -357,7 +360,7 @@ def ragged(items: list[dict[str, torch.Tensor]]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("size", [1, 32, 33, 500])
-def test_the_shape_of_a_batch_is_told_from_a_few_items(size: int) -> None:
+def test_the_shape_of_a_batch_is_distinguished_from_a_few_items(size: int) -> None:
     """Also where new tensors have no storage, and from fewer items than the batch has."""
     reads = []
 

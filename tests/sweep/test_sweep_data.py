@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.sweep.report import log_axes, study_of
+from fsdp_lab.sweep.sweep_data import log_axes, study_of
 
 
 @pytest.mark.parametrize(

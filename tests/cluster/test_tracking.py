@@ -1,0 +1,180 @@
+"""One tracking server for several nodes: MLflow's, on PostgreSQL, with its artifacts in object storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import postgres
+from tests.cluster.namespaces import Node, two_namespaces, why_not
+from tests.conftest import ROOT
+from tests.s3 import SECRET, held_in, s3_server, settings
+from tests.servers import mlflow_server
+from tests.sweep.conftest import results
+
+pytestmark = pytest.mark.cluster
+
+_S3_PORT = 9000  # in a network namespace nobody else has it
+_LIMIT_S = 60
+TINY = (
+    "engine=inline", "model=mlp", "forecast.enabled=false", "data.num_train=64", "data.num_val=32", "offload=none",
+    "training.global_batch_size=32", "training.epochs=2", "sharding=per_block", "reshard_after_forward=always",
+)  # fmt: skip
+SEEDS = ("training.seed=0,1,2,3",)
+SWEEP = ("-m", *TINY, "precision=fp32", "hydra.sweep.dir=out")
+
+
+@dataclass
+class Shared:
+    """Two nodes and a server on the first; a driver knows its address alone, and no password of what is behind it."""
+
+    nodes: list[Node]
+    address: str
+
+    def start(self, node: int, folder: Path, module: str, *words: str) -> subprocess.Popen[str]:
+        """Begin a command on a node, in a folder of its own."""
+        folder.mkdir(exist_ok=True)
+        command = self.nodes[node].command(sys.executable, "-m", module, *words, f"tracking.uri={self.address}")
+        return subprocess.Popen(
+            command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, node: int, folder: Path, module: str, *words: str) -> str:
+        """What a command prints, which ends well."""
+        return ended(self.start(node, folder, module, *words))
+
+    def runs(self, experiment: str) -> list[dict[str, Any]]:
+        """All runs of an experiment, as the second node reads them."""
+        command = self.nodes[1].command(sys.executable, "-c", _RUNS, self.address, experiment)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S)
+        recorded: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        return recorded
+
+    def objects(self, name: str) -> int:
+        """How many objects of a name the bucket has."""
+        command = self.nodes[0].command(sys.executable, "-c", _OBJECTS, name)
+        environment = {**os.environ, **settings(_S3_PORT)}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S, env=environment)
+        return int(done.stdout)
+
+
+_OBJECTS = """
+import sys
+from s3fs import S3FileSystem
+print(sum(path.endswith("/" + sys.argv[1]) for path in S3FileSystem().find("bucket/mlflow")))
+"""
+_RUNS = """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient(tracking_uri=sys.argv[1])
+experiment = client.get_experiment_by_name(sys.argv[2])
+runs = client.search_runs([experiment.experiment_id], max_results=500)
+print(json.dumps([{
+    "id": run.info.run_id, "status": run.info.status, "tags": run.data.tags, "metrics": run.data.metrics,
+    "epochs": sorted(point.step for point in client.get_metric_history(run.info.run_id, "val/loss")),
+    "artifacts": sorted(entry.path for entry in client.list_artifacts(run.info.run_id)),
+    "place": run.info.artifact_uri, "begun": run.info.start_time, "ended": run.info.end_time,
+} for run in runs]))
+"""
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=_LIMIT_S)
+    assert process.returncode == 0, out
+    return out
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    pytest.importorskip("moto", reason="moto is not installed: make test-cluster installs it")
+    if reason := why_not() or postgres.why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("tracking")
+    with ExitStack() as stack:
+        nodes = stack.enter_context(two_namespaces())
+        first = nodes[0].command()
+        stack.enter_context(s3_server(folder, _S3_PORT, within=first))
+        store = stack.enter_context(postgres.postgres_server(within=first))
+        address, _ = stack.enter_context(
+            mlflow_server(
+                folder, "--artifacts-destination", "s3://bucket/mlflow", store=store, host=nodes[0].address,
+                within=first, environment=settings(_S3_PORT),
+            )
+        )  # fmt: skip
+        yield Shared(nodes, address)
+
+
+def test_the_manual_starts_such_a_server():
+    page = (ROOT / "docs" / "tracking.md").read_text()
+    assert all(words in page for words in ("--artifacts-destination s3://bucket/mlflow", "postgresql+psycopg://"))
+
+
+def test_two_nodes_write_into_one_experiment_at_the_same_time(shared: Shared, tmp_path: Path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    sweeps = [
+        shared.start(n, folder, "fsdp_lab", *SWEEP, "tracking.experiment=team", f"training.seed={n}0,{n}1,{n}2,{n}3")
+        for n, folder in enumerate(folders)
+    ]  # neither finds the experiment
+    for sweep in sweeps:
+        ended(sweep)
+    runs = {run["id"]: run for run in shared.runs("team")}
+    assert len(runs) == 2 * (1 + 4), "none is lost, none is there twice"
+    assert {run["status"] for run in runs.values()} == {"FINISHED"}
+    spans = []
+    for folder in folders:
+        rows = results(folder)
+        (parent,) = (runs[id] for id in {runs[row["run_id"]]["tags"]["mlflow.parentRunId"] for row in rows})
+        spans.append((parent["begun"], parent["ended"]))
+        assert parent["tags"]["fsdp_lab.folder"] == str(folder / "out")
+        assert {"report.html", "report.md", "results.csv"} <= set(parent["artifacts"])
+        for row in rows:
+            run = runs[row["run_id"]]
+            assert run["metrics"]["val/loss"] == pytest.approx(float(row["val/loss"]), rel=1e-9)
+            assert run["epochs"] == [1, 2] and run["tags"]["fsdp_lab.trial"] == row["trial"]
+            assert run["tags"]["fsdp_lab.recorded"] == "true" and "model" in run["artifacts"]
+            assert run["place"].startswith("mlflow-artifacts:/")
+    assert max(begun for begun, _ in spans) < min(end for _, end in spans), "both wrote at the same time"
+    assert shared.objects("model.pt") == 8, "artifacts are in the bucket, by way of the server"
+
+
+def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared, tmp_path: Path):
+    sweep = shared.start(0, tmp_path, "fsdp_lab", *SWEEP, "tracking.experiment=killed", "report.others_cpu=0.5", *SEEDS)
+    until = time.monotonic() + _LIMIT_S
+    while not (tmp_path / "out" / "1" / "outcome.json").exists():
+        assert sweep.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    sweep.kill()
+    sweep.communicate()
+    assert "results:" in shared.run(0, tmp_path, "fsdp_lab", "resume=out")
+    runs = shared.runs("killed")
+    (parent,) = (run for run in runs if "mlflow.parentRunId" not in run["tags"])
+    children = {run["tags"]["fsdp_lab.trial"]: run for run in runs if run is not parent}
+    assert len(runs) == 5 and sorted(children) == ["0", "1", "2", "3"]
+    assert {run["status"] for run in runs} == {"FINISHED"} and all(run["epochs"] == [1, 2] for run in children.values())
+    shared.run(1, tmp_path / "elsewhere", "fsdp_lab.report", f"sweep={parent['id']}", "out=report")
+    report = (tmp_path / "elsewhere" / "report" / "report.md").read_text()
+    assert all(f"| {number} |" in report for number in range(4))
+    assert "more than 50 % of the cores" in report, "its config comes from the bucket, by way of the server"
+
+
+def test_a_night_is_compared_with_the_last_one_and_reported_to_the_store(shared: Shared, tmp_path: Path):
+    words = ("--once", *TINY, "precision=fp32,bf16", "tracking.experiment=nights", "nightly.folder=nights")
+    loose = ("nightly.repeats=1", "nightly.tolerance.samples_per_s=0.9", "nightly.others_cpu=1")
+    for _ in range(2):
+        shared.run(0, tmp_path, "fsdp_lab.nightly", *words, *loose)
+    tags = [run["tags"] for run in shared.runs("nights") if "nightly.verdict" in run["tags"]]
+    tags.sort(key=lambda each: each["nightly.night"])
+    assert [each["nightly.verdict"] for each in tags] == ["good", "good"]
+    assert [each.get("nightly.baseline") for each in tags] == [None, tags[0]["nightly.night"]]
+    assert held_in(tmp_path, SECRET) == []

@@ -1,0 +1,167 @@
+"""The three answers to whether a setting fits, made by hand, and what each reader of them does."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fsdp_lab.forecast.capacity import NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, on_capacity
+from fsdp_lab.forecast.keep import passed_over
+from fsdp_lab.forecast.recommend import recommend, speed_verdict
+from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
+from fsdp_lab.forecast.verdict import verdict
+from fsdp_lab.speed.device import Basis
+from fsdp_lab.speed.predict import BOUNDS, Speed
+
+PEAK, CONTEXT = 700, 100  # bytes
+NEEDS = {"yes": 900, "tight": 1001, "no": 1001}
+ACTIVE = {"yes": 750, "tight": 900, "no": 901}
+
+
+def forecast_of(verdict: str, step_s: float = 1.0, capacity: int | None = 1000) -> Forecast:
+    reserved = NEEDS[verdict] - CONTEXT
+    allowances = {"CUDA context": CONTEXT, "fragmentation": reserved - PEAK}
+    speed = Speed(step_s, dict.fromkeys(BOUNDS, 0.2), step_s / 1.1, step_s / 0.9, 0.1, Basis.fitted, "X", samples=10)
+    peaks = {"device": {"total": PEAK}}
+    return Forecast(
+        True, 8, peaks, allowances, {}, capacity, None, ACTIVE[verdict], reserved_bytes=reserved, speed=speed
+    )
+
+
+def row(name: str, verdict: str, step_s: float) -> Row:
+    return Row([name], forecast_of(verdict, step_s), None, 64)
+
+
+ROWS = [row("ddp", "no", 0.5), row("root", "tight", 1.0), row("per_layer", "tight", 2.5), row("per_block", "yes", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("forecast", "fits", "tight"),
+    [
+        (forecast_of("yes"), True, False),
+        (forecast_of("tight"), False, True),  # 900 active and 100 beside the allocator: what it caches is too much
+        (forecast_of("no"), False, False),
+        (forecast_of("tight", capacity=None), None, False),
+        (Forecast(False, 8, {"device": {"total": 1001}}, capacity_bytes=1000), False, False),  # a CPU caches nothing
+        (Forecast(True, 8, capacity_bytes=1000, error="why"), None, False),
+    ],
+)
+def test_what_is_tight_fits_without_what_the_allocator_caches(forecast: Forecast, fits: bool | None, tight: bool):
+    assert (forecast.fits, forecast.tight) == (fits, tight)
+
+
+def test_the_table_and_the_csv_name_it_and_it_stands_between_the_others(tmp_path: Path):
+    rows = in_order(ROWS)
+    assert [r.settings[0] for r in rows] == ["per_block", "root", "per_layer", "ddp"]
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(forecast_table(rows, ["sharding"]))
+    lines = shown.getvalue().splitlines()[-4:]
+    assert [[word for word in line.split() if word in NEEDS] for line in lines] == [
+        ["yes"],
+        ["tight"],
+        ["tight"],
+        ["no"],
+    ]
+    write_csv(tmp_path / "f.csv", rows, ["sharding"])
+    cells = [(line["fits"], line["active_bytes"]) for line in csv.DictReader((tmp_path / "f.csv").open())]
+    assert cells == [("true", "750"), ("tight", "900"), ("tight", "900"), ("false", "901")]
+
+
+def test_a_sentence_says_what_may_run():
+    assert "only per_block fits; root and per_layer may run, but slower (tight)" in verdict(ROWS, ["sharding"])
+    alone = verdict([Row([], forecast_of("tight"), None, 64)], [])
+    assert "and does not fit" in alone and "it may run, but slower (tight)" in alone
+    assert "tight" not in verdict([ROWS[0], ROWS[3]], ["sharding"])
+
+
+def test_only_what_fits_is_recommended_and_what_is_tight_and_faster_is_named():
+    assert [r.settings[0] for r in recommend(ROWS, ["sharding"], 0.0)] == ["per_block"]
+    sentences = speed_verdict(ROWS, ["sharding"], 0.0)
+    assert sentences[0].startswith("Predicted fastest that fits: per_block:")
+    assert sentences[-1].startswith("Predicted faster, but tight: root. When memory is short,")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "keep", "expected"),
+    [
+        (("tight", "yes", "yes", "yes"), "1", {2, 3}),  # tight is measured beside the fastest of what fits
+        (("yes", "yes", "tight", "yes"), "1", {1, 2, 3}),  # nor is it where it cannot be as fast
+        (("tight", "tight", "tight", "no"), "1", {1, 2, 3}),  # where nothing fits it is ranked alone
+        (("no", "yes", "yes", "yes"), "1", {0, 2, 3}),
+    ],
+)
+def test_what_is_tight_takes_no_place_of_what_fits(verdicts: tuple[str, ...], keep: str, expected: set[int]):
+    forecasts = {n: forecast_of(verdict, 2.0**n) for n, verdict in enumerate(verdicts)}
+    left_out = passed_over(forecasts, {n: str(n) for n in forecasts}, keep)
+    assert set(left_out) == expected
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_share_of_memory_from_which_steps_are_slower_is_that_of_the_published_rows():
+    """Both studies have the same rows: what each needs by its forecast, and how far off its predicted speed was."""
+
+    def rows(study: str) -> list[dict[str, str]]:
+        with (ROOT / "experiments" / study / "results" / "rows.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    keys = ("gpu", "num_gpus", "model", "seq_len", "microbatch_size", "activation_checkpointing")
+    needs = {
+        tuple(r[k] for k in keys): float(r["needed_gib"]) / float(r["capacity_gib"]) for r in rows("published_memory")
+    }
+    errors = [(needs[tuple(r[k] for k in keys)], float(r["error"])) for r in rows("published_speed")]
+    full = [error for share, error in errors if share > NEARLY_FULL]
+    others = [error for share, error in errors if share <= NEARLY_FULL]
+    assert (len(full), len(others)) == (9, 101)
+    assert sum(error < -0.08 for error in full) == 4 and sum(abs(error) > 0.08 for error in others) == 4
+    assert max(map(abs, full)) == pytest.approx(NEARLY_FULL_ERROR, abs=1e-3)
+
+
+def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_named():
+    full = replace(forecast_of("yes", 1.0), capacity_bytes=950)  # of which it needs 900
+    assert full.speed is not None and full.fits and full.nearly_full
+    full = replace(full, speed=replace(full.speed, relative=0.1, group="one"))
+    slower, same = on_capacity(full, 950).speed, on_capacity(full, 1000).speed
+    assert same == full.speed
+    assert slower is not None and full.speed is not None
+    assert slower.high_s == pytest.approx(1.0 / (1 - NEARLY_FULL_ERROR)) and slower.low_s == full.speed.low_s
+    assert slower.relative is None and slower.error == full.speed.error
+    on_cpu = replace(full, cuda=False)
+    assert on_capacity(on_cpu, 950).speed == full.speed, "which has no allocator that retries"
+    rows = [Row(["root"], on_capacity(full, 950), None, 64), Row(["ddp"], forecast_of("yes", 1.2, 2000), None, 64)]
+    sentences = speed_verdict(rows, ["sharding"], 0.0)
+    assert sentences[0].startswith("Predicted fastest: root: ") and "step 1.00 s (0.909 to 1.36)" in sentences[0]
+    assert (
+        sentences[1].startswith("It needs 95% of the GPU's ") and "took 10 to 36% longer than predicted" in sentences[1]
+    )
+    assert "The fastest setting that leaves room: ddp: 1.04 samples/s per device" in sentences[1]
+    alone = speed_verdict([rows[0], replace(rows[0], settings=["ddp"])], ["sharding"], 0.0)
+    assert alone[1].endswith("No other setting leaves more room.")
+
+
+def test_the_table_has_for_what_is_tight_the_least_that_may_do_and_no_column_of_zeros():
+    def shown(*forecasts: Forecast) -> list[str]:
+        out = io.StringIO()
+        rows = [Row([str(n)], each, None, 64) for n, each in enumerate(forecasts)]
+        Console(file=out, width=200).print(forecast_table(rows, ["sharding"]))
+        return out.getvalue().splitlines()
+
+    def larger(forecast: Forecast) -> Forecast:
+        sizes = {name: size * 2**20 for name, size in forecast.allowances.items()}
+        assert forecast.active_bytes and forecast.reserved_bytes and forecast.capacity_bytes
+        return replace(
+            forecast, peaks={"device": {"total": PEAK * 2**20}}, allowances=sizes,
+            active_bytes=forecast.active_bytes * 2**20, reserved_bytes=forecast.reserved_bytes * 2**20,
+            capacity_bytes=forecast.capacity_bytes * 2**20,
+        )  # fmt: skip
+
+    lines = shown(larger(forecast_of("yes")), larger(forecast_of("tight")))
+    assert " 900.00 " in lines[-2] and " 1,000.00 to 1,001.00 " in lines[-1]
+    head = " ".join(lines[:4])
+    assert "peak" in head and "host" not in head and "params" not in head

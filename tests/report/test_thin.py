@@ -1,0 +1,89 @@
+"""The report of more trials than a page holds: what is left out is said, and the CSV has all."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.metrics import MIB
+from fsdp_lab.report.answer import Answer, answer
+from fsdp_lab.report.choice import pareto_front
+from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.report.page import to_html
+from fsdp_lab.report.plots import figures
+from fsdp_lab.report.thin import MOST, MOST_BARS, MOST_LINES, shown_trials
+from fsdp_lab.report.write import write_report
+from fsdp_lab.status import TrialStatus
+from tests.report.sweeps import sweep
+
+COUNT = 1200
+
+
+def many(count: int = COUNT) -> SweepData:
+    """Two axes of numbers; the larger the number of a trial, the faster and the larger it is, but for every seventh."""
+    trials = []
+    for n in range(count):
+        figures = {
+            "epoch": 1.0, "val/loss": 1.0, "train/loss": 1.0, "perf/samples_per_s": 1000.0 + n * (n % 7 > 0),
+            "memory/peak_bytes": (100 + n) * MIB, "memory/param_bytes": MIB, "forecast/peak_bytes": MIB,
+        }  # fmt: skip
+        setting = {"optimizer.lr": f"{n // 40}e-4", "training.max_steps": str(n % 40 + 1)}
+        status = TrialStatus.failed if n % 3 == 1 else TrialStatus.finished
+        measured = figures if status is TrialStatus.finished else {}
+        error = None if measured else "broken"
+        words = [f"{key}={value}" for key, value in setting.items()]
+        trials.append(TrialRow(n, setting, status, measured, [measured] if measured else [], words, error, f"{n:032x}"))
+    return sweep(trials, axes=["optimizer.lr", "training.max_steps"])
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[SweepData, Answer]:
+    return (recommendation := many()), answer(recommendation)
+
+
+def test_as_many_as_a_page_holds_are_all_shown():
+    few = many(MOST)
+    assert shown_trials(few, answer(few)) == few.trials
+    assert "trials are shown" not in to_html(few, answer(few))
+
+
+def test_of_more_the_recommended_the_front_and_the_best_are_shown(made: tuple[SweepData, Answer]):
+    large, result = made
+    shown = shown_trials(large, result)
+    assert len(shown) == MOST and [t.number for t in shown] == sorted({t.number for t in shown})
+    assert result.setting is not None and result.setting.trials[0] in shown
+    on_front = {trial.number for s in large.settings if s.name in result.front[:100] for trial in s.trials}
+    assert on_front <= {trial.number for trial in shown}
+    assert large.trials[COUNT - 1] in shown, "the fastest"
+    assert large.trials[0] in shown, "the smallest"
+
+
+def test_the_page_and_the_text_state_what_they_leave_out_and_the_csv_has_all(
+    made: tuple[SweepData, Answer], tmp_path: Path
+):
+    write_report(made[0], tmp_path)
+    page, text = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
+    body = page.partition('<table class="sortable">')[2].partition("</table>")[0]
+    assert body.count("<tr") == 1 + MOST
+    for observed in (page, text):
+        assert f"{MOST} of {COUNT:,} trials are shown" in observed
+        assert "and 300 more; report.csv has all" in observed, "of 400 that failed"
+    assert len(re.findall(r"^\| \d+ \|.*finished", text, re.MULTILINE)) <= MOST
+    with (tmp_path / "report.csv").open() as rows:
+        assert len(list(csv.DictReader(rows))) == COUNT
+
+
+def test_pictures_are_thinned_too(made: tuple[SweepData, Answer]):
+    charts = {name: figure for name, _, figure in figures(*made)}
+    assert sum(len(trace.x) for trace in charts["main"].data) <= 2 * MOST + 10
+    assert len(charts["parallel"].data) <= MOST_LINES
+    assert len(charts["losses"].data) <= 2 * MOST_LINES
+    assert len(charts["breakdown"].data[0].x) <= MOST_BARS
+
+
+def test_a_pareto_front_holds_equals_and_leaves_out_what_is_beaten():
+    rows = [{"a": a, "b": b} for a, b in ((1, 3), (1, 3), (2, 2), (2, 3), (3, 1), (3, 1.5), (0, float("nan")))]
+    assert pareto_front(rows, [("a", "min"), ("b", "min")]) == [0, 1, 2, 4]

@@ -1,0 +1,308 @@
+"""Every command on every page is run by a test, or marked on the page with the reason why none runs it."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import forked
+from tests.conftest import ROOT, STORE, run_cli
+from tests.pages import Command, all_commands, is_in, marks
+from tests.servers import lay_store
+from tests.test_docs import BLOCKS
+from tests.workloads.hf.cases import plain_model
+
+HERE = "tests/test_commands.py"
+_JOBS, _NIGHTS = "tests/cluster/test_jobs.py", "tests/nightly/test_night.py"
+_TRACKING, _SLURM = "tests/cluster/test_tracking.py", "tests/cluster/test_slurm.py"
+# What a test here appends to a command, in the place of the page's own values: one worker in this process, one step.
+QUICK = {
+    "engine": "inline", "cluster.num_workers": "1", "training.max_steps": "1", "training.epochs": "1",
+    "training.timing_warmup_steps": "0", "data.num_train": "128", "data.num_val": "32", "report.others_cpu": "1",
+    "training.global_batch_size": "32",
+}  # fmt: skip
+OUT = ("hydra.run.dir=out", "hydra.sweep.dir=out")
+# What makes commands small that are too large for a test, by what they contain.
+SMALLER = {
+    "search.num_trials=20": {"search.num_trials": "3"},
+    "repeat=auto": {"repeat_max": "2"},
+    "fsdp_lab.forecast -m model=llama3": {"model.num_layers": "2"},
+    "fsdp_lab.forecast model=llama3": {"model.num_layers": "2"},
+    "model=vit_h_14": {"model.num_layers": "2", "cluster.num_workers": "8", "precision": "bf16_mixed"},
+    "model=hf_causal_lm": {"data.seq_len": "16"},
+    "python -m fsdp_lab -m sharding=ddp,per_block": {"precision": "fp32", "offload": "none"},
+    "python -m fsdp_lab -m task=language": {"offload": "none", "reshard_after_forward": "always"},
+    "experiment=precision_and_offload": {"precision": "fp32,bf16"},
+}
+
+_LAST = f"{HERE}::test_the_last_sweep_is_resumed_and_reported"
+_PRINTED = f"{HERE}::test_keys_and_the_configuration_are_printed"
+_COMPLETION = "tests/test_cli.py::test_a_shell_completes_groups_and_options"
+_ACCEPTED = f"{_NIGHTS}::test_a_loader_that_sleeps_is_named_reported_and_stays_reported_until_it_is_accepted"
+_STOPPED = f"{_JOBS}::test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes"
+_SUMMARIES = "tests/workloads/seq2seq/test_preset.py::test_it_trains_keeps_the_best_epoch_and_summarises"
+_TWO_NODES = "tests/cluster/test_nodes.py::test_two_nodes_give_the_losses_of_one"
+_CANCELLED = f"{_SLURM}::test_scancel_ends_a_sweep_cleanly_and_its_script_resumes_it"
+# The tests that run the commands which no rule below is for: in folders of their own, with small settings, on the
+# servers and clusters that they start. A command is here by its whole text: one that changes is looked at again.
+RUN = {
+    "make sweep": f"{HERE}::test_make_sweep_types_what_the_page_says",
+    'eval "$(fsdp-lab -sc install=bash)"': _COMPLETION,
+    "fsdp-lab sharding=<Tab>": _COMPLETION,
+    "python -m fsdp_lab doctor": "tests/doctor/test_doctor.py::test_the_command_has_the_status_of_what_it_found",
+    "python -m fsdp_lab --keys": _PRINTED,
+    "python -m fsdp_lab --keys cluster": _PRINTED,
+    "python -m fsdp_lab --cfg job": _PRINTED,
+    "python -m fsdp_lab resume=last": _LAST,
+    "python -m fsdp_lab.report sweep=last": _LAST,
+    "python -m fsdp_lab.report sweep=last use=pytorch": _LAST,
+    # with Ray, which a scheduler and forecasts of trials need
+    "python -m fsdp_lab -m optimizer.lr='tag(log,interval(1e-4,1e-2))' search=optuna search.num_trials=20 "
+    "scheduler=asha sharding=per_block precision=fp32 offload=none reshard_after_forward=always training.epochs=9":
+        "tests/sweep/test_outcomes.py::test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_held",
+    "python -m fsdp_lab -m sharding=ddp,per_block precision=fp32,bf16_mixed offload=none reshard_after_forward=always "
+    "forecast.prune=true forecast.capacity_gib=1":
+        "tests/sweep/test_forecasts.py::test_what_cannot_fit_is_recorded_and_never_started",
+    "torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=root":
+        "tests/training/test_isolation.py::test_torchrun_end_to_end",
+    # nights
+    "python -m fsdp_lab.nightly": f"{_NIGHTS}::test_two_nights_by_the_schedule",
+    "python -m fsdp_lab.nightly --once": f"{_NIGHTS}::test_the_same_code_twice_passes",
+    "python -m fsdp_lab.nightly --continue": f"{_NIGHTS}::test_an_interrupted_night_goes_on_whatever_interrupted_it",
+    "python -m fsdp_lab.nightly --check": _ACCEPTED,
+    'python -m fsdp_lab.nightly --accept "reason"': _ACCEPTED,
+    # a Ray cluster
+    "ray start --head": _TWO_NODES,
+    "ray start --address=<head>:6379": _TWO_NODES,
+    "python -m fsdp_lab -m sharding=ddp,per_block cluster.address=<head>:6379 cluster.storage_path=/shared/fsdp_lab":
+        _TWO_NODES,
+    "ray job submit --address=http://<head>:8265 --working-dir=. --runtime-env-json='{\"env_vars\": "
+    "{\"RAY_JOB_STOP_WAIT_TIME_S\": \"20\"}}' -- python -m fsdp_lab -m sharding=ddp,per_block cluster.address=auto "
+    "cluster.storage_path=/shared/fsdp_lab hydra.sweep.dir=/shared/fsdp_lab/monday "
+    "tracking.uri=sqlite:////shared/fsdp_lab/mlflow.db": _STOPPED,
+    "ray job logs --address=http://<head>:8265 <job>": _STOPPED,
+    "ray job stop --address=http://<head>:8265 <job>": _STOPPED,
+    "ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab resume=/shared/fsdp_lab/monday":
+        _STOPPED,
+    # Slurm
+    "scancel <job>": _CANCELLED,
+    "sbatch <sweep>/job/job.sbatch": _CANCELLED,
+    # a shared store
+    "mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri "
+    "postgresql+psycopg://mlflow:<password>@127.0.0.1/mlflow --artifacts-destination s3://bucket/mlflow":
+        f"{_TRACKING}::test_two_nodes_write_into_one_experiment_at_the_same_time",
+    "python -m fsdp_lab -m sharding=ddp,per_block tracking.uri=https://mlflow.example.org tracking.experiment=team":
+        f"{_TRACKING}::test_two_nodes_write_into_one_experiment_at_the_same_time",
+    "python -m fsdp_lab.report sweep=<id of the sweep's run> tracking.uri=https://mlflow.example.org":
+        f"{_TRACKING}::test_a_killed_sweep_is_resumed_and_reported_from_another_node",
+    "python -m fsdp_lab.nightly --once tracking.uri=https://mlflow.example.org":
+        f"{_TRACKING}::test_a_night_is_compared_with_the_last_one_and_reported_to_the_store",
+    # presets and what is made of their models
+    "python -m fsdp_lab experiment=t5_wikihow": _SUMMARIES,
+    "python -m fsdp_lab.predict run=<run_id in results.csv>": _SUMMARIES,
+    "python -m fsdp_lab experiment=ray_template data.root=<folder that holds FashionMNIST/raw> data.download=false":
+        "tests/test_presets.py::test_an_option_trains_for_two_steps",
+    "python -m fsdp_lab.predict run=<its MLflow run id> data.root=<the same folder>":
+        "tests/sweep/test_sweep.py::test_the_exported_model_predicts_what_the_trial_measured",
+}  # fmt: skip
+
+
+# Those of docs/your-model.md, in their order.
+_YOUR_MODEL = ("test_the_sweep_runs", "test_the_forecast_runs", "test_the_option_runs", "test_the_preset_runs")
+
+
+def owner(command: Command) -> str:
+    """Return the test that runs a command; "" where none does."""
+    if command.text in RUN:
+        return RUN[command.text]
+    if command.page == "docs/your-model.md":
+        place = [each.text for each in all_commands() if each.page == command.page].index(command.text)
+        return f"tests/test_docs.py::{_YOUR_MODEL[place]}" if place < len(_YOUR_MODEL) else ""
+    if command.page == "docs/settings.md" and command.text.startswith("python -c "):
+        return f"{HERE}::test_the_entropy_is_that_of_the_page"
+    if re.search(r"^\S*python -m fsdp_lab(\.nightly)? .*cluster=(slurm|kuberay)", command.text):
+        return f"{HERE}::test_a_job_of_a_page_is_written"
+    if command.text.startswith("python -m fsdp_lab.forecast "):
+        return f"{HERE}::test_a_forecast_of_a_page_runs"
+    if f"{command.text} ".startswith("python -m fsdp_lab ") and "<" not in command.text:
+        return f"{HERE}::test_a_trial_or_sweep_of_a_page_runs"
+    return ""
+
+
+def run_by(test: str) -> list[Any]:
+    """Return a parameter for each different command that a test here runs, as its first page has it."""
+    found: dict[str, Command] = {}
+    for command in all_commands():
+        if not command.reason and owner(command) == f"{HERE}::{test}":
+            found.setdefault(command.text, command)
+    # a forecast whose output a page shows is made as it stands, in a minute or two
+    long = {text for text, command in found.items() if command.output and "fsdp_lab.forecast" in text}
+    return [
+        pytest.param(command, id=f"{command.page}: {text[:80]}", marks=[pytest.mark.long] if text in long else [])
+        for text, command in found.items()
+    ]
+
+
+def test_every_command_is_run_by_a_test_or_marked():
+    missing = [command.place for command in all_commands() if not owner(command) and not command.reason]
+    told = "name its test in RUN, or mark its block by a line before it, `<!-- not run by a test: reason -->`:"
+    assert not missing, "\n".join([told, *missing])
+
+
+def test_no_command_is_marked_that_a_test_runs():
+    both = [f"{command.place}: {owner(command)}" for command in all_commands() if owner(command) and command.reason]
+    idle = [f"{page}:{line}: {mark}" for page, line, mark, typed in marks() if not any(map(mark.is_for, typed))]
+    assert not both + idle, "\n".join(both + idle)
+
+
+def test_a_mark_says_why():
+    for page, line, mark, _ in marks():
+        assert len(mark.reason.split()) >= 2, f"{page}:{line}: {mark.reason}"
+
+
+def test_every_test_that_is_named_exists():
+    named = {owner(command) for command in all_commands()} - {""} | set(RUN.values())
+    for test in sorted(named):
+        file, _, function = test.partition("::")
+        assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+def test_no_test_is_named_for_a_command_that_is_on_no_page():
+    assert set(RUN) - {command.text for command in all_commands()} == set()
+
+
+def replaced(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return the words with other values of some keys, in the place of those that are typed."""
+    kept = [word for word in words if word.partition("=")[0] not in values]
+    return [*kept, *(f"{key}={value}" for key, value in values.items())]
+
+
+def made_small(command: Command) -> list[str]:
+    """Return the words after `-m` of a command, with what makes it small where it is too large for a test."""
+    values = {key: value for part, smaller in SMALLER.items() if part in command.text for key, value in smaller.items()}
+    return replaced(command.words[2:], values)
+
+
+def lay_project(folder: Path) -> None:
+    """Write the project that docs/your-model.md has, for the commands that name it."""
+    for language, block in BLOCKS:
+        if language == "python":
+            file = folder / block.splitlines()[0].removeprefix("# ")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block)
+
+
+def lay_models(folder: Path) -> None:
+    """Write what docs/hugging-face.md has downloaded: tiny models, one with weights, a tokenizer and a text."""
+    import tokenizers
+
+    for name in ("gpt2", "llama", "vit"):
+        plain_model(name).save_pretrained(folder / "my_models" / name)  # type: ignore[operator]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"red": 0, "blue": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(folder / "my_models" / "gpt2" / "tokenizer.json"))
+    (folder / "my_text").mkdir()
+    (folder / "my_text" / "a.txt").write_text("red blue " * 3000)
+
+
+@pytest.mark.parametrize("command", run_by("test_a_forecast_of_a_page_runs"))
+def test_a_forecast_of_a_page_runs(command: Command, tmp_path: Path):
+    if "my_models" in command.text:
+        lay_models(tmp_path)
+    words = command.words[2:] if command.output else made_small(command)
+    done = forked.run(tmp_path, *words, seconds=500, environment={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
+    assert (found := list(tmp_path.glob("outputs/**/forecast.csv"))), done.stdout
+    assert len(found[0].read_text().splitlines()) > 1
+    assert is_in(command.output, done.stdout), f"{command.place} prints:\n{done.stdout}"
+
+
+@pytest.mark.parametrize("command", run_by("test_a_trial_or_sweep_of_a_page_runs"))
+def test_a_trial_or_sweep_of_a_page_runs(command: Command, tmp_path: Path):
+    lay_project(tmp_path)
+    if "my_models" in command.text:
+        lay_models(tmp_path)
+    done = run_cli(tmp_path, *replaced(made_small(command)[1:], QUICK), STORE, *OUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "out" / "results.csv").open() as lines:
+        assert {row["status"] for row in csv.DictReader(lines)} <= {"finished", "stopped"}
+    assert is_in(command.output, done.stdout, numbers=False), f"{command.place} prints:\n{done.stdout}"
+
+
+def test_an_output_that_differs_is_seen():
+    shown = "trial   loss\n────\n  0   2.29\n...\nresults: outputs/2026-11-23/08-48-01/...\n"
+    printed = "starts\ntrial  loss\n──────\n  0  1.8\n  1  1.7\nresults: outputs/2027-01-01/00-00-01/results.csv\n"
+    assert is_in(shown, printed, numbers=False) and not is_in(shown, printed)
+    assert is_in("a 1.5\n...\nc\n", "x\na 1.5  \nb\nc\n") and not is_in("a 1.5\nc\n", "x\na 1.5\nb\nc\n")
+    assert not is_in(shown.replace("loss", "train loss"), printed, numbers=False)
+    assert not is_in("a 1.5\n", "a 145\n") and not is_in("a 1.5\n", "b a 1.5\n")
+
+
+@pytest.mark.parametrize("command", run_by("test_a_job_of_a_page_is_written"))
+def test_a_job_of_a_page_is_written(command: Command, tmp_path: Path):
+    """As it stands; only that Slurm, which tests/cluster has, is not asked."""
+    module, *words = command.words[2:]
+    submitted = ["cluster.job.submit=false"] if "cluster=slurm" in words else []
+    lay_store(tmp_path)
+    done = forked.run(tmp_path, module, *words, *submitted, STORE)
+    assert done.returncode == 0, done.stderr
+    written = "job.sbatch" if submitted else "rayjob.yaml" if module == "fsdp_lab" else "raycronjob.yaml"
+    assert len(list(tmp_path.glob(f"outputs/**/job/{written}"))) == 1
+
+
+def test_make_sweep_types_what_the_page_says(tmp_path: Path):
+    typed = subprocess.run(["make", "-n", "sweep"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    words = typed.stdout.splitlines()[-1].partition(" -m fsdp_lab ")[2]
+    assert f"`python -m fsdp_lab {words}`" in (ROOT / "README.md").read_text().replace("\n", " ")
+    done = run_cli(tmp_path, *replaced(shlex.split(words), QUICK), STORE, *OUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "out" / "results.csv").open() as lines:
+        assert [row["status"] for row in csv.DictReader(lines)] == ["finished"] * 4
+
+
+def test_keys_and_the_configuration_are_printed(tmp_path: Path):
+    printed = {}
+    for command in all_commands():
+        if owner(command).endswith("::test_keys_and_the_configuration_are_printed"):
+            done = run_cli(tmp_path, *command.words[3:])
+            assert done.returncode == 0, done.stderr
+            printed[command.words[-1]] = done.stdout
+    assert "sharding.dp_replicate" in printed["--keys"]
+    assert "cluster.num_workers" in printed["cluster"] and "sharding.dp_replicate" not in printed["cluster"]
+    assert yaml.safe_load(printed["job"])["sharding"]["granularity"] == "per_block"
+
+
+def test_the_last_sweep_is_resumed_and_reported(tmp_path: Path):
+    """The sweep of the quickstart, in a folder of its own, whatever its time."""
+    (sweep,) = (c for c in all_commands() if c.page == "docs/quickstart.md" and "sharding=ddp,root,per_block" in c.text)
+    done = run_cli(tmp_path, *replaced(made_small(sweep)[1:], QUICK), STORE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (report,) = tmp_path.glob("outputs/**/report.html")
+    report.unlink()
+    printed = {}
+    for command in all_commands():
+        if owner(command).endswith("::test_the_last_sweep_is_resumed_and_reported"):
+            done = forked.run(tmp_path, *command.words[2:])
+            assert done.returncode == 0, done.stderr
+            printed[command.text] = done.stdout
+    assert report.exists()
+    assert "6 of 6 trials have a result" in printed["python -m fsdp_lab resume=last"]
+    assert "fully_shard" in printed["python -m fsdp_lab.report sweep=last use=pytorch"]
+
+
+def test_the_entropy_is_that_of_the_page(tmp_path: Path):
+    (command,) = [each for each in all_commands() if owner(each).endswith("::test_the_entropy_is_that_of_the_page")]
+    done = forked.run(tmp_path, "-c", command.words[2])
+    assert done.returncode == 0, done.stderr
+    if sys.version_info[:2] == (3, 11):  # the help of other versions differs
+        assert f"{float(done.stdout):.2f} bits per byte (Python 3.11)" in (ROOT / command.page).read_text()
