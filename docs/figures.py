@@ -1,0 +1,75 @@
+"""Draws the figures of `concepts.md`: what each axis does to the memory and the speed of one GPU, by forecasts.
+
+python docs/figures.py               all of them, into docs/figures
+python docs/figures.py offload       one
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "figures"
+# What all figures share, and what each one varies.
+MODEL = ("model=llama3_1b", "data.seq_len=4096", "training.global_batch_size=${per_worker:2}")
+MACHINE = ("cluster.num_workers=8", "forecast.device=h100_sxm")
+PLAIN = {
+    "sharding": "per_block",
+    "precision": "bf16_mixed",
+    "offload": "none",
+    "reshard_after_forward": "always",
+    "activation_checkpointing": "none",
+}
+FIGURES = {
+    "sharding": "ddp,root,per_block",
+    "reshard_after_forward": "always,never",
+    "precision": "fp32,bf16_mixed,bf16",
+    "offload": "none,cpu",
+    "activation_checkpointing": "none,selective,full",
+}
+_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#bbbbbb")  # told apart by everybody (Paul Tol)
+
+
+def words(axis: str) -> list[str]:
+    """Return the words of the forecast behind a figure."""
+    return [*MODEL, *(f"{key}={value}" for key, value in {**PLAIN, axis: FIGURES[axis]}.items()), *MACHINE]
+
+
+def command(axis: str) -> str:
+    """Return the command that prints a figure's values as a table."""
+    return f"python -m fsdp_lab.forecast -m {shlex.join(words(axis))}"
+
+
+def draw(axis: str) -> None:
+    """Forecast the values of an axis and write the figure."""
+    import matplotlib.pyplot as plt
+
+    from fsdp_lab.api import forecast
+
+    order = FIGURES[axis].split(",")
+    found = sorted(forecast(*words(axis), quiet=True), key=lambda one: -order.index(one.setting[axis]))
+    names = [one.setting[axis] for one in found]
+    plt.rcParams.update({"svg.hashsalt": axis, "svg.fonttype": "none", "font.size": 9})
+    figure, (memory, speed) = plt.subplots(1, 2, figsize=(9, 0.8 + 0.45 * len(names)), width_ratios=[2, 1])
+    left = [0.0] * len(names)
+    for part, colour in zip(found[0].parts, _COLOURS, strict=True):
+        sizes = [one.parts[part] / 2**30 for one in found]
+        memory.barh(names, sizes, left=left, color=colour, label=part, height=0.6)
+        left = [already + size for already, size in zip(left, sizes, strict=True)]
+    memory.set_xlabel("GiB of tensors at the peak of one GPU")
+    speed.barh(names, [(one.tokens_per_s or 0) / one.num_workers for one in found], color="#777777", height=0.6)
+    speed.set(xlabel="predicted tokens/s of one GPU", yticks=[])
+    for axes in (memory, speed):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*memory.get_legend_handles_labels(), ncols=6, loc="upper center", frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
+    FOLDER.mkdir(exist_ok=True)
+    figure.savefig(FOLDER / f"{axis}.svg", metadata={"Date": None})
+    plt.close(figure)
+    print(f"{FOLDER / axis}.svg   {command(axis)}")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or FIGURES:
+        draw(name)

@@ -1,0 +1,80 @@
+"""What MkDocs asks while it builds the site: the pages that lie outside of `docs/`, and the generated parts of pages.
+
+A file of the repository is the page `repository/<path>`, links between pages of both kinds are put right. A line
+`<!-- generated: name -->` in a page stands for a table of `fsdp_lab.reference`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from fsdp_lab import api, reference
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = "repository"
+# Pages and pictures outside of docs/ that the site has, too.
+BROUGHT = (
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "benchmarks/*.md",
+    "deploy/*.md",
+    "experiments/**/README.md",
+    "experiments/**/*.png",
+)
+GENERATED = {
+    "keys": reference.keys_page,
+    "options": reference.options_page,
+    "metrics": reference.metrics_page,
+}
+_GENERATED = re.compile(r"<!-- generated: (\S+) -->")
+_LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages and pictures that lie outside of `docs/`."""
+    for pattern in BROUGHT:
+        for file in sorted(ROOT.glob(pattern)):
+            files.append(File.generated(config, page_of(file.relative_to(ROOT).as_posix()), abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Fill the generated parts of a page, and put its links right."""
+    source = path_of(page.file.src_uri)
+    filled = _GENERATED.sub(lambda found: generated(found[1]), markdown)
+    return _LINK.sub(lambda found: found[1] + moved(found[2], source) + found[3], filled)
+
+
+def generated(name: str) -> str:
+    """Return the table of a name in `GENERATED`, of a class of the API, or in the docstring of one of our files."""
+    if name.startswith("api."):
+        return reference.attributes_of(getattr(api, name.removeprefix("api.")))
+    return GENERATED[name]() if name in GENERATED else reference.table_in(name)
+
+
+def page_of(path: str) -> str:
+    """Return the page of a file, as MkDocs names pages.
+
+    Args:
+        path: seen from the root of the repository.
+    """
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"{FOLDER}/{path}"
+
+
+def path_of(page: str) -> str:
+    """Return the file of a page; the inverse of `page_of`."""
+    return page.removeprefix(f"{FOLDER}/") if page.startswith(f"{FOLDER}/") else f"docs/{page}"
+
+
+def moved(link: str, source: str) -> str:
+    """Return a relative link between two files as one between their pages."""
+    if "://" in link or link.startswith(("/", "mailto:")):
+        return link
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+    return posixpath.relpath(page_of(target), posixpath.dirname(page_of(source)) or ".")
