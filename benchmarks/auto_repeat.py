@@ -19,7 +19,7 @@ from fsdp_lab.config import SweepConfig
 from fsdp_lab.metrics import MEMORY, SPEED, VAL_LOSS
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.choice import candidates
-from fsdp_lab.report.data import Sweep, Trial
+from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.status import TrialStatus
 
 SWEEPS = 100
@@ -47,22 +47,22 @@ class Ended:
 
 def run(speeds: Sequence[float], noise: Noise, rng: np.random.Generator, most: int, auto: bool) -> Ended:
     """One sweep of at most so many rounds; every setting needs less memory than the one before it."""
-    trials: list[Trial] = []
+    trials: list[TrialRow] = []
     left = list(range(len(speeds)))
     for number in range(most):
         for which in left[:: -1 if number % 2 else 1]:
             speed = 1000 * speeds[which] * math.exp(noise(rng))
             figures = {SPEED: speed, MEMORY: float(len(speeds) - which), VAL_LOSS: 1.0}
             setting = {"sharding": str(which), "repeat": str(number)}
-            trials.append(Trial(len(trials), setting, TrialStatus.finished, figures))
-        told = Sweep("", "", ["sharding", "repeat"], trials, 0.02, 0.03, repeat_max=most if auto else None)
+            trials.append(TrialRow(len(trials), setting, TrialStatus.finished, figures))
+        simulated = SweepData("", "", ["sharding", "repeat"], trials, 0.02, 0.03, repeat_max=most if auto else None)
         if auto:
-            left = sorted(int(setting.values["sharding"]) for setting in candidates(told))
+            left = sorted(int(setting.values["sharding"]) for setting in candidates(simulated))
             if len(left) < 2:
                 break
-    found = answer(told).setting
-    assert found is not None
-    return Ended(len(trials), speeds[int(found.values["sharding"])] >= 0.95 * max(speeds))
+    recommended = answer(simulated).setting
+    assert recommended is not None
+    return Ended(len(trials), speeds[int(recommended.values["sharding"])] >= 0.95 * max(speeds))
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
     print(f"repeat=auto, at most {most} rounds, against three repeats of everything; {SWEEPS} planted sweeps each")
     print(f"{'settings':32} {'noise of a run':34} {'auto':>6} {'3 each':>6} {'saved':>7}   within 5 % of the fastest")
     for name, speeds in SPEEDS.items():
-        for told, noise in NOISE.items():
+        for label, noise in NOISE.items():
             ended = [
                 [run(speeds, noise, np.random.default_rng(seed), most if auto else 3, auto) for seed in range(SWEEPS)]
                 for auto in (True, False)
@@ -78,7 +78,7 @@ def main() -> None:
             auto, three = (fmean(sweep.runs for sweep in sweeps) for sweeps in ended)
             fast = [sum(sweep.fast for sweep in sweeps) for sweeps in ended]
             row = f"{auto:6.1f} {three:6.1f} {(1 - auto / three) * 100:5.0f} %   {fast[0]}, {fast[1]} of {SWEEPS}"
-            print(f"{name:32} {told:34} {row}", flush=True)
+            print(f"{name:32} {label:34} {row}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """The same training with no platform around it: what an engineer writes by hand for one setting.
 
-torchrun --nproc-per-node 2 benchmarks/bare.py <epochs> [fp32 | fp16]
+torchrun --nproc-per-node 2 benchmarks/bare.py <epochs> [fp32 | fp16] [copies of the training samples] [file]
 
 vit_tiny on digits, per-block FSDP2, Adam 1e-3, global batch 64, a validation after each epoch. Uses nothing of
-fsdp_lab. Prints the samples per second of each epoch but the first, validation left out.
+fsdp_lab. Prints the samples per second of each epoch but the first, validation left out. Once a second it writes into
+the file which step it has reached, and when.
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,14 +23,14 @@ from torchvision.models import VisionTransformer
 from torchvision.models.vision_transformer import EncoderBlock
 
 
-def main(epochs: int, precision: str) -> None:
+def main(epochs: int, precision: str = "fp32", copies: str = "1", progress: str = "") -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 8 - 1
     images = F.interpolate(images, size=(28, 28), mode="bilinear", align_corners=False)
     labels = torch.from_numpy(digits.target).long()
-    dataset = TensorDataset(images[:1437], labels[:1437])
+    dataset = TensorDataset(images[:1437].repeat(int(copies), 1, 1, 1), labels[:1437].repeat(int(copies)))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     val_images, val_labels = images[1437 + rank :: world_size], labels[1437 + rank :: world_size]
     sampler = DistributedSampler(dataset, drop_last=True)
@@ -48,7 +50,7 @@ def main(epochs: int, precision: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, **({"foreach": True} if fp16 else {"fused": True}))
     scaler = torch.amp.GradScaler("cpu", enabled=fp16)
 
-    speeds = []
+    speeds, written = [], time.time()
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         begun, steps = time.perf_counter(), 0
@@ -59,6 +61,9 @@ def main(epochs: int, precision: str) -> None:
             scaler.update()
             optimizer.zero_grad()
             steps += 1
+            if progress and rank == 0 and time.time() - written >= 1:
+                written = time.time()
+                Path(progress).write_text(json.dumps({"step": epoch * len(loader) + steps, "time": written}))
         speeds.append(steps * 64 / (time.perf_counter() - begun))
         with torch.no_grad():
             model.eval()
@@ -71,4 +76,4 @@ def main(epochs: int, precision: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "fp32")
+    main(int(sys.argv[1]), *sys.argv[2:])

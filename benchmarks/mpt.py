@@ -57,9 +57,9 @@ def _(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.library.custom_op("benchmarks::cross_entropy_backward", mutates_args={"logits"})
 def _cross_entropy_backward(logits: Tensor, labels: Tensor, grad: Tensor) -> None:
-    found = torch.softmax(logits.float(), -1)
-    found.scatter_add_(-1, labels[:, None], torch.full_like(found[:, :1], -1.0))
-    logits.copy_(found * grad[:, None])
+    gradients = torch.softmax(logits.float(), -1)
+    gradients.scatter_add_(-1, labels[:, None], torch.full_like(gradients[:, :1], -1.0))
+    logits.copy_(gradients * grad[:, None])
 
 
 @_cross_entropy_backward.register_fake

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.forecast.fits import Forecast
+from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.run import Request, forecast_all
 from fsdp_lab.training.__main__ import read_config
 
@@ -64,7 +64,7 @@ def words_of(row: Mapping[str, str]) -> list[str]:
     ]  # fmt: skip
 
 
-def told(done: int, total: int) -> None:
+def print_progress(done: int, total: int) -> None:
     if done % 10 == 0 or done == total:
         print(f"{done} of {total} forecasts", flush=True)
 
@@ -72,9 +72,9 @@ def told(done: int, total: int) -> None:
 def against_torchtitan() -> bool:
     requests = [request([*LLAMA, word], 8, 96.0) for word in PUBLISHED]
     good = True
-    for (word, published), found in zip(PUBLISHED.items(), forecast_all(requests, told), strict=True):
-        assert found.reserved_bytes is not None, found.error
-        reserved, peak = found.reserved_bytes / GIB, found.peak_bytes / GIB
+    for (word, published), forecast in zip(PUBLISHED.items(), forecast_all(requests, print_progress), strict=True):
+        assert forecast.reserved_bytes is not None, forecast.error
+        reserved, peak = forecast.reserved_bytes / GIB, forecast.peak_bytes / GIB
         error = reserved / published - 1
         good &= abs(error) <= MOST_ERROR
         ours = f"{reserved:.1f} GiB reserved, {peak:.1f} of them tensors"
@@ -84,14 +84,16 @@ def against_torchtitan() -> bool:
 
 def against_rows(path: Path) -> bool:
     rows = list(csv.DictReader(path.read_text().splitlines()))
-    found = forecast_all([request(words_of(r), int(r["num_gpus"]), CAPACITY_GIB[r["gpu"]]) for r in rows], told)
+    forecasts = forecast_all(
+        [request(words_of(r), int(r["num_gpus"]), CAPACITY_GIB[r["gpu"]]) for r in rows], print_progress
+    )
     RESULTS.mkdir(parents=True, exist_ok=True)
-    failing = [(row, f) for row, f in zip(rows, found, strict=True) if f.error or not f.fits]
+    failing = [(row, f) for row, f in zip(rows, forecasts, strict=True) if f.error or not f.fits]
     with (RESULTS / "rows.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["gpu", "num_gpus", "model", "seq_len", "microbatch_size", "precision",
                          "activation_checkpointing", "needed_gib", "capacity_gib", "fits"])  # fmt: skip
-        for row, one in zip(rows, found, strict=True):
+        for row, one in zip(rows, forecasts, strict=True):
             writer.writerow(line_of(row, one))
     print(f"{len(rows) - len(failing)} of {len(rows)} published rows are forecast to fit")
     for row, one in failing:
@@ -99,10 +101,10 @@ def against_rows(path: Path) -> bool:
     return not failing
 
 
-def line_of(row: Mapping[str, str], found: Forecast) -> list[str]:
-    needed = "" if found.error else f"{found.needed_bytes / GIB:.1f}"
+def line_of(row: Mapping[str, str], forecast: Forecast) -> list[str]:
+    needed = "" if forecast.error else f"{forecast.needed_bytes / GIB:.1f}"
     keys = ("gpu", "num_gpus", "model", "seq_len", "microbatch_size", "precision", "activation_checkpointing")
-    return [*(row[key] for key in keys), needed, str(CAPACITY_GIB[row["gpu"]]), "yes" if found.fits else "no"]
+    return [*(row[key] for key in keys), needed, str(CAPACITY_GIB[row["gpu"]]), "yes" if forecast.fits else "no"]
 
 
 def main() -> int:

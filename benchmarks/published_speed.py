@@ -59,11 +59,11 @@ Program = list[Operator]
 
 def fingerprint(root: Path = ROOT) -> str:
     """Return what tells the code of traces, and PyTorch's version, from others. Prices of operators do not count."""
-    found = sha256(torch.__version__.encode())
+    digest = sha256(torch.__version__.encode())
     for pattern in TRACED_BY:
         for file in sorted(file for file in root.glob(pattern) if file.parent.name != DEVICES.name):
-            found.update(f"{file.relative_to(root)}:{sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return found.hexdigest()
+            digest.update(f"{file.relative_to(root)}:{sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 class Traces:
@@ -72,19 +72,19 @@ class Traces:
     def __init__(self, path: Path, code: str | None = None) -> None:
         self._path, self._code = path, code or fingerprint()
         kept: dict[tuple[str, ...], Program] = pickle.loads(path.read_bytes()) if path.exists() else {}
-        self._found = {key: program for key, program in kept.items() if key[0] == self._code}
-        if len(self._found) < len(kept):
-            print(f"{count(len(kept) - len(self._found), 'trace')} of other code left out", flush=True)
+        self._programs = {key: program for key, program in kept.items() if key[0] == self._code}
+        if len(self._programs) < len(kept):
+            print(f"{count(len(kept) - len(self._programs), 'trace')} of other code left out", flush=True)
 
     def of(self, words: Sequence[str], ranks: int) -> Program:
         key = (self._code, *words, f"ranks={ranks}")
-        if key not in self._found:
-            self._found[key] = forecast_step(read_config(None, list(words)), ranks, cuda=True, traced=True).program
+        if key not in self._programs:
+            self._programs[key] = forecast_step(read_config(None, list(words)), ranks, cuda=True, traced=True).program
             self._path.parent.mkdir(parents=True, exist_ok=True)
             new = self._path.with_suffix(".new")
-            new.write_bytes(pickle.dumps(self._found))
+            new.write_bytes(pickle.dumps(self._programs))
             os.replace(new, self._path)
-        return self._found[key]
+        return self._programs[key]
 
 
 def words_of(row: Mapping[str, str], depth: int) -> list[str]:
@@ -122,17 +122,17 @@ def predicted(rows: Sequence[Row], efficiency: Efficiency) -> list[float]:
     return [row.seconds(efficiency) for row in rows]
 
 
-def told(
+def print_errors(
     what: str, rows: Sequence[Row], seconds: Sequence[float], splits: Sequence[int] | None = None
 ) -> tuple[float, float, float]:
     """Print a line of a table; return the median, the 90th percentile and the rank correlation. The line ends with the
     errors of ratios: of each two rows of one model that were predicted by one fit, which `splits` tells apart."""
-    errors = np.abs([found / row.measured - 1 for row, found in zip(rows, seconds, strict=True)])
+    errors = np.abs([predicted_s / row.measured - 1 for row, predicted_s in zip(rows, seconds, strict=True)])
     median, p90 = float(np.median(errors)), float(np.quantile(errors, 0.9))
     order = float(spearmanr([row.measured for row in rows], seconds).statistic)
     models: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for row, found, split in zip(rows, seconds, splits or [0] * len(rows), strict=True):
-        models[row.facts["model"], split].append(found / row.measured)
+    for row, predicted_s, split in zip(rows, seconds, splits or [0] * len(rows), strict=True):
+        models[row.facts["model"], split].append(predicted_s / row.measured)
     pairs = pair_error(models.values())
     ratios = [f"{pairs.median:.1%}", f"{pairs.p90:.1%}"] if pairs else ["", ""]
     cells = [what, str(len(rows)), f"{median:.1%}", f"{p90:.1%}", f"{errors.max():.1%}", f"{order:.4f}", *ratios]
@@ -144,8 +144,8 @@ def residuals(rows: Sequence[Row], seconds: Sequence[float]) -> None:
     """Print by what the errors differ: the median with its sign, and of absolute values, of each value of a column."""
     for column in ("model", "seq_len", "num_gpus", "activation_checkpointing"):
         groups: dict[str, list[float]] = defaultdict(list)
-        for row, found in zip(rows, seconds, strict=True):
-            groups[row.facts[column]].append(found / row.measured - 1)
+        for row, predicted_s in zip(rows, seconds, strict=True):
+            groups[row.facts[column]].append(predicted_s / row.measured - 1)
         for value, errors in sorted(groups.items(), key=lambda item: (len(item[0]), item[0])):
             signed, size = float(np.median(errors)), float(np.median(np.abs(errors)))
             print(f"| {column} | {value} | {len(errors)} | {signed:+.1%} | {size:.1%} |")
@@ -154,9 +154,9 @@ def residuals(rows: Sequence[Row], seconds: Sequence[float]) -> None:
 def launches(rows: Sequence[Row], seconds: Sequence[float], learned: Mapping[str, Efficiency]) -> None:
     """Print the rows of which launches bound the largest shares, by their predictions."""
     shares = [row.launch_share(learned[row.facts["gpu"]]) for row in rows]
-    found = [(share, row, second / row.measured - 1) for share, row, second in zip(shares, rows, seconds, strict=True)]
+    errors = [(share, row, second / row.measured - 1) for share, row, second in zip(shares, rows, seconds, strict=True)]
     print("\n| GPU | model | sequence | microbatch | bound by launches | error |\n" + "| --- " * 6 + "|")
-    for share, row, error in sorted(found, key=lambda one: -one[0])[:_MOST_LAUNCHES]:
+    for share, row, error in sorted(errors, key=lambda one: -one[0])[:_MOST_LAUNCHES]:
         cells = [row.facts[key] for key in ("gpu", "model", "seq_len", "microbatch_size")]
         print("| " + " | ".join([*cells, f"{share:.4%}", f"{error:+.1%}"]) + " |", flush=True)
 
@@ -170,32 +170,33 @@ def against_rows(path: Path) -> bool:
     for gpu, mine in halves.items():
         fitted, unseen = mine[::2], mine[1::2]
         print(f"\n{gpu}: {learned[gpu]}\n{_HEAD}")
-        told("fitted", fitted, predicted(fitted, learned[gpu]))
+        print_errors("fitted", fitted, predicted(fitted, learned[gpu]))
         own = predicted(unseen, learned[gpu])
-        median, p90, order = told("not fitted", unseen, own)
+        median, p90, order = print_errors("not fitted", unseen, own)
         good &= median <= MOST_MEDIAN and p90 <= MOST_P90 and order >= LEAST_ORDER
-        simple = told_baselines(fitted, unseen)
+        simple = print_baselines(fitted, unseen)
         lines += [
-            (row, False, found, None, None) for row, found in zip(fitted, predicted(fitted, learned[gpu]), strict=True)
+            (row, False, predicted_s, None, None)
+            for row, predicted_s in zip(fitted, predicted(fitted, learned[gpu]), strict=True)
         ]
-        lines += [(row, True, *found) for row, *found in zip(unseen, own, *simple, strict=True)]
+        lines += [(row, True, *predicted_s) for row, *predicted_s in zip(unseen, own, *simple, strict=True)]
         other_splits(mine, learned[gpu])
     everything = [row for mine in halves.values() for row in mine]
     print("\n| column | value | rows | median error | median of absolute errors |\n| --- | --- | --- | --- | --- |")
-    found = [row.seconds(learned[row.facts["gpu"]]) for row in everything]
-    residuals(everything, found)
-    launches(everything, found, learned)
+    predicted_s = [row.seconds(learned[row.facts["gpu"]]) for row in everything]
+    residuals(everything, predicted_s)
+    launches(everything, predicted_s, learned)
     transfer(halves["a100_80gb"], halves["h100_80gb"])
     write(lines)
     whole_depth(rows, learned, traces)
-    memory_of_outliers(everything, found)
+    memory_of_outliers(everything, predicted_s)
     return good
 
 
-def told_baselines(fitted: Sequence[Row], unseen: Sequence[Row]) -> tuple[list[float], list[float]]:
+def print_baselines(fitted: Sequence[Row], unseen: Sequence[Row]) -> tuple[list[float], list[float]]:
     simple, five = constant(fitted, unseen), roofline(fitted, unseen)
-    told("not fitted, one utilisation", unseen, simple)
-    told("not fitted, roofline of five numbers", unseen, five)
+    print_errors("not fitted, one utilisation", unseen, simple)
+    print_errors("not fitted, roofline of five numbers", unseen, five)
     return simple, five
 
 
@@ -208,9 +209,9 @@ def other_splits(rows: Sequence[Row], fitted: Efficiency) -> None:
     halves = [np.random.default_rng(seed).permutation(len(rows))[: len(rows) // 2].tolist() for seed in range(5)]
     for what, splits in (("sizes of models that were left out", sizes), ("random halves that were left out", halves)):
         left = [rows[i] for out in splits for i in out]
-        found = [predicted([rows[i] for i in out], of([i for i in everyone if i not in out])) for out in splits]
+        by_split = [predicted([rows[i] for i in out], of([i for i in everyone if i not in out])) for out in splits]
         numbers = [number for number, out in enumerate(splits) for _ in out]
-        told(what, left, [seconds for one in found for seconds in one], numbers)
+        print_errors(what, left, [seconds for one in by_split for seconds in one], numbers)
     print(f"fitted to all rows, for the device's file: {of(everyone)}")
 
 
@@ -221,10 +222,10 @@ def transfer(known: Sequence[Row], unknown: Sequence[Row]) -> None:
     reached = known[0].device.reached
     bare = replace(learned, matmul=learned.matmul * reached.matmul, attention=learned.attention * reached.attention)
     sheet = [replace(row, device=replace(row.device, reached=Reached())) for row in unknown]
-    told("by the data sheet alone", unknown, predicted(sheet, bare))
-    found = predicted(unknown, learned)
-    told("and what microbenchmarks reach", unknown, found)
-    print(f"median error {np.median([f / row.measured - 1 for row, f in zip(unknown, found, strict=True)]):+.1%}")
+    print_errors("by the data sheet alone", unknown, predicted(sheet, bare))
+    predicted_s = predicted(unknown, learned)
+    print_errors("and what microbenchmarks reach", unknown, predicted_s)
+    print(f"median error {np.median([f / row.measured - 1 for row, f in zip(unknown, predicted_s, strict=True)]):+.1%}")
 
 
 def whole_depth(rows: Sequence[Row], learned: Mapping[str, Efficiency], traces: Traces) -> None:
@@ -248,9 +249,9 @@ def memory_of_outliers(rows: Sequence[Row], seconds: Sequence[float]) -> None:
         for row, _ in far
     ]
     print("\n| GPU | GPUs | model | sequence | microbatch | error | memory, GiB | of |\n" + "| --- " * 8 + "|")
-    for (row, error), found in zip(far, forecast_all(requests, lambda done, total: None), strict=True):
+    for (row, error), forecast in zip(far, forecast_all(requests, lambda done, total: None), strict=True):
         keys = ("gpu", "num_gpus", "model", "seq_len", "microbatch_size")
-        needed = found.error or f"{found.needed_bytes / GIB:.1f}"
+        needed = forecast.error or f"{forecast.needed_bytes / GIB:.1f}"
         cells = [*(row.facts[key] for key in keys), f"{error:+.1%}", needed, str(CAPACITY_GIB[row.facts["gpu"]])]
         print("| " + " | ".join(cells) + " |", flush=True)
 
@@ -262,11 +263,13 @@ def write(lines: Sequence[Any]) -> None:
     with (RESULTS / "rows.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*keys, "fitted", "measured_s", "predicted_s", "error", "one_utilisation_s", "roofline_s"])
-        for row, unseen, found, *simple in lines:
-            told = [f"{value:.4f}" if value is not None else "" for value in simple]
+        for row, unseen, predicted_s, *simple in lines:
+            baselines = [f"{value:.4f}" if value is not None else "" for value in simple]
             facts = [row.facts[key] for key in keys]
-            error = f"{found / row.measured - 1:+.4f}"
-            writer.writerow([*facts, "no" if unseen else "yes", f"{row.measured:.4f}", f"{found:.4f}", error, *told])
+            error = f"{predicted_s / row.measured - 1:+.4f}"
+            writer.writerow(
+                [*facts, "no" if unseen else "yes", f"{row.measured:.4f}", f"{predicted_s:.4f}", error, *baselines]
+            )
 
 
 def against_torchtitan() -> None:
@@ -277,8 +280,8 @@ def against_torchtitan() -> None:
         words = [*LLAMA, word]
         steps = {depth: Step.of(traces.of([*words, f"model.num_layers={depth}"], 8)) for depth in DEPTHS}
         tokens = 2 * 8192 / Row(facts, device, steps, 2 * 8192 / published).seconds(device.efficiency)
-        told = f"{tokens:,.0f} tokens/s a GPU; published {published:,}: {tokens / published - 1:+.1%}"
-        print(f"Llama 3.1 8B, {word}: {told}")
+        figures = f"{tokens:,.0f} tokens/s a GPU; published {published:,}: {tokens / published - 1:+.1%}"
+        print(f"Llama 3.1 8B, {word}: {figures}")
 
 
 def main() -> int:

@@ -100,10 +100,10 @@ def _rank(rank: int, folder: str, settings: list[list[str]], rounds: int) -> Non
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORKERS))
     torch.set_num_threads(1)
     join_by_file_store(f"{folder}/store", "gloo", rank, WORKERS, _LIMIT_S)
-    found: list[list[float]] = [[] for _ in settings]
+    seconds: list[list[float]] = [[] for _ in settings]
     for number in range(rounds):
         begun = time.time()
-        for words, times in zip(settings, found, strict=True):
+        for words, times in zip(settings, seconds, strict=True):
             config = read_config(None, [*SMALL, *words])
             run = Run()
             with tempfile.TemporaryDirectory() as own:
@@ -111,7 +111,7 @@ def _rank(rank: int, folder: str, settings: list[list[str]], rounds: int) -> Non
             times.append(run.metrics["perf/step_time_p50_s"])
         if rank == 0:
             print(f"round {number + 1} of {rounds}: {time.time() - begun:.0f} s", flush=True)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    Path(folder, f"{rank}.json").write_text(json.dumps(seconds))
     torch.distributed.barrier()
     os._exit(0)
 
@@ -208,16 +208,18 @@ def main() -> int:
     with Others() as others:
         measured = measure(some, options.rounds)
     write(options.out / "speed.csv", some, speeds, measured)
-    found = judge(some, speeds, [median(times) for times in measured])
+    judged = judge(some, speeds, [median(times) for times in measured])
     spread = median(max(times) / min(times) - 1 for times in measured)
     print(
         f"{len(some)} settings, {options.rounds} rounds; slowest over fastest round, the median: +{spread:.1%}; "
         f"others had {others.share:.1%} of the cores"
     )
-    print(f"Spearman {found.spearman:.3f}; error: median {found.median_error:.1%}, p90 {found.p90_error:.1%}")
-    print(f"inside their intervals: {found.inside:.1%}")
-    print(f"common to all: {found.level:+.1%}, as where the machine changed; without it, median {found.rest_error:.1%}")
-    for model, share in found.chosen.items():
+    print(f"Spearman {judged.spearman:.3f}; error: median {judged.median_error:.1%}, p90 {judged.p90_error:.1%}")
+    print(f"inside their intervals: {judged.inside:.1%}")
+    print(
+        f"common to all: {judged.level:+.1%}, as where the machine changed; without it, median {judged.rest_error:.1%}"
+    )
+    for model, share in judged.chosen.items():
         print(f"{model}: the setting that should be fastest has {share:.1%} of the speed of the fastest")
     print(f"table: {options.out / 'speed.csv'}")
     return 0

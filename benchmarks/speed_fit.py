@@ -81,12 +81,12 @@ class Row:
         repeats = int(self.facts["grad_accum_steps"]) - 2
 
         def of(step: Step) -> np.ndarray:
-            found = np.zeros(2)
+            sums = np.zeros(2)
             for program, times in ((step.whole, 1), (step.again or [], repeats)):
                 if program:
                     speed, _ = predict(program, device)
-                    found += times * speed.step_s * np.array([speed.shares["launch"], 1.0])
-            return found
+                    sums += times * speed.step_s * np.array([speed.shares["launch"], 1.0])
+            return sums
 
         launch, step_s = self.along_depth(of)
         return float(launch / step_s)
@@ -137,11 +137,11 @@ def _at(efficiency: Efficiency, names: Sequence[str], logs: np.ndarray) -> Effic
 
 def _solved(errors: Callable[[np.ndarray], np.ndarray], names: Sequence[str], start: Efficiency) -> Efficiency:
     prior = _logs(START, names)
-    found = least_squares(
+    solution = least_squares(
         lambda logs: np.concatenate([errors(logs), _PRIOR * (logs - prior)]), np.minimum(_logs(start, names), -1e-6),
         bounds=(-5.0, 0.0), loss="soft_l1", f_scale=_FAR, diff_step=1e-3, max_nfev=12,
     )  # fmt: skip
-    return _at(start, names, found.x)
+    return _at(start, names, solution.x)
 
 
 def constant(fitted: Sequence[Row], rows: Sequence[Row]) -> list[float]:
@@ -179,14 +179,14 @@ def roofline(fitted: Sequence[Row], rows: Sequence[Row]) -> list[float]:
 
 def _totals(program: Sequence[Operator], device: Device) -> np.ndarray:
     """Seconds at the data sheet's peaks, of each kind, and the number of launches."""
-    found = np.zeros(5)
+    totals = np.zeros(5)
     for one in program:
         if one.kind in (Kind.matmul, Kind.attention):
-            found[int(one.kind is Kind.attention)] += one.flops / device.peak(one.dtype)
+            totals[int(one.kind is Kind.attention)] += one.flops / device.peak(one.dtype)
         elif one.kind.is_collective:
             across = len(one.group) > device.node_size
-            found[3] += one.num_bytes / (device.network_bandwidth if across else device.link_bandwidth)
+            totals[3] += one.num_bytes / (device.network_bandwidth if across else device.link_bandwidth)
         elif one.kind is Kind.memory and one.stream is not Stream.host:
-            found[2] += one.num_bytes / device.memory_bandwidth
-        found[4] += 1
-    return found
+            totals[2] += one.num_bytes / device.memory_bandwidth
+        totals[4] += 1
+    return totals

@@ -51,8 +51,8 @@ def sweep() -> tuple[float, float]:
         subprocess.run(command, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - begun
         with Path(folder, "out", "results.csv").open() as rows:
-            found = [float(row["turnaround_s"]) for row in csv.DictReader(rows) if row["turnaround_s"]]
-    return seconds, statistics.median(found)
+            turnarounds = [float(row["turnaround_s"]) for row in csv.DictReader(rows) if row["turnaround_s"]]
+    return seconds, statistics.median(turnarounds)
 
 
 def tiny(count: int) -> list[tuple[float, float]]:

@@ -54,10 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.again:
         state.forget({line.id for lines in groups.values() for line in lines})
     run_all(groups, bench, state, deadline)
-    found = table.rows([line for lines in groups.values() for line in lines], state.results())
-    print(table.write(found, bench, options.out))
-    print(f"check_gpu: {table.summary(found)}", file=sys.stderr)
-    return table.exit_status(found)
+    rows = table.rows([line for lines in groups.values() for line in lines], state.results())
+    print(table.write(rows, bench, options.out))
+    print(f"check_gpu: {table.summary(rows)}", file=sys.stderr)
+    return table.exit_status(rows)
 
 
 def run_all(groups: dict[tuple[str, int], list[Line]], bench: Bench, state: State, deadline: float) -> None:

@@ -17,12 +17,12 @@ CONTEXTS = "contexts on other GPUs"
 def lines(bench: Bench) -> list[Line]:
     limit = CUDA_FP32 if bench.cuda else CPU_FP32
     expected = f"two epochs, stopped in between: losses within {limit:g} of sync"
-    found = [
+    planned = [
         Line("checkpoints", f"async offload={offload}", bench.workers, expected, offload) for offload in ("none", "cpu")
     ]
     if bench.cuda and bench.workers > 1:
-        found.append(Line("checkpoints", CONTEXTS, bench.workers, "none on any rank", "none"))
-    return found
+        planned.append(Line("checkpoints", CONTEXTS, bench.workers, "none on any rank", "none"))
+    return planned
 
 
 def measure(line: Line, bench: Bench) -> Measured:
@@ -36,12 +36,12 @@ def measure(line: Line, bench: Bench) -> Measured:
         expected, _ = train_in(shared / "sync", "sync", line, epochs=2)
         first, _ = train_in(shared / "async", "async", line, epochs=1)
         second, resumed_from = train_in(shared / "async", "async", line, epochs=2)
-    found = [*first, *second]
-    if not resumed_from or len(found) != len(expected):
-        return Measured(False, f"not resumed: {len(found)} steps for {len(expected)}, from {resumed_from}")
-    apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    losses = [*first, *second]
+    if not resumed_from or len(losses) != len(expected):
+        return Measured(False, f"not resumed: {len(losses)} steps for {len(expected)}, from {resumed_from}")
+    apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
     limit = CUDA_FP32 if bench.cuda else CPU_FP32
-    return Measured(apart <= limit, f"apart by {apart:.1e}", {"apart": apart, "async": found, "sync": expected})
+    return Measured(apart <= limit, f"apart by {apart:.1e}", {"apart": apart, "async": losses, "sync": expected})
 
 
 def shared_name(name: str) -> str:
@@ -76,5 +76,5 @@ def measure_contexts(line: Line) -> Measured:
         return Measured(False, "this PyTorch cannot tell which GPUs a process holds")
     others: list[list[int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(others, [i for i in held if i != torch.cuda.current_device()])
-    found = {rank: devices for rank, devices in enumerate(others) if devices}
-    return Measured(not found, f"{found or 'none'}", {"by_rank": others})
+    devices_by_rank = {rank: devices for rank, devices in enumerate(others) if devices}
+    return Measured(not devices_by_rank, f"{devices_by_rank or 'none'}", {"by_rank": others})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fsdp_lab.config import SweepConfig
-    from fsdp_lab.training.distributed import Ranks
+    from fsdp_lab.training.distributed import DistributedContext
 
 CASES: tuple[Setting, ...] = (
     {"sharding": "per_block", "precision": "bf16_mixed", "reshard_after_forward": "always"},
@@ -45,7 +45,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Ten
     optimizer.zero_grad()
 
 
-def build(config: SweepConfig, ranks: Ranks, cuda: bool) -> nn.Module:
+def build(config: SweepConfig, ranks: DistributedContext, cuda: bool) -> nn.Module:
     """The sharded model, on `meta`."""
     import torch
 
@@ -86,8 +86,8 @@ def forecast(config: SweepConfig, workers: int, cuda: bool) -> dict[str, Any]:
     import warnings
 
     from fsdp_lab.forecast.allocator import allocator_peaks
+    from fsdp_lab.forecast.capacity import WORKSPACE_BYTES
     from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
-    from fsdp_lab.forecast.fits import WORKSPACE_BYTES
     from fsdp_lab.forecast.forecast import as_forecast, fresh_tensor
     from fsdp_lab.forecast.kernels import cuda_kernels
     from fsdp_lab.training.memory import record_step

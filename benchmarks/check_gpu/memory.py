@@ -49,15 +49,15 @@ def lines(bench: Bench) -> list[Line]:
     chosen = cases if bench.thorough else cases[:: _STRIDE if bench.cuda else _CPU_STRIDE]
     usual = f"peak within {LIMIT:.0%} (goal {GOAL:.0%}) of the forecast, reserved within {RESERVED_LIMIT:.0%}"
     expected = usual if bench.cuda else "peak as forecast, to the byte"
-    found = [
+    planned = [
         Line("memory", words(case), workers, expected, case)
         for workers in dict.fromkeys((bench.workers, 1) if bench.cuda else (bench.workers,))
         for case in chosen
     ]
     if bench.cuda:
         narrow = [{"model": models[0], **case} for case in NARROW]
-        found += [Line("memory", f"narrow: {words(c)}", bench.workers, "reported", c) for c in narrow]
-    return found
+        planned += [Line("memory", f"narrow: {words(c)}", bench.workers, "reported", c) for c in narrow]
+    return planned
 
 
 def setting_of(line: Line, bench: Bench) -> Setting:
@@ -189,8 +189,8 @@ def on_error(line: Line, bench: Bench, error: Exception) -> Measured | None:
     if type(error).__name__ != "OutOfMemoryError":
         return None
     forecast = forecast_of(line, bench)
-    said = "not to fit" if forecast["fits"] is False else "to fit"
-    text = f"out of memory, forecast {said} ({_mib(forecast['peak_bytes'])} MiB at the peak)"
+    predicted = "not to fit" if forecast["fits"] is False else "to fit"
+    text = f"out of memory, forecast {predicted} ({_mib(forecast['peak_bytes'])} MiB at the peak)"
     return Measured(forecast["fits"] is False, text, {"forecast": forecast})
 
 

@@ -55,7 +55,7 @@ def outcome(setting: Setting) -> tuple[str, str]:
 
     The status is what `fsdp_lab.engine.job.outcome_of` says, which cannot be imported here: it needs psutil.
     """
-    from fsdp_lab.engine.files import read_failures
+    from fsdp_lab.engine.trial_files import read_failures
     from fsdp_lab.engine.worker import FolderReporter, train_and_record
 
     with tempfile.TemporaryDirectory() as name:

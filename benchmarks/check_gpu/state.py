@@ -36,11 +36,11 @@ class State:
 
     def results(self) -> dict[str, Result]:
         """By line, the first of each: a rank that fails because another one did comes second."""
-        found: dict[str, Result] = {}
+        by_id: dict[str, Result] = {}
         for record in self._records():
             if record["key"] == self.key:
-                found.setdefault(record["id"], Result.from_dict(record))
-        return found
+                by_id.setdefault(record["id"], Result.from_dict(record))
+        return by_id
 
     def forget(self, ids: Collection[str]) -> None:
         """Drop the results of these lines, to measure them again."""

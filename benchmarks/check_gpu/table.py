@@ -22,9 +22,9 @@ def rows(lines: Sequence[Line], results: dict[str, Result]) -> list[tuple[Line, 
     return [(line, results.get(line.id, Result(line.id, NOT_MEASURED, ""))) for line in lines]
 
 
-def exit_status(found: Sequence[tuple[Line, Result]]) -> int:
+def exit_status(rows: Sequence[tuple[Line, Result]]) -> int:
     """1 when a line failed, 3 when none failed and one was not measured, else 0."""
-    verdicts = {result.verdict for _, result in found}
+    verdicts = {result.verdict for _, result in rows}
     return 1 if FAIL in verdicts else 3 if NOT_MEASURED in verdicts else 0
 
 
@@ -48,32 +48,32 @@ def about(bench: Bench) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in parts.items())
 
 
-def summary(found: Sequence[tuple[Line, Result]]) -> str:
+def summary(rows: Sequence[tuple[Line, Result]]) -> str:
     """How many lines have which verdict, and the failed ones by name."""
-    counts = Counter(result.verdict for _, result in found)
+    counts = Counter(result.verdict for _, result in rows)
     text = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())) or "no line"
-    failed = [f"FAIL {line.id}: {result.measured}" for line, result in found if result.verdict == FAIL]
+    failed = [f"FAIL {line.id}: {result.measured}" for line, result in rows if result.verdict == FAIL]
     return "\n".join([text, *failed])
 
 
-def markdown(found: Sequence[tuple[Line, Result]], bench: Bench) -> str:
+def markdown(rows: Sequence[tuple[Line, Result]], bench: Bench) -> str:
     lines = ["# GPU check", "", about(bench), "", f"| {' | '.join(HEAD)} |", f"| {' | '.join('---' for _ in HEAD)} |"]
-    for line, result in found:
+    for line, result in rows:
         cells = (line.subject, line.setting, line.workers, line.expected, result.measured, result.verdict)
         cleaned = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
         lines.append(f"| {' | '.join(cleaned)} | {result.seconds:.1f} |")
-    return "\n".join([*lines, "", summary(found).replace("\n", "\n\n"), ""])
+    return "\n".join([*lines, "", summary(rows).replace("\n", "\n\n"), ""])
 
 
-def write(found: Sequence[tuple[Line, Result]], bench: Bench, out: Path) -> str:
+def write(rows: Sequence[tuple[Line, Result]], bench: Bench, out: Path) -> str:
     """Write `check_gpu.md` and `check_gpu.csv`; return the Markdown."""
     text = io.StringIO()
     table = csv.writer(text)
     table.writerow([*HEAD, "figures"])
-    for line, result in found:
+    for line, result in rows:
         head = (line.subject, line.setting, line.workers, line.expected, result.measured, result.verdict)
         table.writerow([*head, result.seconds, json.dumps(result.figures)])
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "check_gpu.csv", text.getvalue())
-    write_text(out / "check_gpu.md", markdown(found, bench))
-    return markdown(found, bench)
+    write_text(out / "check_gpu.md", markdown(rows, bench))
+    return markdown(rows, bench)

@@ -62,17 +62,17 @@ accelerator.end_training()
 
 
 def lines(bench: Bench) -> list[Line]:
-    found = [
+    planned = [
         Line("takehome", f"use_pytorch.py {words(case)}", bench.workers, _expected(case, bench), case)
         for case in SCRIPTS
     ]
     if bench.cuda and find_spec("accelerate"):
-        found += [
+        planned += [
             Line("takehome", f"accelerate {words(case)}", bench.workers,
                  f"5 FSDP2 modules, {_expected(case, bench)}", case, limit_s=180)
             for case in LAUNCHES
         ]  # fmt: skip
-    return found
+    return planned
 
 
 def measure(line: Line, bench: Bench) -> Measured:
@@ -85,16 +85,18 @@ def measure(line: Line, bench: Bench) -> Measured:
     setup = read_setup("Trial 0", trial(setting), run.known)
     assert setup is not None
     if line.setting.startswith("use_pytorch.py"):
-        found: dict[str, Any] = {"losses": run_script(write_out("pytorch", setup))}
+        outcome: dict[str, Any] = {"losses": run_script(write_out("pytorch", setup))}
     else:
-        told = [launch(write_out("accelerate", setup)) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(told)
-        assert told[0] is not None
-        found = told[0]
-    apart = max(abs(a - b) for a, b in zip(run.losses, found["losses"], strict=True))
-    units = found.get("units", 5)
+        launched = [launch(write_out("accelerate", setup)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(launched)
+        assert launched[0] is not None
+        outcome = launched[0]
+    apart = max(abs(a - b) for a, b in zip(run.losses, outcome["losses"], strict=True))
+    units = outcome.get("units", 5)
     passed = apart <= _tolerance(line.case, bench) and units == 5
-    return Measured(passed, f"apart by {apart:.1e}" + (f", {units} FSDP2 modules" if "units" in found else ""), found)
+    return Measured(
+        passed, f"apart by {apart:.1e}" + (f", {units} FSDP2 modules" if "units" in outcome else ""), outcome
+    )
 
 
 def run_script(script: str) -> list[float]:

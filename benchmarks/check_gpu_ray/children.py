@@ -89,31 +89,31 @@ def show(output: bytes) -> None:
 
 def descendants() -> list[psutil.Process]:
     """All below this process that still run."""
-    found = []
+    processes = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def remaining(session: int, before: set[int]) -> list[psutil.Process]:
     """Processes of the session, and those below this process that were not there before the command."""
-    found = {process.pid: process for process in descendants() if process.pid not in before}
+    by_pid = {process.pid: process for process in descendants() if process.pid not in before}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = process
-    return list(found.values())
+                by_pid[process.pid] = process
+    return list(by_pid.values())
 
 
 def wait_for_end(session: int, before: set[int]) -> list[str]:
     """The names of those that run on after the grace period."""
     until = time.monotonic() + _GRACE_S
-    while (found := remaining(session, before)) and time.monotonic() < until:
+    while (left := remaining(session, before)) and time.monotonic() < until:
         time.sleep(0.2)
     names = []
-    for process in found:
+    for process in left:
         with suppress(psutil.NoSuchProcess):
             names.append(process.name())
     return sorted(names)
@@ -125,10 +125,10 @@ def end_all(process: subprocess.Popen[bytes], before: set[int]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for _ in range(5):
-        found = remaining(process.pid, before)
-        if not found:
+        left = remaining(process.pid, before)
+        if not left:
             return
-        for one in found:
+        for one in left:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
-        psutil.wait_procs(found, timeout=2.0)
+        psutil.wait_procs(left, timeout=2.0)

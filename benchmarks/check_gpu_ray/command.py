@@ -27,13 +27,15 @@ from types import FrameType
 from benchmarks.check_gpu_ray import children
 from benchmarks.check_gpu_ray.lines import Line, State, Verdict, exit_status, write_table
 from benchmarks.check_gpu_ray.machine import ROOT, Machine, environment_of, look, used_bytes
-from benchmarks.check_gpu_ray.sweeps import GPU_MEMORY_TOLERANCE, Left, Sweep, all_sweeps
+from benchmarks.check_gpu_ray.sweeps import GPU_MEMORY_TOLERANCE, Left, PlannedSweep, all_sweeps
 
 NAMES = ("readme", "repeats", "oom")
 _SETTLE_S = 15.0  # for the driver to return GPU memory
 
 
-def run_sweep(sweep: Sweep, machine: Machine, environment: dict[str, str], out: Path, limit_s: float) -> list[Line]:
+def run_sweep(
+    sweep: PlannedSweep, machine: Machine, environment: dict[str, str], out: Path, limit_s: float
+) -> list[Line]:
     """Run the sweep in a fresh folder and judge what it left."""
     folder = out / sweep.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -59,7 +61,7 @@ def gpu_growth(before: list[int], environment: dict[str, str]) -> int:
 
 
 def run_all(
-    sweeps: list[Sweep], state: State, machine: Machine, environment: dict[str, str], out: Path, until: float
+    sweeps: list[PlannedSweep], state: State, machine: Machine, environment: dict[str, str], out: Path, until: float
 ) -> list[Line]:
     """The lines of all sweeps, those that were measured before among them. The table is written after each sweep."""
     known = state.read()
@@ -82,7 +84,7 @@ def run_all(
     return list(lines.values())
 
 
-def _unmeasured(sweep: Sweep) -> dict[str, Line]:
+def _unmeasured(sweep: PlannedSweep) -> dict[str, Line]:
     return {line.name: line for line in sweep.not_measured("")}
 
 

@@ -98,10 +98,10 @@ def pip_command(python: str) -> list[str]:
     """
     if subprocess.run([python, "-c", "import pip"], capture_output=True, check=False).returncode == 0:
         return [python, "-m", "pip"]
-    found = subprocess.run([python, "-c", _BUNDLED_PIP], capture_output=True, text=True, check=False).stdout.split()
-    if not found:
+    lines = subprocess.run([python, "-c", _BUNDLED_PIP], capture_output=True, text=True, check=False).stdout.split()
+    if not lines:
         raise ValueError(f"{python} has no pip, and no copy of it that comes with Python")
-    return [python, f"{found[-1]}/pip"]
+    return [python, f"{lines[-1]}/pip"]
 
 
 def install(wheels: list[Path], target: Path | None, venv: Path | None) -> int:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from fsdp_lab.engine.files import append_line
+from fsdp_lab.engine.trial_files import append_line
 from fsdp_lab.files import write_text
 
 
@@ -48,7 +48,7 @@ class State:
 
     def read(self) -> dict[str, Line]:
         """The latest of each name. A line cut short by a kill is skipped."""
-        found = {}
+        by_name = {}
         for text in self.path.read_text().splitlines() if self.path.exists() else []:
             try:
                 content = json.loads(text)
@@ -56,8 +56,8 @@ class State:
                 continue
             if content["key"] == self.key:
                 line = content["line"]
-                found[line["name"]] = Line(**{**line, "verdict": Verdict(line["verdict"])})
-        return found
+                by_name[line["name"]] = Line(**{**line, "verdict": Verdict(line["verdict"])})
+        return by_name
 
     def add(self, line: Line) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

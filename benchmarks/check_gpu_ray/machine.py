@@ -74,9 +74,9 @@ class Machine:
 
     @property
     def about(self) -> str:
-        said = ", ".join(f"{name} {number or 'none'}" for name, number in self.versions.items())
+        versions = ", ".join(f"{name} {number or 'none'}" for name, number in self.versions.items())
         code = f"commit {self.commit or 'unknown'} (sources {self.sources})"
-        return f"{self.device}, driver {self.driver or 'none'}; {said}; {code}."
+        return f"{self.device}, driver {self.driver or 'none'}; {versions}; {code}."
 
 
 def look(device: str, environment: dict[str, str]) -> Machine:
@@ -85,13 +85,13 @@ def look(device: str, environment: dict[str, str]) -> Machine:
     Raises:
         RuntimeError: PyTorch cannot be asked.
     """
-    found = probe(environment)
+    probed = probe(environment)
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     listed = [row["memory.total"] for row in nvidia_smi(environment)] if device == "cuda" else []
-    capacity = max([*(mib * 2**20 for mib in listed), *found["total"]], default=memory)
+    capacity = max([*(mib * 2**20 for mib in listed), *probed["total"]], default=memory)
     numbers = {name: version_of(name) for name in ("torch", "ray", "mlflow")}
-    numbers |= {"Python": platform.python_version(), "NCCL": found["nccl"]}
-    return Machine(tuple(found["names"]), driver(environment), numbers, commit(), sources(), capacity, num_cpus())
+    numbers |= {"Python": platform.python_version(), "NCCL": probed["nccl"]}
+    return Machine(tuple(probed["names"]), driver(environment), numbers, commit(), sources(), capacity, num_cpus())
 
 
 def probe(environment: dict[str, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.check_gpu_ray.lines import Line, Verdict
 from benchmarks.check_gpu_ray.machine import Machine
-from fsdp_lab.engine.files import read_any_facts, read_metrics
+from fsdp_lab.engine.trial_files import read_any_facts, read_metrics
 
 LOSS_TOLERANCE = 1e-3
 FORECAST_TOLERANCE = 0.10  # on CUDA; on a CPU a forecast is exact
@@ -51,7 +51,7 @@ Judge = Callable[[Line, Left, Machine], Line]
 
 
 @dataclass(frozen=True)
-class Sweep:
+class PlannedSweep:
     """A command and the lines that come of it.
 
     `needs_s`: it is not begun with less time left. `memory_limit`: the address space of its processes.
@@ -74,11 +74,11 @@ class Sweep:
         return [replace(line, measured=why, verdict=Verdict.not_measured) for line, _ in self.lines]
 
 
-def all_sweeps(machine: Machine) -> list[Sweep]:
+def all_sweeps(machine: Machine) -> list[PlannedSweep]:
     return [readme(machine), repeats(machine), out_of_memory(machine)]
 
 
-def readme(machine: Machine) -> Sweep:
+def readme(machine: Machine) -> PlannedSweep:
     """The sweep that README.md shows."""
     words = ["sharding=root,per_block", "precision=fp32", "offload=none", "reshard_after_forward=always,never"]
     kind = "CUDA" if machine.gpus else "CPU"
@@ -89,10 +89,10 @@ def readme(machine: Machine) -> Sweep:
         (Line("readme: losses", f"all settings within {LOSS_TOLERANCE:g}"), judge_losses),
         (Line("readme: forecast error", f"at most {tolerance} on {kind}"), judge_forecast),
     ]
-    return Sweep("readme", [*words, *common(machine), *digits(machine)], lines, needs_s=100)
+    return PlannedSweep("readme", [*words, *common(machine), *digits(machine)], lines, needs_s=100)
 
 
-def repeats(machine: Machine) -> Sweep:
+def repeats(machine: Machine) -> PlannedSweep:
     """One setting eight times: whether a trial leaves something to the next."""
     words = [f"repeat={','.join(map(str, range(REPEATS)))}", *_ONE_SETTING, "training.epochs=1"]
     lines: list[tuple[Line, Judge]] = [
@@ -103,10 +103,10 @@ def repeats(machine: Machine) -> Sweep:
     if machine.gpus:
         expected = f"back within {GPU_MEMORY_TOLERANCE >> 20} MiB"
         lines.append((Line("repeats: GPU memory", expected), judge_gpu_memory))
-    return Sweep("repeats", [*words, *common(machine), *digits(machine)], lines, needs_s=150)
+    return PlannedSweep("repeats", [*words, *common(machine), *digits(machine)], lines, needs_s=150)
 
 
-def out_of_memory(machine: Machine) -> Sweep:
+def out_of_memory(machine: Machine) -> PlannedSweep:
     """A trial that cannot fit, between two that do. One activation alone exceeds the memory; the weights are small.
 
     On a CPU the address space of the processes is limited: otherwise some systems would grant the activation and
@@ -119,7 +119,7 @@ def out_of_memory(machine: Machine) -> Sweep:
     words += ["data=synthetic", f"data.num_train={2 * batch}", f"training.global_batch_size={batch}"]
     words += ["training.epochs=1", "forecast.prune=false", "checkpoint.mode=off", "export=false"]
     line = Line("oom: outcomes", _outcomes(0, ["finished", "oom", "finished"]))
-    return Sweep("oom", words, [(line, judge_outcomes)], needs_s=90, memory_limit=limit)
+    return PlannedSweep("oom", words, [(line, judge_outcomes)], needs_s=90, memory_limit=limit)
 
 
 def too_wide(capacity_bytes: int) -> int:
@@ -201,8 +201,8 @@ def judge_gpu_memory(line: Line, left: Left, machine: Machine) -> Line:
 
 def _outcomes(status: int, outcomes: Iterable[str]) -> str:
     runs = [(name, len(list(same))) for name, same in itertools.groupby(outcomes)]
-    said = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in runs)
-    return f"exit {status}: {said or 'no results'}"
+    runs_text = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in runs)
+    return f"exit {status}: {runs_text or 'no results'}"
 
 
 def _workers(count: int) -> str:
@@ -236,5 +236,5 @@ def _nccl(left: Left) -> str:
     logs = [
         log.read_text(errors="replace") for row in left.rows for log in (left.trial(row) / "logs").glob("rank*.log")
     ]
-    found = sorted({match for log in logs for match in _NCCL_VERSION.findall(log)})
-    return f" (NCCL {', '.join(found)})" if found else ""
+    versions = sorted({match for log in logs for match in _NCCL_VERSION.findall(log)})
+    return f" (NCCL {', '.join(versions)})" if versions else ""

@@ -1,0 +1,23 @@
+"""The training core of a trial under torchrun, without Ray and MLflow; like a trial, it writes its progress.
+
+torchrun --nproc-per-node 2 -m benchmarks.core <folder> key=value ...
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.engine.stacks import StackDump
+from fsdp_lab.engine.worker import FolderReporter
+from fsdp_lab.training.__main__ import read_config
+from fsdp_lab.training.train import train
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    config = part(read_config(None, sys.argv[2:]), TrialConfig)
+    train(config, folder, FolderReporter(folder, int(os.environ["RANK"]), config.data.name, StackDump(600.0)))
+    dist.destroy_process_group()

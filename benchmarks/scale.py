@@ -1,0 +1,178 @@
+"""What the driver of a large sweep costs a trial.
+
+python -m benchmarks.scale cost [trials]
+
+The whole command runs: Hydra, Ray Tune, the trials' folders, MLflow (SQLite), forecasts, the live table, `results.csv`
+and the report. In the place of Ray Train and its workers stands `pretend`: it writes what a trial writes, and sleeps.
+The driver's own CPU seconds are counted: other work on the machine matters less than to a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import psutil
+
+from fsdp_lab.engine.job import Job
+from fsdp_lab.engine.trial_files import EpochLines, Outcome, Progress, write_outcome
+from fsdp_lab.files import write_json
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
+
+MOST_COST_MS = 80.0
+MOST_GROWTH_MIB = 300.0
+_BLOCK = 250
+_LIMIT_S = 7200
+_SLEEP = "FSDP_LAB_PRETEND_S"  # seconds of each trial, reaches Ray's processes by the environment
+_PLACES = 16  # of `cost`: Tune takes half a second to begin and end a trial, so several wait for that side by side
+
+
+def pretend(config: dict[str, Any]) -> None:
+    """What Ray Tune calls in the place of a trial: write its files as rank 0 would, train nothing."""
+    from ray import tune
+
+    job = Job(**json.loads(config["job"]))
+    folder, begun = Path(job.folder), time.time()
+    random = Random(job.folder)
+    facts = {
+        "device": "cpu", "world_size": job.num_workers, "num_params": 1000, "torch": version("torch"),
+        "data_digest": "0" * 16, "data_num_train": 1024, "data_num_val": 256, "data": "digits", "num_steps": 1,
+        "resumed_from": None, "notes": [],
+    }  # fmt: skip
+    write_json(folder / "facts.json", facts)
+    progress = Progress(folder)
+    progress.step(1)
+    time.sleep(float(os.environ[_SLEEP]) * random.uniform(0.75, 1.25))
+    speed = 1000 * random.lognormvariate(0, 0.1)
+    metrics = {
+        "epoch": 1, "step": 10, "train/loss": 1.0, "val/loss": random.uniform(1, 1.02), "val/accuracy": 0.5,
+        "perf/samples_per_s": speed, "perf/timed_steps": 8, "perf/timed_s": 1.0, "perf/speed_error": 0.02,
+        "perf/others_cpu": 0.0, "perf/step_time_p50_s": 64 / speed, "perf/step_time_p95_s": 70 / speed,
+        "memory/peak_bytes": 9_000_000, "memory/param_bytes": 3_000_000, "memory/grad_bytes": 3_000_000,
+        "memory/activation_bytes": 3_000_000, "train/lr": 0.001, "train/step": 10,
+    }  # fmt: skip
+    EpochLines(folder).keep(metrics)
+    progress.reported()
+    tune.report({"epoch": 1})
+    write_outcome(folder, Outcome(TrialStatus.finished, None, time.time() - begun))
+
+
+class Marks(Listener):
+    """Keeps the driver's CPU seconds and memory, at the beginning and after each block of trials."""
+
+    def __init__(self, to: Path) -> None:
+        self._to, self._process, self._ended = to, psutil.Process(), 0
+        self.marks: dict[str, Any] = {"planned": None, "blocks": [], "spans": []}
+
+    def opened(self, sweep: SweepRun) -> None:
+        self.marks["planned"] = self._now()
+        self.marks["trials"] = len(sweep.states)
+
+    def ready(self, sweep: SweepRun) -> None:
+        self.marks["blocks"].append(self._now())
+
+    def ended(self, sweep: SweepRun, number: int) -> None:
+        self._ended += 1
+        if self._ended == 1:
+            self.marks["first"] = self._now()
+        self.marks["spans"].append((sweep.states[number].begun, time.time()))
+        if self._ended % _BLOCK == 0:
+            self.marks["blocks"].append(self._now())
+            self._to.write_text(json.dumps(self.marks))
+
+    def finish(self, sweep: SweepRun, ending: Ending) -> None:
+        self.marks["finish"] = self._now()
+        self._to.write_text(json.dumps(self.marks))
+
+    def _now(self) -> tuple[float, float]:
+        times = self._process.cpu_times()
+        return times.user + times.system, self._process.memory_info().rss / 2**20
+
+
+def run(folder: Path, cpus: int, arguments: list[str]) -> None:
+    """A sweep in this process whose trials pretend; leaves `marks.json`."""
+    from fsdp_lab.__main__ import main
+    from fsdp_lab.sweep import start
+    from fsdp_lab.sweep.executors import tuner
+
+    run_sweep = start.run_sweep
+
+    def watched(plan: Any, executor: Any, listeners: Any) -> Any:
+        return run_sweep(plan, executor, [*listeners, Marks(folder / "marks.json")])
+
+    sys.argv = ["fsdp_lab", "-m", *arguments, f"hydra.sweep.dir={folder}/out", f"tracking.uri=sqlite:///{folder}/m.db"]
+    with (
+        mock.patch.object(tuner, "trial_function", pretend),
+        mock.patch.object(start, "run_sweep", watched),
+        mock.patch("fsdp_lab.hardware.num_cpus", return_value=cpus),
+        mock.patch("fsdp_lab.config.machine.num_cpus", return_value=cpus),
+    ):
+        main()
+
+
+def in_process(folder: Path, cpus: int, sleep_s: float, arguments: list[str]) -> dict[str, Any]:
+    """What `run` finds in a process of its own, whose output goes to `out.txt` as to a terminal."""
+    # Ray would start a process a CPU before anybody asks for one.
+    settings = {_SLEEP: str(sleep_s), "RAY_prestart_worker_first_driver": "0", "FORCE_COLOR": "1", "COLUMNS": "160"}
+    command = [sys.executable, "-m", "benchmarks.scale", "run", str(folder), str(cpus), *arguments]
+    with (folder / "out.txt").open("wb") as out:
+        subprocess.run(command, check=True, timeout=_LIMIT_S, stdout=out, env={**os.environ, **settings})
+    marks: dict[str, Any] = json.loads((folder / "marks.json").read_text())
+    return marks
+
+
+def cost(count: int, folder: Path) -> int:
+    """Print the driver's CPU a trial by blocks, its memory, and what is left behind."""
+    half = max(1, count // 100)
+    grid = [
+        f"optimizer.lr=range(0.0001,{0.0001 * (half + 0.5):.6f},0.0001)",
+        f"training.max_steps=range(1,{min(count, 100) + 1})",
+    ]
+    where = ["sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=default"]
+    marks = in_process(folder, _PLACES, 1.0, [*grid, *where, "cluster.num_workers=1"])
+    planned = marks["planned"][0] / marks["trials"]
+    print(f"{marks['trials']} trials; composing, checking and writing them down: {planned * 1000:.0f} ms of CPU each\n")
+    print("| trials | driver, ms of CPU a trial | resident, MiB |\n| --- | --- | --- |")
+    blocks = marks["blocks"]
+    costs = []
+    for number, (before, after) in enumerate(pairwise(blocks)):
+        costs.append(1000 * ((after[0] - before[0]) / _BLOCK + planned))
+        print(f"| {number * _BLOCK + 1} to {(number + 1) * _BLOCK} | {costs[-1]:.0f} | {after[1]:.0f} |")
+    growth = max(after[1] for after in blocks) - marks["first"][1]
+    rest = marks["finish"][0] - blocks[-1][0]
+    print(f"\nthe rest, with the report: {rest:.1f} s of CPU; at most {growth:.0f} MiB more than after the first trial")
+    for name in ("results.csv", "report.html", "report.md"):
+        path = folder / "out" / name
+        print(f"{name}: {path.stat().st_size / 2**20:.1f} MiB" if path.exists() else f"{name}: none")
+    print(f"asked for: at most {MOST_COST_MS:.0f} ms a trial and {MOST_GROWTH_MIB:.0f} MiB")
+    return 0 if costs and max(costs) <= MOST_COST_MS and growth <= MOST_GROWTH_MIB else 1
+
+
+def main() -> int:
+    what, *rest = sys.argv[1:] or ["cost"]
+    if what == "run":
+        run(Path(rest[0]), int(rest[1]), rest[2:])
+        return 0
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(os.environ.get("FSDP_LAB_KEEP") or made)
+        folder.mkdir(exist_ok=True)
+        code = cost(int(rest[0]) if rest else 500, folder)
+    where = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
+    print(f"\n{where}, ray {version('ray')}, mlflow {version('mlflow')}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
