@@ -45,6 +45,8 @@ def main() -> None:
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there.")
         arguments, code_folder = resume_first(sys.argv[1:])
         config_dir, words = split_config_dir(arguments)
+        if {"-h", "--help"} & set(words):
+            words = ["--help"]  # Hydra would first compose a trial of the other words
         search_words = search_path(config_dir)  # looks whether the folder is there
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])

@@ -385,6 +385,8 @@ def _wrong_value(key: str, value: str, cause: str) -> str:
     remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
     if (key, value) == ("repeat", "auto"):
         remedy = "; repeat=auto is for sweeps: add -m"
+    if "is not a ListConfig" in cause:
+        return f"{key}={value} is not a list; put the items into brackets: {key}=[{value}]."
     if not value:
         remedy += "; it is empty: put a value with a $ into single quotes, or the shell expands it"
     return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."
@@ -409,7 +411,8 @@ def _valid(key: str) -> str:
 
 
 def _meant(key: str, known: list[str]) -> str:
-    meant = closest(key, known)
+    longer = [name for name in known if name.startswith(f"{key}_")]
+    meant = longer[0] if longer else closest(key, known)
     return f"Did you mean {meant}? " if meant else ""
 
 

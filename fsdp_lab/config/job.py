@@ -11,6 +11,18 @@ from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import at_least_one, key, positive
 
 _OPTION = re.compile(r"[a-z][a-z-]+(:[^\n]+)?")
+# Options that the batch script sets, and what to do instead.
+_OURS = {
+    "nodes": "set cluster.job.nodes",
+    "cpus-per-task": "set cluster.job.cpus_per_node",
+    "gpus-per-node": "set cluster.job.gpus_per_node",
+    "mem": "set cluster.job.memory_gib_per_node",
+    "ntasks-per-node": "leave it out",
+    "output": "leave it out: the log lies beside the script",
+    "open-mode": "leave it out",
+    "requeue": "leave it out",
+    "signal": "leave it out: the signal lets the sweep save its state before the time limit",
+}
 _VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[\w./-]+")
 
 
@@ -51,7 +63,7 @@ class JobConfig:
         """Check the options of `sbatch`, the volume, and that KubeRay has what it needs.
 
         Raises:
-            ConfigError: an item of `sbatch` is no option, `volume` is not <claim>:<path>, or KubeRay lacks a key.
+            ConfigError: an item of `sbatch` is not an option, or one that the script sets itself, `volume` is not <claim>:<path>, or KubeRay lacks a key.
         """
         for word in self.sbatch:
             if not _OPTION.fullmatch(word):
@@ -59,6 +71,11 @@ class JobConfig:
                     f"cluster.job.sbatch={word!r} is not a long option of sbatch; write <name>:<value> without "
                     "hyphens, for example cluster.job.sbatch=[partition:gpu,time:08:00:00,exclusive]."
                 )
+            if remedy := _OURS.get(word.partition(":")[0]):
+                raise ConfigError(f"cluster.job.sbatch=[{word}]: the batch script sets this option itself; {remedy}.")
+        names = [word.partition(":")[0] for word in self.sbatch]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"cluster.job.sbatch has {twice[0]} more than once; leave one.")
         if self.volume is not None and not _VOLUME.fullmatch(self.volume):
             raise ConfigError(
                 f"cluster.job.volume={self.volume} is not <claim>:<path>; use for example "

@@ -190,7 +190,8 @@ class ClusterConfig:
         """Check the addresses of Ray and of object storage, and the job.
 
         Raises:
-            ConfigError: the address is Ray Client's or the job server's, or the storage is unknown; see also
+            ConfigError: the address is Ray Client's or the job server's, the storage is unknown, or a trial needs more
+                GPUs than the job has; see also
                 `JobConfig.check`.
         """
         if self.address is not None and self.address.startswith(("ray://", "http://", "https://")):
@@ -203,6 +204,13 @@ class ClusterConfig:
         if self.storage_path is not None and is_address(self.storage_path):
             check_address("cluster.storage_path", self.storage_path)
         self.job.check()
+        gpus = self.job.nodes * self.job.gpus_per_node if self.job.gpus_per_node else None
+        if gpus is not None and self.num_workers is not None and self.num_workers > gpus:
+            raise ConfigError(
+                f"cluster.num_workers={self.num_workers} needs {self.num_workers} GPUs, and the job has {gpus} "
+                f"(cluster.job.nodes={self.job.nodes} × cluster.job.gpus_per_node={self.job.gpus_per_node}); set "
+                f"cluster.job.nodes={-(-self.num_workers // (self.job.gpus_per_node or 1))} or fewer workers."
+            )
 
 
 @dataclass

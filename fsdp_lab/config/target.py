@@ -23,6 +23,7 @@ from typing import Any
 from fsdp_lab.config.errors import ConfigError
 
 _KIND = {"model": "family", "data": "name"}  # the key by which a group's own options differ
+_CALLED_WITH = {"split": 'split="train" and then split="val"'}  # what fsdp_lab adds to the user's arguments
 _MOST_FILES = 2000  # of one package, whose digests are kept
 
 
@@ -125,8 +126,8 @@ def check_arguments(
         for name in given:
             if name not in named:
                 raise ConfigError(
-                    f"{group}._target_={path} has no parameter {name}; fsdp_lab calls it with {name}=..., so add that "
-                    "parameter."
+                    f"{group}._target_={path} has no parameter {name}; fsdp_lab calls it with {_CALLED_WITH[name]}, so "
+                    "add that parameter."
                 )
         kind = _KIND.get(group, "")
         if kind in arguments and kind not in named:
@@ -160,9 +161,14 @@ def check_loss(path: str, key: str) -> None:
         key: the configuration key of the path, for messages.
 
     Raises:
-        ConfigError: it cannot be imported, or takes other arguments.
+        ConfigError: it cannot be imported, is a class, or takes other arguments.
     """
     function = import_callable(path, key)
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{key}={path} is a class; give a function that takes the model and a batch, and returns the loss: "
+            f"def loss(model, batch): return {path.rpartition('.')[2]}()(model(batch['x']), batch['y'])."
+        )
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # of some builtins nothing is known

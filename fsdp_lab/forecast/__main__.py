@@ -116,6 +116,9 @@ def run(plan: Plan, swept: list[str]) -> int:
     print_scope(console, plan.trials, requests, swept)
     forecasts = [forecast_one(requests[0])] if len(requests) == 1 else with_progress(console, requests)
 
+    reasons = sorted({reason for f in forecasts for reason in (f.error, f.no_speed) if reason})
+    if all(forecast.error for forecast in forecasts):
+        return _print_errors(reasons)
     every, keep = _rows(plan.trials, requests, forecasts, swept), first.forecast.keep
     if keep is not None:
         every = kept_rows(every, requests, swept, keep, effect)
@@ -142,10 +145,16 @@ def run(plan: Plan, swept: list[str]) -> int:
         more += kept_sentences(cells, requests, swept, keep, effect)
     for sentence in filter(None, more):
         console.print(Text(sentence))
-    for reason in sorted({reason for f in forecasts for reason in (f.error, f.no_speed) if reason}):
-        print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)
+    _print_errors(reasons)
     asked = first.forecast.device not in DEVICE_KINDS  # else the speed comes with a calibration that is there
     return 1 if any(f.error or (f.no_speed and asked) for f in forecasts) else 0
+
+
+def _print_errors(reasons: Sequence[str]) -> int:
+    """Print why settings have no forecast, and return the exit status for that."""
+    for reason in reasons:
+        print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)
+    return 1
 
 
 def _rows(

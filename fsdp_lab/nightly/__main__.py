@@ -294,7 +294,8 @@ def print_plan(study: Study, schedule: Schedule, now: datetime) -> None:
     """
     baseline = baseline_of(study, read_all(study))
     print(f"study:    {study.name}, in {study.where}")
-    print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *study.arguments]))}")
+    shown = [word for word in study.arguments if not word.startswith("hydra.sweeper.params.")]  # null: no axis
+    print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *shown]))}")
     text = f"{baseline.id} ({baseline.verdict})" if baseline else "none yet: the first good night becomes it"
     busy = ", except its speeds: other processes used the machine" if baseline and baseline.busy else ""
     print(f"baseline: {text}{busy}")

@@ -33,4 +33,7 @@ def submit_night(study: Study, option: str | None, overrides: Sequence[str]) -> 
     nightly = study.nightly
     words = ["-m", "fsdp_lab.nightly", option or "--once", *job_words(overrides, study.cluster)]
     schedule = (nightly.cron, nightly.timezone) if option is None else None
-    return launch(Job(words, words, "", study.folder.absolute(), study.cluster.job, schedule))
+    code = launch(Job(words, words, "", study.folder.absolute(), study.cluster.job, schedule))
+    if schedule is None and study.cluster.job.submit:
+        print(f"  verdict: the end of the job's log, and gate.md in {study.folder}/<night>; a regression exits with 3")
+    return code

@@ -53,6 +53,8 @@ def run_multirun(
     if command.common.config.resume is None:
         plan, notes = command.new_sweep()  # first: a command that is refused writes nothing
     if is_for_manager(command.common.config):
+        if command.common.config.resume is None:
+            _print_plan(plan, notes)
         code = submit_sweep(command.common.config, command.folder, config.hydra, multirun=True)
     elif command.common.config.resume is None:
         reach_cluster(plan)
@@ -79,13 +81,17 @@ def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
         plan: of the sweep.
         notes: lines for the user about the plan.
     """
-    print(f"{_how_many(plan)}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
-    for line in notes:
-        print(line, flush=True)
+    _print_plan(plan, notes)
 
     from fsdp_lab.sweep.start import start_sweep
 
     return start_sweep(plan)
+
+
+def _print_plan(plan: SweepPlan, notes: Sequence[str]) -> None:
+    print(f"{_how_many(plan)}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
+    for line in notes:
+        print(line, flush=True)
 
 
 def _how_many(plan: SweepPlan) -> str:

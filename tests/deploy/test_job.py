@@ -68,6 +68,16 @@ def test_the_script_types_what_was_typed_without_what_slurm_was_asked_for(tmp_pa
             {},
             "cluster.job.sbatch='--gpu' is not a long option of sbatch",
         ),
+        (("cluster=slurm", "cluster.job.sbatch=[nodes:3]"), {}, "sets this option itself; set cluster.job.nodes."),
+        (("cluster=slurm", "cluster.job.sbatch=[qos:a,qos:b]"), {}, "has qos more than once"),
+        (("cluster=slurm", "cluster.job.sbatch=qos:a"), {}, "into brackets: cluster.job.sbatch=[qos:a]."),
+        (("cluster=slurm", "cluster.job.gpus=8"), {}, "Did you mean cluster.job.gpus_per_node?"),
+        (
+            ("cluster=slurm", "cluster.num_workers=16", "cluster.job.gpus_per_node=8"),
+            {},
+            "needs 16 GPUs, and the job has 8 (cluster.job.nodes=1 × cluster.job.gpus_per_node=8); set "
+            "cluster.job.nodes=2 or fewer workers",
+        ),
         (
             ("cluster=kuberay",),
             {},

@@ -51,7 +51,7 @@ def test_its_checkpoint_is_of_the_same_trial(compose_trial):
         config = compose_trial(words, 1).config
         check_meta(meta, CHECKPOINT, config)
         check_same_trial(meta, CHECKPOINT, config)
-    with pytest.raises(CheckpointError, match=r"training\.seed=0 there, 7 here"):
+    with pytest.raises(CheckpointError, match=r"training\.seed=0 in the checkpoint, 7 now"):
         check_same_trial(meta, CHECKPOINT, compose_trial([*overrides, "training.seed=7"], 1).config)
 
 

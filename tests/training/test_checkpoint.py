@@ -216,8 +216,8 @@ def test_resume_from_nowhere(runs: Runs) -> None:
 
 
 def test_another_model_or_optimizer_is_refused(runs: Runs) -> None:
-    assert "model.num_layers=2 there, 3 here" in runs.two["other model"].error
-    assert "optimizer=adam there, sgd here" in runs.two["other optimizer"].error
+    assert "model.num_layers=2 in the checkpoint, 3 now" in runs.two["other model"].error
+    assert "optimizer=adam in the checkpoint, sgd now" in runs.two["other optimizer"].error
     assert all(runs.two[name].error.startswith("CheckpointError") for name in ("other model", "other optimizer"))
 
 
