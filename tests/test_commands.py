@@ -232,9 +232,10 @@ def test_a_trial_or_sweep_of_a_page_runs(command: Command, tmp_path: Path):
     lay_project(tmp_path)
     if "my_models" in command.text:
         lay_models(tmp_path)
-    done = run_cli(tmp_path, *replaced(made_small(command)[1:], QUICK), STORE, *OUT)
+    done = run_cli(tmp_path, *replaced(made_small(command)[1:], QUICK), STORE)
     assert done.returncode == 0, done.stdout + done.stderr
-    with (tmp_path / "out" / "results.csv").open() as lines:
+    (results,) = tmp_path.glob("outputs/**/results.csv")
+    with results.open() as lines:
         assert {row["status"] for row in csv.DictReader(lines)} <= {"finished", "stopped"}
     assert is_in(command.output, done.stdout, numbers=False), f"{command.place} prints:\n{done.stdout}"
 
@@ -262,7 +263,7 @@ def test_a_job_of_a_page_is_written(command: Command, tmp_path: Path):
 
 def test_make_sweep_types_what_the_page_says(tmp_path: Path):
     typed = subprocess.run(["make", "-n", "sweep"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
-    words = typed.stdout.splitlines()[-1].partition(" -m fsdp_lab ")[2]
+    words = next(after for line in typed.stdout.splitlines() if (after := line.partition(" -m fsdp_lab ")[2]))
     assert f"`python -m fsdp_lab {words}`" in (ROOT / "README.md").read_text().replace("\n", " ")
     done = run_cli(tmp_path, *replaced(shlex.split(words), QUICK), STORE, *OUT)
     assert done.returncode == 0, done.stdout + done.stderr

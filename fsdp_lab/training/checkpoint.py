@@ -341,7 +341,11 @@ def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None
     """
     wanted, there = to_dict(config.model), meta["model"]
     keys = dict.fromkeys([*wanted, *there])  # a user's model has other keys with other arguments
-    other = [f"model.{k}={there.get(k)} in the checkpoint, {wanted.get(k)} now" for k in keys if there.get(k) != wanted.get(k)]
+    other = [
+        f"model.{k}={there.get(k)} in the checkpoint, {wanted.get(k)} now"
+        for k in keys
+        if there.get(k) != wanted.get(k)
+    ]
     if meta["optimizer"] != config.optimizer.name.name:
         other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.name.name} now")
     if other:
@@ -382,7 +386,11 @@ def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -
         and k not in here
         and (k not in known or Between.CHECKPOINT not in known[k].may_differ)
     ]  # arguments of another callable
-    other = [f"{k}={there.get(k)} in the checkpoint, {here.get(k)} now" for k in [*here, *gone] if there.get(k) != here.get(k)]
+    other = [
+        f"{k}={there.get(k)} in the checkpoint, {here.get(k)} now"
+        for k in [*here, *gone]
+        if there.get(k) != here.get(k)
+    ]
     if other:
         folder = str(source).rpartition("/checkpoints/")[0]
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -325,7 +326,7 @@ def test_the_first_run_and_several_are_no_mistake():
 
 def test_a_trial_alone_may_be_any_repeat_and_an_old_sweep_of_one_is_resumed(tmp_path: Path):
     alone = run_cli(tmp_path, "repeat=3", "--cfg", "job")
-    assert alone.returncode == 0 and "\nrepeat: 3\n" in alone.stdout, output_of(alone)
+    assert alone.returncode == 0 and re.search(r"^repeat: 3 ", alone.stdout, re.MULTILINE), output_of(alone)
     done = run_cli(tmp_path, "-m", *INLINE, "repeat=0", "optimizer.lr=1e-3,1e-2")
     assert done.returncode == 0, output_of(done)
     for name in ("sweep.json", "trials.jsonl"):  # as earlier versions wrote it

@@ -116,7 +116,7 @@ def test_another_file_of_pytorch_is_reported(tmp_path: Path, content: object) ->
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.pt: there is no such file"):
+    with pytest.raises(UserError, match=r"nowhere\.pt: no such file; give the path"):
         load_exported(tmp_path / "nowhere.pt")
 
 

@@ -196,7 +196,7 @@ def test_a_single_file_is_read_before_an_index(tmp_path: Path) -> None:
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
-    with pytest.raises(UserError, match=r"has no \.safetensors weights; put model\.safetensors"):
+    with pytest.raises(UserError, match=r"has no \.safetensors weights; add model\.safetensors"):
         check("gpt2", tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"it has pytorch_model\.bin: pickles are not read.*save_pretrained"):

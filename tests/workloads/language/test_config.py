@@ -92,7 +92,7 @@ def test_only_language_computes_its_loss_in_parts() -> None:
     ],
 )
 def test_images_and_tokens_are_not_mixed(words: str, message: str) -> None:
-    with pytest.raises(CombinationError, match=r"use data=digits.*data=pydoc") as caught:
+    with pytest.raises(CombinationError, match=r"Images: data=digits.*Tokens: data=pydoc") as caught:
         composed(*words.split()).check(2)
     assert message in str(caught.value)
 

@@ -187,7 +187,7 @@ def test_a_folder_without_the_files_is_one_message(tmp_path: Path) -> None:
         check(composed(*words))
     for name in ("b.csv", "a.csv"):
         write_csv(tmp_path / "no" / name, [])
-    with pytest.raises(UserError, match=r"/no holds a.csv, b.csv; point it at"):
+    with pytest.raises(UserError, match=r"/no has a.csv, b.csv; point it at"):
         check(composed(*words))
 
 

@@ -92,7 +92,8 @@ def test_it_holds_what_was_forecast_to_the_byte() -> None:
 def test_the_script_that_is_taken_home_has_the_trials_losses() -> None:
     cells = ["sharding=per_block", "sharding=ddp training.grad_accum_steps=2"]
     for result in run_ranks(2, train_and_run, [[*WORDS, *cell.split()] for cell in cells])[0]:
-        assert apart(result["last"], result["trial"]) <= 1e-6, result["script"]
+        # of the loss: the first are above 16, where neighbours in float32 are 1.9e-6 apart
+        assert apart(result["last"], result["trial"]) <= 1e-6 * max(result["trial"]), result["script"]
 
 
 def test_another_batch_or_output_is_one_message() -> None:
