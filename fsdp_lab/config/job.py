@@ -63,7 +63,8 @@ class JobConfig:
         """Check the options of `sbatch`, the volume, and that KubeRay has what it needs.
 
         Raises:
-            ConfigError: an item of `sbatch` is not an option, or one that the script sets itself, `volume` is not <claim>:<path>, or KubeRay lacks a key.
+            ConfigError: an item of `sbatch` is not an option, or one that the script sets itself; `volume` is not
+                <claim>:<path>; or KubeRay lacks a key.
         """
         for word in self.sbatch:
             if not _OPTION.fullmatch(word):
