@@ -69,9 +69,10 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,docs]"
 	@touch $@
 
-ui: $(VENV)/.installed      ## the MLflow UI on the local store, http://127.0.0.1:5000
-	@echo "in some ten seconds (Ctrl-C ends it) the runs: http://127.0.0.1:$(or $(PORT),5000)/#/experiments?workflowType=machine_learning"
-	@PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
+UI = http://127.0.0.1:$(or $(PORT),5000)/\#/experiments?workflowType=machine_learning
+ui: $(VENV)/.installed      ## opens the runs of the local store in MLflow, http://127.0.0.1:5000
+	@echo "in some ten seconds (Ctrl-C ends it) the runs: $(UI)"
+	@$(PY) -m fsdp_lab.open_page '$(UI)' & PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
 bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretended trials; what measuring and forecasting memory cost; runs of repeat=auto
 	$(PY) -m benchmarks.sweep

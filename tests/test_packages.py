@@ -18,6 +18,7 @@ SYSTEM = {"hardware", "files", "locks", "storage"}
 MAY_IMPORT = {
     "installed": set(),
     "metrics": set(),
+    "open_page": set(),
     "redact": set(),
     "status": set(),
     "terminal": set(),
