@@ -97,7 +97,7 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         check_token(cluster.address)
         probe(cluster.address, cluster.wait_timeout_s if cluster.job.nodes > 1 else 0.0)
         # else Ray asks once a second, twenty times, also one that answers and refuses the token, or wants one
-        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}

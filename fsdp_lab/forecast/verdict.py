@@ -136,12 +136,13 @@ def _takes(rows: Sequence[Row], swept: Sequence[str]) -> str:
     asked = [row for row in rows if row.forecast.largest_microbatch is not None]
     if not asked:
         return "forecast.largest_microbatch=true finds the largest microbatch of each"
-    plain = [row for row in asked if _values(row, swept).get(_CHECKPOINTING, "none") == "none"] or asked
+    without = [row for row in asked if _values(row, swept).get(_CHECKPOINTING, "none") == "none"]
+    plain = without or asked
     best = max(plain, key=_largest)
     if not _largest(best):
         return ""
     fewest = _fewest(best, plain, swept, lambda row: _largest(row) == _largest(best))
-    distinguishing = {*fewest, *(_PLAIN_WORDS if fewest else ())} - {_CHECKPOINTING}
+    distinguishing = {*fewest, *(_PLAIN_WORDS if fewest else ())} - ({_CHECKPOINTING} if without else set())
     values = {key: value for key, value in _values(best, swept).items() if key in distinguishing}
     text = f"{name_of(values) if swept else 'it'} takes up to {_largest(best):,}"
     wanted = {**_values(best, swept), _CHECKPOINTING: "full"}

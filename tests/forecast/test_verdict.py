@@ -102,6 +102,11 @@ def test_one_sample_is_one():
     assert verdict([replace(ROWS[0], microbatch=1)], AXES, "images").startswith("8 × 24 GiB, 1 image per GPU: ")
 
 
+def test_the_checkpointing_that_takes_most_is_named_where_every_setting_has_some():
+    text = verdict([row(["selective"], 12, 1), row(["full"], 8, 3)], ["activation_checkpointing"])
+    assert text.endswith(": everything fits; activation_checkpointing=full takes up to 3.")
+
+
 def test_one_setting_and_failed_forecasts():
     assert ": it needs 10.9 GiB and fits; it takes up to 144." in verdict([row([], 9.9, 144)], [])
     assert ": it needs 31.0 GiB and does not fit (12 at most); it takes up to 12." in verdict([row([], 30, 12)], [])
