@@ -20,7 +20,7 @@ test: $(VENV)/.installed    ## the tests, but for those that take longest
 	$(PYTEST) -m "not long and not cluster and not alone"
 
 test-long: $(VENV)/.docs    ## the tests that `make test` leaves out: kills, nights, every pair of settings, the pages
-	$(PYTEST) -m "long and not cluster and not alone"
+	$(PYTEST) -m "long and not cluster and not alone" $(ARGS)
 	$(PY) -m pytest -m alone
 
 test-cluster: $(VENV)/.installed  ## object storage, PostgreSQL, and sweeps over two nodes, as network namespaces, by Ray and by Slurm: as root, elsewhere they are skipped
