@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-_LIMIT_S = 100
+_LIMIT_S = 300
 # What the commands import while they run. Not Ray, which reads its environment as it is imported.
 _IMPORTED = (
     "fsdp_lab.__main__", "fsdp_lab.report.__main__", "fsdp_lab.forecast.__main__", "mlflow", "mlflow.entities",

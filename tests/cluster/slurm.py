@@ -20,7 +20,7 @@ from tests.cluster.namespaces import Node, two_namespaces
 from tests.cluster.namespaces import why_not as why_no_namespaces
 from tests.processes import descendants
 
-_START_S = 30
+_START_S = 90
 _PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
 
 
@@ -63,7 +63,7 @@ class Slurm:
             assert time.monotonic() < end, f"Slurm's nodes are not free: {logs}"
             time.sleep(0.3)
 
-    def wait(self, job: str, *states: str, log: Path, seconds: float = 150) -> None:
+    def wait(self, job: str, *states: str, log: Path, seconds: float = 400) -> None:
         end = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
             output = log.read_text() if log.exists() else "no log"

@@ -52,9 +52,9 @@ def trains(folder: Path) -> bool:
 def test_a_trial_goes_on_when_its_node_is_back(cluster: Cluster, tmp_path: Path):
     node = cluster.nodes[1]
     with running(cluster, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
-        wait_for(lambda: trains(tmp_path), process, 120)
+        wait_for(lambda: trains(tmp_path), process)
         cluster.kill(node)
-        wait_for(lambda: f"node {node.address} (" in printed(tmp_path), process, 60)
+        wait_for(lambda: f"node {node.address} (" in printed(tmp_path), process)
         cluster.start(node)
         assert process.wait(200) == 0, printed(tmp_path)
     assert "went down with 2 CPU" in printed(tmp_path) and "joined with 2 CPU" in printed(tmp_path)
@@ -68,7 +68,7 @@ def test_a_trial_whose_node_stays_away_names_it(cluster: Cluster, tmp_path: Path
     node = cluster.nodes[1]
     settings = (f"training.epochs={_EPOCHS}", "cluster.wait_timeout_s=5")
     with running(cluster, tmp_path, *TWO_NODES, *settings) as process:
-        wait_for(lambda: trains(tmp_path), process, 120)
+        wait_for(lambda: trains(tmp_path), process)
         cluster.kill(node)
         assert process.wait(120) == 1, printed(tmp_path)
     (row,) = results(tmp_path)
@@ -84,7 +84,7 @@ def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path:
         cluster.kill(node)
     one_worker = ("cluster.num_workers=1", f"training.epochs={_EPOCHS},{_EPOCHS + 1},2")
     with running(cluster, tmp_path, "-m", *TWO_NODES, *one_worker) as process:
-        wait_for(lambda: trains(tmp_path), process, 120)
+        wait_for(lambda: trains(tmp_path), process)
         cluster.start(node)
         assert process.wait(250) == 0, printed(tmp_path)
     used = [json.loads(file.read_text())["addresses"] for file in sorted(tmp_path.glob("storage/**/places.json"))]
@@ -98,18 +98,18 @@ def test_a_draining_node_is_reported(cluster: Cluster, tmp_path: Path):
         f"[n['NodeID'] for n in ray.nodes() if n['Alive'] and n['NodeManagerAddress'] == {node.address!r}]"
     )
     with running(cluster, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
-        wait_for(lambda: trains(tmp_path), process, 120)
+        wait_for(lambda: trains(tmp_path), process)
         drain = cluster.ray("drain-node", f"--address={cluster.address}", f"--node-id={number}",
                           "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test")  # fmt: skip
         subprocess.run(drain, env=cluster.environment, cwd=tmp_path, check=True, timeout=60, capture_output=True)
-        wait_for(lambda: f"node {node.address} (" in printed(tmp_path), process, 60)
+        wait_for(lambda: f"node {node.address} (" in printed(tmp_path), process)
         assert "is draining: it gets no new workers" in printed(tmp_path)
         process.terminate()
         process.wait(60)
     cluster.kill(node)
 
 
-_HOLD = "ray.get(ray.util.placement_group([{'CPU': 3}, {'CPU': 2}], name='held').ready(), timeout=30) is not None"
+_HOLD = "ray.get(ray.util.placement_group([{'CPU': 3}, {'CPU': 2}], name='held').ready(), timeout=100) is not None"
 _FREE = "ray.util.remove_placement_group(ray.util.get_placement_group('held'))"
 _WAIT = "[1 for group in ray.util.placement_group_table().values() if group['state'] in ('PENDING', 'RESCHEDULING')]"
 
@@ -119,7 +119,7 @@ def test_a_sweep_that_waits_for_room_is_interrupted_and_resumed(cluster: Cluster
     assert cluster.ask(_HOLD)
     try:
         with running(cluster, tmp_path, *TWO_NODES) as process:
-            wait_for(lambda: "waits for 4 CPU (0 of 5 free)" in printed(tmp_path), process, 60)
+            wait_for(lambda: "waits for 4 CPU (0 of 5 free)" in printed(tmp_path), process)
             process.terminate()
             assert process.wait(60) == 130, printed(tmp_path)
         assert "to resume: python -m fsdp_lab resume=out" in printed(tmp_path)

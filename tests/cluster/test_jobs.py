@@ -43,7 +43,7 @@ def job(cluster: Cluster, folder: Path, *words: str) -> str:
     command, *more = words
     done = subprocess.run(
         cluster.ray("job", command, "--address=http://127.0.0.1:8265", "--log-color=false", *more), cwd=folder,
-        env=cluster.environment, capture_output=True, text=True, timeout=60, check=False,
+        env=cluster.environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -56,7 +56,7 @@ def submit(cluster: Cluster, folder: Path, name: str, *arguments: str, variables
     job(cluster, folder, "submit", f"--submission-id={name}", "--no-wait", environment, "--working-dir=.", "--", *entry)
 
 
-def ended(cluster: Cluster, folder: Path, name: str, seconds: float = 120) -> str:
+def ended(cluster: Cluster, folder: Path, name: str, seconds: float = 400) -> str:
     """What `ray job status` says of a job that has ended."""
     until = time.monotonic() + seconds
     while not re.search(r"'.*' (succeeded|failed|was stopped)", status := job(cluster, folder, "status", name)):
@@ -66,7 +66,7 @@ def ended(cluster: Cluster, folder: Path, name: str, seconds: float = 120) -> st
 
 
 def until_trained(folder: Path, read_output: Callable[[], str]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 400
     while not any(has_trained_an_epoch(file.parent) for file in folder.glob("storage/**/metrics.jsonl")):
         assert time.monotonic() < end and "Traceback" not in read_output(), read_output()
         time.sleep(0.5)

@@ -129,7 +129,7 @@ def test_an_interrupted_sweep_says_how_it_goes_on_here_and_elsewhere(address: st
     with started(tmp_path, *words) as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out" / "0"), process)
         process.terminate()
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=200)
     assert process.returncode == 130, stdout + stderr
     sweep = sweep_address(address, tmp_path / "out")
     assert sweep is not None

@@ -60,7 +60,10 @@ def test_a_wrong_token_is_reported_by_its_place(cluster: Cluster, tmp_path: Path
     wrong = write_token(tmp_path / ".ray" / "auth_token", "0" * 64)
     for variables, given in (
         ({"RAY_AUTH_MODE": "token"}, "the one in ~/.ray/auth_token does not match"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)}, f"the one in RAY_AUTH_TOKEN_PATH={wrong} is"),
+        (
+            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)},
+            f"the one in RAY_AUTH_TOKEN_PATH={wrong} does not match",
+        ),
         ({}, "the one in ~/.ray/auth_token is not sent without RAY_AUTH_MODE=token"),
     ):
         done = reach(cluster, tmp_path, **variables)

@@ -25,7 +25,7 @@ from tests.sweep.conftest import results
 pytestmark = pytest.mark.cluster
 
 _S3_PORT = 9000  # in a network namespace nobody else has it
-_LIMIT_S = 60
+_LIMIT_S = 200
 TINY = (
     "engine=inline", "model=mlp", "forecast.enabled=false", "data.num_train=64", "data.num_val=32", "offload=none",
     "training.global_batch_size=32", "training.epochs=2", "sharding=per_block", "reshard_after_forward=always",

@@ -106,7 +106,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 400) -> Any:
     """What the condition gives, as soon as it is something."""
     end = time.monotonic() + seconds
     while not (result := condition()):
