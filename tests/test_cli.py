@@ -178,6 +178,11 @@ def help_text(tmp_path_factory) -> str:
     return done.stdout
 
 
+def test_help_is_the_same_whatever_else_is_typed(help_text: str, tmp_path: Path):
+    done = run_cli(tmp_path, "-m", "sharding=root,per_block", "--help")
+    assert done.returncode == 0 and done.stdout == help_text, done.stderr
+
+
 def test_help_lists_the_groups_that_conf_has_with_their_options(help_text: str):
     listed = dict(re.findall(r"^(\w+): (.+)$", help_text.partition("Groups and their options")[2], re.MULTILINE))
     folders = {d.name: d for d in group_dirs()}

@@ -76,7 +76,7 @@ class JobConfig:
                 raise ConfigError(f"cluster.job.sbatch=[{word}]: the batch script sets this option itself; {remedy}.")
         names = [word.partition(":")[0] for word in self.sbatch]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"cluster.job.sbatch has {twice[0]} more than once; leave one.")
+            raise ConfigError(f"cluster.job.sbatch has {twice[0]} more than once; keep one.")
         if self.volume is not None and not _VOLUME.fullmatch(self.volume):
             raise ConfigError(
                 f"cluster.job.volume={self.volume} is not <claim>:<path>; use for example "

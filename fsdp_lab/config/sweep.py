@@ -191,8 +191,7 @@ class ClusterConfig:
 
         Raises:
             ConfigError: the address is Ray Client's or the job server's, the storage is unknown, or a trial needs more
-                GPUs than the job has; see also
-                `JobConfig.check`.
+                GPUs than the job has; see also `JobConfig.check`.
         """
         if self.address is not None and self.address.startswith(("ray://", "http://", "https://")):
             raise ConfigError(
@@ -204,12 +203,12 @@ class ClusterConfig:
         if self.storage_path is not None and is_address(self.storage_path):
             check_address("cluster.storage_path", self.storage_path)
         self.job.check()
-        gpus = self.job.nodes * self.job.gpus_per_node if self.job.gpus_per_node else None
-        if gpus is not None and self.num_workers is not None and self.num_workers > gpus:
+        workers, nodes, gpus = self.num_workers, self.job.nodes, self.job.gpus_per_node
+        if workers is not None and gpus is not None and workers > nodes * gpus:
             raise ConfigError(
-                f"cluster.num_workers={self.num_workers} needs {self.num_workers} GPUs, and the job has {gpus} "
-                f"(cluster.job.nodes={self.job.nodes} × cluster.job.gpus_per_node={self.job.gpus_per_node}); set "
-                f"cluster.job.nodes={-(-self.num_workers // (self.job.gpus_per_node or 1))} or fewer workers."
+                f"cluster.num_workers={workers} needs {workers} GPUs, and the job has {nodes * gpus} "
+                f"(cluster.job.nodes={nodes} × cluster.job.gpus_per_node={gpus}); set "
+                f"cluster.job.nodes={-(-workers // gpus)} or fewer workers."
             )
 
 

@@ -180,6 +180,26 @@ def test_what_a_forecast_finds_is_one_message(
     assert line.startswith("fsdp_lab.forecast: ") and message in line
 
 
+def test_a_forecast_that_fails_prints_its_reason_and_no_table(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    fails = ("model._target_=my_project.net.Fails", "model.width=8", *DATA, *LOSS)
+    one = (
+        "forecast.folder=failed",
+        "precision=fp32",
+        "offload=none",
+        "reshard_after_forward=always",
+        "cluster.num_workers=1",
+    )
+    monkeypatch.setattr("sys.argv", ["forecast", "-m", "sharding=root,per_block", *fails, *one])
+    assert forecast() == 1
+    shown = capsys.readouterr()
+    assert "boom" in shown.err and "forecast peak" not in shown.out and "written" not in shown.out
+    assert not list((project / "failed").iterdir())
+
+
 def test_an_error_of_their_code_is_one_line_that_names_its_place(project: Path) -> None:
     fails = ("model._target_=my_project.net.Fails", "model.width=8", *DATA, *LOSS)
     done = run_cli(project, *fails, *HERE)

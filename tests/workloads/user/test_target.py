@@ -53,7 +53,7 @@ BAD = {
     ),
     "no split": (
         ["data._target_=my_project.data.without_split", "data.noise=1"],
-        ["has no parameter split", "add that param"],
+        ["has no parameter split", 'calls it with split="train" and then split="val"', "add that param"],
     ),
     "given split": (
         ["data._target_=my_project.data.Corpus", "data.split=train"],
@@ -77,6 +77,10 @@ BAD = {
     "loss of one": (
         [*NET, "task.loss=my_project.net.loss_of_the_model_alone"],
         ["takes (model), but is called as loss_of_the_model_alone(model, batch)"],
+    ),
+    "loss class": (
+        [*NET, "task.loss=torch.nn.CrossEntropyLoss"],
+        ["task.loss=torch.nn.CrossEntropyLoss is a class; give a function that takes the model and a batch"],
     ),
     "block": ([*NET, "model.block_classes=[my_project.net.Blok]"], ["has no Blok", "Did you mean Block?"]),
 }
