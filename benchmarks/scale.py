@@ -1,6 +1,7 @@
-"""What the driver of a large sweep costs a trial.
+"""What the driver of a large sweep costs a trial, and how busy it keeps a large cluster.
 
 python -m benchmarks.scale cost [trials]
+python -m benchmarks.scale slots [side by side]
 
 The whole command runs: Hydra, Ray Tune, the trials' folders, MLflow (SQLite), forecasts, the live table, `results.csv`
 and the report. In the place of Ray Train and its workers stands `pretend`: it writes what a trial writes, and sleeps.
@@ -33,9 +34,11 @@ from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 
 MOST_COST_MS = 80.0
 MOST_GROWTH_MIB = 300.0
+LEAST_BUSY = 0.95
 _BLOCK = 250
 _LIMIT_S = 7200
 _SLEEP = "FSDP_LAB_PRETEND_S"  # seconds of each trial, reaches Ray's processes by the environment
+_ROUNDS = 4  # trials of each slot
 _PLACES = 16  # of `cost`: Tune takes half a second to begin and end a trial, so several wait for that side by side
 
 
@@ -160,6 +163,25 @@ def cost(count: int, folder: Path) -> int:
     return 0 if costs and max(costs) <= MOST_COST_MS and growth <= MOST_GROWTH_MIB else 1
 
 
+def slots(side: int, folder: Path) -> int:
+    """Print the share of a simulated cluster's slots that trials of a minute keep busy."""
+    grid = [f"optimizer.lr=range(0.0001,{0.0001 * (_ROUNDS * side + 0.5):.6f},0.0001)", "training.max_steps=1"]
+    where = ["sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=default"]
+    in_process(folder, 4 * side, 60.0, [*grid, *where, "cluster.num_workers=1", "cluster.cpus_per_worker=4"])
+    # a trial's own times: what Ray and Tune take before and after counts as idle
+    times = [json.loads(path.read_text()) for path in (folder / "out").glob("*/progress.json")]
+    spans = sorted((t["first_step"], t["reported"]) for t in times)
+    begins = [begin for begin, _ in spans]
+    start, end = begins[side - 1], begins[-1]  # from when all slots are taken until no trial waits
+    busy = sum(max(0.0, min(e, end) - max(b, start)) for b, e in spans) / (side * (end - start))
+    print(f"{len(spans)} trials of 45 to 75 s, {side} side by side on {4 * side} CPUs that are not there:")
+    print(
+        f"the slots were busy for {busy:.1%} of the {end - start:.0f} s between the first full load and the last start"
+    )
+    print(f"asked for: at least {LEAST_BUSY:.0%}")
+    return 0 if busy >= LEAST_BUSY else 1
+
+
 def main() -> int:
     what, *rest = sys.argv[1:] or ["cost"]
     if what == "run":
@@ -168,7 +190,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(os.environ.get("FSDP_LAB_KEEP") or made)
         folder.mkdir(exist_ok=True)
-        code = cost(int(rest[0]) if rest else 500, folder)
+        code = slots(int((*rest, "64")[0]), folder) if what == "slots" else cost(int((*rest, "500")[0]), folder)
     where = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     print(f"\n{where}, ray {version('ray')}, mlflow {version('mlflow')}")
     return code

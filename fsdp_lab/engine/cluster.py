@@ -22,6 +22,7 @@ from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.config.target import user_root
+from fsdp_lab.engine import spare_workers
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_token import check_token, is_refusal, set_own_token, wrong_token
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
@@ -93,6 +94,10 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         set_own_token()
+        # our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
+        cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
+        each = cluster.cpus_per_worker or hardware.default_cpus_per_worker(cpus, gpus)
+        spare_workers.set_environment(cpus, gpus, resolve_num_workers(cluster), each)
     else:
         check_token(cluster.address)
         probe(cluster.address, cluster.wait_timeout_s if cluster.job.nodes > 1 else 0.0)
@@ -105,8 +110,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         adopt_orphans()
         keep_meetings_here()
         # "local" and not None, which would join a Ray that somebody else started on this machine
-        # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
-        cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
         context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
         if folder := getattr(context, "address_info", {}).get("session_dir"):
             _own_folders.append(Path(folder))
@@ -227,6 +230,7 @@ def stop_ray() -> None:
         shutdown()
     end_descendants()
     end_meetings()
+    spare_workers.forget_environment()
     while _own_folders:
         folder = _own_folders.pop()
         if lost is None:
