@@ -62,6 +62,11 @@ _DRAINING = (Name("ray._private.state", "GlobalState.get_draining_nodes", ("self
 _MEMORY_KILLS = (
     Name("ray.air.execution._internal", "RayActorManager._actor_task_failed", ("tracked_actor_task", "exception")),
 )
+# Without it, of trials that end at the same time, one keeps its process for the next trial; the others' start anew.
+_TRIAL_PROCESSES = (
+    Name("ray.tune.execution.tune_controller", "_ObjectCache.cache_object", ("self", "key", "obj")),
+    Name("ray.tune.execution.tune_controller", "_ObjectCache.increase_max", ("self", "key", "by")),
+)
 # Of a driver that `ray job submit` started: a variable that says so, and the folder of the files that it came with.
 # Without them such a sweep runs as one that is typed on the head node.
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -85,6 +90,7 @@ OTHERS = (
     *_SHARED_BUNDLES,
     *_DRAINING,
     *_MEMORY_KILLS,
+    *_TRIAL_PROCESSES,
     *_JOB,
     # Tune's processes start anew instead of coming from those that Ray keeps ready
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
@@ -265,6 +271,29 @@ def keep_ready_processes() -> None:
 
     class_cache.DEFAULT_ENV_VARS.clear()
     class_cache.ENV_VARS_TO_PROPAGATE.clear()
+
+
+def keep_trial_processes(count: int) -> None:
+    """Let Tune keep this many processes of ended trials for the next ones.
+
+    Tune keeps one, and another for each trial that waits for a process. Our trials wait in the sweep's own queue.
+    """
+    if missing(_TRIAL_PROCESSES):
+        return
+    from ray.tune.execution import tune_controller
+
+    class Processes(tune_controller._ObjectCache):  # type: ignore[misc]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.wanted: set[Any] = set()
+
+        def cache_object(self, key: Any, obj: Any) -> bool:
+            if key not in self.wanted:
+                self.wanted.add(key)
+                self.increase_max(key, count)
+            return bool(super().cache_object(key, obj))
+
+    tune_controller._ObjectCache = Processes  # type: ignore[misc]
 
 
 def survive_memory_kills() -> None:

@@ -46,6 +46,10 @@ class ResourceCatalog:
             self._total, self._look_at = engine.total_resources(), now + LOOK_S
         return self._total
 
+    def side_by_side(self, config: SweepConfig) -> int:
+        """Return how many trials like this one fit into the cluster as it is; at least 1."""
+        return max(1, engine.Resources(self.of(config), self.total()).side_by_side)
+
     def has_room(self, config: SweepConfig) -> bool:
         """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""
         if not self.taken:

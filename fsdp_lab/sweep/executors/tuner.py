@@ -26,6 +26,7 @@ from fsdp_lab.sweep.runner import SweepRun
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _REPEAT_S = 60.0
+_MOST_STARTING = 16  # of Tune's processes for trials, at a time; by itself Tune starts one after another
 
 
 def build_tuner(sweep: SweepRun) -> tune.Tuner:
@@ -35,8 +36,12 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
         ConfigError: the cluster cannot hold a trial.
     """
     catalog = ResourceCatalog()
-    for config in [state.trial.config for state in sweep.states if not state.ended] or [sweep.config]:
+    configs = [state.trial.config for state in sweep.states if not state.ended] or [sweep.config]
+    for config in configs:
         catalog.of(config)  # told before the first begins
+    side_by_side = max(catalog.side_by_side(config) for config in configs)
+    ray_private.keep_trial_processes(side_by_side)
+    os.environ.setdefault("TUNE_MAX_PENDING_TRIALS_PG", str(min(side_by_side, _MOST_STARTING)))
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
         tune.with_resources(trial_function, {"memory": 1, **engine.driver_node()}),
