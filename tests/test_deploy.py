@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_lab.nightly.__main__ import read_study, read_words
+from fsdp_lab.nightly.__main__ import read_words
+from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.nightly.schedule import Schedule
 from tests.conftest import ROOT
 

@@ -85,7 +85,8 @@ MAY_IMPORT = {
         "terminal",
         "tracking",
     },
-    "nightly.__main__": {"locks", "hardware", "config", "compose", "nightly", "sweep", "terminal", "tracking"},
+    "nightly.__main__": {"locks", "config", "compose", "nightly"},
+    "nightly.read_study": {"config", "compose", "hardware", "nightly", "sweep"},
     "deploy": {"files", "config"},
     "predict": {"config", "training", "tracking", "workloads"},
     "__main__": {
@@ -105,7 +106,7 @@ MAY_IMPORT = {
 OWNERS = {
     "ray": {"engine", "sweep"},
     "mlflow": {"tracking"},
-    "hydra": {"compose", "__main__", "forecast.cells", "nightly.__main__", "sweep", "hydra_plugins"},
+    "hydra": {"compose", "__main__", "forecast.cells", "nightly.read_study", "sweep", "hydra_plugins"},
     "fsspec": {"storage"},
     "omegaconf": {"compose", "__main__", "sweep", "hydra_plugins"},
     "torch": {"workloads", "training", "forecast", "calibrate", "doctor", "predict"},

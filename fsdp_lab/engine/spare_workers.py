@@ -26,6 +26,7 @@ _FIRST = "RAY_prestart_worker_first_driver"
 _MEMORY = 2**30  # bytes of host memory that one takes; on a CPU 0.85 GiB are resident, most of it shared
 _LOOK_S = 1.0  # at the cores
 RESERVE = 2  # cores for Ray and the driver
+_MOST_SIDE_BY_SIDE = 8  # trials: Tune's process for each imports the modules, too
 _BEFORE_CANCEL_S = 0.3  # for Ray to ask for the processes; they take longer to start
 
 
@@ -44,7 +45,8 @@ def set_environment(cpus: int, gpus: int, num_workers: int, cpus_per_worker: flo
     global _kept
     side_by_side = gpus // num_workers if gpus else int(cpus // (num_workers * cpus_per_worker))
     busy = max(1, side_by_side) * num_workers  # each worker that trains keeps a core busy
-    _kept = cpus - busy >= num_workers + RESERVE and _MODULES not in os.environ
+    few = side_by_side <= _MOST_SIDE_BY_SIDE and _MODULES not in os.environ
+    _kept = few and cpus - busy >= num_workers + RESERVE
     if _kept:
         os.environ[_MODULES] = ",".join(MODULES)
         os.environ.setdefault(_LIMIT, str(2 * num_workers + 2))  # one trial's, the next one's, and Tune's own
@@ -58,14 +60,6 @@ def forget_environment() -> None:
         _kept = False
         for name in (_MODULES, _LIMIT, _FIRST):
             os.environ.pop(name, None)
-
-
-def keep_threads() -> None:
-    """Give PyTorch the threads of `OMP_NUM_THREADS`, which Ray sets for a worker after a spare one has imported it."""
-    import torch
-
-    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(threads) > 0:
-        torch.set_num_threads(int(threads))
 
 
 class SpareWorkers:

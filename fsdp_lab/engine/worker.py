@@ -15,7 +15,6 @@ from typing import Any
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.target import user_line
 from fsdp_lab.engine.mirror import Sender, scratch_folder
-from fsdp_lab.engine.spare_workers import keep_threads
 from fsdp_lab.engine.stacks import StackDump, long_s
 from fsdp_lab.engine.trial_files import EpochLines, Progress, hold_alive, no_space
 from fsdp_lab.files import write_json
@@ -221,6 +220,7 @@ def train_and_record(
     """
     try:
         from fsdp_lab.training import DivergedError, train
+        from fsdp_lab.training.distributed import keep_threads
 
         keep_threads()
         if on_cpu:

@@ -42,6 +42,7 @@ from __future__ import annotations
 import fsdp_lab.installed  # noqa: F401
 
 # isort: split
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -60,9 +61,10 @@ from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.cells import arguments, plan_forecasts, workers
 from fsdp_lab.forecast.notes import allowances_note, request_notes, room_remedies
-from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
+from fsdp_lab.forecast.run import CANCELLED, SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.streams_page import streams_page
 from fsdp_lab.forecast.table import Row
+from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan, effect
 from fsdp_lab.terminal import open_console
@@ -79,13 +81,14 @@ def main() -> int:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     multirun = bool({"-m", "--multirun"} & set(words))
     overrides = [word for word in words if word not in ("-m", "--multirun")]
     try:
         plan, swept = plan_forecasts(overrides, multirun)
         return run(plan, swept)
     except KeyboardInterrupt:
-        print("fsdp_lab.forecast: interrupted; only the pages of finished forecasts are written", file=sys.stderr)
+        print("fsdp_lab.forecast: interrupted before a forecast was made", file=sys.stderr)
         return 130
     except Exception as error:
         message = explain(error)
@@ -115,14 +118,18 @@ def run(plan: Plan, swept: list[str]) -> int:
     requests = [Request.of(t.config, workers(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
     print_scope(console, plan.trials, requests, swept)
     forecasts = [forecast_one(requests[0])] if len(requests) == 1 else with_progress(console, requests)
+    finished = [number for number, forecast in enumerate(forecasts) if forecast.error != CANCELLED]
+    missing = len(forecasts) - len(finished)
+    trials, requests = [plan.trials[n] for n in finished], [requests[n] for n in finished]
+    forecasts = [forecasts[n] for n in finished]
 
     reasons = sorted({reason for f in forecasts for reason in (f.error, f.no_speed) if reason})
     if all(forecast.error for forecast in forecasts):
         return _print_errors(reasons)
-    every, keep = _rows(plan.trials, requests, forecasts, swept), first.forecast.keep
+    every, keep = _rows(trials, requests, forecasts, swept), first.forecast.keep
     if keep is not None:
         every = kept_rows(every, requests, swept, keep, effect)
-    rows = in_order(_shown(plan.trials, every, swept))
+    rows = in_order(_shown(trials, every, swept))
     console.print(forecast_table(rows, swept))
     if held := allowances_note(forecasts):
         console.print(held, highlight=False)
@@ -134,18 +141,22 @@ def run(plan: Plan, swept: list[str]) -> int:
     if streams := len(list(folder.glob("streams_*.html"))):
         written += f", {count(streams, 'page')} of streams"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
-    items = "images" if all(isinstance(t.config.model, ModelConfig) for t in plan.trials) else "items"
+    items = "images" if all(isinstance(t.config.model, ModelConfig) for t in trials) else "items"
     console.print(Text(verdict(rows, swept, items), style="bold"))
     remedies = room_remedies(requests, swept)
     for sentence in speed_verdict(rows, swept, first.report.speed_tolerance, remedies):
         console.print(Text(sentence, style="bold" if "Predicted fastest" in sentence else ""))
     more = [blocks_against_root(rows, swept), root_again(rows, swept)]
-    if keep is not None and len(plan.trials) > 1:
-        cells = [_as_shown(t, row, swept) for t, row in zip(plan.trials, every, strict=True)]
+    if keep is not None and len(trials) > 1:
+        cells = [_as_shown(t, row, swept) for t, row in zip(trials, every, strict=True)]
         more += kept_sentences(cells, requests, swept, keep, effect)
     for sentence in filter(None, more):
         console.print(Text(sentence))
     _print_errors(reasons)
+    if missing:
+        made = f"{len(trials)} of {count(len(plan.trials), 'setting')}"
+        print(f"fsdp_lab.forecast: interrupted after {made}; the others are missing above", file=sys.stderr)
+        return ExitCode.interrupted
     asked = first.forecast.device not in DEVICE_KINDS  # else the speed comes with a calibration that is there
     return 1 if any(f.error or (f.no_speed and asked) for f in forecasts) else 0
 

@@ -23,6 +23,7 @@ LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model
 _A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones
 SPEAK_S = 15.0  # how often one who waits hears how far it is
 _LOOK_S = 0.5  # how often a wish to stop is looked at
+CANCELLED = "the forecast was not made: it was cancelled"
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,15 @@ def forecast_all(
 ) -> list[Forecast]:
     """Return the forecast of each request in order, made in separate processes. A failed forecast has `error`.
 
+    An interrupt ends this early: the forecasts that were not made have the error `CANCELLED`.
+
     Args:
         requests: the trials.
         on_done: called with the number of distinct forecasts that are done, and of all.
         stop: set by another thread to end this early.
+
+    Raises:
+        KeyboardInterrupt: interrupted before the first forecast.
     """
     distinct: dict[str, Request] = {}
     for request in requests:
@@ -115,10 +121,14 @@ def forecast_all(
             return
         on_done(len(forecasts), len(distinct))
 
-    _in_pool(distinct, min(num_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
-    # A process dies most likely because memory ran out: what it was asked is tried once more, alone.
-    for key in distinct.keys() - forecasts.keys():
-        _in_pool({key: distinct[key]}, 1, note, stop)
+    try:
+        _in_pool(distinct, min(num_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
+        # A process dies most likely because memory ran out: what it was asked is tried once more, alone.
+        for key in distinct.keys() - forecasts.keys():
+            _in_pool({key: distinct[key]}, 1, note, stop)
+    except KeyboardInterrupt:
+        if not forecasts:
+            raise
     return [
         # the capacity is no part of what is shared, unless the largest microbatch was asked for
         on_capacity(forecasts[r.key], r.capacity_bytes) if r.key in forecasts else _undone(r, why_not.get(r.key))
@@ -151,7 +161,7 @@ def _undone(request: Request, reason: str | None) -> Forecast:
         request: that was not answered.
         reason: what happened to its process; None: the forecast was cancelled.
     """
-    error = "the forecast was not made: it was cancelled"
+    error = CANCELLED
     if reason:
         error = (
             f"the forecast was not made: its process {reason}; forecast fewer settings at once, or use "

@@ -32,52 +32,23 @@ import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
-from fsdp_lab.compose import (
-    check,
-    check_overrides,
-    explain,
-    group_choices,
-    nightly_config,
-    register_schema,
-    search_path,
-)
-from fsdp_lab.config import (
-    Between,
-    ConfigError,
-    UserError,
-    all_keys,
-    conf_dir,
-    is_address,
-    settings,
-    split_config_dir,
-    with_custom,
-    workers_of,
-)
-from fsdp_lab.config.key_value_args import AUTO_REPEAT
-from fsdp_lab.config.machine import loader_workers_of
-from fsdp_lab.config.options import secret_keys
-from fsdp_lab.hardware import num_gpus
+from fsdp_lab.compose import explain
+from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
 from fsdp_lab.nightly.night import accept, run_night
 from fsdp_lab.nightly.nights import Night, read_nights, read_since
+from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.shared import read_all
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.submit import is_for_manager, submit_night
 from fsdp_lab.nightly.verdict import baseline_of
 from fsdp_lab.redact import redact
-from fsdp_lab.sweep.grid import all_overrides, discrete_values
 
 _OPTIONS = ("--once", "--continue", "--check", "--accept")
-_RESUME_KEYS = [key for key in all_keys() if key.startswith("resume")]
 _NIGHTS_SHOWN = 3
 
 
@@ -199,91 +170,6 @@ def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
             if not reason.strip() or "=" in reason.partition(" ")[0]:
                 raise ConfigError('--accept takes a reason, which is recorded: --accept "the new model is larger".')
     return option, reason, overrides
-
-
-def read_study(overrides: list[str]) -> Study:
-    """Return the study that the overrides describe.
-
-    Raises:
-        Exception: Hydra or the checks refuse them.
-    """
-    config_dir, overrides = split_config_dir(overrides)
-    overrides, search_words = with_custom(overrides), search_path(config_dir)
-    words = [word.lstrip("+~") for word in overrides]
-    if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
-        raise ConfigError(f"{resumes[0]}: an interrupted night resumes by itself; leave it out.")
-    auto = AUTO_REPEAT in words
-    overrides = [word for word in overrides if word.lstrip("+~") != AUTO_REPEAT]
-    if repeats := [word for word in words if word.startswith("repeat=") and word != AUTO_REPEAT]:
-        raise ConfigError(
-            f"{repeats[0]}: nightly.repeats=3 sets how often a night trains each setting; leave it out. With "
-            "repeat=auto it is the maximum, and only undecided settings are repeated."
-        )
-    if not any(word.startswith("experiment=") for word in overrides):
-        overrides = ["experiment=nightly", *overrides]
-    check_overrides(overrides)
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        parsed = parser.parse_overrides(overrides)
-        plain = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-        defaults: dict[str, Any] = compose(
-            "config", [*plain, *search_words], return_hydra_config=True
-        ).hydra.sweeper.params
-        given = all_overrides(parser, {k: None if v is None else str(v) for k, v in defaults.items()}, overrides)
-        axes = {o.get_key_element(): discrete_values(o) for o in given.values()}
-        if several := [
-            key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1
-        ]:
-            raise ConfigError(
-                f"{several[0]} has several values, but takes one; quote a value with a comma: "
-                f"\"{several[0]}='0 2,14 * * *'\"."
-            )
-        first = [values[0] for values in axes.values()]
-        cfg = compose("config", [*first, *search_words], return_hydra_config=True)
-    config = nightly_config(cfg)
-    choices = group_choices(cfg)
-    check(config)
-    swept = {key.lstrip("+") for key, values in axes.items() if len(values) > 1}
-    shared = {
-        key: value
-        for key, value in settings(config, Between.NIGHTS).items()
-        if key.partition(".")[0] not in swept and key not in swept
-    }
-    if "data.loader_workers" in shared:  # as a number: nights before null wrote one, and it changes what is measured
-        shared["data.loader_workers"] = loader_workers_of(config)
-    shared |= {"workers": workers_of(config), "device": "cuda" if num_gpus() else "cpu"}
-    shared |= {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
-    name = choices.get("experiment", "nightly")
-    if config.forecast.keep is not None:
-        raise ConfigError(
-            f"forecast.keep={config.forecast.keep}: a night runs every setting of its study, because a changed "
-            "prediction is not a regression; leave it out."
-        )
-    nightly = config.nightly
-    repeats = [f"repeat={','.join(map(str, range(nightly.repeats)))}"] if nightly.repeats > 1 else []
-    if auto:
-        if nightly.repeats < 2:
-            raise ConfigError(f"repeat=auto with nightly.repeats={nightly.repeats}: nothing can repeat; use 2 or more.")
-        if most := [word for word in words if word.startswith("repeat_max=")]:
-            raise ConfigError(f"{most[0]}: nightly.repeats is the maximum number of rounds; leave it out.")
-        repeats = [AUTO_REPEAT, f"repeat_max={nightly.repeats}"]
-    typed = [w for w in overrides if not w.lstrip("+~").startswith(("nightly.", "hydra.sweep.dir="))]
-    named = {w.partition("=")[0] for w in typed}
-    default_axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]
-    # with defaults out of the way the axes have the order of the words: the repeats lie as far apart as they can
-    no_defaults = [f"hydra.sweeper.params.{key}=null" for key, value in defaults.items() if value is not None]
-    folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
-    arguments = [*folder, *repeats, *default_axes, *typed, *no_defaults]
-    shares_cores = shared["device"] == "cpu" and config.cluster.is_here
-    secret = [word for word in overrides if word.lstrip("+").partition("=")[0] in secret_keys()]
-    shown = [f"{word.partition('=')[0]}=***" if word in secret else word for word in overrides]
-    go_on = redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *folder, *shown]))
-    path = config.cluster.storage_path
-    return Study(
-        name, Path(nightly.folder) / name, nightly, config.tracking, arguments, shared, shares_cores, go_on,
-        storage=path if is_address(path) else None, cluster=config.cluster,
-    )  # fmt: skip
 
 
 def print_plan(study: Study, schedule: Schedule, now: datetime) -> None:

@@ -63,6 +63,12 @@ def setup_distributed(timeout_s: float = 1800.0) -> DistributedContext:
     return DistributedContext(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
 
+def keep_threads() -> None:
+    """Give PyTorch the threads of `OMP_NUM_THREADS`, which Ray sets for a worker that may have imported it already."""
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
+
+
 def join_by_file_store(path: str, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     """Join the process group of ranks on one machine that all name the same new file.
 

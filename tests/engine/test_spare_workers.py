@@ -17,6 +17,7 @@ from fsdp_lab.engine.spare_workers import forget_environment, set_environment
     [
         (2, 0, 2, 1.0, False),  # both cores train
         (16, 0, 2, 1.0, False),  # eight trials side by side
+        (256, 0, 1, 4.0, False),  # 64 of Tune's processes would import PyTorch
         (2, 0, 1, 2.0, False),  # one core is left, which Ray and the driver use
         (4, 0, 1, 4.0, True),  # one for the import and two for Ray and the driver
         (16, 0, 2, 4.0, True),  # two trials with four workers
@@ -69,7 +70,7 @@ def test_spare_workers_ask_cuda_for_nothing():
 
 _THREADS = """
 import torch, os
-from fsdp_lab.engine.spare_workers import keep_threads
+from fsdp_lab.training.distributed import keep_threads
 torch.set_num_threads(2)
 keep_threads()
 assert torch.get_num_threads() == 2

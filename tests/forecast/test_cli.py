@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from fsdp_lab.forecast.run import Request
 from fsdp_lab.training.__main__ import read_config
 from tests import forked
 from tests.ranks import config
+from tests.sweep.conftest import wait_for
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -205,3 +209,23 @@ def test_help_names_its_own_keys(forecast: Command):
     done = forecast("--help")
     assert done.returncode == 0
     assert "forecast.capacity_gib" in done.stdout and "-m" in done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_grid_shows_what_is_finished(tmp_path: Path, number: int):
+    axes = ["sharding=ddp,root,per_block", "precision=fp32,bf16_mixed", "optimizer=sgd,adam", "model=vit_l_16"]
+    command = [sys.executable, "-m", "fsdp_lab.forecast", "-m", *axes, "offload=none", "reshard_after_forward=always"]
+    with subprocess.Popen(
+        [*command, f"forecast.folder={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(lambda: len(list(tmp_path.glob("timeline_*.html"))) >= 2, process, 200)
+        time.sleep(1)  # a page is written before its forecast is known
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    with (tmp_path / "forecast.csv").open() as file:
+        made = len(list(csv.DictReader(file)))
+    assert 2 <= made < 12
+    assert f"fsdp_lab.forecast: interrupted after {made} of 12 settings" in err
+    assert "forecast peak of" in out and "Traceback" not in err

@@ -11,8 +11,8 @@ from scipy.stats import ttest_ind
 
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED
-from fsdp_lab.nightly.__main__ import read_study
 from fsdp_lab.nightly.gate import LOSS, Finding, Result, compare, table
+from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.nightly.verdict import without_speed
 
 TOLERANCE = ToleranceConfig()

@@ -17,7 +17,7 @@ from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.key_value_args import check_repeat
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.nightly.__main__ import read_study
+from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.report import data
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.choice import level_of
