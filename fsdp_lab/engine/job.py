@@ -16,10 +16,11 @@ from typing import Any
 from fsdp_lab.config.sweep import Placement
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts
-from fsdp_lab.engine.cluster import placement_group_mark, release_placement_group, set_environment, worker_resources
+from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.mirror import Receiver
 from fsdp_lab.engine.nodes import own_node, write_rank_nodes
 from fsdp_lab.engine.rendezvous import meet, meeting_folder
+from fsdp_lab.engine.resources import placement_group_mark, release_placement_group, worker_resources
 from fsdp_lab.engine.stacks import find_stuck
 from fsdp_lab.engine.trial_files import (
     Outcome,

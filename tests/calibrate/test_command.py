@@ -316,8 +316,8 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
         trial=SimpleNamespace(config=settings), forecast=forecast, metrics=metrics, status=TrialStatus.finished
     )
     sweep = SimpleNamespace(states=[state], folder=here / "sweep", log=print, log_once=print)
-    monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.engine.num_gpus", lambda: 0)
-    monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.engine.resolve_num_workers", lambda cluster: 2)
+    monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.resources.num_gpus", lambda: 0)
+    monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.resources.resolve_num_workers", lambda cluster: 2)
     plan = SimpleNamespace(config=settings, state=SimpleNamespace(trials=[]))
     listener = Forecasts(plan)  # type: ignore[arg-type]
     for _ in range(2):  # a resume may publish it again

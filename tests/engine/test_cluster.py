@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_lab.engine.cluster import code_environment, cpus_per_worker_on
+from fsdp_lab.engine.cluster import code_environment
+from fsdp_lab.engine.resources import cpus_per_worker_on
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import process_tree, ray_head
 from tests.nvml import variables
@@ -28,7 +29,8 @@ _ASK_FOR_TOO_MUCH = """
 import ray
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine.cluster import check_capacity, resolve_cpus_per_worker, stop_ray
+from fsdp_lab.engine.cluster import stop_ray
+from fsdp_lab.engine.resources import check_capacity, resolve_cpus_per_worker
 ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
 assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)).side_by_side == 1
 assert check_capacity(ClusterConfig(num_workers=1, cpus_per_worker=0.25)).side_by_side == 4
@@ -72,7 +74,8 @@ def test_cpus_per_worker_by_the_nodes(nodes: list[tuple[bool, int, int]], each: 
 _START = """
 import os, ray
 from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine.cluster import _own_folders, num_gpus, start_ray, stop_ray
+from fsdp_lab.engine.cluster import _own_folders, start_ray, stop_ray
+from fsdp_lab.engine.resources import num_gpus
 start_ray(ClusterConfig())
 print("GPUs:", num_gpus())
 print("nicer by:", ray.get(ray.remote(lambda: os.nice(0)).remote()) - os.nice(0))

@@ -9,8 +9,8 @@ import pytest
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig, Placement
-from fsdp_lab.engine.cluster import check_one_node
 from fsdp_lab.engine.nodes import Node, NodeWatch, answers, groups_that_fit, lost
+from fsdp_lab.engine.resources import check_one_node
 from fsdp_lab.engine.why import unplaced_message
 from tests.sweep.conftest import PLAIN, TINY
 

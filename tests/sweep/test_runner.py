@@ -160,7 +160,7 @@ def plan_of_theirs(compose_trial: Compose, folder: Path, model: str, losses: Seq
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch):
     """The executor needs no Ray, which would count them."""
-    monkeypatch.setattr("fsdp_lab.engine.cluster.num_gpus", lambda: 0)
+    monkeypatch.setattr("fsdp_lab.engine.resources.num_gpus", lambda: 0)
 
 
 @pytest.mark.usefixtures("no_gpus")

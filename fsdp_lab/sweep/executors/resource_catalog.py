@@ -6,7 +6,7 @@ import time
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.parallel import Granularity
-from fsdp_lab.engine import cluster as engine
+from fsdp_lab.engine import resources
 from fsdp_lab.engine.nodes import NodeWatch, groups_that_fit, nodes
 
 LOOK_S = 1.0  # at the cluster's nodes
@@ -36,19 +36,19 @@ class ResourceCatalog:
         """
         key = str(config.cluster)
         if key not in self._needs:
-            config.check(engine.resolve_num_workers(config.cluster))
-            self._needs[key] = engine.check_capacity(config.cluster).needed
+            config.check(resources.resolve_num_workers(config.cluster))
+            self._needs[key] = resources.check_capacity(config.cluster).needed
         return self._needs[key]
 
     def total(self) -> dict[str, float]:
         """Return the cluster's resources, at most a second old."""
         if (now := time.monotonic()) >= self._look_at:
-            self._total, self._look_at = engine.total_resources(), now + LOOK_S
+            self._total, self._look_at = resources.total_resources(), now + LOOK_S
         return self._total
 
     def side_by_side(self, config: SweepConfig) -> int:
         """Return how many trials like this one fit into the cluster as it is; at least 1."""
-        return max(1, engine.Resources(self.of(config), self.total()).side_by_side)
+        return max(1, resources.Resources(self.of(config), self.total()).side_by_side)
 
     def has_room(self, config: SweepConfig) -> bool:
         """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""
@@ -63,10 +63,10 @@ class ResourceCatalog:
 
 def workers_per_node(config: SweepConfig) -> int:
     """Return how many workers share a node: those of a shard group, if there is such a node for every group."""
-    num_workers, replicas = engine.resolve_num_workers(config.cluster), config.sharding.dp_replicate
+    num_workers, replicas = resources.resolve_num_workers(config.cluster), config.sharding.dp_replicate
     if replicas == 1 or config.sharding.granularity is Granularity.ddp:
         return 1
-    each = engine.worker_resources(engine.resolve_cpus_per_worker(config.cluster), engine.num_gpus() > 0)
+    each = resources.worker_resources(resources.resolve_cpus_per_worker(config.cluster), resources.num_gpus() > 0)
     together = num_workers // replicas
     fits = groups_that_fit({name: amount * together for name, amount in each.items()}, nodes())
     return together if fits >= replicas else 1

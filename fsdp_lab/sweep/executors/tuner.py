@@ -12,8 +12,7 @@ from ray import tune
 from ray.tune.search import Searcher
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict
-from fsdp_lab.engine import cluster as engine
-from fsdp_lab.engine import ray_private
+from fsdp_lab.engine import ray_private, resources
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
 from fsdp_lab.engine.spare_workers import SpareWorkers
@@ -44,7 +43,7 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
     os.environ.setdefault("TUNE_MAX_PENDING_TRIALS_PG", str(min(side_by_side, _MOST_STARTING)))
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
-        tune.with_resources(trial_function, {"memory": 1, **engine.driver_node()}),
+        tune.with_resources(trial_function, {"memory": 1, **resources.driver_node()}),
         tune_config=tune.TuneConfig(
             search_alg=NextTrial(sweep, catalog),
             scheduler=FolderScheduler(sweep, build_scheduler(sweep.config)),
@@ -148,9 +147,9 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | No
     return Job(
         config=to_dict(part(config, TrialConfig)),
         folder=folder,
-        num_workers=engine.resolve_num_workers(config.cluster),
-        cpus_per_worker=engine.resolve_cpus_per_worker(config.cluster),
-        use_gpu=engine.num_gpus() > 0,
+        num_workers=resources.resolve_num_workers(config.cluster),
+        cpus_per_worker=resources.resolve_cpus_per_worker(config.cluster),
+        use_gpu=resources.num_gpus() > 0,
         launched_in=os.getcwd(),
         timeout_s=config.trial_timeout_s,
         wait_timeout_s=config.cluster.wait_timeout_s,
@@ -191,7 +190,7 @@ class TuneCallback(tune.Callback):
         number = trial.config["number"]
         if result.get("done"):  # the scheduler stops it: first of all, before the store is asked anything
             self._stopped.add(number)
-            engine.release_placement_group(self._sweep.folder_of(number))
+            resources.release_placement_group(self._sweep.folder_of(number))
         self._sweep.look(number)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -205,7 +204,7 @@ class TuneCallback(tune.Callback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Begin a trial again: its own process was killed, and Tune starts another."""
         number = trial.config["number"]
-        engine.release_placement_group(self._sweep.folder_of(number))
+        resources.release_placement_group(self._sweep.folder_of(number))
         self._sweep.log(f"{self._label(number)}: its own process was killed; it resumes in a new one")
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
@@ -228,7 +227,7 @@ class TuneCallback(tune.Callback):
         number, search = self._sweep.state.next_waiting(), self._sweep.plan.search
         if number is not None or (search is not None and search.has_more()):
             config = self._sweep.config if number is None else self._sweep.states[number].trial.config
-            self._spares.prepare(engine.resolve_num_workers(config.cluster))
+            self._spares.prepare(resources.resolve_num_workers(config.cluster))
 
     def _look_at_nodes(self) -> None:
         if self._sweep.config.cluster.address is not None and time.monotonic() >= self._look_at:
@@ -240,10 +239,10 @@ class TuneCallback(tune.Callback):
         return label(number, self._sweep.states)
 
     def _short_of(self, number: int) -> str:
-        if not engine.unmet_request():
+        if not resources.unmet_request():
             return "its worker processes to start and import PyTorch"
         cluster = self._sweep.states[number].trial.config.cluster
-        needed, free = self._catalog.of(self._sweep.states[number].trial.config), engine.free_resources()
+        needed, free = self._catalog.of(self._sweep.states[number].trial.config), resources.free_resources()
         total = self._catalog.total()
         parts = [
             f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
@@ -260,7 +259,7 @@ class TuneCallback(tune.Callback):
         if outcome is None:
             # Its process cannot free what the workers hold where it was killed, and would take its time where it
             # was stopped: the next trial waits for these places.
-            engine.release_placement_group(folder)
+            resources.release_placement_group(folder)
         if outcome is not None:
             self._sweep.end(number, outcome.status, outcome.error)
         elif number in self._stopped:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
-from fsdp_lab.engine import cluster as engine
+from fsdp_lab.engine import resources
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import (
     capacity_here,
@@ -88,14 +88,14 @@ class Forecasts(Listener):
             result = self._early.result(waits)
             workers = workers_of(sweep.config)
         else:
-            workers = engine.resolve_num_workers(sweep.config.cluster)
-            with Background(_requests(list(wanted.values()), engine.num_gpus() > 0, workers)) as background:
+            workers = resources.resolve_num_workers(sweep.config.cluster)
+            with Background(_requests(list(wanted.values()), resources.num_gpus() > 0, workers)) as background:
                 result = background.result(waits)
         known = [forecast.peak_bytes for forecast in result if not forecast.error]
         if known:
             low, high = (significant(peak / MIB) for peak in (min(known), max(known)))
             sweep.log(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
-        requests = _requests(list(wanted.values()), engine.num_gpus() > 0, workers)
+        requests = _requests(list(wanted.values()), resources.num_gpus() > 0, workers)
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
         if self._early is not None and result and all(f.fails and f.error == result[0].error for f in result):
             _fail(sweep, list(wanted), result[0].error)
@@ -160,8 +160,8 @@ class Forecasts(Listener):
         config = sweep.states[number].trial.config
         if not config.forecast.enabled:
             return
-        workers = engine.resolve_num_workers(config.cluster)
-        (request,) = _requests([sweep.states[number]], engine.num_gpus() > 0, workers)
+        workers = resources.resolve_num_workers(config.cluster)
+        (request,) = _requests([sweep.states[number]], resources.num_gpus() > 0, workers)
         if (known := self._known.get(request.key)) is not None:  # of a trial that this one repeats
             self._take(sweep, number, known)
             return
@@ -205,8 +205,8 @@ class Forecasts(Listener):
     def _remember(self, sweep: SweepRun, number: int, speed: Speed) -> None:
         """Let a trial that was predicted correct later predictions of its device."""
         state = sweep.states[number]
-        workers = engine.resolve_num_workers(state.trial.config.cluster)
-        (request,) = _requests([state], engine.num_gpus() > 0, workers)
+        workers = resources.resolve_num_workers(state.trial.config.cluster)
+        (request,) = _requests([state], resources.num_gpus() > 0, workers)
         if speed.parts is None or request.sheet is None or not ran_there(request, self._device.get(number)):
             return
         step_s = undisturbed_step_s(state.metrics, speed.samples, request.cuda)

@@ -1,0 +1,175 @@
+"""The cluster's resources: what it has, what a trial's workers need, and their placement groups."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab import hardware
+from fsdp_lab.config import ConfigError, default_num_workers
+from fsdp_lab.config.sweep import ClusterConfig, Placement
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The resources of one trial's workers together, and of the whole cluster."""
+
+    needed: dict[str, float]
+    total: dict[str, float]
+
+    @property
+    def side_by_side(self) -> int:
+        """How many such trials fit at the same time."""
+        return min(int(self.total.get(name, 0) / amount) for name, amount in self.needed.items() if amount)
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs of the whole cluster."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def resolve_num_workers(cluster: ClusterConfig) -> int:
+    """Return the number of ranks that `cluster.num_workers` stands for; null is a node's GPUs, or 2 without GPUs."""
+    if cluster.num_workers is not None:
+        return cluster.num_workers
+    if cluster.address is None:
+        return default_num_workers()
+    import ray
+
+    return max((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]), default=0) or 2
+
+
+def resolve_cpus_per_worker(cluster: ClusterConfig) -> float:
+    """Return the CPUs that `cluster.cpus_per_worker` stands for in the connected cluster."""
+    if cluster.cpus_per_worker is not None:
+        return cluster.cpus_per_worker
+    import ray
+
+    return cpus_per_worker_on(ray.nodes())
+
+
+def cpus_per_worker_on(nodes: list[dict[str, Any]]) -> float:
+    """Return the default on these nodes of `ray.nodes()`: the cores per GPU of the GPU node with the fewest.
+
+    If any node has GPUs, nodes without get no workers.
+    """
+    resources = [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
+    shares = [hardware.default_cpus_per_worker(r.get("CPU", 0), int(r["GPU"])) for r in resources]
+    return min(shares, default=hardware.default_cpus_per_worker(0, 0))
+
+
+def check_capacity(cluster: ClusterConfig) -> Resources:
+    """Compare what a trial needs with all that the cluster has.
+
+    Raises:
+        ConfigError: the cluster can never hold it; the message has both numbers and the remedy.
+    """
+    import ray
+
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if nodes > 1 and cluster.storage_path is None:
+        raise ConfigError(
+            f"cluster.storage_path=null: the cluster has {nodes} nodes, and all workers of a trial write into one "
+            "folder; set cluster.storage_path to a folder that all of them mount, or to s3://bucket/prefix."
+        )
+    num_workers = resolve_num_workers(cluster)
+    total = ray.cluster_resources()
+    each = worker_resources(resolve_cpus_per_worker(cluster), use_gpu=num_gpus() > 0)
+    needed = {name: amount * num_workers for name, amount in each.items()}
+    for name, amount in needed.items():
+        have = total.get(name, 0.0)
+        if amount > have:
+            fits = int(have / each[name])
+            raise ConfigError(
+                f"cluster.num_workers={num_workers} needs {amount:g} {name}, the cluster has {have:g} in all; use "
+                f"cluster.num_workers={max(1, fits)}"
+                + (" or a smaller cluster.cpus_per_worker." if name == "CPU" else " or add nodes.")
+            )
+    check_one_node(cluster, needed, ray.nodes())
+    return Resources(needed, total)
+
+
+def check_one_node(cluster: ClusterConfig, needed: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a node can hold all workers, if the placement is strict_pack.
+
+    Args:
+        cluster: with the placement.
+        needed: resources of a trial's workers.
+        nodes: `ray.nodes()`.
+
+    Raises:
+        ConfigError: no node can.
+    """
+    if cluster.placement is not Placement.strict_pack:
+        return
+    largest = {name: max(node["Resources"].get(name, 0.0) for node in nodes if node["Alive"]) for name in needed}
+    if short := [name for name, amount in needed.items() if amount > largest[name]]:
+        name = short[0]
+        raise ConfigError(
+            f"cluster.placement=strict_pack puts a trial's workers on one node: they need {needed[name]:g} {name}, and "
+            f"the largest node has {largest[name]:g}; use a smaller cluster.num_workers or cluster.placement=pack."
+        )
+
+
+def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:
+    """Return the resources of one worker, by Ray's names."""
+    return {"CPU": cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
+
+
+def release_placement_group(folder: Path) -> None:
+    """Free the resources of the trial in a folder: kill its workers and remove their placement groups.
+
+    Ray does not do that by itself if the trial's process was killed, or stopped by a scheduler.
+    """
+    from ray import PlacementGroupID
+    from ray.util import placement_group_table, remove_placement_group
+    from ray.util.placement_group import PlacementGroup
+
+    (mark,) = placement_group_mark(folder).items()
+    for number, group in placement_group_table().items():
+        ours = group["name"].rpartition("#")[0] == str(folder)
+        marked = any(mark in bundle.items() for bundle in group["bundles"].values())
+        if (ours or marked) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
+
+
+def placement_group_mark(folder: Path) -> dict[str, float]:
+    """Return a resource that identifies the workers of the trial in a folder, if their placement group has no name.
+
+    It is up to one MiB of the memory that Ray counts, of which there are thousands.
+    """
+    return {"memory": float(1 + zlib.crc32(str(folder).encode()) % 2**20)}
+
+
+def driver_node() -> dict[str, float]:
+    """Return a resource that only the driver's node has, if there are others: a trial's own process needs its disk."""
+    import ray
+
+    name = f"node:{ray.util.get_node_ip_address()}"
+    return {name: 0.001} if sum(n["Alive"] for n in ray.nodes()) > 1 and name in ray.cluster_resources() else {}
+
+
+def unmet_request() -> bool:
+    """Return whether any workers wait to be placed: the cluster is full."""
+    from ray.util import placement_group_table
+
+    return any(group["state"] in ("PENDING", "RESCHEDULING") for group in placement_group_table().values())
+
+
+def total_resources() -> dict[str, float]:
+    """Return the resources of all living nodes together."""
+    import ray
+
+    return dict(ray.cluster_resources())
+
+
+def free_resources() -> dict[str, float]:
+    """Return the resources that are not in use."""
+    import ray
+
+    return ray.available_resources()
