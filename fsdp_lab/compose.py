@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -352,6 +353,8 @@ def groups() -> list[str]:
 def _composition(error: BaseException) -> str:
     text = _one_line(str(error))
     cause = _one_line(str(error.__cause__)) if error.__cause__ else ""
+    if match := re.search(r"Environment variable '([^']+)' not found", text + cause):
+        return f"the environment variable {match[1]} is not set where this runs; export it first."
     if match := re.search(r"Could not override '(\w+)@experiment\.", text):
         return (
             f"the preset sets {match[1]} inside its own group: start it with `# @package _global_`, and write "
@@ -365,6 +368,12 @@ def _composition(error: BaseException) -> str:
             return f"{key} is not a key. {_valid(key)}"
     if match := re.search(r"Error merging override ([^=]+)=(\S*)", text):
         return _wrong_value(match[1], match[2], cause)
+    if "Ambiguous value for argument" in text and any(word.startswith("resume=") for word in sys.argv):
+        given = re.search(r"argument '([^']+)'", text)
+        return (
+            f"{given[1] if given else 'an override'} has several values; a resumed sweep keeps its axes, so leave it "
+            "out."
+        )
     if "Ambiguous value for argument" in text or "requires --multirun" in text:
         given = re.search(r"(?:argument|parameters) '([^']+)'", text)
         return (

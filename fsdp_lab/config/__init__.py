@@ -6,7 +6,7 @@ Start with `key.py`, the metadata of a key, and `trial.py`, whose groups are in 
 """
 
 from fsdp_lab.config.address import is_address
-from fsdp_lab.config.compare import effective_settings, may_change_speed, memory_settings, settings
+from fsdp_lab.config.compare import effective_settings, may_change_speed, memory_settings, settings, speed_settings
 from fsdp_lab.config.convert import flatten, from_dict, part, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import Between, check_ranges
@@ -30,5 +30,5 @@ __all__ = [
     "all_keys", "check_float8", "check_forecast", "check_pytorch", "check_ranges", "check_storage", "conf_dir",
     "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict", "is_address",
     "may_change_speed", "memory_notes", "memory_settings", "objectives", "part", "read_words", "settings",
-    "sharding_notes", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
+    "sharding_notes", "speed_settings", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
 ]  # fmt: skip

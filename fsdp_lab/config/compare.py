@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.convert import flatten, part
 from fsdp_lab.config.key import Between, Memory, keys_of
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
@@ -37,6 +37,16 @@ def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     counting = {name: value for name, value in flatten(config).items() if keys[name].memory is not None}
     values = {n: bool(v) if keys[n].memory is Memory.WHETHER else v for n, v in counting.items()}
     return values | _effective(config, num_workers)
+
+
+def speed_settings(config: TrialConfig) -> dict[str, Any]:
+    """Return the settings that may change a step's operators, beside those of `memory_settings`."""
+    keys = keys_of(TrialConfig)
+    return {
+        name: value
+        for name, value in flatten(part(config, TrialConfig)).items()
+        if keys[name].memory is None and keys[name].changes_speed
+    }
 
 
 def may_change_speed(axis: str) -> bool:

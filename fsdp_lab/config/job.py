@@ -20,7 +20,10 @@ _OURS = {
     "ntasks-per-node": "leave it out",
     "output": "leave it out: the log lies beside the script",
     "open-mode": "leave it out",
-    "requeue": "leave it out",
+    "requeue": "leave it out, or use no-requeue",
+    "gpus": "set cluster.job.gpus_per_node",
+    "gpus-per-task": "set cluster.job.gpus_per_node",
+    "gres:gpu": "set cluster.job.gpus_per_node",
     "signal": "leave it out: the signal lets the sweep save its state before the time limit",
 }
 _VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[\w./-]+")
@@ -63,7 +66,8 @@ class JobConfig:
         """Check the options of `sbatch`, the volume, and that KubeRay has what it needs.
 
         Raises:
-            ConfigError: an item of `sbatch` is not an option, or one that the script sets itself; `volume` is not
+            ConfigError: an item of `sbatch` is not an option, or one that the script sets itself, or is given
+                to KubeRay; `volume` is not
                 <claim>:<path>; or KubeRay lacks a key.
         """
         for word in self.sbatch:
@@ -72,11 +76,13 @@ class JobConfig:
                     f"cluster.job.sbatch={word!r} is not a long option of sbatch; write <name>:<value> without "
                     "hyphens, for example cluster.job.sbatch=[partition:gpu,time:08:00:00,exclusive]."
                 )
-            if remedy := _OURS.get(word.partition(":")[0]):
+            if remedy := _OURS.get(word.partition(":")[0]) or _OURS.get(":".join(word.split(":")[:2])):
                 raise ConfigError(f"cluster.job.sbatch=[{word}]: the batch script sets this option itself; {remedy}.")
         names = [word.partition(":")[0] for word in self.sbatch]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"cluster.job.sbatch has {twice[0]} more than once; keep one.")
+        if self.sbatch and self.manager is Manager.kuberay:
+            raise ConfigError("cluster.job.sbatch is for cluster=slurm; leave it out, or edit the manifest.")
         if self.volume is not None and not _VOLUME.fullmatch(self.volume):
             raise ConfigError(
                 f"cluster.job.volume={self.volume} is not <claim>:<path>; use for example "

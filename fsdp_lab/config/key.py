@@ -191,12 +191,12 @@ def positive(value: float) -> str | None:
 
 def below_one(value: float) -> str | None:
     """Take 0 or more, below 1."""
-    return None if 0 <= value < 1 else "is outside [0, 1); use for example 0.9"
+    return None if 0 <= value < 1 else "is outside [0, 1); use 0 or more, below 1"
 
 
 def share(value: float) -> str | None:
     """Take 0 to 1."""
-    return None if 0 <= value <= 1 else "is outside [0, 1]; use for example 0.5"
+    return None if 0 <= value <= 1 else "is outside [0, 1]; use a number from 0 to 1"
 
 
 def divisors(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 
 from fsdp_lab.config.address import SCHEMES, is_address, scheme_of
 from fsdp_lab.config.errors import ConfigError, UserError
@@ -160,6 +161,8 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
         fits, share = int(cores / each), math.floor(cores / num_workers * 100) / 100
         fewer = f"cluster.num_workers={fits}, or " if fits else ""
         sharing = ", so that workers share cores" if share < 1 else ""
+        if "SLURM_JOB_ID" in os.environ:
+            fewer = f"cluster.job.cpus_per_node={math.ceil(needed)} for the Slurm job, {fewer}"
         raise ConfigError(
             f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker={each:g} each), this "
             f"machine has {cores}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
@@ -209,6 +210,13 @@ class ClusterConfig:
                 f"cluster.num_workers={workers} needs {workers} GPUs, and the job has {nodes * gpus} "
                 f"(cluster.job.nodes={nodes} × cluster.job.gpus_per_node={gpus}); set "
                 f"cluster.job.nodes={-(-workers // gpus)} or fewer workers."
+            )
+        cpus, each = self.job.cpus_per_node, self.cpus_per_worker or (1.0 if gpus is None else 0.0)
+        if workers is not None and cpus is not None and workers * each > nodes * cpus:
+            raise ConfigError(
+                f"cluster.num_workers={workers} needs {workers * each:g} cores, and the job has {nodes * cpus} "
+                f"(cluster.job.nodes={nodes} × cluster.job.cpus_per_node={cpus}); set "
+                f"cluster.job.cpus_per_node={math.ceil(workers * each / nodes)} or fewer workers."
             )
 
 

@@ -76,8 +76,9 @@ def job_words(typed: Sequence[str], cluster: ClusterConfig) -> list[str]:
         key = word.partition("=")[0].lstrip("+")
         if key in secret_keys() or redact(word) != word:
             raise ConfigError(
-                f"{key}=... holds a password, which the job's script would show; put the value into a variable, as "
-                f"in '{key}=${{oc.env:FSDP_LAB_SECRET}}'."
+                f"{key}=... holds a password, which the job's script would show; export it as a variable first, "
+                f"and write '{key}=${{oc.env:FSDP_LAB_SECRET}}'. MLflow also reads MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD."
             )
     option = next((word.partition("=")[2] for word in typed if word.startswith("cluster=")), "local")
     keys = [word.partition("=")[0].lstrip("+") for word in typed]

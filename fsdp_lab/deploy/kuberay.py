@@ -40,7 +40,8 @@ def launch(job: Job) -> int:
         f"  start:  {shlex.join(['kubectl', 'apply', '-f', str(file)])}\n"
         f"  watch:  kubectl get {kind} {name}"
         + ("" if job.schedule else f"   kubectl logs --follow --selector=job-name={name}")
-        + f"\n  end:    kubectl delete {kind} {name}",
+        + f"\n  end:    kubectl delete {kind} {name}"
+        + ("" if job.schedule else f"\n  resume: {shlex.join(['kubectl', 'replace', '--force', '-f', str(file)])}"),
         flush=True,
     )
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from fsdp_lab.deploy.job import SCRIPT_VARIABLE, Job
 
 _SCRIPT = "job.sbatch"
 _ANSWER_S = 60.0  # of sbatch
+_NUMBER = re.compile(r"(\d+)(;.*)?")  # and the cluster's name
+_NOT_SHOWN = ("--job-name", "--output", "--open-mode", "--signal")
 _SIGNAL = "B:USR1@120"  # two minutes before the time limit, to the shell of the script alone
 
 
@@ -49,7 +52,7 @@ def launch(job: Job) -> int:
         print(f"batch script: {script}\nto submit it: {shlex.join(['sbatch', str(script)])}", flush=True)
         return 0
     try:
-        number = submit(script)
+        number = submit(script, _options(job, script.parent))
     except UserError:
         script.unlink()  # so that another try may have the folder
         with suppress(OSError):  # it has the logs of earlier jobs
@@ -78,8 +81,12 @@ def check_allocation(number: str) -> None:
         )
 
 
-def submit(script: Path) -> str:
+def submit(script: Path, options: Sequence[str]) -> str:
     """Submit a script, and return the number of the job.
+
+    Args:
+        script: to submit.
+        options: of sbatch that it contains.
 
     Raises:
         UserError: Slurm refuses it, in its own words, or does not answer.
@@ -93,13 +100,16 @@ def submit(script: Path) -> str:
             f"sbatch did not answer within {_ANSWER_S:g} s; check with squeue whether the job was submitted."
         ) from None
     if done.returncode:
-        reply = " ".join(done.stderr.removeprefix("sbatch: error: ").split())
+        reply = " ".join(done.stderr.removeprefix("sbatch: error: ").split()).rstrip(".")
+        asked = shlex.join(word for word in options if not word.startswith(_NOT_SHOWN))
         raise UserError(
-            f"sbatch failed: {reply}. The request is made of cluster.job.nodes, cpus_per_node, gpus_per_node and "
-            "memory_gib_per_node, and of any option in cluster.job.sbatch=[partition:gpu]; to write the script only, "
-            "add cluster.job.submit=false."
+            f"sbatch refused the job: {reply}. It requested {asked}. cluster.job.nodes, cpus_per_node, gpus_per_node, "
+            "memory_gib_per_node and sbatch set these; to write the script only, add cluster.job.submit=false."
         )
-    return done.stdout.strip().partition(";")[0]
+    numbers = [found for line in done.stdout.splitlines() if (found := _NUMBER.fullmatch(line.strip()))]
+    if not numbers:  # a site's own sbatch may print anything
+        raise UserError(f"sbatch printed no job number, but: {' '.join(done.stdout.split())}; look with squeue --me.")
+    return numbers[-1].group(1)
 
 
 def batch_script(job: Job) -> str:
@@ -119,6 +129,8 @@ def batch_script(job: Job) -> str:
         _array("command", [*job.command, *storage]),
         _array("again", job.again),
         f"mark={shlex.quote(job.mark)}",
+        f"folder={shlex.quote(str(job.folder))}",
+        f"requeues={'yes' if _requeues(job) else ''}",
         f"symmetric_run={'yes' if job.config.symmetric_run else ''}",
         "",
     ]
@@ -133,13 +145,17 @@ def _options(job: Job, folder: Path) -> list[str]:
         f"--job-name={job.name}",
         f"--output={str(folder).replace('%', '%%')}/%j.log",
         "--open-mode=append",
-        "--requeue",
+        *(["--requeue"] if _requeues(job) else []),
         f"--signal={_SIGNAL}",
         f"--nodes={job.config.nodes}",
         "--ntasks-per-node=1",
         *(f"--{name}={value}" for name, value in asked.items() if value is not None),
         *map(_option, job.config.sbatch),
     ]
+
+
+def _requeues(job: Job) -> bool:
+    return "no-requeue" not in job.config.sbatch
 
 
 def _option(word: str) -> str:

@@ -1,4 +1,4 @@
-# --- from here on the same for every job; the lines above set: python, command, again, mark, symmetric_run
+# --- from here on the same for every job; the lines above set: python, command, again, mark, folder, requeues, symmetric_run
 set -uo pipefail
 umask 077
 export PATH="${python%/*}:$PATH"
@@ -7,8 +7,8 @@ words=("${command[@]}")
 say() { printf '%s job %s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$*"; }
 
 # The driver is a child of this shell, not of srun: told to end, srun kills what it has started at once. scancel ends every
-# process of the job, and gives it KillWait (30 s), in which the driver writes down where it is. USR1 comes to this
-# shell alone, before the time limit: the driver ends, and the job goes back into the queue.
+# process of the job, and gives it KillWait (30 s), in which the driver saves its state. USR1 comes to this shell alone,
+# before the time limit: the driver ends, and the job goes back into the queue if this start finished an epoch.
 driver='' ray='' signalled='' requeue=''
 forward() {
     signalled=yes
@@ -18,7 +18,8 @@ trap forward TERM
 trap 'requeue=yes; forward' USR1
 
 nodes=$SLURM_JOB_NUM_NODES
-say "starts on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+, for the $((SLURM_RESTART_COUNT + 1)). time}"
+say "starts on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RESTART_COUNT + 1)))}"
+started=$(date +%s)
 if ((nodes == 1)); then
     "$python" "${words[@]}" cluster.address=null cluster.job.nodes=1 &
     driver=$!
@@ -28,15 +29,17 @@ else
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
     # The address at which the last node sees this one, which is the first: a host name may resolve to the loopback.
     last=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
-    host=$(srun --nodes=1 --ntasks=1 --nodelist="$last" printenv SLURM_LAUNCH_NODE_IPADDR) || exit
+    host=$(srun --export=ALL --nodes=1 --ntasks=1 --nodelist="$last" printenv SLURM_LAUNCH_NODE_IPADDR) || exit
     export address=$host:$((20000 + SLURM_JOB_ID % 10000)) host
     "$python" "${words[@]}" "cluster.address=$address" "cluster.job.nodes=$nodes" &
     driver=$!
-    step=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
-    start=(--num-cpus="$SLURM_CPUS_ON_NODE" --disable-usage-stats --min-worker-port=0 --max-worker-port=0)
+    # --export=ALL: a job of a site with SBATCH_EXPORT=NONE would start its steps without these variables
+    step=(srun --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
+    start=(--disable-usage-stats --min-worker-port=0 --max-worker-port=0)
     if [[ -n $symmetric_run ]]; then
         # It keeps Ray for as long as its command runs, which is: until the driver has ended.
-        "${step[@]}" ray symmetric-run --address "$address" --min-nodes "$nodes" "${start[@]}" -- \
+        "${step[@]}" ray symmetric-run --address "$address" --min-nodes "$nodes" \
+            --num-cpus="$SLURM_CPUS_ON_NODE" "${start[@]}" -- \
             tail --pid="$driver" --follow /dev/null &
     else
         # in single quotes, since each node has its own values
@@ -44,7 +47,7 @@ else
             ((SLURM_PROCID == 0)) \
                 && where=(--head --port="${address##*:}" --node-ip-address="$host" --include-dashboard=false) \
                 || where=(--address="$address")
-            exec ray start --block "${where[@]}" "$@"' - "${start[@]}" &
+            exec ray start --block "${where[@]}" --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' - "${start[@]}" &
     fi
     ray=$!
     {
@@ -63,12 +66,22 @@ while :; do # a trap ends `wait` before the driver has ended
     [[ -n $signalled ]] || break
 done
 if [[ -n $ray ]] && kill -0 "$ray" 2>/dev/null; then
-    say "the sweep has ended with $status; Ray is killed, as srun tells"
+    say "the sweep ended with $status; stopping Ray (srun reports that it was killed)"
     kill -TERM "$ray" && wait "$ray"
 fi
 if [[ -n $requeue && $status == 130 ]]; then
-    say "the time limit is near; the job goes back into the queue, and resumes"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # until Slurm ends this start
+    script="sbatch $FSDP_LAB_JOB"
+    if [[ -z $requeues ]]; then
+        say "the time limit is near; to resume: $script"
+    elif [[ -z $(find "$folder" -newermt "@$started" \( -name metrics.jsonl -o -name outcome.json \) -print -quit) ]]; then
+        say "the time limit is near, and no epoch was finished since the start: another start would not get further." \
+            "An epoch has to fit into the time limit. To resume: $script"
+    elif scontrol requeue "$SLURM_JOB_ID"; then
+        say "the time limit is near; the job is back in the queue, and will resume"
+        sleep 60 # until Slurm ends this start
+    else
+        say "the time limit is near, and the job could not be requeued; to resume: $script"
+    fi
 fi
 say "ends with $status"
 exit "$status"

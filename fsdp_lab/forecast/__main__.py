@@ -219,12 +219,14 @@ def with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
     columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len({request.key for request in requests}), left="")
-        began = spoke = time.monotonic()
+        first = spoke = time.monotonic()
 
         def on_done(done: int, total: int) -> None:
-            nonlocal spoke
+            nonlocal first, spoke
             now = time.monotonic()
-            left = time_left(done, total, now - began)
+            if done == 1:  # much of its time was imports
+                first = now
+            left = time_left(done - 1, total - 1, now - first)
             progress.update(task, completed=done, left=left)
             if not console.is_terminal and now - spoke >= SPEAK_S:  # a pipe or a file shows no bar
                 spoke = now

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_lab.config import SweepConfig, UserError, flatten, memory_settings
+from fsdp_lab.config import SweepConfig, UserError, memory_settings, speed_settings
 from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.forecast.capacity import Forecast, on_capacity
 from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, refined
@@ -62,7 +62,7 @@ class Request:
         asks = self.config.forecast.largest_microbatch
         config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
         capacity = self.capacity_bytes if asks else None
-        speed = [repr(self.sheet), flatten(self.config.task), self.config.compile] if self.sheet else None
+        speed = [repr(self.sheet), speed_settings(self.config)] if self.sheet else None
         settings = [memory_settings(config, self.num_workers), self.cuda, capacity, speed]
         return json.dumps(settings, sort_keys=True)
 

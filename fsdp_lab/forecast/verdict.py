@@ -107,7 +107,7 @@ def blocks_against_root(rows: Sequence[Row], swept: Sequence[str]) -> str:
     if any(blocks.samples_per_s < root.samples_per_s for blocks, root in speeds):
         return ""
     faster = " and is predicted at least as fast" if len(speeds) == len(pairs) else ""
-    return f"sharding=per_block needs less memory than root{faster}, with all other values."
+    return f"sharding=per_block needs less memory than root{faster}, whatever the other values."
 
 
 def root_again(rows: Sequence[Row], swept: Sequence[str]) -> str:
@@ -121,7 +121,8 @@ def root_again(rows: Sequence[Row], swept: Sequence[str]) -> str:
         if values["sharding"] == "root" and not row.forecast.error:
             by_rest.setdefault(frozenset(values.items()), {})[reshard] = row
     both = [some for some in by_rest.values() if {"always", "never"} <= set(some)]
-    higher = sum(some["always"].forecast.peak_bytes > some["never"].forecast.peak_bytes for some in both)
+    # a buffer of some bytes is not worth a sentence
+    higher = sum(some["always"].forecast.peak_bytes > 1.01 * some["never"].forecast.peak_bytes for some in both)
     if not higher:
         return ""
     pairs = f" in {higher} of {len(both)} pairs" if len(both) > 1 else ""

@@ -150,6 +150,12 @@ def used(sweep: SweepData, use: str, number: str | None = None) -> str:
         if recommendation.setting is None:
             raise UserError(f"use={use}: {recommendation.sentence} Choose a trial with trial=<number>.")
         trial = plainest(recommendation.setting)
+        if recommendation.by_memory:  # beside what use=... prints
+            print(
+                f"fsdp_lab.report: no setting is recommended, because speeds do not count; this is trial {trial.number}"
+                ", with the least memory. trial=<number> chooses another.",
+                file=sys.stderr,
+            )
     else:
         by_number = {str(trial.number): trial for trial in sweep.trials}
         if number not in by_number:

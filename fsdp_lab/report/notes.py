@@ -144,8 +144,12 @@ def _counted_anyway(sweep: SweepData) -> str:
     groups = sweep.groups[choice.setting.name], sweep.groups[by_memory.name]
     if groups[0] == groups[1] or not all(map(choice.speeds.has, groups)):
         return how
-    ratio = choice.speeds.ratio(*groups)
-    return f"In the runs on shared cores, `{apart(by_memory, choice.setting)}` had {times_text(ratio)} its speed. {how}"
+    both = apart(by_memory, choice.setting), apart(choice.setting, by_memory)
+    shared = [{sweep.shared(trial) for trial in setting.trials} for setting in (choice.setting, by_memory)]
+    if shared != [{True}, {True}]:
+        return f"`{both[0]}` and `{both[1]}` ran under different loads, so their speeds cannot be compared. {how}"
+    ratio = times_text(choice.speeds.ratio(*groups))
+    return f"In the runs on shared cores, `{both[0]}` had {ratio} the speed of `{both[1]}`. {how}"
 
 
 def _again(sweep: SweepData) -> str:

@@ -65,7 +65,7 @@ OUTSIDE = [("optimizer.beta1", 1.0), ("optimizer.beta2", 1.5), ("optimizer.beta1
         *((key, 0, "below 1", "1 or more") for key in BELOW_ONE),
         *((key, value, "negative", "0 or more") for key, value in NEGATIVE),
         *((key, value, "not above 0", "positive") for key, value in NOT_POSITIVE),
-        *((key, value, "outside [0, 1)", "use for example 0.9") for key, value in OUTSIDE),
+        *((key, value, "outside [0, 1)", "use 0 or more, below 1") for key, value in OUTSIDE),
     ],
 )
 def test_ranges(key: str, value: float, rule: str, remedy: str) -> None:

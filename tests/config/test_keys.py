@@ -19,6 +19,7 @@ from fsdp_lab.config import (
     memory_settings,
     part,
     settings,
+    speed_settings,
     to_dict,
 )
 from fsdp_lab.config.key import Secret, key, keys_of
@@ -204,6 +205,13 @@ def test_what_cannot_change_the_speed_of_a_step():
         "lr_schedule.name", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "lr_schedule.step_epochs",
         "lr_schedule.gamma",
     }  # fmt: skip
+
+
+def test_forecasts_of_speed_are_shared_only_by_trials_that_agree_in_all_that_changes_it():
+    counting = set(memory_settings(NightlyConfig(), 2)) | set(speed_settings(NightlyConfig()))
+    still = {name for name, known in keys_of(TrialConfig).items() if not known.changes_speed}
+    assert set(keys_of(TrialConfig)) - counting <= still
+    assert {"compile", "task.metrics"} <= counting and "training.seed" not in counting
 
 
 def test_what_is_a_parameter():

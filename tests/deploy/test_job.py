@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 from pathlib import Path
@@ -21,7 +23,7 @@ from fsdp_lab.deploy.job import Job, job_words
 from tests import forked
 from tests.conftest import run_cli
 from tests.deploy.schemas import schema
-from tests.sweep.conftest import PLAIN, TINY
+from tests.sweep.conftest import PLAIN, TINY, wait_for
 
 SWEEP = ("-m", *PLAIN, *TINY, "optimizer.lr=1e-3,2e-3")
 POD = ("cluster=kuberay", "cluster.job.image=registry.example.com/lab:1", "cluster.job.cpus_per_node=4",
@@ -78,6 +80,14 @@ def test_the_script_types_what_was_typed_without_what_slurm_was_asked_for(tmp_pa
             "needs 16 GPUs, and the job has 8 (cluster.job.nodes=1 × cluster.job.gpus_per_node=8); set "
             "cluster.job.nodes=2 or fewer workers",
         ),
+        (
+            ("cluster=slurm", "cluster.num_workers=32", "cluster.job.nodes=2", "cluster.job.cpus_per_node=4"),
+            {},
+            "needs 32 cores, and the job has 8 (cluster.job.nodes=2 × cluster.job.cpus_per_node=4); set "
+            "cluster.job.cpus_per_node=16 or fewer workers",
+        ),
+        (("cluster=slurm", "cluster.job.sbatch=[gres:gpu:a100:8]"), {}, "itself; set cluster.job.gpus_per_node."),
+        ((*POD, VOLUME, "cluster.job.sbatch=[time:60]"), {}, "cluster.job.sbatch is for cluster=slurm"),
         (
             ("cluster=kuberay",),
             {},
@@ -174,3 +184,68 @@ def test_what_the_operator_would_not_take_is_seen(tmp_path: Path, change: dict[s
 def test_a_job_of_one_node_keeps_the_folder_of_its_sweep(tmp_path: Path):
     script = slurm.batch_script(Job(["-m", "fsdp_lab"], [], "", tmp_path, JobConfig()))
     assert "storage_path" not in script.partition("# ---")[0]
+
+
+def fake(folder: Path, name: str, script: str) -> None:
+    """Write a command that answers as one of Slurm does; tests/cluster/test_slurm.py has the real ones."""
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "message"),
+    [
+        ("echo 'sbatch: error: Invalid --time specification' >&2; exit 1", 2, "It requested --requeue --nodes=1 "),
+        ("echo 'site: account lab'; echo '123;cluster'", 0, "job 123 was submitted"),
+        ("echo 'site: account lab'", 2, "sbatch printed no job number, but: site: account lab"),
+    ],
+)
+def test_what_sbatch_answers(tmp_path: Path, script: str, code: int, message: str):
+    fake(tmp_path, "sbatch", script)
+    own = ("sharding=per_block", "cluster.num_workers=2", "hydra.run.dir=out", "cluster=slurm")
+    words = (*own, "cluster.job.sbatch=[time:8h]")
+    done = forked.run(tmp_path, "fsdp_lab", *words, environment={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert done.returncode == code, done.stderr
+    assert message in done.stdout + done.stderr
+    if code == 2 and "Invalid" in script:
+        assert (
+            "refused the job: Invalid --time specification. It" in done.stderr and "--time=8h. cluster" in done.stderr
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "epoch", "queue", "message"),
+    [
+        ("", True, "exit 0", "the job is back in the queue, and will resume"),
+        ("", True, "exit 1", "the job could not be requeued; to resume: sbatch"),
+        ("", False, "exit 0", "no epoch was finished since the start: another start would not get further"),
+        ("no-requeue", True, "exit 0", "the time limit is near; to resume: sbatch"),
+    ],
+)
+def test_before_its_time_limit_a_job_is_requeued_if_it_gets_further(
+    tmp_path: Path, options: str, epoch: bool, queue: str, message: str
+):
+    own = ("sharding=per_block", "cluster.num_workers=2", "cluster=slurm", "cluster.job.submit=false")
+    words = (*own, f"cluster.job.sbatch=[{options}]", f"hydra.run.dir={tmp_path}/out")
+    assert forked.run(tmp_path, "fsdp_lab", *words).returncode == 0
+    script = tmp_path / "out" / "job" / "job.sbatch"
+    text = script.read_text()
+    assert ("#SBATCH --requeue" in text) == (not options)
+    fake(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; {queue}")
+    fake(tmp_path, "sleep", "exit 0")  # the minute in which Slurm ends this start
+    finish = f"sleep 1; echo > {tmp_path}/out/metrics.jsonl;" if epoch else ""
+    # the driver, as it ends when it is told to
+    fake(
+        tmp_path, "driver", f"trap 'exit 130' TERM; {finish} touch {tmp_path}/trains; while :; do /bin/sleep 0.1; done"
+    )
+    (tmp_path / "out" / "old.jsonl").touch()
+    script.write_text(re.sub("(?m)^python=.*$", f"python={tmp_path}/driver", text))
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "SLURM_RESTART_COUNT": "1"}
+    command, environment = ["bash", str(script)], {**os.environ, **slurm, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        wait_for(lambda: (tmp_path / "trains").exists(), job, 60)
+        job.send_signal(signal.SIGUSR1)
+        out, _ = job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert "starts on here (start 2)" in out and message in out
+    assert (tmp_path / "asked").exists() == (epoch and not options)

@@ -324,9 +324,18 @@ def test_where_every_run_shared_its_machine_memory_decides_and_it_says_so():
     )
     assert recommendation.by_memory and recommendation.head == ""
     assert recommendation.notes == [
-        "In the runs on shared cores, `sharding=ddp` had 1.11× its speed. To compare speeds, run it again when "
-        "the machine is free, or see: python -m fsdp_lab.report sweep=last report.others_cpu=1"
+        "In the runs on shared cores, `sharding=ddp` had 1.11× the speed of `sharding=root`. To compare speeds, run it "
+        "again when the machine is free, or see: python -m fsdp_lab.report sweep=last report.others_cpu=1"
     ]
+
+
+def test_a_run_on_shared_cores_is_not_compared_with_one_that_had_them_alone():
+    recommendation = answer(sweep([on_cpu(0, 0, 0.1, 1000.0), on_cpu(1, 2, 0.4, 300.0)]))
+    assert recommendation.by_memory
+    (note,) = [note for note in recommendation.notes if "report.others_cpu=1" in note]
+    assert note.startswith(
+        "`sharding=ddp` and `sharding=root` ran under different loads, so their speeds cannot be compared. To compare"
+    )
 
 
 def test_the_least_memory_of_those_measured_is_reported_beside_a_smaller_forecast_of_what_was_skipped():

@@ -104,10 +104,10 @@ def test_code_that_a_users_own_folder_names_runs_and_is_shown(
     assert names_code(word, WORKLOADS) and not names_code("model.depth=3", WORKLOADS)
     assert "only a folder of your own" in str(refusal(word, WORKLOADS, own=False))
     trust.check_words([word, "model.depth=3", word], tmp_path / "sweep.json", "resume", True, WORKLOADS)
-    assert capsys.readouterr().out == f"{tmp_path}/sweep.json names code that runs: {word}\n"
+    assert capsys.readouterr().out == f"runs your code, which {tmp_path}/sweep.json names: {word}\n"
     several = [word, f"{word}1", f"{word}2"]
     trust.check_words(several, tmp_path / "trials.jsonl", "resume", True, WORKLOADS, shown=[word])
-    assert capsys.readouterr().out == f"{tmp_path}/trials.jsonl names code that runs: {word}1, {word}2\n"
+    assert capsys.readouterr().out == f"runs your code, which {tmp_path}/trials.jsonl names: {word}1, {word}2\n"
 
 
 @pytest.mark.parametrize(

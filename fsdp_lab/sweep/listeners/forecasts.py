@@ -280,7 +280,8 @@ def undisturbed_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -
 def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:
     """End trials that would all train in vain. The reason is logged once."""
     first, *others = numbers
-    sweep.fail(first, f"{error} The forecast found this; to train anyway, use forecast.enabled=false.")
+    reason = (error or "").rstrip(".")
+    sweep.fail(first, f"{reason}. The forecast found this; to train anyway, use forecast.enabled=false.")
     for number in others:
         sweep.fail(number, f"for the same reason as {label(first, sweep.states)}")
 

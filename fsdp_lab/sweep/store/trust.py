@@ -135,7 +135,7 @@ def check_words(
             )
     code = dict.fromkeys(redact(word) for word in words if names_code(word, known) and word not in shown)
     if code:
-        print(f"{source} names code that runs: {', '.join(code)}", flush=True)
+        print(f"runs your code, which {source} names: {', '.join(code)}", flush=True)
 
 
 def enter(folder: str) -> None:
