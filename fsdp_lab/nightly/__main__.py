@@ -89,8 +89,8 @@ def main() -> int:
     except KeyboardInterrupt:
         unfinished = running and is_unfinished_here(study, schedule)
         until = f"{schedule.after(datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}" if unfinished else ""
-        how = f", in a night; to resume it, start again before {until}, or: {study.go_on}" if unfinished else ""
-        print(f"fsdp_lab.nightly: ended{how}")
+        how = f"interrupted during a night; to resume it, start again before {until}, or: {study.go_on}"
+        print(f"fsdp_lab.nightly: {how if unfinished else 'ended'}")
         return 130 if unfinished else 0
     except Exception as error:
         message = explain(error)
@@ -143,7 +143,7 @@ def run_once(study: Study, schedule: Schedule, only_go_on: bool) -> int:
     except InUse as error:
         if not only_go_on:
             raise
-        log(str(error))
+        log(f"fsdp_lab.nightly: {error}")
         return 0
 
 
@@ -185,6 +185,11 @@ def print_plan(study: Study, schedule: Schedule, now: datetime) -> None:
     text = f"{baseline.id} ({baseline.verdict})" if baseline else "none yet: the first good night becomes it"
     busy = ", except its speeds: other processes used the machine" if baseline and baseline.busy else ""
     print(f"baseline: {text}{busy}")
+    if over := [night for night in read_all(study) if night.over]:
+        bad = [finding for finding in over[-1].findings if finding["regression"]]
+        first = "".join(": {setting}: {metric} {change}".format(**finding) for finding in bad[:1])
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        print(f"last:     {over[-1].id} ({over[-1].verdict}{first}{more})")
     at_work = holder(study.folder / ".lock")
     if at_work:
         print(f"now:      a night runs here ({at_work})")

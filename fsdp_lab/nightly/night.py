@@ -198,13 +198,17 @@ def accept(study: Study, reason: str, log: Callable[[str], None], now: Callable[
     if every[-1].begun > nights[-1].begun:
         log(f"night {every[-1].id} is unfinished: the last finished night, {nights[-1].id}, is accepted")
     before = f"{nights[-1].accepted['reason']}; then: " if nights[-1].accepted else ""
+    for finding in nights[-1].findings:
+        if finding["regression"]:
+            log("accepts: {setting}: {metric} {baseline} -> {tonight} {change}".format(**finding).rstrip())
     accepted = {"reason": before + reason.strip(), "by": who, "at": night_id(now())}
     night = dataclasses.replace(nights[-1], verdict=ACCEPTED, accepted=accepted)
     tag(study, night, [], log)
     write_text(study.folder / night.id / "gate.md", gate_text(night))
     write(study, night, log)
     _page(study, log)
-    log(f"night {night.id} is the baseline from now on: {accepted['reason']}")
+    known = "is the baseline already; the reason is added" if before else "is the baseline from now on"
+    log(f"night {night.id} {known}: {accepted['reason']}")
 
 
 def prune(study: Study, log: Callable[[str], None]) -> None:

@@ -48,6 +48,7 @@ class Night:
         run_id: of its sweep's MLflow run; "": none.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
         attempts: how often its sweep ended by itself.
+        code: what changed in code, libraries and machine since the baseline; "": not compared.
         pruned: its checkpoints were removed; if nights are in storage, those there.
         sweeps: the addresses of its sweeps in object storage.
         others: the share of all cores that other processes used.
@@ -73,6 +74,7 @@ class Night:
     others: float = 0.0
     busy: bool = False
     speed_baseline: str | None = None
+    code: str = ""
     pruned: bool = False
     sweeps: list[str] = field(default_factory=list)
 
@@ -145,3 +147,21 @@ def read_since(folder: Path, now: float) -> float:
 def last_good(nights: Sequence[Night]) -> Night | None:
     """Return the last night that can be a baseline; None without one."""
     return next((night for night in reversed(nights) if night.is_good), None)
+
+
+def changes(before: Night, night: Night) -> list[str]:
+    """Return the changes of code and libraries since an earlier night, in words."""
+    commits = before.commit, night.commit
+    differences = [f"commit {_short(commits[0])} → {_short(commits[1])}"] if commits[0] != commits[1] else []
+    names = sorted(before.libraries.keys() | night.libraries.keys())
+    pairs = [(name, before.libraries.get(name, "none"), night.libraries.get(name, "none")) for name in names]
+    differences += [f"{name} {there} → {here}" for name, there, here in pairs if there != here]
+    if before.machine != night.machine:
+        differences.append(f"machine {night.machine}")
+    return differences
+
+
+def _short(commit: str) -> str:
+    """Return a commit as short as `git log` takes it, with the mark of uncommitted changes."""
+    name, mark, _ = commit.partition("+")
+    return f"{name[:10]}{' with uncommitted changes' if mark else ''}" if name else "unknown"

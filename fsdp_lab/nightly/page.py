@@ -14,7 +14,7 @@ from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.files import write_text
 from fsdp_lab.metrics import SPEED
 from fsdp_lab.nightly.gate import Judged, judged_metrics
-from fsdp_lab.nightly.nights import ACCEPTED, Night
+from fsdp_lab.nightly.nights import ACCEPTED, Night, changes
 from fsdp_lab.report.page import chart, page
 from fsdp_lab.report.style import COLORS
 
@@ -47,17 +47,6 @@ def write_page(
         "library version or machine."
     )
     write_text(path, page(f"{study}, night by night", about, "\n".join([_table(shown), *body]), charts))
-
-
-def changes(before: Night, night: Night) -> list[str]:
-    """Return the changes of code and libraries since the night before, in words."""
-    differences = [f"commit {night.commit[:10]}"] if night.commit != before.commit else []
-    names = sorted(before.libraries.keys() | night.libraries.keys())
-    pairs = [(name, before.libraries.get(name, "none"), night.libraries.get(name, "none")) for name in names]
-    differences += [f"{name} {there} → {here}" for name, there, here in pairs if there != here]
-    if before.machine != night.machine:
-        differences.append(f"machine {night.machine}")
-    return differences
 
 
 def _chart(judged: Judged, nights: Sequence[Night], limit: float) -> Any | None:

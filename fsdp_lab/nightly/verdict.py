@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_lab.config import UserError
 from fsdp_lab.metrics import SPEED
 from fsdp_lab.nightly.gate import DISTURBED, LOSS, NOT_JUDGED, Finding, Result, compare, judged_metrics, speeds, table
-from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, last_good
+from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, changes, last_good
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.report.data import Setting, SweepData
 from fsdp_lab.terminal import Column, FittingTable
@@ -101,6 +101,7 @@ def judge(
         results=results,
         baseline=baseline.id if baseline else None,
         speed_baseline=" and ".join(speeds_of) or None,
+        code="" if baseline is None else ", ".join(changes(baseline, night)) or "nothing",
         findings=[dataclasses.asdict(finding) for finding in findings],
         verdict=REGRESSION if any(finding.regression for finding in findings) else GOOD,
     )
@@ -200,9 +201,10 @@ def gate_words(night: Night) -> str:
         first = "The first good night: from now on it is the baseline."
         first += f" Its speeds do not count: others used {night.others:.0%} of the cores." if night.busy else ""
         return f"Night {night.id}: {night.verdict}\n\n{taken}{first}\n{also}"
+    code = f"Changed in code and libraries: {night.code}.\n\n" if night.code else ""
     speeds_of = night.speed_baseline
     speed = f" (speed against {speeds_of})" if speeds_of not in (None, night.baseline) else ""
-    return f"Night {night.id} against {night.baseline}{speed}: {_outcome(_findings(night))}\n\n{taken}"
+    return f"Night {night.id} against {night.baseline}{speed}: {_outcome(_findings(night))}\n\n{code}{taken}"
 
 
 def _outcome(findings: Sequence[Finding]) -> str:

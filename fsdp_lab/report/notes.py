@@ -161,7 +161,12 @@ def _again(sweep: SweepData) -> str:
 
 def _what_one_run_cannot_show(sweep: SweepData) -> str:
     repeated = any(len(setting.trials) > 1 for setting in sweep.settings)
+    counted = [
+        [t for t in setting.trials if not sweep.shared(t) and t.figures.get(SPEED)] for setting in sweep.settings
+    ]
     once = "No setting has two runs whose speeds count" if repeated else "Each setting ran once"
+    if any(len(trials) > 1 for trials in counted):
+        once = "Too few settings have two runs whose speeds count"
     note = f"{once}, so the variation between runs of a setting is unknown"
     if repeated or sweep.repeat_max is not None:
         return f"{note}."

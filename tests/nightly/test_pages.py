@@ -58,7 +58,7 @@ def test_the_last_thirty_are_shown_with_what_changed(tmp_path: Path):
     text = (tmp_path / "nights.html").read_text().partition("plotly.js v")[0]
     assert nights[4].id in text and nights[3].id not in text  # of 34
     assert "sharding=ddp: samples/s -40.0 %" in text and "&lt;new&gt; model" in text
-    assert changes(nights[6], nights[7]) == ["commit commit1"]
+    assert changes(nights[6], nights[7]) == ["commit commit0 → commit1"]
     assert changes(nights[19], nights[20]) == ["torch 2.15.0 → 2.16.0"]
 
 

@@ -204,7 +204,7 @@ def test_a_store_that_goes_away_after_the_verdict_changes_nothing_of_it(
 
 
 @pytest.mark.parametrize(
-    ("ended_in", "status", "words"), [("a night", 130, "ended, in a night"), ("a wait", 0, "ended")]
+    ("ended_in", "status", "words"), [("a night", 130, "interrupted during a night"), ("a wait", 0, "ended")]
 )
 def test_ctrl_c_while_the_store_is_away_ends_as_ever(
     ended_in: str, status: int, words: str, machine: Callable[..., Study], goes_away: Callable[[], None],

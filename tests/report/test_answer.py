@@ -551,6 +551,11 @@ def test_where_no_repeat_counts_it_does_not_state_that_each_setting_ran_once():
     assert answer(sweep(again)).notes[-1].startswith("No setting has two runs whose speeds count, so the variation")
 
 
+def test_two_runs_of_one_setting_that_count_are_not_denied():
+    again = [on_cpu(0, 0, 0.1, 1000.0), on_cpu(1, 2, 0.1, 900.0), on_cpu(2, 0, 0.1, 990.0), on_cpu(3, 2, 0.5, 1.0)]
+    assert not any(note.startswith("No setting has two runs") for note in answer(sweep(again)).notes)
+
+
 def test_each_value_of_many_gets_a_line():
     pairs = [(s, p) for s in "abcd" for p in "xy"] + [("a", "z")]  # z with a alone
     rows = [
