@@ -203,8 +203,10 @@ def test_a_loader_that_sleeps_is_named_reported_and_stays_reported_until_it_is_a
 
     plan = nightly(nights, "--check", *INLINE)
     assert f"baseline: {before} (good)" in plan.stdout  # a bad night does not move it
+    assert f"last:     {night.id} (regression: precision=bf16: samples/s " in plan.stdout
     accepted = nightly(nights, "--accept", "the data grew", *INLINE)
     assert accepted.returncode == 0, accepted.stderr
+    assert "accepts: precision=bf16: samples/s " in accepted.stdout
     assert f"baseline: {night.id} (accepted)" in nightly(nights, "--check", *INLINE).stdout
     tags = next(r.data.tags for r in runs(nights)[0] if r.info.run_id == night.run_id)
     assert tags["nightly.accepted_reason"] == "the data grew"
