@@ -77,11 +77,11 @@ ui: $(VENV)/.installed      ## opens the runs of the local store in MLflow, http
 bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretended trials; a large cluster; turnaround; what measuring and forecasting memory cost; runs of repeat=auto
 	$(PY) -m benchmarks.sweep
 	$(PY) -m benchmarks.scale cost
-	$(PY) -m benchmarks.scale slots
 	$(PY) -m benchmarks.turnaround
-	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.memory
 	$(PY) -m benchmarks.auto_repeat
+	$(PY) -m benchmarks.throughput
+	$(PY) -m benchmarks.scale slots
 
 bench-speed: $(VENV)/.installed  ## predicted against measured steps of 48 settings on this CPU, calibration included: a quarter of an hour
 	$(PY) -m benchmarks.speed $(ARGS)

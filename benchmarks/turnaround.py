@@ -2,8 +2,7 @@
 
 python -m benchmarks.turnaround [rounds]
 
-One worker with one thread trains. Where the machine has fewer free cores than early imports take, they are tried
-nevertheless, and the speeds show what they cost the trial that trains.
+One worker with one thread trains. The speeds show what early imports cost the trial that trains.
 """
 
 from __future__ import annotations
@@ -23,27 +22,15 @@ _TRIALS = 5
 _LIMIT_S = 1800
 
 
-def run(folder: str) -> None:
-    """A sweep in this process, which keeps spare workers on any machine."""
-    from fsdp_lab.__main__ import main
-    from fsdp_lab.engine import spare_workers
-
-    spare_workers.RESERVE = 0
-    sys.argv = ["fsdp_lab", "-m", "sharding=per_block", "precision=fp32", "offload=none"]
-    sys.argv += ["reshard_after_forward=default", f"training.seed=range({_TRIALS})", "training.epochs=6"]
-    sys.argv += ["cluster.num_workers=1", f"cluster.cpus_per_worker={os.cpu_count()}"]
-    sys.argv += [f"hydra.sweep.dir={folder}/out", f"tracking.uri=sqlite:///{folder}/m.db"]
-    main()
-
-
 def sweep(early: bool) -> tuple[float, float]:
     """The medians of turnaround and speed. The last trial is left out: nothing is imported while it trains."""
-    command = [sys.executable, "-m", "benchmarks.turnaround", "run"]
+    command = [sys.executable, "-m", "fsdp_lab", "-m", "sharding=per_block", "precision=fp32", "offload=none"]
+    command += ["reshard_after_forward=default", f"training.seed=range({_TRIALS})", "training.epochs=6"]
+    command += ["cluster.num_workers=1", f"cluster.cpus_per_worker={os.cpu_count()}", f"cluster.early_imports={early}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not early:
-        environment["RAY_preload_python_modules"] = "json"
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*command, folder], check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL, env=environment)
+        command += [f"hydra.sweep.dir={folder}/out", f"tracking.uri=sqlite:///{folder}/m.db"]
+        subprocess.run(command, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL, env=environment)
         with Path(folder, "out", "results.csv").open() as file:
             rows = list(csv.DictReader(file))
     turnaround = statistics.median(float(row["turnaround_s"]) for row in rows if row["turnaround_s"])
@@ -75,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[2]) if sys.argv[1:2] == ["run"] else main())
+    sys.exit(main())

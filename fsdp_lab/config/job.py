@@ -21,9 +21,6 @@ _OURS = {
     "output": "leave it out: the log lies beside the script",
     "open-mode": "leave it out",
     "requeue": "leave it out, or use no-requeue",
-    "gpus": "set cluster.job.gpus_per_node",
-    "gpus-per-task": "set cluster.job.gpus_per_node",
-    "gres:gpu": "set cluster.job.gpus_per_node",
     "signal": "leave it out: the signal lets the sweep save its state before the time limit",
 }
 _VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[\w./-]+")
@@ -76,8 +73,13 @@ class JobConfig:
                     f"cluster.job.sbatch={word!r} is not a long option of sbatch; write <name>:<value> without "
                     "hyphens, for example cluster.job.sbatch=[partition:gpu,time:08:00:00,exclusive]."
                 )
-            if remedy := _OURS.get(word.partition(":")[0]) or _OURS.get(":".join(word.split(":")[:2])):
+            if remedy := _OURS.get(word.partition(":")[0]):
                 raise ConfigError(f"cluster.job.sbatch=[{word}]: the batch script sets this option itself; {remedy}.")
+        if self.gpus_per_node is not None and (gpus := [w for w in self.sbatch if w.startswith(("gpus", "gres:gpu"))]):
+            raise ConfigError(
+                f"cluster.job.sbatch=[{gpus[0]}] and cluster.job.gpus_per_node={self.gpus_per_node} both request GPUs; "
+                "keep one."
+            )
         names = [word.partition(":")[0] for word in self.sbatch]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"cluster.job.sbatch has {twice[0]} more than once; keep one.")

@@ -162,7 +162,7 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
         fewer = f"cluster.num_workers={fits}, or " if fits else ""
         sharing = ", so that workers share cores" if share < 1 else ""
         if "SLURM_JOB_ID" in os.environ:
-            fewer = f"cluster.job.cpus_per_node={math.ceil(needed)} for the Slurm job, {fewer}"
+            fewer = f"cluster.job.cpus_per_node={math.ceil(needed)} for the Slurm job, {fewer or 'or '}"
         raise ConfigError(
             f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker={each:g} each), this "
             f"machine has {cores}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."

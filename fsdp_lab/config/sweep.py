@@ -162,6 +162,9 @@ class Placement(Enum):
     strict_pack = "STRICT_PACK"
 
 
+_ROUNDING = 1e-9  # of quotients of cores
+
+
 @dataclass
 class ClusterConfig:
     """Where workers run."""
@@ -180,6 +183,8 @@ class ClusterConfig:
     """Restarts of a failed trial from its last checkpoint."""
     wait_timeout_s: float = key(600.0, positive, may_differ=Between.STARTS)
     """Seconds that a trial waits for free resources before it fails."""
+    early_imports: bool = key(False, may_differ=Between.STARTS)
+    """Let the next trial's workers import PyTorch while a trial trains, which it slows down where cores are scarce."""
     job: JobConfig = group(JobConfig, may_differ=EVERYWHERE, is_param=False)
 
     @property
@@ -192,7 +197,7 @@ class ClusterConfig:
 
         Raises:
             ConfigError: the address is Ray Client's or the job server's, the storage is unknown, or a trial needs more
-                GPUs than the job has; see also `JobConfig.check`.
+                GPUs or cores than the job has; see also `JobConfig.check`.
         """
         if self.address is not None and self.address.startswith(("ray://", "http://", "https://")):
             raise ConfigError(
@@ -211,12 +216,17 @@ class ClusterConfig:
                 f"(cluster.job.nodes={nodes} × cluster.job.gpus_per_node={gpus}); set "
                 f"cluster.job.nodes={-(-workers // gpus)} or fewer workers."
             )
-        cpus, each = self.job.cpus_per_node, self.cpus_per_worker or (1.0 if gpus is None else 0.0)
-        if workers is not None and cpus is not None and workers * each > nodes * cpus:
+        cpus, each = self.job.cpus_per_node, self.cpus_per_worker or 1.0
+        if workers is not None and cpus is not None and workers > nodes * int(cpus / each + _ROUNDING):
+            on_a_node = math.ceil(workers / nodes) * each
             raise ConfigError(
-                f"cluster.num_workers={workers} needs {workers * each:g} cores, and the job has {nodes * cpus} "
-                f"(cluster.job.nodes={nodes} × cluster.job.cpus_per_node={cpus}); set "
-                f"cluster.job.cpus_per_node={math.ceil(workers * each / nodes)} or fewer workers."
+                f"cluster.num_workers={workers} needs {on_a_node:g} cores on each node "
+                f"(cluster.cpus_per_worker={each:g}), and the job has cluster.job.cpus_per_node={cpus}; set "
+                f"cluster.job.cpus_per_node={math.ceil(on_a_node - _ROUNDING)} or fewer workers."
+            )
+        if self.early_imports and self.address is not None:
+            raise ConfigError(
+                "cluster.early_imports=true takes a Ray that fsdp_lab starts; leave it out with cluster.address."
             )
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +107,13 @@ def in_job_of(folder: Path) -> bool:
     """Return whether this process is the job that was made for a folder."""
     script = os.environ.get(SCRIPT_VARIABLE)
     return script is not None and Path(script).absolute().parent.parent == folder.absolute()
+
+
+def note_progress() -> None:
+    """Note for the job's script, if this process is in one, that an epoch or a trial was finished since its start."""
+    if script := os.environ.get(SCRIPT_VARIABLE):
+        with suppress(OSError):  # the script then does not requeue the job, and says how to resume it
+            Path(script).with_name("progress").touch()
 
 
 def resume_by() -> str | None:

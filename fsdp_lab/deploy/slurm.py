@@ -19,9 +19,13 @@ from fsdp_lab.deploy.job import SCRIPT_VARIABLE, Job
 
 _SCRIPT = "job.sbatch"
 _ANSWER_S = 60.0  # of sbatch
-_NUMBER = re.compile(r"(\d+)(;.*)?")  # and the cluster's name
+_NUMBER = re.compile(r"(?:Submitted batch job )?(\d+)(;.*)?")  # and the cluster's name
 _NOT_SHOWN = ("--job-name", "--output", "--open-mode", "--signal")
 _SIGNAL = "B:USR1@120"  # two minutes before the time limit, to the shell of the script alone
+
+
+class RefusedError(UserError):
+    """Slurm refuses a job, which therefore leaves nothing behind."""
 
 
 def launch(job: Job) -> int:
@@ -53,7 +57,7 @@ def launch(job: Job) -> int:
         return 0
     try:
         number = submit(script, _options(job, script.parent))
-    except UserError:
+    except RefusedError:
         script.unlink()  # so that another try may have the folder
         with suppress(OSError):  # it has the logs of earlier jobs
             script.parent.rmdir()
@@ -89,7 +93,8 @@ def submit(script: Path, options: Sequence[str]) -> str:
         options: of sbatch that it contains.
 
     Raises:
-        UserError: Slurm refuses it, in its own words, or does not answer.
+        RefusedError: Slurm refuses it, in its own words.
+        UserError: it does not answer, or prints no number: the job may be in the queue.
     """
     try:
         done = subprocess.run(
@@ -102,7 +107,7 @@ def submit(script: Path, options: Sequence[str]) -> str:
     if done.returncode:
         reply = " ".join(done.stderr.removeprefix("sbatch: error: ").split()).rstrip(".")
         asked = shlex.join(word for word in options if not word.startswith(_NOT_SHOWN))
-        raise UserError(
+        raise RefusedError(
             f"sbatch refused the job: {reply}. It requested {asked}. cluster.job.nodes, cpus_per_node, gpus_per_node, "
             "memory_gib_per_node and sbatch set these; to write the script only, add cluster.job.submit=false."
         )
@@ -129,7 +134,6 @@ def batch_script(job: Job) -> str:
         _array("command", [*job.command, *storage]),
         _array("again", job.again),
         f"mark={shlex.quote(job.mark)}",
-        f"folder={shlex.quote(str(job.folder))}",
         f"requeues={'yes' if _requeues(job) else ''}",
         f"symmetric_run={'yes' if job.config.symmetric_run else ''}",
         "",

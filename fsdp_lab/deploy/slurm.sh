@@ -1,4 +1,4 @@
-# --- from here on the same for every job; the lines above set: python, command, again, mark, folder, requeues, symmetric_run
+# --- from here on the same for every job; the lines above set: python, command, again, mark, requeues, symmetric_run
 set -uo pipefail
 umask 077
 export PATH="${python%/*}:$PATH"
@@ -19,7 +19,8 @@ trap 'requeue=yes; forward' USR1
 
 nodes=$SLURM_JOB_NUM_NODES
 say "starts on $SLURM_JOB_NODELIST${SLURM_RESTART_COUNT:+ (start $((SLURM_RESTART_COUNT + 1)))}"
-started=$(date +%s)
+progress=${FSDP_LAB_JOB%/*}/progress # the driver makes it when an epoch or a trial is finished
+rm -f "$progress"
 if ((nodes == 1)); then
     "$python" "${words[@]}" cluster.address=null cluster.job.nodes=1 &
     driver=$!
@@ -70,10 +71,10 @@ if [[ -n $ray ]] && kill -0 "$ray" 2>/dev/null; then
     kill -TERM "$ray" && wait "$ray"
 fi
 if [[ -n $requeue && $status == 130 ]]; then
-    script="sbatch $FSDP_LAB_JOB"
+    script="sbatch $(printf %q "$FSDP_LAB_JOB")"
     if [[ -z $requeues ]]; then
         say "the time limit is near; to resume: $script"
-    elif [[ -z $(find "$folder" -newermt "@$started" \( -name metrics.jsonl -o -name outcome.json \) -print -quit) ]]; then
+    elif [[ ! -e $progress ]]; then
         say "the time limit is near, and no epoch was finished since the start: another start would not get further." \
             "An epoch has to fit into the time limit. To resume: $script"
     elif scontrol requeue "$SLURM_JOB_ID"; then

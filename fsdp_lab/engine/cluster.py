@@ -80,10 +80,8 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         set_own_token()
-        # our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
-        cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
-        each = cluster.cpus_per_worker or hardware.default_cpus_per_worker(cpus, gpus)
-        spare_workers.set_environment(cpus, gpus, resolve_num_workers(cluster), each)
+        if cluster.early_imports:
+            spare_workers.set_environment(resolve_num_workers(cluster))
     else:
         check_token(cluster.address)
         probe(cluster.address, cluster.wait_timeout_s if cluster.job.nodes > 1 else 0.0)
@@ -96,6 +94,8 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         adopt_orphans()
         keep_meetings_here()
         # "local" and not None, which would join a Ray that somebody else started on this machine
+        # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
+        cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
         context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
         if folder := getattr(context, "address_info", {}).get("session_dir"):
             _own_folders.append(Path(folder))
@@ -216,7 +216,7 @@ def stop_ray() -> None:
         shutdown()
     end_descendants()
     end_meetings()
-    spare_workers.forget_environment()
+    spare_workers.restore_environment()
     while _own_folders:
         folder = _own_folders.pop()
         if lost is None:

@@ -1,12 +1,11 @@
-"""Worker processes for the next trial that have imported PyTorch already, where cores are free.
+"""Worker processes for the next trial that have imported PyTorch already: `cluster.early_imports`.
 
 A worker's imports take seconds, and Ray starts its process only when a trial asks for it. A Ray that is started here
-imports `MODULES` into each process before it asks for work (`RAY_preload_python_modules`). `SpareWorkers.start` makes
-Ray start such processes: it submits tasks that need no core, and cancels them before their processes are there. Ray
-keeps the processes for the workers of the next trial.
+imports `MODULES` into each process before it asks for work (`RAY_preload_python_modules`). `SpareWorkers` makes Ray
+start such processes while a trial trains: it submits tasks that need no core, and cancels them before their processes
+are there. Ray keeps the processes for the workers of the next trial. Should a Ray not do so, workers start as ever.
 
-Without free cores the imports would slow down the trial that trains, so nothing is prepared
-(`python -m benchmarks.turnaround`).
+The imports slow down the trial that trains where cores are scarce (`python -m benchmarks.turnaround`).
 """
 
 from __future__ import annotations
@@ -21,45 +20,42 @@ import psutil
 # What every worker imports, whatever its trial: nothing here may ask CUDA for its devices, because Ray sets a worker's
 # `CUDA_VISIBLE_DEVICES` later.
 MODULES = ("ray.train.torch", "torchvision.models", "fsdp_lab.training", "fsdp_lab.engine.worker")
-_MODULES, _LIMIT = "RAY_preload_python_modules", "RAY_num_workers_soft_limit"
-_FIRST = "RAY_prestart_worker_first_driver"
-_MEMORY = 2**30  # bytes of host memory that one takes; on a CPU 0.85 GiB are resident, most of it shared
-_LOOK_S = 1.0  # at the cores
-RESERVE = 2  # cores for Ray and the driver
-_MOST_SIDE_BY_SIDE = 8  # trials: Tune's process for each imports the modules, too
+_PRELOAD = "RAY_preload_python_modules"
 _BEFORE_CANCEL_S = 0.3  # for Ray to ask for the processes; they take longer to start
+_IDLE = "ray::IDLE"  # the title of a process that waits for work
+
+_before: dict[str, str | None] = {}  # the variables that `set_environment` set -> their values before
 
 
-_kept = False  # by the Ray that was started here
-
-
-def set_environment(cpus: int, gpus: int, num_workers: int, cpus_per_worker: float) -> None:
-    """Set the environment variables by which a Ray that is about to start keeps spare workers, if cores are free.
+def set_environment(num_workers: int) -> None:
+    """Set the environment variables by which a Ray that is about to start keeps spare workers.
 
     Args:
-        cpus: of this machine.
-        gpus: of this machine.
         num_workers: of a trial.
-        cpus_per_worker: of a trial.
     """
-    global _kept
-    side_by_side = gpus // num_workers if gpus else int(cpus // (num_workers * cpus_per_worker))
-    busy = max(1, side_by_side) * num_workers  # each worker that trains keeps a core busy
-    few = side_by_side <= _MOST_SIDE_BY_SIDE and _MODULES not in os.environ
-    _kept = few and cpus - busy >= num_workers + RESERVE
-    if _kept:
-        os.environ[_MODULES] = ",".join(MODULES)
-        os.environ.setdefault(_LIMIT, str(2 * num_workers + 2))  # one trial's, the next one's, and Tune's own
-        os.environ.setdefault(_FIRST, "0")  # Ray would start one for each core
+    ours = {
+        _PRELOAD: ",".join(MODULES),
+        "RAY_num_workers_soft_limit": str(2 * num_workers + 2),  # one trial's, the next one's, and Tune's own
+        "RAY_prestart_worker_first_driver": "0",  # else Ray starts one for each core
+    }
+    for name, value in ours.items():
+        _before.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
 
 
-def forget_environment() -> None:
-    """Remove what `set_environment` set; another sweep of this process may have no free cores."""
-    global _kept
-    if _kept:
-        _kept = False
-        for name in (_MODULES, _LIMIT, _FIRST):
+def restore_environment() -> None:
+    """Undo `set_environment`; another sweep of this process may want no spare workers."""
+    while _before:
+        name, value = _before.popitem()
+        if value is None:
             os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def has_imported_early() -> bool:
+    """Return whether this process is of a Ray with spare workers."""
+    return MODULES[-1] in os.environ.get(_PRELOAD, "").split(",")
 
 
 class SpareWorkers:
@@ -67,43 +63,23 @@ class SpareWorkers:
 
     def __init__(self) -> None:
         self._tasks: list[Any] = []
-        self._wanted = _kept
-        self._look_at = self._next_look()
+        self.wanted = bool(_before)
 
     def begin(self) -> None:
         """Note that a trial begins, with the workers that are there."""
-        self._wanted = _kept
-        self._look_at = self._next_look()
+        self.wanted = bool(_before)
         self._end_used()
 
     def prepare(self, count: int) -> None:
-        """Make Ray start the processes that lack to so many, if cores are idle for them; they take seconds.
-
-        Call it repeatedly while a trial trains.
-        """
-        if not self._wanted or time.monotonic() < self._look_at:
-            return
-        idle = (1 - psutil.cpu_percent() / 100) * (psutil.cpu_count() or 1)
-        self._look_at = self._next_look()
-        count -= len(idle_processes())
-        # of a core that is all but idle Ray and the driver take a little
-        if idle >= 0.8 * (count + RESERVE) and psutil.virtual_memory().available >= 2 * count * _MEMORY:
-            self._wanted = False
-            self._start(count)
-
-    @staticmethod
-    def _next_look() -> float:
-        psutil.cpu_percent()  # the next call's is of the time from now
-        return time.monotonic() + _LOOK_S
-
-    def _start(self, count: int) -> None:
+        """Make Ray start the processes that lack to so many; they take seconds."""
         import ray
 
         @ray.remote(num_cpus=0, max_retries=0)
         def process() -> int:
             return os.getpid()
 
-        self._tasks = [process.remote() for _ in range(count)]
+        self.wanted = False
+        self._tasks = [process.remote() for _ in range(count - len(idle_processes()))]
         time.sleep(_BEFORE_CANCEL_S)
         for task in self._tasks:
             ray.cancel(task)
@@ -114,7 +90,8 @@ class SpareWorkers:
 
         for task in self._tasks:
             with suppress(ray.exceptions.RayError, psutil.Error):  # it was cancelled, as it should
-                psutil.Process(ray.get(task, timeout=0)).kill()
+                if (pid := ray.get(task, timeout=0)) in idle_processes():
+                    psutil.Process(pid).kill()
         self._tasks = []
 
 
@@ -123,6 +100,6 @@ def idle_processes() -> set[int]:
     found = set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if child.cmdline()[:1] == ["ray::IDLE"]:
+            if child.cmdline()[:1] == [_IDLE]:
                 found.add(child.pid)
     return found

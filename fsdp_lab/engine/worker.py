@@ -15,6 +15,7 @@ from typing import Any
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.target import user_line
 from fsdp_lab.engine.mirror import Sender, scratch_folder
+from fsdp_lab.engine.spare_workers import has_imported_early
 from fsdp_lab.engine.stacks import StackDump, long_s
 from fsdp_lab.engine.trial_files import EpochLines, Progress, hold_alive, no_space
 from fsdp_lab.files import write_json
@@ -222,7 +223,8 @@ def train_and_record(
         from fsdp_lab.training import DivergedError, train
         from fsdp_lab.training.distributed import keep_threads
 
-        keep_threads()
+        if has_imported_early():
+            keep_threads()
         if on_cpu:
             check_no_gpu()
         train(config, folder, reporter, storage=storage)

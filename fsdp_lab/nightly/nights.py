@@ -157,7 +157,7 @@ def changes(before: Night, night: Night) -> list[str]:
     pairs = [(name, before.libraries.get(name, "none"), night.libraries.get(name, "none")) for name in names]
     differences += [f"{name} {there} → {here}" for name, there, here in pairs if there != here]
     if before.machine != night.machine:
-        differences.append(f"machine {night.machine}")
+        differences.append(f"machine {before.machine or 'unknown'} → {night.machine}")
     return differences
 
 

@@ -101,10 +101,18 @@ def judge(
         results=results,
         baseline=baseline.id if baseline else None,
         speed_baseline=" and ".join(speeds_of) or None,
-        code="" if baseline is None else ", ".join(changes(baseline, night)) or "nothing",
+        code="" if baseline is None else _changed(baseline, night),
         findings=[dataclasses.asdict(finding) for finding in findings],
         verdict=REGRESSION if any(finding.regression for finding in findings) else GOOD,
     )
+
+
+def _changed(baseline: Night, night: Night) -> str:
+    """Return what changed in code, libraries and machine since the baseline."""
+    found = changes(baseline, night)
+    if baseline.commit == night.commit and (not night.commit or "+" in night.commit):
+        found.insert(0, "uncommitted changes in both nights, which may differ" if night.commit else "commits not known")
+    return ", ".join(found) or "nothing"
 
 
 def _why_no_speed(night: Night, named: bool, sweep: SweepData, results: Mapping[str, Result]) -> str:
@@ -201,7 +209,7 @@ def gate_words(night: Night) -> str:
         first = "The first good night: from now on it is the baseline."
         first += f" Its speeds do not count: others used {night.others:.0%} of the cores." if night.busy else ""
         return f"Night {night.id}: {night.verdict}\n\n{taken}{first}\n{also}"
-    code = f"Changed in code and libraries: {night.code}.\n\n" if night.code else ""
+    code = f"Changed in code, libraries and machine: {night.code}.\n\n" if night.code else ""
     speeds_of = night.speed_baseline
     speed = f" (speed against {speeds_of})" if speeds_of not in (None, night.baseline) else ""
     return f"Night {night.id} against {night.baseline}{speed}: {_outcome(_findings(night))}\n\n{code}{taken}"

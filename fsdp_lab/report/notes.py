@@ -145,7 +145,8 @@ def _counted_anyway(sweep: SweepData) -> str:
     if groups[0] == groups[1] or not all(map(choice.speeds.has, groups)):
         return how
     both = apart(by_memory, choice.setting), apart(choice.setting, by_memory)
-    shared = [{sweep.shared(trial) for trial in setting.trials} for setting in (choice.setting, by_memory)]
+    timed = [[t for t in setting.trials if t.figures.get(SPEED)] for setting in (choice.setting, by_memory)]
+    shared = [set(map(sweep.shared, trials)) for trials in timed]
     if shared != [{True}, {True}]:
         return f"`{both[0]}` and `{both[1]}` ran under different loads, so their speeds cannot be compared. {how}"
     ratio = times_text(choice.speeds.ratio(*groups))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.deploy.job import note_progress
 from fsdp_lab.engine.trial_files import (
     Outcome,
     clear_attempt,
@@ -375,6 +376,8 @@ class SweepRun:
         for metrics in read_metrics(folder):
             if state.record_epoch(metrics):
                 self._time_turnaround(number)
+                if metrics["epoch"] > state.epochs_before:
+                    note_progress()
                 self.publish("epoch", number, metrics)
 
     def _time_turnaround(self, number: int) -> None:
@@ -399,6 +402,7 @@ class SweepRun:
         state.end(status, error, time.time())
         if status.is_result:
             self._write_outcome(number)
+            note_progress()
         self._slots_freed_at.append(read_progress(self.folder_of(number)).get("reported", time.time()))
         self._publish_end(number)
 

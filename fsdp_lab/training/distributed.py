@@ -64,7 +64,7 @@ def setup_distributed(timeout_s: float = 1800.0) -> DistributedContext:
 
 
 def keep_threads() -> None:
-    """Give PyTorch the threads of `OMP_NUM_THREADS`, which Ray sets for a worker that may have imported it already."""
+    """Give PyTorch the threads of `OMP_NUM_THREADS`, which Ray sets for a worker that has imported it already."""
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(threads) > 0:
         torch.set_num_threads(int(threads))
 

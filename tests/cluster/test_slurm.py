@@ -68,7 +68,7 @@ def test_a_sweep_over_two_nodes_is_requeued_and_resumes_by_itself(
     until_trained(lab, tmp_path, job, log)
     assert lab.run(tmp_path, "scontrol", "requeue", job).returncode == 0
     lab.wait(job, "COMPLETED", log=log)
-    assert "starts on n[1-2], for the 2. time" in log.read_text()
+    assert "starts on n[1-2] (start 2)" in log.read_text()
     assert epochs(tmp_path) == [[1, 2], [1, 2]], log.read_text()
     assert [sorted(nodes) for nodes in addresses(tmp_path / "out")] == [[node.address for node in lab.nodes]] * 2
     assert same_losses(results(tmp_path)[0], on_one_node)
@@ -106,7 +106,7 @@ def test_a_night_that_comes_to_its_time_limit_is_queued_again(lab: Slurm, tmp_pa
         time.sleep(0.1)
     assert lab.run(tmp_path, "scancel", "--batch", "--signal=USR1", job).returncode == 0
     lab.wait(job, "COMPLETED", log=log)
-    assert "the job goes back into the queue" in log.read_text() and "for the 2. time" in log.read_text()
+    assert "the job is back in the queue" in log.read_text() and "(start 2)" in log.read_text()
     (night,) = (json.loads(file.read_text()) for file in tmp_path.glob("nights/*/*/night.json"))
     assert night["verdict"] == "good"
     (trial,) = tmp_path.glob("nights/**/metrics.jsonl")
@@ -128,4 +128,7 @@ def test_what_slurm_refuses_is_reported_in_its_words(lab: Slurm, tmp_path: Path)
     done = lab.type(tmp_path, *TWO_NODES, "cluster=slurm", "cluster.job.sbatch=[partition:gpu]")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out" / "job").exists()
-    assert "invalid partition specified: gpu" in done.stderr and "cluster.job.sbatch=[partition:gpu]" in done.stderr
+    assert (
+        "invalid partition specified: gpu" in done.stderr
+        and "It requested --requeue --nodes=2 --ntasks-per-node=1 --partition=gpu." in done.stderr
+    )

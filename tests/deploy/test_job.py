@@ -83,10 +83,25 @@ def test_the_script_types_what_was_typed_without_what_slurm_was_asked_for(tmp_pa
         (
             ("cluster=slurm", "cluster.num_workers=32", "cluster.job.nodes=2", "cluster.job.cpus_per_node=4"),
             {},
-            "needs 32 cores, and the job has 8 (cluster.job.nodes=2 × cluster.job.cpus_per_node=4); set "
+            "needs 16 cores on each node (cluster.cpus_per_worker=1), and the job has cluster.job.cpus_per_node=4; set "
             "cluster.job.cpus_per_node=16 or fewer workers",
         ),
-        (("cluster=slurm", "cluster.job.sbatch=[gres:gpu:a100:8]"), {}, "itself; set cluster.job.gpus_per_node."),
+        (
+            (
+                "cluster=slurm",
+                "cluster.job.nodes=2",
+                "cluster.job.cpus_per_node=5",
+                "cluster.cpus_per_worker=4",
+                "cluster.num_workers=3",
+            ),
+            {},
+            "cluster.job.cpus_per_node=8 or fewer workers",  # two of the workers share a node
+        ),
+        (
+            ("cluster=slurm", "cluster.job.gpus_per_node=8", "cluster.job.sbatch=[gres:gpu:a100:8]"),
+            {},
+            "cluster.job.sbatch=[gres:gpu:a100:8] and cluster.job.gpus_per_node=8 both request GPUs",
+        ),
         ((*POD, VOLUME, "cluster.job.sbatch=[time:60]"), {}, "cluster.job.sbatch is for cluster=slurm"),
         (
             ("cluster=kuberay",),
@@ -197,6 +212,7 @@ def fake(folder: Path, name: str, script: str) -> None:
     [
         ("echo 'sbatch: error: Invalid --time specification' >&2; exit 1", 2, "It requested --requeue --nodes=1 "),
         ("echo 'site: account lab'; echo '123;cluster'", 0, "job 123 was submitted"),
+        ("echo 'Submitted batch job 123'", 0, "job 123 was submitted"),
         ("echo 'site: account lab'", 2, "sbatch printed no job number, but: site: account lab"),
     ],
 )
@@ -207,7 +223,9 @@ def test_what_sbatch_answers(tmp_path: Path, script: str, code: int, message: st
     done = forked.run(tmp_path, "fsdp_lab", *words, environment={"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert done.returncode == code, done.stderr
     assert message in done.stdout + done.stderr
-    if code == 2 and "Invalid" in script:
+    # a job that may be in the queue keeps its script
+    assert (tmp_path / "out" / "job" / "job.sbatch").exists() == ("Invalid" not in script)
+    if "Invalid" in script:
         assert (
             "refused the job: Invalid --time specification. It" in done.stderr and "--time=8h. cluster" in done.stderr
         )
@@ -233,12 +251,12 @@ def test_before_its_time_limit_a_job_is_requeued_if_it_gets_further(
     assert ("#SBATCH --requeue" in text) == (not options)
     fake(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; {queue}")
     fake(tmp_path, "sleep", "exit 0")  # the minute in which Slurm ends this start
-    finish = f"sleep 1; echo > {tmp_path}/out/metrics.jsonl;" if epoch else ""
+    (script.with_name("progress")).touch()  # of the start before
+    finish = f"touch {script.with_name('progress')};" if epoch else ""
     # the driver, as it ends when it is told to
     fake(
         tmp_path, "driver", f"trap 'exit 130' TERM; {finish} touch {tmp_path}/trains; while :; do /bin/sleep 0.1; done"
     )
-    (tmp_path / "out" / "old.jsonl").touch()
     script.write_text(re.sub("(?m)^python=.*$", f"python={tmp_path}/driver", text))
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "SLURM_RESTART_COUNT": "1"}
     command, environment = ["bash", str(script)], {**os.environ, **slurm, "PATH": f"{tmp_path}:/usr/bin:/bin"}

@@ -8,44 +8,29 @@ import sys
 
 import pytest
 
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine import spare_workers
-from fsdp_lab.engine.spare_workers import forget_environment, set_environment
+from fsdp_lab.engine.spare_workers import SpareWorkers, has_imported_early, restore_environment, set_environment
 
 
-@pytest.mark.parametrize(
-    ("cpus", "gpus", "num_workers", "cpus_per_worker", "kept"),
-    [
-        (2, 0, 2, 1.0, False),  # both cores train
-        (16, 0, 2, 1.0, False),  # eight trials side by side
-        (256, 0, 1, 4.0, False),  # 64 of Tune's processes would import PyTorch
-        (2, 0, 1, 2.0, False),  # one core is left, which Ray and the driver use
-        (4, 0, 1, 4.0, True),  # one for the import and two for Ray and the driver
-        (16, 0, 2, 4.0, True),  # two trials with four workers
-        (128, 8, 8, 16.0, True),
-        (96, 8, 2, 12.0, True),  # four trials with eight workers
-        (8, 8, 8, 1.0, False),
-        (17, 8, 8, 2.0, False),
-        (18, 8, 8, 2.0, True),
-    ],
-)
-def test_spare_workers_are_kept_where_a_core_is_free_for_each(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, gpus: int, num_workers: int, cpus_per_worker: float, kept: bool
-):
+@pytest.mark.parametrize("typed", [None, "json"])
+def test_the_environment_is_as_before_after_a_sweep(monkeypatch: pytest.MonkeyPatch, typed: str | None):
     monkeypatch.delenv("RAY_preload_python_modules", raising=False)
+    if typed is not None:
+        monkeypatch.setenv("RAY_preload_python_modules", typed)
+        monkeypatch.setenv("RAY_num_workers_soft_limit", "50")
     before = dict(os.environ)
-    set_environment(cpus, gpus, num_workers, cpus_per_worker)
-    assert ("RAY_preload_python_modules" in os.environ) == kept
-    forget_environment()
-    assert dict(os.environ) == before
+    for _ in range(2):  # a sweep that was refused left its variables
+        set_environment(4)
+    assert has_imported_early() and SpareWorkers().wanted
+    restore_environment()
+    assert dict(os.environ) == before and not has_imported_early() and not SpareWorkers().wanted
 
 
-def test_modules_that_the_user_preloads_stay(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RAY_preload_python_modules", "json")
-    before = dict(os.environ)
-    set_environment(16, 0, 1, 16.0)
-    assert dict(os.environ) == before
-    forget_environment()
-    assert dict(os.environ) == before
+def test_they_take_a_ray_that_is_started_here():
+    with pytest.raises(ConfigError, match=r"cluster\.early_imports=true takes a Ray that fsdp_lab starts"):
+        ClusterConfig(address="auto", early_imports=True).check()
 
 
 _NO_CUDA = """
@@ -92,12 +77,11 @@ _ONE_AFTER_ANOTHER = """
 import sys, time
 from fsdp_lab import hardware
 from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine import cluster, spare_workers
+from fsdp_lab.engine import cluster
 from fsdp_lab.engine.spare_workers import SpareWorkers, idle_processes
 
-spare_workers.RESERVE = 0  # there may be two cores only
-hardware.num_cpus = lambda: 5
-cluster.start_ray(ClusterConfig(num_workers=2, cpus_per_worker=1.5))
+hardware.num_cpus = lambda: 3
+cluster.start_ray(ClusterConfig(num_workers=2, cpus_per_worker=1.5, early_imports=True))
 import ray
 
 @ray.remote(num_cpus=1.5)
@@ -112,9 +96,9 @@ for number in range(3):
     found = ray.get([worker.has_imported.remote() for worker in workers], timeout=100)
     print(number, *(f"{imported} {pid in ready}" for imported, pid in found), flush=True)
     spares.begin()
+    spares.prepare(2)
     end = time.monotonic() + 100
     while time.monotonic() < end and len(idle_processes()) < 2:
-        spares.prepare(2)
         time.sleep(0.1)
     time.sleep(5)  # Ray would end a process that is idle for a second
     ready = idle_processes()
@@ -126,7 +110,7 @@ cluster.stop_ray()
 
 @pytest.mark.timeout(400)
 def test_the_next_worker_has_imported_pytorch_before_it_is_asked_for():
-    """In a Ray that was told of five cores, of which a trial takes three."""
+    """Two workers at a time, in a Ray that was told of three cores."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_p")}
     command = [sys.executable, "-c", _ONE_AFTER_ANOTHER]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=390, check=False)

@@ -219,13 +219,13 @@ def test_an_interrupted_grid_shows_what_is_finished(tmp_path: Path, number: int)
     with subprocess.Popen(
         [*command, f"forecast.folder={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        wait_for(lambda: len(list(tmp_path.glob("timeline_*.html"))) >= 2, process, 200)
-        time.sleep(1)  # a page is written before its forecast is known
+        wait_for(lambda: len(list(tmp_path.glob("timeline_*.html"))) >= 3, process, 200)
+        time.sleep(1)  # two processes write pages, each before its forecast is known
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     with (tmp_path / "forecast.csv").open() as file:
         made = len(list(csv.DictReader(file)))
-    assert 2 <= made < 12
+    assert 1 <= made < 12
     assert f"fsdp_lab.forecast: interrupted after {made} of 12 settings" in err
     assert "forecast peak of" in out and "Traceback" not in err

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fsdp_lab.nightly.gate import Finding
 from fsdp_lab.nightly.nights import FAILED, REGRESSION, Night
-from fsdp_lab.nightly.verdict import gate_table, gate_text, gate_words
+from fsdp_lab.nightly.verdict import _changed, gate_table, gate_text, gate_words
 
 FINDINGS = [
     Finding("sharding=per_block precision=bf16_mixed", "peak MiB", "12345.67", "12345.67", "none", False),
@@ -65,6 +65,22 @@ def test_the_title_does_not_call_good_what_was_not_looked_at(findings: list[str]
     assert text.startswith(head + title) and text.endswith("; speed was not judged: others used 43% of the cores")
     judged = dataclasses.replace(NIGHT, findings=[dataclasses.asdict(f) for f in collected if not f.regression])
     assert gate_words(judged).splitlines()[0] == f"{head}nothing got worse"
+
+
+@pytest.mark.parametrize(
+    ("before", "commit", "torch", "words"),
+    [
+        ("a" * 40, "b" * 40, "2.15", "commit aaaaaaaaaa → bbbbbbbbbb"),
+        ("a" * 40, "a" * 40 + "+changes", "2.15", "commit aaaaaaaaaa → aaaaaaaaaa with uncommitted changes"),
+        ("a+changes", "a+changes", "2.15", "uncommitted changes in both nights, which may differ"),
+        ("", "", "2.16", "commits not known, torch 2.15 → 2.16"),
+        ("a" * 40, "a" * 40, "2.15", "nothing"),
+    ],
+)
+def test_what_changed_in_the_code_since_the_baseline(before: str, commit: str, torch: str, words: str):
+    baseline = dataclasses.replace(NIGHT, commit=before, libraries={"torch": "2.15"})
+    assert _changed(baseline, dataclasses.replace(NIGHT, commit=commit, libraries={"torch": torch})) == words
+    assert f"Changed in code, libraries and machine: {words}." in gate_words(dataclasses.replace(NIGHT, code=words))
 
 
 def test_the_file_has_markdown_and_what_was_not_compared_has_no_table():

@@ -82,7 +82,7 @@ class RayTuneExecutor:
 
     def run(self, sweep: SweepRun) -> None:
         """Hand the trials to Ray Tune and wait for them."""
-        from fsdp_lab.sweep.executors.tuner import build_tuner
+        from fsdp_lab.sweep.executors.tuner import MAX_STARTING, build_tuner
 
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
@@ -91,11 +91,15 @@ class RayTuneExecutor:
         ray_private.survive_memory_kills()
         if missing := ray_private.missing():
             sweep.log(ray_private.slower(missing))
+        typed = MAX_STARTING in os.environ
         try:
             build_tuner(sweep).fit()
         except KeyboardInterrupt:
             gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
             raise
+        finally:
+            if not typed:
+                os.environ.pop(MAX_STARTING, None)  # another sweep of this process has its own number
 
     def stop(self) -> None:
         """Disconnect from Ray; a Ray that was started here ends."""

@@ -25,6 +25,7 @@ from fsdp_lab.sweep.runner import SweepRun
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _REPEAT_S = 60.0
+MAX_STARTING = "TUNE_MAX_PENDING_TRIALS_PG"
 _MOST_STARTING = 16  # of Tune's processes for trials, at a time; by itself Tune starts one after another
 
 
@@ -40,7 +41,7 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
         catalog.of(config)  # told before the first begins
     side_by_side = max(catalog.side_by_side(config) for config in configs)
     ray_private.keep_trial_processes(side_by_side)
-    os.environ.setdefault("TUNE_MAX_PENDING_TRIALS_PG", str(min(side_by_side, _MOST_STARTING)))
+    os.environ.setdefault(MAX_STARTING, str(min(side_by_side, _MOST_STARTING)))
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
         tune.with_resources(trial_function, {"memory": 1, **resources.driver_node()}),
@@ -222,7 +223,7 @@ class TuneCallback(tune.Callback):
 
     def _prepare_next(self) -> None:
         """Let the next trial's workers import PyTorch, once no running trial's do."""
-        if self._speak_at:
+        if self._speak_at or not self._spares.wanted:
             return
         number, search = self._sweep.state.next_waiting(), self._sweep.plan.search
         if number is not None or (search is not None and search.has_more()):

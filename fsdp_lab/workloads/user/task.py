@@ -211,10 +211,11 @@ class AroundUser:
                 raise
             where = _where(error, model)
             what = f"the forward pass fails in {where}{_at(error)}" if where else f"{self._name} fails{_at(error)}"
-            if OnlyCalled.__name__ in str(error):  # a function of PyTorch's, which takes tensors
+            if f"must be Tensor, not {OnlyCalled.__name__}" in str(error):  # a function of PyTorch's
                 raise UserError(
-                    f"{self._name} takes the model and a batch, and is not called with the model's outputs; write a "
-                    "function such as: def loss(model, batch): x, y = batch; return cross_entropy(model(x), y)"
+                    f"{self._name}{_at(error)} gets the model where it wants a tensor. task.loss is called with the "
+                    "model and a batch, not with the model's outputs; write a function such as: "
+                    "def loss(model, batch): x, y = batch; return cross_entropy(model(x), y)"
                 ) from error
             raise UserError(
                 f"{what} on a batch of {describe(batch)}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

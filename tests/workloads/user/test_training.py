@@ -186,6 +186,13 @@ def test_a_loss_may_read_plain_values_of_the_model() -> None:
             seen.parameters()
 
 
+def test_a_loss_of_pytorchs_own_is_refused_with_what_to_write() -> None:
+    x, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    task = AroundUser(UserLoss(nn.functional.cross_entropy, "task.loss", None, "samples"))
+    with pytest.raises(UserError, match=r"task\.loss is called with the model and a batch.* return cross_entropy"):
+        task.forward(Net(4), (x, y)[0])
+
+
 def phases(cases: list[tuple[str, ...]]) -> list[list[str]]:
     from fsdp_lab.training import train
 
