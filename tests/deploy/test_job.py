@@ -93,6 +93,7 @@ def test_the_script_types_what_was_typed_without_what_slurm_was_asked_for(tmp_pa
                 "cluster.job.cpus_per_node=5",
                 "cluster.cpus_per_worker=4",
                 "cluster.num_workers=3",
+                "training.global_batch_size=66",
             ),
             {},
             "cluster.job.cpus_per_node=8 or fewer workers",  # two of the workers share a node

@@ -210,16 +210,16 @@ class AroundUser:
             ):
                 raise
             where = _where(error, model)
-            what = f"the forward pass fails in {where}{_at(error)}" if where else f"{self._name} fails{_at(error)}"
+            what = f"the forward pass fails in {where}" if where else f"{self._name} fails{_at(error)}"
             if f"must be Tensor, not {OnlyCalled.__name__}" in str(error):  # a function of PyTorch's
                 raise UserError(
                     f"{self._name}{_at(error)} gets the model where it wants a tensor. task.loss is called with the "
                     "model and a batch, not with the model's outputs; write a function such as: "
                     "def loss(model, batch): x, y = batch; return cross_entropy(model(x), y)"
                 ) from error
-            raise UserError(
-                f"{what} on a batch of {describe(batch)}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            ) from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            line = f" ({user_line(error)})" if where and user_line(error) else ""
+            raise UserError(f"{what} on a batch of {describe(batch)}: {reason}{line}") from error
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the task's loss of an unmarked batch."""

@@ -105,7 +105,7 @@ DOES_NOT_FIT = {
     "a number": ((*NET, *DATA, f"task.loss={HERE}.net.loss_as_a_number"), ["is a float;", "itself, without .item()"]),
     "of the whole": (
         (f"model._target_={HERE}.net.Refuses", "model.width=8", *DATA, *LOSS, "sharding=root"),
-        ["the forward pass fails in Refuses on a batch of", "these are too many"],
+        ["the forward pass fails in Refuses on a batch of", "these are too many (", "net.py:113)"],
     ),
     "divided": (
         (f"model._target_={HERE}.net.Divides", "model.width=8", *DATA, *LOSS),
