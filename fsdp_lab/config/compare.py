@@ -41,11 +41,10 @@ def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
 
 def speed_settings(config: TrialConfig) -> dict[str, Any]:
     """Return the settings that may change a step's operators, beside those of `memory_settings`."""
-    keys = keys_of(TrialConfig)
+    trial = part(config, TrialConfig)
+    keys = keys_of(trial)  # with those of a model or data set of the user's
     return {
-        name: value
-        for name, value in flatten(part(config, TrialConfig)).items()
-        if keys[name].memory is None and keys[name].changes_speed
+        name: value for name, value in flatten(trial).items() if keys[name].memory is None and keys[name].changes_speed
     }
 
 

@@ -105,7 +105,8 @@ def submit(script: Path, options: Sequence[str]) -> str:
             f"sbatch did not answer within {_ANSWER_S:g} s; check with squeue whether the job was submitted."
         ) from None
     if done.returncode:
-        reply = " ".join(done.stderr.removeprefix("sbatch: error: ").split()).rstrip(".")
+        lines = [line.removeprefix("sbatch: error: ").rstrip(".") for line in done.stderr.splitlines() if line.strip()]
+        reply = ". ".join(lines)
         asked = shlex.join(word for word in options if not word.startswith(_NOT_SHOWN))
         raise RefusedError(
             f"sbatch refused the job: {reply}. It requested {asked}. cluster.job.nodes, cpus_per_node, gpus_per_node, "

@@ -130,5 +130,5 @@ def test_what_slurm_refuses_is_reported_in_its_words(lab: Slurm, tmp_path: Path)
     assert not (tmp_path / "out" / "job").exists()
     assert (
         "invalid partition specified: gpu" in done.stderr
-        and "It requested --requeue --nodes=2 --ntasks-per-node=1 --partition=gpu." in done.stderr
+        and "It requested --requeue --nodes=1 --ntasks-per-node=1 --partition=gpu." in done.stderr
     )

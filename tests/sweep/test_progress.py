@@ -172,7 +172,7 @@ def test_workers_that_speak_are_not_reported_as_starting(sweep: SweepRun, monkey
 
     monkeypatch.setattr(tuner, "_QUIET_S", -1.0)
     monkeypatch.setattr(tuner, "_REPEAT_S", -1.0)
-    monkeypatch.setattr(tuner.engine, "unmet_request", lambda: False)  # there is no Ray here to ask
+    monkeypatch.setattr(tuner.resources, "unmet_request", lambda: False)  # there is no Ray here to ask
     for module in ("fsdp_lab.engine.nodes", "fsdp_lab.sweep.executors.resource_catalog"):
         monkeypatch.setattr(f"{module}.nodes", list)
     logged: list[str] = []
