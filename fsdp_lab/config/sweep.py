@@ -226,7 +226,7 @@ class ClusterConfig:
             )
         if self.early_imports and self.address is not None:
             raise ConfigError(
-                "cluster.early_imports=true takes a Ray that fsdp_lab starts; leave it out with cluster.address."
+                "cluster.early_imports=true needs a Ray that fsdp_lab starts; leave it out with cluster.address."
             )
 
 

@@ -29,7 +29,7 @@ def test_the_environment_is_as_before_after_a_sweep(monkeypatch: pytest.MonkeyPa
 
 
 def test_they_take_a_ray_that_is_started_here():
-    with pytest.raises(ConfigError, match=r"cluster\.early_imports=true takes a Ray that fsdp_lab starts"):
+    with pytest.raises(ConfigError, match=r"cluster\.early_imports=true needs a Ray that fsdp_lab starts"):
         ClusterConfig(address="auto", early_imports=True).check()
 
 
