@@ -15,8 +15,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import psutil
-
 # What every worker imports, whatever its trial: nothing here may ask CUDA for its devices, because Ray sets a worker's
 # `CUDA_VISIBLE_DEVICES` later.
 MODULES = ("ray.train.torch", "torchvision.models", "fsdp_lab.training", "fsdp_lab.engine.worker")
@@ -86,6 +84,7 @@ class SpareWorkers:
 
     def _end_used(self) -> None:
         """End processes whose task was cancelled too late: Ray gives no worker a process that has run a task."""
+        import psutil
         import ray
 
         for task in self._tasks:
@@ -97,6 +96,8 @@ class SpareWorkers:
 
 def idle_processes() -> set[int]:
     """Return the ids of the processes that Ray, which was started here, keeps ready."""
+    import psutil  # here: a worker imports this module, and needs PyTorch and Ray alone
+
     found = set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
