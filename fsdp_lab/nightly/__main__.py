@@ -45,7 +45,7 @@ from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.shared import read_all
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.submit import is_for_manager, submit_night
-from fsdp_lab.nightly.verdict import baseline_of
+from fsdp_lab.nightly.verdict import baseline_of, differences
 from fsdp_lab.redact import redact
 
 _OPTIONS = ("--once", "--continue", "--check", "--accept")
@@ -190,6 +190,8 @@ def print_plan(study: Study, schedule: Schedule, now: datetime) -> None:
         first = "".join(": {setting}: {metric} {change}".format(**finding) for finding in bad[:1])
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         print(f"last:     {over[-1].id} ({over[-1].verdict}{first}{more})")
+        if others := differences(study, over[-1]):
+            print(f"          of another study than this one: {'; '.join(others[:5])}")
     at_work = holder(study.folder / ".lock")
     if at_work:
         print(f"now:      a night runs here ({at_work})")

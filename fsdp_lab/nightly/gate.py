@@ -195,7 +195,8 @@ def _judge(
     worse = judged.worse(a, b)
     regression, note = worse > limit, ""
     if abs(worse) > limit:
-        note = f"worse by more than {limit:g}" if regression else "better"
+        most = f"{limit * 100:.3g} %" if judged.as_ratio else judged.metric.text(limit)
+        note = f"worse by more than {most}" if regression else "better"
         # what noise does to a speed is a factor, so ratios are compared as differences of logarithms
         as_ratio = judged.as_ratio and min(*before, *now, *nights, a) > 0
         there, here, others = ([math.log(v) if as_ratio else v for v in values] for values in (before, now, nights))

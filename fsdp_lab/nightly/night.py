@@ -27,7 +27,7 @@ from fsdp_lab.nightly.page import write_page
 from fsdp_lab.nightly.publish import publish, tag
 from fsdp_lab.nightly.shared import mark_pruned, put_page, read_all, send_missing, write
 from fsdp_lab.nightly.study import Study
-from fsdp_lab.nightly.verdict import baseline_of, gate_text, judge
+from fsdp_lab.nightly.verdict import baseline_of, differences, gate_text, judge
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.store.paths import sweep_address
@@ -197,6 +197,11 @@ def accept(study: Study, reason: str, log: Callable[[str], None], now: Callable[
         who = "unknown"
     if every[-1].begun > nights[-1].begun:
         log(f"night {every[-1].id} is unfinished: the last finished night, {nights[-1].id}, is accepted")
+    if others := differences(study, nights[-1]):
+        log(
+            f"note: night {nights[-1].id} is of another study than this command's: {'; '.join(others[:5])}. It becomes "
+            "the baseline of its own."
+        )
     before = f"{nights[-1].accepted['reason']}; then: " if nights[-1].accepted else ""
     for finding in nights[-1].findings:
         if finding["regression"]:

@@ -13,6 +13,7 @@ from apscheduler.triggers.cron import CronTrigger
 from tzlocal import get_localzone
 
 from fsdp_lab.config import ConfigError
+from fsdp_lab.wording import count
 
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _LOOK_BACK_DAYS = (1, 8, 64, 512, 4096)
@@ -34,8 +35,8 @@ class Schedule:
         fields = cron.split()
         if len(fields) != 5:
             raise ConfigError(
-                f"nightly.cron='{cron}' has {len(fields)} fields; it takes five: minute hour day month weekday, for "
-                "example '0 2 * * *'."
+                f"nightly.cron='{cron}' has {count(len(fields), 'field')}; it takes five: minute hour day month "
+                "weekday, for example '0 2 * * *'."
             )
         try:
             known = ZoneInfo(zone) if zone is not None else get_localzone()

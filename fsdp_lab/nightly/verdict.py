@@ -34,23 +34,26 @@ def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
             raise UserError(
                 f"nightly.baseline={named} is not a night of {study.where} with results; the last ones: {known}."
             )
-    if baseline is not None:
-        here, there = study.settings, baseline.study
-        # a key that one of them does not have is of other code, but for an axis: that one varied nothing
-        keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
-        others = [
-            f"{k} was {_typed(there.get(k, 'one value'))} and is {_typed(here.get(k, 'one value'))}"
-            for k in keys
-            if there.get(k) != here.get(k)
-        ]
-        if others:
-            # nights here and in storage are read together: one of the two anew would still find the old baseline
-            place = "nightly.folder=..." if study.storage is None else "cluster.storage_path=... and nightly.folder=..."
-            raise UserError(
-                f"the baseline, night {baseline.id}, is of another study: {'; '.join(others[:5])}. Restore the study, "
-                f"set {place} for this one, or move the old nights away."
-            )
+    if baseline is not None and (others := differences(study, baseline)):
+        # nights here and in storage are read together: one of the two anew would still find the old baseline
+        place = "nightly.folder=..." if study.storage is None else "cluster.storage_path=... and nightly.folder=..."
+        raise UserError(
+            f"the baseline, night {baseline.id}, is of another study: {'; '.join(others[:5])}. Restore the study, "
+            f"set {place} for this one, or move the old nights away."
+        )
     return baseline
+
+
+def differences(study: Study, night: Night) -> list[str]:
+    """Return how the study differs from that of a night, such as `training.epochs was 3 and is 2`."""
+    here, there = study.settings, night.study
+    # a key that one of them does not have is of other code, but for an axis: that one varied nothing
+    keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
+    return [
+        f"{k} was {_typed(there.get(k, 'one value'))} and is {_typed(here.get(k, 'one value'))}"
+        for k in keys
+        if there.get(k) != here.get(k)
+    ]
 
 
 def _typed(value: Any) -> str:

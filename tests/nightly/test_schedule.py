@@ -61,6 +61,7 @@ def test_the_zone_decides_and_the_hour_that_comes_twice_counts_once():
     [
         ("0 0 30 2 *", "UTC", "never runs"),
         ("0 2 * *", "UTC", "has 4 fields; it takes five"),
+        ("nightly", "UTC", "has 1 field; it takes five"),
         ("61 2 * * *", "UTC", "61"),
         ("0 2 * * 8", "UTC", "the weekday 8"),
         ("x 2 * * *", "UTC", "nightly.cron='x 2 * * *'"),

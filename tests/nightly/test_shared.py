@@ -109,6 +109,17 @@ def test_what_another_machine_accepts_is_accepted_here(machine: Callable[..., St
     assert "nights.html" in Storage(str(one.shared)).files()
 
 
+def test_accepting_a_night_of_other_settings_says_so(machine: Callable[..., Study]):
+    one, logged = machine("one"), list[str]()
+    shared.write(one, a_night(0.0, study={**ON, "training.epochs": 3}), print)
+    now = replace(one, settings={**ON, "training.epochs": 2})
+    night_module.accept(now, "the data grew", logged.append)
+    assert "is of another study than this command's: training.epochs was 3 and is 2." in logged[0]
+    logged.clear()
+    night_module.accept(replace(one, settings={**ON, "training.epochs": 3}), "again", logged.append)
+    assert not any("another study" in line for line in logged)
+
+
 def test_nights_from_before_there_was_storage_are_put_when_the_next_begins(machine: Callable[..., Study]):
     alone, one = machine("one", stored=False), machine("one")
     for moment, verdict in ((0.0, GOOD), (86400.0, RUNNING)):

@@ -16,7 +16,7 @@ FINDINGS = [
     Finding("sharding=per_block precision=bf16_mixed", "peak MiB", "12345.67", "12345.67", "none", False),
     Finding(
         "sharding=ddp precision=fp32", "samples/s", "123456", "98765", "-20.0 %", True,
-        "worse by more than 0.15, and by more than the noise (4 %)",
+        "worse by more than 15 %, and by more than the noise (4 %)",
     ),
 ]  # fmt: skip
 NIGHT = Night(
@@ -87,6 +87,6 @@ def test_the_file_has_markdown_and_what_was_not_compared_has_no_table():
     assert gate_text(NIGHT).startswith(
         "# Night 2026-11-22T02-00-00Z against 2026-11-21T02-00-00Z: a regression\n\n| set"
     )
-    assert "| **regression**: worse by more than 0.15" in gate_text(NIGHT)
+    assert "| **regression**: worse by more than 15 %" in gate_text(NIGHT)
     failed = dataclasses.replace(NIGHT, verdict=FAILED, attempts=3)
     assert gate_text(failed) == f"# {gate_words(failed)}" and not failed.is_compared
