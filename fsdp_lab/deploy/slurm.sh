@@ -39,11 +39,11 @@ else
     start=(--disable-usage-stats --min-worker-port=0 --max-worker-port=0)
     if [[ -n $symmetric_run ]]; then
         # It keeps Ray for as long as its command runs, which is: until the driver has ended.
-        "${step[@]}" ray symmetric-run --address "$address" --min-nodes "$nodes" \
-            --num-cpus="$SLURM_CPUS_ON_NODE" "${start[@]}" -- \
-            tail --pid="$driver" --follow /dev/null &
+        # In single quotes, since each node has its own number of cores.
+        "${step[@]}" bash -c '
+            exec ray symmetric-run --address "$address" --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' - \
+            --min-nodes "$nodes" "${start[@]}" -- tail --pid="$driver" --follow /dev/null &
     else
-        # in single quotes, since each node has its own values
         "${step[@]}" bash -c '
             ((SLURM_PROCID == 0)) \
                 && where=(--head --port="${address##*:}" --node-ip-address="$host" --include-dashboard=false) \
