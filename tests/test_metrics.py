@@ -67,6 +67,7 @@ def test_an_added_metric_is_on_the_terminal(added: Metric):
     console.final()
     assert "stall" in shown.getvalue() and "*12.3" in shown.getvalue() and " 45.6" in shown.getvalue()
     assert epoch_line(0, states[0].metrics, 2) == "trial 0:  epoch 1/2  stall 12.3"
+    assert epoch_line(0, states[0].metrics, None) == "trial 0:  epoch 1  stall 12.3"
 
 
 def test_an_added_metric_is_in_the_report(added: Metric):

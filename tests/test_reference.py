@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from fsdp_lab.config.describe import KeyDescription, describe_keys, meanings
 from fsdp_lab.config.key import key, keys_of
 from fsdp_lab.metrics import METRICS
 from fsdp_lab.status import ExitCode
+from tests.conftest import ROOT
 
 KEYS = {key.name: key for group in describe_keys() for key in group.keys}
 OPTIONS = [file for folder in group_dirs() for file in sorted(folder.glob("*.yaml"))]
@@ -148,6 +151,12 @@ def test_keys_are_shown_with_their_meanings(cli):
         "cluster.wait_timeout_s=600.0\n    number: a number above 0\n"
         "    Seconds that a trial waits for free resources before it fails.\n"
     )
+
+
+def test_a_reader_may_close_the_pipe_before_the_last_key():
+    command = f"'{sys.executable}' -m fsdp_lab --keys | head -n 1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "=" in done.stdout and done.stderr == ""
 
 
 def test_all_keys_fit_a_narrow_terminal():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.metrics import MEMORY, SPEED, VAL_LOSS, declared
-from fsdp_lab.report.choice import DISTURBED, PLAIN, Choice, choose, departures, value
+from fsdp_lab.report.choice import DISTURBED, PLAIN, SAME_MEMORY, Choice, choose, departures, value
 from fsdp_lab.report.data import REPEATS, Setting, SweepData, TrialRow, words
 from fsdp_lab.report.notes import apart, contention, named, notes_on, smaller_forecast
 from fsdp_lab.report.speed import Interval, Speeds
@@ -119,9 +119,10 @@ def plain_text(recommendation: Answer) -> list[str]:
     if more := len(recommendation.lines) - len(shown):
         shown.append(f"  and {count(more, 'more setting')}: see report.html")
     lines = [recommendation.sentence, *shown, *recommendation.notes]
-    return [line.replace("`", "") for line in lines] + (
-        [f"  {recommendation.command}"] if recommendation.command else []
-    )
+    plain = [line.replace("`", "") for line in lines]
+    if recommendation.command:  # without a recommendation it needs a word of what it does
+        plain.append(f"  {'to train it: ' if recommendation.by_memory else ''}{recommendation.command}")
+    return plain
 
 
 def title(sweep: SweepData) -> str:
@@ -278,7 +279,9 @@ def _untimed_sentence(sweep: SweepData, choice: Choice, chosen: Setting) -> str:
     figures = f"{sweep.loss_key} {loss:#.4g}"
     if math.isfinite(memory):
         of = f" of {len(able)} settings that fit and learned" if len(able) > 1 else ""
-        least = f", the least{of}{smaller_forecast(sweep, memory)}" if of else ""
+        near = [s for s in able if s is not chosen and s.median(MEMORY) <= memory * (1 + SAME_MEMORY)]
+        tied = f" ({count(len(near), 'other')} within {SAME_MEMORY * 100:g} %)" if near else ""
+        least = f", the least{of}{tied}{smaller_forecast(sweep, memory)}" if of else ""
         figures = f"{memory_text(memory)} at the peak{least}, {figures}"
     if contended := contention(sweep, choice):
         by = "By memory alone" if math.isfinite(memory) else "No memory was measured either; by the loss alone"

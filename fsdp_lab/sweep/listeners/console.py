@@ -149,7 +149,8 @@ class Console(Listener):
         state = self._state.trials[number]
         if metrics["epoch"] > state.epochs_before and not self._is_brief:
             shown = None if state.trial.index is None else number
-            self.log(epoch_line(shown, metrics, state.trial.config.training.epochs))
+            training = state.trial.config.training
+            self.log(epoch_line(shown, metrics, training.epochs if training.max_steps is None else None))
         self._change()
 
     def ended(self, sweep: SweepRun, number: int) -> None:

@@ -176,11 +176,11 @@ def _cell(metric: Metric, state: TrialState, figures: Mapping[str, float], best:
     return Text(metric.text(value))
 
 
-def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int) -> str:
-    """Return a line about an epoch, for logs."""
+def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int | None) -> str:
+    """Return a line about an epoch, for logs; `epochs` is None if `training.max_steps` may end the trial earlier."""
     parts = [
         f"trial {number}:" if number is not None else "trial:",
-        f"epoch {metrics['epoch']:.0f}/{epochs}",
+        f"epoch {metrics['epoch']:.0f}" + (f"/{epochs}" if epochs is not None else ""),
     ]
     parts += [
         f"{column.label} {column.text(metrics[column.key])}"
