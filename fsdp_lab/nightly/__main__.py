@@ -76,7 +76,7 @@ def main() -> int:
             return submit_night(study, option, overrides)
         running = True
         if option in ("--once", "--continue"):
-            return run_once(study, schedule, only_go_on=option == "--continue")
+            return run_once(study, schedule, only_resume=option == "--continue")
         with locked(study.folder, "nightly.folder", ".schedule"):
             nightly = study.nightly
             baseline_of(study, read_all(study))  # now, not in the night
@@ -89,7 +89,7 @@ def main() -> int:
     except KeyboardInterrupt:
         unfinished = running and is_unfinished_here(study, schedule)
         until = f"{schedule.after(datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}" if unfinished else ""
-        how = f"interrupted during a night; to resume it, start again before {until}, or: {study.go_on}"
+        how = f"interrupted during a night; to resume it, start again before {until}, or: {study.resume_command}"
         print(f"fsdp_lab.nightly: {how if unfinished else 'ended'}")
         return 130 if unfinished else 0
     except Exception as error:
@@ -125,10 +125,10 @@ def run_locked(study: Study, due: float) -> int:
         return run_night(study, due, log)
 
 
-def run_once(study: Study, schedule: Schedule, only_go_on: bool) -> int:
+def run_once(study: Study, schedule: Schedule, only_resume: bool) -> int:
     """Run a night now, or the rest of the interrupted one, and return its exit status.
 
-    With `only_go_on` it does nothing if no night was interrupted, or if one is running.
+    With `only_resume` it does nothing if no night was interrupted, or if one is running.
 
     Raises:
         InUse: another process is running a night.
@@ -136,12 +136,12 @@ def run_once(study: Study, schedule: Schedule, only_go_on: bool) -> int:
     try:
         with locked(study.folder, "nightly.folder"):
             begun = due_unfinished(schedule, nights_of(study), time.time())
-            if only_go_on and begun is None:
+            if only_resume and begun is None:
                 log("no night was interrupted")
                 return 0
             return run_night(study, time.time() if begun is None else begun, log)
     except InUse as error:
-        if not only_go_on:
+        if not only_resume:
             raise
         log(f"fsdp_lab.nightly: {error}")
         return 0
@@ -197,7 +197,7 @@ def print_plan(study: Study, schedule: Schedule, now: datetime) -> None:
         print(f"now:      a night runs here ({at_work})")
     elif due_unfinished(schedule, nights_of(study), now.timestamp()) is not None:
         until = f"{schedule.after(now).astimezone():%Y-%m-%d %H:%M %Z}"
-        print(f"waits:    a night was interrupted; to resume it before {until}: {study.go_on}")
+        print(f"waits:    a night was interrupted; to resume it before {until}: {study.resume_command}")
     night = now
     for _ in range(_NIGHTS_SHOWN):
         night = schedule.after(night)

@@ -42,13 +42,13 @@ def set_aside_if_changed(folder: Path, log: Callable[[str], None]) -> bool:
     return True
 
 
-def run_sweep(arguments: Sequence[str], folder: Path, go_on: str) -> int:
+def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> int:
     """Start a night's sweep, or resume it.
 
     Args:
         arguments: its command line.
         folder: the sweep's.
-        go_on: the command that resumes the night, for the message after an interrupt.
+        resume_command: the command that resumes the night, for the message after an interrupt.
 
     Returns:
         its exit status: 0, 1 (a trial failed), 2 (refused), or another if it was killed.
@@ -57,9 +57,9 @@ def run_sweep(arguments: Sequence[str], folder: Path, go_on: str) -> int:
         UserError: the sweep cannot be resumed until the user fixes something; nothing of it is lost.
     """
     if not (folder / "sweep.json").exists():
-        return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)], go_on)
+        return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)], resume_command)
     options = [argument for argument in arguments if argument.startswith("--config-dir=")]  # taken from no folder
-    status = _run(["resume=" + _quoted(folder), *options], go_on)
+    status = _run(["resume=" + _quoted(folder), *options], resume_command)
     if status == ExitCode.refused:
         raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")
     return status
@@ -73,13 +73,13 @@ def changed_since(folder: Path) -> list[str]:
     return changes_of_code(read_record(folder, "sweep"))
 
 
-def _run(arguments: Sequence[str], go_on: str) -> int:
-    from fsdp_lab.sweep.names import GOES_ON
+def _run(arguments: Sequence[str], resume_command: str) -> int:
+    from fsdp_lab.sweep.names import RESUMED_BY
 
     # in a session of its own: Ctrl-C comes to us, and we hand it on; it ends with us, however we end
     process = subprocess.Popen(
         [sys.executable, "-m", "fsdp_lab", *arguments], start_new_session=True, preexec_fn=_end_with_parent,
-        env={**os.environ, GOES_ON: go_on},
+        env={**os.environ, RESUMED_BY: resume_command},
     )  # fmt: skip
     try:
         return process.wait()

@@ -95,7 +95,7 @@ def _sweep(study: Study, night: Night, log: Callable[[str], None]) -> tuple[Nigh
         others = Others()
         try:
             with others:
-                status = run_sweep(study.arguments, folder, study.go_on)
+                status = run_sweep(study.arguments, folder, study.resume_command)
             night = dataclasses.replace(night, attempts=night.attempts + 1)  # it ended by itself, we were not ended
         finally:  # of a night in several parts, the worst
             night = _keep(study, night, log, others=max(night.others, round(others.share, 4)))

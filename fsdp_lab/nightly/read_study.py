@@ -88,7 +88,7 @@ def read_study(overrides: list[str]) -> Study:
         arguments,
         judged,
         shares_cores=judged["device"] == "cpu" and config.cluster.is_here,
-        go_on=redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *folder, *shown])),
+        resume_command=redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *folder, *shown])),
         storage=path if is_address(path) else None,
         cluster=config.cluster,
     )

@@ -23,7 +23,7 @@ class Study:
             possible.
         settings: the ones that all its trials share.
         shares_cores: it computes on this machine's cores, so other processes affect it.
-        go_on: the command that resumes an interrupted night.
+        resume_command: the command that resumes an interrupted night.
         storage: the address of its sweeps in object storage; None: none.
         cluster: where they run.
     """
@@ -35,7 +35,7 @@ class Study:
     arguments: list[str]
     settings: dict[str, Any]
     shares_cores: bool
-    go_on: str
+    resume_command: str
     storage: str | None = None
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 

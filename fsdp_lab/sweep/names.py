@@ -19,7 +19,7 @@ from fsdp_lab.sweep.store.override_rules import key_of, known_words, leads_away,
 from fsdp_lab.sweep.store.paths import copy_of
 from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
-GOES_ON = "FSDP_LAB_GOES_ON"  # set by a night for its sweep
+RESUMED_BY = "FSDP_LAB_RESUMED_BY"  # set by a night for its sweep
 _NOT_AGAIN = ("resume", "trust", "cluster.storage_path", "hydra.output_subdir")
 
 
@@ -77,22 +77,22 @@ def command_line() -> str:
     return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in as_typed(sys.argv[1:]))
 
 
-def go_on_lines(folder: Path, address: str | None) -> list[str]:
+def resume_lines(folder: Path, address: str | None) -> list[str]:
     """Return lines with the commands that resume an interrupted sweep.
 
     For a sweep of a night it is the night's command, for a manager's job its script or manifest. A sweep in object
     storage also has a command for any other machine.
     """
-    here = os.environ.get(GOES_ON) or resume_by() or resume_command(folder, address=address)
+    here = os.environ.get(RESUMED_BY) or resume_by() or resume_command(folder, address=address)
     lines = [f"to resume: {here}"]
-    if address is not None and GOES_ON not in os.environ and here != (anywhere := resume_from_storage(address)):
+    if address is not None and RESUMED_BY not in os.environ and here != (anywhere := resume_from_storage(address)):
         lines.append(f"from any machine: {anywhere}")
     return lines
 
 
 def folder_key(multirun: bool) -> str:
     """Return the key that sets a sweep's folder on the command line; a night sets one below its own folder."""
-    if GOES_ON in os.environ:
+    if RESUMED_BY in os.environ:
         return "nightly.folder"
     return "hydra.sweep.dir" if multirun else "hydra.run.dir"
 

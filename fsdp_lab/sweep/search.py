@@ -177,7 +177,7 @@ class OptunaSearch:
         sampler: BaseSampler = module.build_sampler(self._settings.seed + 1_000_003 * known)
         return sampler
 
-    def go_on(self, trials: Sequence[tuple[Trial, TrialStatus, Mapping[str, float]]]) -> None:
+    def resume(self, trials: Sequence[tuple[Trial, TrialStatus, Mapping[str, float]]]) -> None:
         """Take over the trials of an earlier start, in order: `(trial, status, metrics)` of each.
 
         The sampler starts anew: its suggestions differ from those of an uninterrupted search.

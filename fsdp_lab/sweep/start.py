@@ -16,7 +16,7 @@ from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.listeners.report import Report
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
 from fsdp_lab.sweep.listeners.storage import StorageCopy
-from fsdp_lab.sweep.names import folder_key, go_on_lines, relative, ui_command
+from fsdp_lab.sweep.names import folder_key, relative, resume_lines, ui_command
 from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
 from fsdp_lab.sweep.store.paths import sweep_address
 from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
@@ -50,8 +50,8 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     shown = f"report: {where}/{FILES[0]}   " if report.answer else ""
     shown += f"results: {where}/results.csv   compare: {runs.ui_url or ui_command(plan.config.tracking.uri)}"
     shown += f"   MLflow run: {runs.parent_id}" if runs.parent_id else ""
-    go_on = go_on_lines(plan.folder, address) if code is ExitCode.interrupted else []
-    console.rich.print(shown, *go_on, sep="\n", highlight=False, soft_wrap=True)
+    how_to_resume = resume_lines(plan.folder, address) if code is ExitCode.interrupted else []
+    console.rich.print(shown, *how_to_resume, sep="\n", highlight=False, soft_wrap=True)
     return code
 
 

@@ -29,7 +29,7 @@ from fsdp_lab.redact import redact
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
-from fsdp_lab.sweep.names import GOES_ON, config_dir_words, report_command, resume_command, setting
+from fsdp_lab.sweep.names import RESUMED_BY, config_dir_words, report_command, resume_command, setting
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.sweep.store.paths import storage, sweep_address
@@ -96,7 +96,7 @@ def sweep_of(
         config.repeat_max if AUTO_REPEAT in record.arguments else None,
         study_of(record.arguments),
         log_axes(record.arguments),
-        resume_command(folder, record.arguments, address) if GOES_ON not in os.environ else "",
+        resume_command(folder, record.arguments, address) if RESUMED_BY not in os.environ else "",
         report_command(folder, address),
     )
 

@@ -13,7 +13,7 @@ from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig, TrackingCo
 from fsdp_lab.engine.cluster import code_environment
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.engine.ray_private import JOB_VARIABLE
-from fsdp_lab.sweep.names import GOES_ON, folder_key
+from fsdp_lab.sweep.names import RESUMED_BY, folder_key
 from fsdp_lab.sweep.start import start_sweep
 from fsdp_lab.sweep.store.record import Record
 from tests.workloads.user.project import importable, write_project
@@ -52,7 +52,7 @@ def test_what_would_go_with_the_jobs_files_is_refused(storage: str | None, uri: 
 def test_a_night_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch):
     config = SweepConfig(cluster=ClusterConfig(address="auto"), tracking=_STAYS)
     assert [folder_key(multirun) for multirun in (True, False)] == ["hydra.sweep.dir", "hydra.run.dir"]
-    monkeypatch.setenv(GOES_ON, "python -m fsdp_lab.nightly --continue")
+    monkeypatch.setenv(RESUMED_BY, "python -m fsdp_lab.nightly --continue")
     record = Record("", [], True, "", 1)
     plan = SimpleNamespace(config=config, folder=Path("outputs/nightly/x/sweep"), record=record)
     with pytest.raises(ConfigError, match=r"for example nightly\.folder=/shared/fsdp_lab/<a name>$"):

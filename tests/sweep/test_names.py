@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, from_dict
 from fsdp_lab.engine.ray_private import JOB_VARIABLE
-from fsdp_lab.sweep.names import go_on_lines, report_command, resume_command, short_name, sweep_name, ui_command
+from fsdp_lab.sweep.names import report_command, resume_command, resume_lines, short_name, sweep_name, ui_command
 from fsdp_lab.sweep.store.paths import take_storage
 from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
@@ -61,10 +61,10 @@ def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: 
     monkeypatch.setattr("sys.argv", ["fsdp_lab", *typed])
     folder = rays / "outputs" / "1"
     both = ["to resume: python -m fsdp_lab resume=outputs/1", f"from any machine: {by_address}"]
-    assert go_on_lines(folder, address) == both, "a folder of that name, in no job"
+    assert resume_lines(folder, address) == both, "a folder of that name, in no job"
     assert report_command(folder, address) == "python -m fsdp_lab.report sweep=outputs/1"
     monkeypatch.setenv(JOB_VARIABLE, "{}")  # Ray deletes it
-    assert go_on_lines(folder, address) == [f"to resume: {by_address}"]
+    assert resume_lines(folder, address) == [f"to resume: {by_address}"]
     assert report_command(folder, address) == f"python -m fsdp_lab.report sweep={address} trust=true"
     monkeypatch.delenv(JOB_VARIABLE)
     folder.mkdir(parents=True)

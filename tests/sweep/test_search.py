@@ -150,7 +150,7 @@ def test_a_search_that_goes_on_repeats_nothing_and_makes_up_the_number(parser, c
     first = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
     before = list(itertools.islice(iter(first.next, None), 5))
     went_on = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
-    went_on.go_on(
+    went_on.resume(
         [
             (trial, TrialStatus.finished if i < 3 else TrialStatus.waiting, {"val/loss": 1.0})
             for i, trial in enumerate(before)

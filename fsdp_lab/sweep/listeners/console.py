@@ -22,7 +22,7 @@ from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
 from fsdp_lab.sweep.listeners.table import MOST_ROWS, epoch_line, how_far, rows_to_keep, shared_note, trial_table
-from fsdp_lab.sweep.names import go_on_lines, label, relative, resume_command, run_name
+from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.terminal import open_console
@@ -194,7 +194,7 @@ class Console(Listener):
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         """Log how to resume an interrupted sweep, before anything that may hang."""
         if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
-            for line in go_on_lines(sweep.folder, sweep.address):
+            for line in resume_lines(sweep.folder, sweep.address):
                 self.log(line)
         self._lines = []  # what runs is ended now
         self.update()

@@ -61,8 +61,8 @@ def _check_free(folder: Path, key: str) -> None:
         folder.glob("*/facts.json")
     ):
         return
-    go_on = f" To resume it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
+    resuming = f" To resume it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
     raise Occupied(
-        f"{key}={relative(folder)} holds results, which would be lost.{go_on} To start a new sweep or run, name "
+        f"{key}={relative(folder)} holds results, which would be lost.{resuming} To start a new sweep or run, name "
         f"another folder: {key}=..."
     )
