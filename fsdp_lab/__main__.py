@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.compose import check, check_overrides, explain, register_schema, search_path, single_trial
+from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, is_address, split_config_dir, with_custom
 from fsdp_lab.config.key_value_args import check_repeat, for_hydra
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.engine.ray_job import is_rays_copy
+from fsdp_lab.explain import explain
 from fsdp_lab.redact import redact
 from fsdp_lab.reference import commented, keys_text, versions
 from fsdp_lab.status import ExitCode

@@ -1,10 +1,7 @@
-"""Hydra's composed config -> the typed one, once, at the edge; and Hydra's errors -> messages for users."""
+"""Hydra's composed config -> the typed one, once, at the edge."""
 
 from __future__ import annotations
 
-import errno
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -15,10 +12,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError
 
 from fsdp_lab.config import (
     ConfigError,
@@ -30,31 +25,22 @@ from fsdp_lab.config import (
     check_forecast,
     check_pytorch,
     check_storage,
-    conf_dir,
     default_num_workers,
     flatten,
     from_dict,
     part,
     workers_of,
 )
-from fsdp_lab.config.conf import group_dirs
-from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.conf import groups, options_of
 from fsdp_lab.config.machine import check_local_capacity
-from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup, known_vocab_size
-from fsdp_lab.redact import redact
+from fsdp_lab.explain import one_line, valid_keys, wrong_value
 
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
 _KEYS = frozenset(all_keys())
 # Group -> the class of ours, and what makes a typed group of plain values. The group itself takes any key.
 _OPEN: dict[str, tuple[type, Any]] = {
     "model": (ModelConfig, ModelGroup.of_plain),
     "data": (DataConfig, DataGroup.of_plain),
-}
-_REMEDIES = {
-    "to Float": "; use a number such as {example}",
-    "to Integer": "; use a whole number",
-    "bool": "; use true or false",
 }
 
 
@@ -150,7 +136,7 @@ def nightly_config(cfg: DictConfig) -> NightlyConfig:
     opened = {group: _typed_group(group, own[group]) for group in _OPEN}
     unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in _OPEN]
     if unknown:
-        raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {_valid(unknown[0])}")
+        raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {valid_keys(unknown[0])}")
     config = OmegaConf.to_object(own)
     assert isinstance(config, NightlyConfig)
     values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}
@@ -190,11 +176,11 @@ def _typed_group(group: str, node: DictConfig) -> Any:
     typed = OmegaConf.structured(ours)
     for key, value in values.items():
         if key not in typed:
-            raise ConfigError(f"{group}.{key!s} is not a key. {_valid(f'{group}.{key!s}')}")
+            raise ConfigError(f"{group}.{key!s} is not a key. {valid_keys(f'{group}.{key!s}')}")
         try:
             OmegaConf.update(typed, str(key), value)
         except OmegaConfBaseException as error:
-            raise ConfigError(_wrong_value(f"{group}.{key!s}", str(value), _one_line(str(error)))) from error
+            raise ConfigError(wrong_value(f"{group}.{key!s}", str(value), one_line(str(error)))) from error
     return OmegaConf.to_object(typed)
 
 
@@ -297,137 +283,3 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     """Return a composed config in plain values, interpolations as they were written."""
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)  # type: ignore[assignment]
     return values
-
-
-def explain(error: BaseException) -> str | None:
-    """Return the message for an error that the command line caused, without passwords; None for any other error."""
-    message = _explain(error)
-    return None if message is None else redact(message)
-
-
-def _explain(error: BaseException) -> str | None:
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error.__cause__, UserError):  # OmegaConf's words around ours
-        return str(error.__cause__)
-    if isinstance(error, MissingConfigException):
-        return _missing_option(error)
-    if isinstance(error, OverrideParseException):
-        reason = re.sub(r"See https.*", "", _one_line(str(error))).strip()
-        key = str(error.override).partition("=")[0]
-        return (
-            f"{error.override}: {reason}. Quote a value that contains =, commas or brackets, as in '{key}=\"...\"', "
-            f"and close every bracket, as in '{key}=choice(1,2)'."
-        )
-    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:
-        return (
-            f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set hydra.run.dir "
-            "(hydra.sweep.dir with -m) to a folder that can be written."
-        )
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
-        return f"{where} is not valid YAML: {error.problem}. Indent with spaces, and quote special characters."
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return _composition(error)
-    return None
-
-
-def _missing_option(error: MissingConfigException) -> str:
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    options = ", ".join(error.options or options_of(group))
-    if not options:
-        return _one_line(str(error))
-    return f"{group}={option} is not an option. Choose one of: {options}."
-
-
-def options_of(group: str) -> list[str]:
-    """Return the options of a config group, by its files."""
-    return sorted(f.stem for f in (conf_dir() / group).glob("*.yaml"))
-
-
-def groups() -> list[str]:
-    """Return the names of the config groups."""
-    return [folder.name for folder in group_dirs()]
-
-
-def _composition(error: BaseException) -> str:
-    text = _one_line(str(error))
-    cause = _one_line(str(error.__cause__)) if error.__cause__ else ""
-    if match := re.search(r"Environment variable '([^']+)' not found", text + cause):
-        return f"the environment variable {match[1]} is not set where this runs; export it first."
-    if match := re.search(r"Could not override '(\w+)@experiment\.", text):
-        return (
-            f"the preset sets {match[1]} inside its own group: start it with `# @package _global_`, and write "
-            f"`override /{match[1]}: ...` in its defaults."
-        )
-    if match := re.search(r"Could not override '([^']+)'", text):
-        key = match[1]
-        if "No match in the defaults list" in text:
-            return f"{key} is not a key or a group. {_valid(key)}"
-        if "not in" in cause or "Key" in cause:
-            return f"{key} is not a key. {_valid(key)}"
-    if match := re.search(r"Error merging override ([^=]+)=(\S*)", text):
-        return _wrong_value(match[1], match[2], cause)
-    if "Ambiguous value for argument" in text and any(word.startswith("resume=") for word in sys.argv):
-        given = re.search(r"argument '([^']+)'", text)
-        return (
-            f"{given[1] if given else 'an override'} has several values; a resumed sweep keeps its axes, so leave it "
-            "out."
-        )
-    if "Ambiguous value for argument" in text or "requires --multirun" in text:
-        given = re.search(r"(?:argument|parameters) '([^']+)'", text)
-        return (
-            f"{given[1] if given else 'an override'} has several values, which needs a sweep: add -m to run one trial "
-            "for each, or give one value; --cfg and --info show one trial."
-        )
-    return _cut(f"{text} {cause}".strip())
-
-
-def _wrong_value(key: str, value: str, cause: str) -> str:
-    """Return the message for a value that OmegaConf refused.
-
-    Args:
-        key: of the value.
-        value: as typed.
-        cause: OmegaConf's message.
-    """
-    remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
-    if (key, value) == ("repeat", "auto"):
-        remedy = "; repeat=auto is for sweeps: add -m"
-    if "is not a ListConfig" in cause:
-        return f"{key}={value} is not a list; put the items into brackets: {key}=[{value}]."
-    if not value:
-        remedy += "; it is empty: put a value with a $ into single quotes, or the shell expands it"
-    return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."
-
-
-def _example(key: str) -> str:
-    """Return a number that is valid for a key: its default, or the example of its field."""
-    known, default = keys_of(NightlyConfig).get(key), flatten(NightlyConfig()).get(key)
-    value = default if default is not None or known is None else known.example
-    return f"{value:g}" if isinstance(value, int | float) else "0.001"
-
-
-def _valid(key: str) -> str:
-    prefix = key.split(".")[0].lstrip("+~")
-    same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
-    if "." in key and same:
-        known = [*same, *(f"{group}._target_" for group in _OPEN if group == prefix)]
-        return f"{_meant(key, known) or _meant(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
-    top = sorted({k.split(".")[0] for k in all_keys()})
-    meant = _meant(key, [*groups(), *top, *all_keys()])
-    return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."
-
-
-def _meant(key: str, known: list[str]) -> str:
-    longer = [name for name in known if name.startswith(f"{key}_")]
-    meant = longer[0] if longer else closest(key, known)
-    return f"Did you mean {meant}? " if meant else ""
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _cut(text: str) -> str:
-    return re.sub(r"\s*(full_key|reference_type|object_type)[:=].*", "", text)

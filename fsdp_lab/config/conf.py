@@ -71,3 +71,13 @@ def is_device(name: str) -> str | None:
 
 def _is_path(name: str) -> bool:
     return "/" in name or name.endswith((".yaml", ".yml"))
+
+
+def options_of(group: str) -> list[str]:
+    """Return the options of a config group, by its files."""
+    return sorted(f.stem for f in (conf_dir() / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    """Return the names of the config groups."""
+    return [folder.name for folder in group_dirs()]

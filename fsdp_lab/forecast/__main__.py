@@ -53,11 +53,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from fsdp_lab.compose import Trial, explain
+from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.workload import ModelConfig
+from fsdp_lab.explain import explain
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.cells import arguments, plan_forecasts, workers
 from fsdp_lab.forecast.notes import allowances_note, request_notes, room_remedies

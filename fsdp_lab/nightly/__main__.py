@@ -34,8 +34,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from fsdp_lab.compose import explain
 from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.explain import explain
 from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.loop import WallClock, due_unfinished, loop
 from fsdp_lab.nightly.night import accept, run_night

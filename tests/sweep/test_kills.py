@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.compose import explain
+from fsdp_lab.explain import explain
 from fsdp_lab.files import write_text
 from tests.conftest import run_cli
 from tests.processes import called, descendants, still_running

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.compose import groups
 from fsdp_lab.config import Between, ConfigError, SweepConfig, settings, workers_of
+from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.target import file_digest
 from fsdp_lab.redact import redact

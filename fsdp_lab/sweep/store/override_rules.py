@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fsdp_lab.compose import groups
 from fsdp_lab.config import SweepConfig
+from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import CODE_KEYS
 from fsdp_lab.deploy.job import is_managers

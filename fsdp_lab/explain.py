@@ -1,0 +1,151 @@
+"""Errors that the command line caused -> messages for users."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from fsdp_lab.config import NightlyConfig, UserError, all_keys, flatten
+from fsdp_lab.config.conf import groups, options_of
+from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.suggest import closest
+from fsdp_lab.redact import redact
+
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
+_OPEN = ("model", "data")  # groups that take a user's class
+_REMEDIES = {
+    "to Float": "; use a number such as {example}",
+    "to Integer": "; use a whole number",
+    "bool": "; use true or false",
+}
+
+
+def explain(error: BaseException) -> str | None:
+    """Return the message for an error that the command line caused, without passwords; None for any other error."""
+    message = _explain(error)
+    return None if message is None else redact(message)
+
+
+def _explain(error: BaseException) -> str | None:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error.__cause__, UserError):  # OmegaConf's words around ours
+        return str(error.__cause__)
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(error, OverrideParseException):
+        reason = re.sub(r"See https.*", "", one_line(str(error))).strip()
+        key = str(error.override).partition("=")[0]
+        return (
+            f"{error.override}: {reason}. Quote a value that contains =, commas or brackets, as in '{key}=\"...\"', "
+            f"and close every bracket, as in '{key}=choice(1,2)'."
+        )
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:
+        return (
+            f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set hydra.run.dir "
+            "(hydra.sweep.dir with -m) to a folder that can be written."
+        )
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
+        return f"{where} is not valid YAML: {error.problem}. Indent with spaces, and quote special characters."
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return _composition(error)
+    return None
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = ", ".join(error.options or options_of(group))
+    if not options:
+        return one_line(str(error))
+    return f"{group}={option} is not an option. Choose one of: {options}."
+
+
+def _composition(error: BaseException) -> str:
+    text = one_line(str(error))
+    cause = one_line(str(error.__cause__)) if error.__cause__ else ""
+    if match := re.search(r"Environment variable '([^']+)' not found", text + cause):
+        return f"the environment variable {match[1]} is not set where this runs; export it first."
+    if match := re.search(r"Could not override '(\w+)@experiment\.", text):
+        return (
+            f"the preset sets {match[1]} inside its own group: start it with `# @package _global_`, and write "
+            f"`override /{match[1]}: ...` in its defaults."
+        )
+    if match := re.search(r"Could not override '([^']+)'", text):
+        key = match[1]
+        if "No match in the defaults list" in text:
+            return f"{key} is not a key or a group. {valid_keys(key)}"
+        if "not in" in cause or "Key" in cause:
+            return f"{key} is not a key. {valid_keys(key)}"
+    if match := re.search(r"Error merging override ([^=]+)=(\S*)", text):
+        return wrong_value(match[1], match[2], cause)
+    if "Ambiguous value for argument" in text and any(word.startswith("resume=") for word in sys.argv):
+        given = re.search(r"argument '([^']+)'", text)
+        return (
+            f"{given[1] if given else 'an override'} has several values; a resumed sweep keeps its axes, so leave it "
+            "out."
+        )
+    if "Ambiguous value for argument" in text or "requires --multirun" in text:
+        given = re.search(r"(?:argument|parameters) '([^']+)'", text)
+        return (
+            f"{given[1] if given else 'an override'} has several values, which needs a sweep: add -m to run one trial "
+            "for each, or give one value; --cfg and --info show one trial."
+        )
+    return _cut(f"{text} {cause}".strip())
+
+
+def wrong_value(key: str, value: str, cause: str) -> str:
+    """Return the message for a value that OmegaConf refused.
+
+    Args:
+        key: of the value.
+        value: as typed.
+        cause: OmegaConf's message.
+    """
+    remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
+    if (key, value) == ("repeat", "auto"):
+        remedy = "; repeat=auto is for sweeps: add -m"
+    if "is not a ListConfig" in cause:
+        return f"{key}={value} is not a list; put the items into brackets: {key}=[{value}]."
+    if not value:
+        remedy += "; it is empty: put a value with a $ into single quotes, or the shell expands it"
+    return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."
+
+
+def _example(key: str) -> str:
+    """Return a number that is valid for a key: its default, or the example of its field."""
+    known, default = keys_of(NightlyConfig).get(key), flatten(NightlyConfig()).get(key)
+    value = default if default is not None or known is None else known.example
+    return f"{value:g}" if isinstance(value, int | float) else "0.001"
+
+
+def valid_keys(key: str) -> str:
+    """Return sentences about the keys and groups that there are, and which one was probably meant."""
+    prefix = key.split(".")[0].lstrip("+~")
+    same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
+    if "." in key and same:
+        known = [*same, *(f"{group}._target_" for group in _OPEN if group == prefix)]
+        return f"{_meant(key, known) or _meant(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
+    top = sorted({k.split(".")[0] for k in all_keys()})
+    meant = _meant(key, [*groups(), *top, *all_keys()])
+    return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."
+
+
+def _meant(key: str, known: list[str]) -> str:
+    longer = [name for name in known if name.startswith(f"{key}_")]
+    meant = longer[0] if longer else closest(key, known)
+    return f"Did you mean {meant}? " if meant else ""
+
+
+def one_line(text: str) -> str:
+    """Return a text with each run of white space as one space."""
+    return " ".join(text.split())
+
+
+def _cut(text: str) -> str:
+    return re.sub(r"\s*(full_key|reference_type|object_type)[:=].*", "", text)
