@@ -66,6 +66,7 @@ _MEMORY_KILLS = (
 _TRIAL_PROCESSES = (
     Name("ray.tune.execution.tune_controller", "_ObjectCache.cache_object", ("self", "key", "obj")),
     Name("ray.tune.execution.tune_controller", "_ObjectCache.increase_max", ("self", "key", "by")),
+    Name("ray.tune.utils.object_cache", "_ObjectCache.increase_max", ("self", "key", "by")),
 )
 # Of a driver that `ray job submit` started: a variable that says so, and the folder of the files that it came with.
 # Without them such a sweep runs as one that is typed on the head node.
@@ -281,8 +282,9 @@ def keep_trial_processes(count: int) -> None:
     if missing(_TRIAL_PROCESSES):
         return
     from ray.tune.execution import tune_controller
+    from ray.tune.utils.object_cache import _ObjectCache
 
-    class Processes(tune_controller._ObjectCache):  # type: ignore[misc]
+    class Processes(_ObjectCache):  # not of what an earlier sweep of this process has put there
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
             self.wanted: set[Any] = set()

@@ -8,9 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.tune.execution import tune_controller
 
 from fsdp_lab.engine.cluster import set_environment
-from fsdp_lab.engine.ray_private import CONTROLLER, JOB_VARIABLE, OTHERS, RUNTIME_ENV_FOLDER, missing, slower
+from fsdp_lab.engine.ray_private import (
+    CONTROLLER,
+    JOB_VARIABLE,
+    OTHERS,
+    RUNTIME_ENV_FOLDER,
+    keep_trial_processes,
+    missing,
+    slower,
+)
 from fsdp_lab.private import Name
 from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for, workers_of
 
@@ -81,6 +90,21 @@ print(*(type(at).__name__ for error in errors for at in (error, error.__cause__)
 
 
 @pytest.mark.timeout(120)
+def test_tune_keeps_as_many_processes_of_ended_trials_as_run_side_by_side(monkeypatch: pytest.MonkeyPatch):
+    """Tune's own cache, as its controller makes it, with words in the place of processes."""
+    monkeypatch.setattr(tune_controller, "_ObjectCache", tune_controller._ObjectCache)  # restored afterwards
+    as_it_is = tune_controller._ObjectCache(may_keep_one=True)
+    assert [as_it_is.cache_object("cpu", name) for name in "abc"] == [True, False, False]
+    for count in (5, 3):  # a second sweep of one process replaces the number of the first
+        keep_trial_processes(count)
+    kept = tune_controller._ObjectCache(may_keep_one=True)
+    assert [kept.cache_object("cpu", name) for name in "abcd"] == [True, True, True, False]
+    assert list(kept.flush_cached_objects()) == []
+    assert [kept.pop_cached_object("cpu") for _ in range(4)] == ["a", "b", "c", None]
+    kept.cache_object("cpu", "e")
+    assert list(kept.flush_cached_objects(force_all=True)) == ["e"], "at the end none stays"
+
+
 def test_a_process_of_tunes_that_ray_kills_for_want_of_memory_is_an_actor_that_died():
     """And not an exception that ends the sweep, as Tune has it."""
     done = subprocess.run([sys.executable, "-c", _KILLED_FOR_MEMORY], capture_output=True, text=True, timeout=110)
