@@ -1,11 +1,15 @@
 """Steps per second of a trial, and of its core without Ray, against a bare script of the same configuration.
 
-python -m benchmarks.throughput [most rounds]
+python -m benchmarks.throughput [most starts]
 
 All three train side by side on one machine, but only one of them at a time: the others are stopped, all their
 processes, Ray's too. A round is a few seconds of each, in an order that turns. What changes on the machine from one
-minute to the next is so the same for all. The figure is the mean ratio of the rounds, and it goes on until the 95 %
-interval of the trial's is narrower than 0.02. The first half second of every turn is left out.
+minute to the next is so the same for all.
+
+Two starts of one program differ by more than its rounds do, by 10 % and more: where its memory lies, and on which
+core its threads run, stay as they began. So all three are started anew after some rounds, and the interval is that of
+the starts' means, by Student's t. It goes on until the 95 % interval of the trial's ratio is narrower than 0.02. The
+first half second of every turn is left out. The CPU time of a step is that of the two processes which train.
 """
 
 from __future__ import annotations
@@ -22,16 +26,20 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
+from scipy import stats
 
 LEAST_RATIO = 0.98
 WIDTH = 0.02  # of the 95 % interval
-_TURN_S = 5.0
+_TURN_S = 4.0
 _LEFT_OUT_S = 0.5  # of each turn
-_FEWEST_ROUNDS = 8
+_ROUNDS = 4  # of each start
+_FEWEST_STARTS, _MOST_STARTS = 4, 12
+_RANKS = ("bare.py", "benchmarks.core", "RayTrainWorker")  # in the command line of a process that trains
 _START_S = 180.0
 _HERE = Path(__file__).parent
 _COPIES = 100  # of the data: an epoch lasts a minute
@@ -66,6 +74,11 @@ class Runner:
             return int(progress["step"]), float(progress["time"])
         return None
 
+    def steps(self) -> int:
+        """The steps so far."""
+        reached = self.reached()
+        return reached[0] if reached else 0
+
     def wait_for_step(self, step: int) -> None:
         end = time.monotonic() + _START_S
         while (reached := self.reached()) is None or reached[0] < step:
@@ -91,11 +104,27 @@ class Runner:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the program and all that it has started."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def processes(self) -> list[psutil.Process]:
+        """The program and all that it has started."""
         with suppress(psutil.NoSuchProcess):
             program = psutil.Process(self.process.pid)
-            for process in [program, *program.children(recursive=True)]:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+            return [program, *program.children(recursive=True)]
+        return []
+
+    def cpu_s(self) -> float:
+        """The CPU seconds so far of the processes that train."""
+        total = 0.0
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                words = " ".join(process.cmdline())
+                if any(name in words for name in _RANKS) and "torch.distributed.run" not in words:
+                    times = process.cpu_times()
+                    total += times.user + times.system
+        return total
 
 
 @contextmanager
@@ -113,8 +142,9 @@ def training(command: list[str], folder: Path, progress: Path) -> Iterator[Runne
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """The mean of the ratios and half of its 95 % interval, by the normal distribution."""
-    return statistics.fmean(ratios), 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    """The mean of the starts' ratios and half of its 95 % interval, by Student's t."""
+    half = stats.t.ppf(0.975, len(ratios) - 1) * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return statistics.fmean(ratios), float(half)
 
 
 def commands(root: Path) -> dict[str, tuple[list[str], Path]]:
@@ -131,38 +161,67 @@ def commands(root: Path) -> dict[str, tuple[list[str], Path]]:
     }  # fmt: skip
 
 
-def measure(runners: dict[str, Runner], most: int) -> dict[str, list[float]]:
-    """The ratios to the bare script, by program: rounds until the trial's are sure enough."""
-    ratios: dict[str, list[float]] = {"core": [], "trial": []}
-    names = list(runners)
-    print("| round | bare steps/s | core / bare | trial / bare |\n| --- | --- | --- | --- |")
-    for number in range(most):
+@dataclass
+class Start:
+    """The means over the rounds of one start, by program.
+
+    Attributes:
+        steps_per_s: of each.
+        cpu_ms: of a step.
+    """
+
+    steps_per_s: dict[str, float]
+    cpu_ms: dict[str, float]
+
+
+def measure(runners: dict[str, Runner]) -> Start:
+    """Let each of the programs train in turn, for some rounds."""
+    names, rounds = list(runners), list[dict[str, float]]()
+    begun = {name: (runners[name].cpu_s(), runners[name].steps()) for name in names}
+    while len(rounds) < _ROUNDS:
         names = [*names[1:], names[0]]
         speeds = {name: runners[name].steps_per_s(_TURN_S) for name in names}
-        bare, core, trial = speeds["bare"], speeds["core"], speeds["trial"]
-        if bare is None or core is None or trial is None:
-            continue
-        ratios["core"].append(core / bare)
-        ratios["trial"].append(trial / bare)
-        print(f"| {number + 1} | {bare:.1f} | {core / bare:.3f} | {trial / bare:.3f} |", flush=True)
-        if len(ratios["trial"]) >= _FEWEST_ROUNDS and 2 * interval(ratios["trial"])[1] < WIDTH:
-            break
-    return ratios
+        if all(speed is not None for speed in speeds.values()):  # else an epoch ended meanwhile
+            rounds.append({name: speed for name, speed in speeds.items() if speed is not None})
+    cpu_ms = {}
+    for name, (cpu_s, steps) in begun.items():
+        cpu_ms[name] = 1000 * (runners[name].cpu_s() - cpu_s) / (runners[name].steps() - steps)
+    return Start({name: statistics.fmean(one[name] for one in rounds) for name in names}, cpu_ms)
 
 
 def main() -> int:
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+    most = max(2, int(sys.argv[1])) if len(sys.argv) > 1 else _MOST_STARTS
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it has stopped is not to stay behind
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        root, runners = Path(folder), {}
-        for name, (command, progress) in commands(root).items():
-            runners[name] = stack.enter_context(training(command, root / name, progress))
-        ratios = measure(runners, most)
-    (core, core_half), (trial, half) = interval(ratios["core"]), interval(ratios["trial"])
-    print(f"| mean | | {core:.3f} ± {core_half:.3f} | **{trial:.3f}** ± {half:.3f} |\n")
+    ratios: dict[str, list[float]] = {"core": [], "trial": []}
+    cpu: dict[str, list[float]] = {"core": [], "trial": []}
+    print(
+        "| start | bare steps/s | core / bare | trial / bare | CPU of a step: bare, ms | core / bare | trial / bare |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    for number in range(most):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            root, runners = Path(folder), {}
+            for name, (command, progress) in commands(root).items():
+                runners[name] = stack.enter_context(training(command, root / name, progress))
+            start = measure(runners)
+        for name in ratios:
+            ratios[name].append(start.steps_per_s[name] / start.steps_per_s["bare"])
+            cpu[name].append(start.cpu_ms[name] / start.cpu_ms["bare"])
+        speeds = " | ".join(f"{ratios[name][-1]:.3f}" for name in ratios)
+        costs = " | ".join(f"{cpu[name][-1]:.3f}" for name in ratios)
+        print(
+            f"| {number + 1} | {start.steps_per_s['bare']:.1f} | {speeds} | {start.cpu_ms['bare']:.1f} | {costs} |",
+            flush=True,
+        )
+        if number + 1 >= _FEWEST_STARTS and 2 * interval(ratios["trial"])[1] < WIDTH:
+            break
+    means = [f"{mean:.3f} ± {half:.3f}" for mean, half in map(interval, [*ratios.values(), *cpu.values()])]
+    print(f"| mean | | {means[0]} | **{means[1]}** | | {means[2]} | {means[3]} |\n")
+    trial, half = interval(ratios["trial"])
     print(
         f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, torch {version('torch')}, "
-        f"ray {version('ray')}; {len(ratios['trial'])} rounds of {_TURN_S:.0f} s each; ± is half of the 95 % interval."
+        f"ray {version('ray')}; {len(ratios['trial'])} starts of {_ROUNDS} rounds of {_TURN_S:.0f} s each; ± is half "
+        "of the 95 % interval."
     )
     holds = trial >= LEAST_RATIO and 2 * half < WIDTH
     print(f"at least {LEAST_RATIO}, known to {WIDTH}, is asked for: {'holds' if holds else 'DOES NOT HOLD'}")
