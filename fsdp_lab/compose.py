@@ -31,17 +31,16 @@ from fsdp_lab.config import (
     part,
     workers_of,
 )
-from fsdp_lab.config.conf import groups, options_of
+from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup, known_vocab_size
 from fsdp_lab.explain import one_line, valid_keys, wrong_value
 
 _KEYS = frozenset(all_keys())
 # Group -> the class of ours, and what makes a typed group of plain values. The group itself takes any key.
-_OPEN: dict[str, tuple[type, Any]] = {
-    "model": (ModelConfig, ModelGroup.of_plain),
-    "data": (DataConfig, DataGroup.of_plain),
-}
+_OPEN: dict[str, tuple[type, Any]] = dict(
+    zip(OPEN_GROUPS, ((ModelConfig, ModelGroup.of_plain), (DataConfig, DataGroup.of_plain)), strict=True)
+)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from fsdp_lab.config import NightlyConfig, UserError, all_keys, flatten
-from fsdp_lab.config.conf import groups, options_of
+from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.redact import redact
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
-_OPEN = ("model", "data")  # groups that take a user's class
 _REMEDIES = {
     "to Float": "; use a number such as {example}",
     "to Integer": "; use a whole number",
@@ -129,7 +128,7 @@ def valid_keys(key: str) -> str:
     prefix = key.split(".")[0].lstrip("+~")
     same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
     if "." in key and same:
-        known = [*same, *(f"{group}._target_" for group in _OPEN if group == prefix)]
+        known = [*same, *(f"{group}._target_" for group in OPEN_GROUPS if group == prefix)]
         return f"{_meant(key, known) or _meant(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
     top = sorted({k.split(".")[0] for k in all_keys()})
     meant = _meant(key, [*groups(), *top, *all_keys()])

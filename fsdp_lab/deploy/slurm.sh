@@ -37,9 +37,9 @@ else
     # --export=ALL: a job of a site with SBATCH_EXPORT=NONE would start its steps without these variables
     step=(srun --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
     start=(--disable-usage-stats --min-worker-port=0 --max-worker-port=0)
+    # In single quotes, since each node has its own values.
     if [[ -n $symmetric_run ]]; then
         # It keeps Ray for as long as its command runs, which is: until the driver has ended.
-        # In single quotes, since each node has its own number of cores.
         "${step[@]}" bash -c '
             exec ray symmetric-run --address "$address" --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' - \
             --min-nodes "$nodes" "${start[@]}" -- tail --pid="$driver" --follow /dev/null &

@@ -64,9 +64,9 @@ _MEMORY_KILLS = (
 )
 # Without it, of trials that end at the same time, one keeps its process for the next trial; the others' start anew.
 _TRIAL_PROCESSES = (
-    Name("ray.tune.execution.tune_controller", "_ObjectCache.cache_object", ("self", "key", "obj")),
-    Name("ray.tune.execution.tune_controller", "_ObjectCache.increase_max", ("self", "key", "by")),
+    Name("ray.tune.utils.object_cache", "_ObjectCache.cache_object", ("self", "key", "obj")),
     Name("ray.tune.utils.object_cache", "_ObjectCache.increase_max", ("self", "key", "by")),
+    Name("ray.tune.execution.tune_controller", "_ObjectCache"),
 )
 # Of a driver that `ray job submit` started: a variable that says so, and the folder of the files that it came with.
 # Without them such a sweep runs as one that is typed on the head node.

@@ -1,4 +1,4 @@
-"""The sweep of a night, in a process of its own: started, or gone on with."""
+"""The sweep of a night, in a process of its own: started, or resumed."""
 
 from __future__ import annotations
 

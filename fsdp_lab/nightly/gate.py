@@ -195,7 +195,7 @@ def _judge(
     worse = judged.worse(a, b)
     regression, note = worse > limit, ""
     if abs(worse) > limit:
-        most = f"{limit * 100:.3g} %" if judged.as_ratio else judged.metric.text(limit)
+        most = f"{limit * 100:g} %" if judged.as_ratio else f"{limit:g}"
         note = f"worse by more than {most}" if regression else "better"
         # what noise does to a speed is a factor, so ratios are compared as differences of logarithms
         as_ratio = judged.as_ratio and min(*before, *now, *nights, a) > 0

@@ -199,8 +199,9 @@ def accept(study: Study, reason: str, log: Callable[[str], None], now: Callable[
         log(f"night {every[-1].id} is unfinished: the last finished night, {nights[-1].id}, is accepted")
     if others := differences(study, nights[-1]):
         log(
-            f"note: night {nights[-1].id} is of another study than this command's: {'; '.join(others[:5])}. It becomes "
-            "the baseline of its own."
+            f"note: night {nights[-1].id} is of another study than this command's: {'; '.join(others[:5])}. While it "
+            "is the baseline, nights of this command are refused: use the settings of that night, or set "
+            f"{study.elsewhere}"
         )
     before = f"{nights[-1].accepted['reason']}; then: " if nights[-1].accepted else ""
     for finding in nights[-1].findings:

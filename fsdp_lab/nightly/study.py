@@ -45,6 +45,14 @@ class Study:
         return None if self.storage is None else f"{self.storage}/nights/{self.name}"
 
     @property
+    def elsewhere(self) -> str:
+        """The keys that give another study nights of its own.
+
+        Nights here and in storage are read together: one of the two anew would still find the old baseline.
+        """
+        return "nightly.folder=..." if self.storage is None else "cluster.storage_path=... and nightly.folder=..."
+
+    @property
     def where(self) -> str:
         """The location of its nights, in words."""
         return str(self.folder) if self.shared is None else f"{self.folder} and {self.shared}"

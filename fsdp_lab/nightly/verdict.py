@@ -11,6 +11,7 @@ from fsdp_lab.metrics import SPEED
 from fsdp_lab.nightly.gate import DISTURBED, LOSS, NOT_JUDGED, Finding, Result, compare, judged_metrics, speeds, table
 from fsdp_lab.nightly.nights import FAILED, GOOD, LEFT, REGRESSION, Night, changes, last_good
 from fsdp_lab.nightly.study import Study
+from fsdp_lab.redact import redact
 from fsdp_lab.report.data import Setting, SweepData
 from fsdp_lab.terminal import Column, FittingTable
 from fsdp_lab.wording import count
@@ -35,22 +36,20 @@ def baseline_of(study: Study, nights: Sequence[Night]) -> Night | None:
                 f"nightly.baseline={named} is not a night of {study.where} with results; the last ones: {known}."
             )
     if baseline is not None and (others := differences(study, baseline)):
-        # nights here and in storage are read together: one of the two anew would still find the old baseline
-        place = "nightly.folder=..." if study.storage is None else "cluster.storage_path=... and nightly.folder=..."
         raise UserError(
             f"the baseline, night {baseline.id}, is of another study: {'; '.join(others[:5])}. Restore the study, "
-            f"set {place} for this one, or move the old nights away."
+            f"set {study.elsewhere} for this one, or move the old nights away."
         )
     return baseline
 
 
 def differences(study: Study, night: Night) -> list[str]:
-    """Return how the study differs from that of a night, such as `training.epochs was 3 and is 2`."""
+    """Return how the study differs from that of a night, such as `training.epochs was 3 and is 2`; no passwords."""
     here, there = study.settings, night.study
     # a key that one of them does not have is of other code, but for an axis: that one varied nothing
     keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
     return [
-        f"{k} was {_typed(there.get(k, 'one value'))} and is {_typed(here.get(k, 'one value'))}"
+        redact(f"{k} was {_typed(there.get(k, 'one value'))} and is {_typed(here.get(k, 'one value'))}")
         for k in keys
         if there.get(k) != here.get(k)
     ]

@@ -75,6 +75,11 @@ class Answer:
         """The words before the sentence: `Recommended: `; "" if nothing is recommended by speed."""
         return "Recommended: " if self.setting and not self.by_memory else ""
 
+    @property
+    def to_train(self) -> str:
+        """The words before the command; "" if the setting is recommended."""
+        return "to train it: " if self.by_memory else ""
+
 
 def answer(sweep: SweepData) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
@@ -104,7 +109,7 @@ def answer(sweep: SweepData) -> Answer:
         _intervals(sweep, choice.speeds),
         title(sweep),
         [other.name for other in others],
-        bool(contended) and not sweep.objectives,
+        bool(contended) and all(metric == SPEED for metric, _ in sweep.objectives),
     )
 
 
@@ -121,7 +126,7 @@ def plain_text(recommendation: Answer) -> list[str]:
     lines = [recommendation.sentence, *shown, *recommendation.notes]
     plain = [line.replace("`", "") for line in lines]
     if recommendation.command:  # without a recommendation it needs a word of what it does
-        plain.append(f"  {'to train it: ' if recommendation.by_memory else ''}{recommendation.command}")
+        plain.append(f"  {recommendation.to_train}{recommendation.command}")
     return plain
 
 
@@ -279,9 +284,12 @@ def _untimed_sentence(sweep: SweepData, choice: Choice, chosen: Setting) -> str:
     figures = f"{sweep.loss_key} {loss:#.4g}"
     if math.isfinite(memory):
         of = f" of {len(able)} settings that fit and learned" if len(able) > 1 else ""
-        near = [s for s in able if s is not chosen and s.median(MEMORY) <= memory * (1 + SAME_MEMORY)]
-        tied = f" ({count(len(near), 'other')} within {SAME_MEMORY * 100:g} %)" if near else ""
-        least = f", the least{of}{tied}{smaller_forecast(sweep, memory)}" if of else ""
+        smallest = min(m for s in able if math.isfinite(m := s.median(MEMORY)))
+        near = sum(s.median(MEMORY) <= smallest * (1 + SAME_MEMORY) for s in able) - 1
+        within = f"within {SAME_MEMORY * 100:g} %"
+        which = "the least" if memory == smallest else f"{within} of the least"
+        also = f", with {count(near, 'other')} {within}" if near and memory == smallest else ""
+        least = f", {which}{of}{also}{smaller_forecast(sweep, memory)}" if of else ""
         figures = f"{memory_text(memory)} at the peak{least}, {figures}"
     if contended := contention(sweep, choice):
         by = "By memory alone" if math.isfinite(memory) else "No memory was measured either; by the loss alone"

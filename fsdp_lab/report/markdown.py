@@ -18,6 +18,7 @@ def to_markdown(sweep: SweepData, answer: Answer, uses: Sequence[str] = ()) -> s
     parts += [_text(note) for note in answer.notes]
     if answer.command:
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", answer.command)), default=0))
+        parts += [answer.to_train.strip().capitalize()] if answer.to_train else []
         parts.append(f"{fence}\n{answer.command}\n{fence}")
     if uses:
         parts.append(f"{tables.TAKE_HOME}: {', '.join(f'[{name}]({name})' for name in uses)}")

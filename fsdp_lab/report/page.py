@@ -64,6 +64,7 @@ def _answer(answer: Answer) -> str:
         parts.append(_fold(f"{len(more)} more", f"<ul>{''.join(more)}</ul>"))
     parts += [f'<p class="note">{_inline(note)}</p>' for note in answer.notes]
     if answer.command:
+        parts += [f'<p class="small">{answer.to_train.strip().capitalize()}</p>'] if answer.to_train else []
         parts.append(f'<pre id="command">{html.escape(answer.command)}</pre>')
     return "\n".join(parts)
 

@@ -12,7 +12,7 @@ from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.metrics import is_mib_key
 from fsdp_lab.redact import redact, redacted_file
 from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, set_answer, sqlite_file
-from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line
+from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, shortened
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -95,7 +95,12 @@ def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun
 
 
 def annotate(
-    tracking: TrackingConfig, run_id: str, tags: Mapping[str, str], files: Sequence[Path] = (), answer: str = ""
+    tracking: TrackingConfig,
+    run_id: str,
+    tags: Mapping[str, str],
+    files: Sequence[Path] = (),
+    answer: str = "",
+    name: str = "",
 ) -> None:
     """Add tags and artifacts to a run that has ended.
 
@@ -105,6 +110,7 @@ def annotate(
         tags: to set.
         files: to add.
         answer: the new beginning of its description; "": unchanged.
+        name: the new name; "": unchanged.
 
     Raises:
         TrackingError: there is no such store or run, or it refuses them.
@@ -113,6 +119,8 @@ def annotate(
     with _refusals(tracking):
         for key, value in tags.items():
             client.set_tag(run_id, key, redact(value))
+        if name:
+            client.update_run(run_id, name=shortened(redact(name)))
         if answer:
             set_answer(client, run_id, answer)
         for file in files:

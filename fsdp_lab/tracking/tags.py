@@ -111,7 +111,7 @@ def _typed(value: Any) -> str:
 
 
 def sweep_tags(folder: Path, command: str, num_trials: int, sweep_id: str = "") -> dict[str, str]:
-    """Return the tags of a parent run. The time is in its description, because its name is what it compares."""
+    """Return the tags of a parent run. The time is in its description; its name is what it compares."""
     note = f"Started {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z} in `{folder.absolute()}` by\n\n    {command}\n"
     return _cut({**_origin(folder, command), "num_trials": num_trials, _NOTE_TAG: note, **_search_tags(sweep_id)})
 

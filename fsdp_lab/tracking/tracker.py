@@ -127,7 +127,7 @@ class Tracker:
         return recorded
 
     def reopen(self, handle: str) -> None:
-        """Let a run that was ended go on: its epochs of before are not written again."""
+        """Reopen an ended run; epochs that it has are not written again."""
         self._finished.discard(handle)
 
         def write(client: MlflowClient, run_id: str, again: bool) -> None:

@@ -89,7 +89,6 @@ print(*(type(at).__name__ for error in errors for at in (error, error.__cause__)
 """
 
 
-@pytest.mark.timeout(120)
 def test_tune_keeps_as_many_processes_of_ended_trials_as_run_side_by_side(monkeypatch: pytest.MonkeyPatch):
     """Tune's own cache, as its controller makes it, with words in the place of processes."""
     monkeypatch.setattr(tune_controller, "_ObjectCache", tune_controller._ObjectCache)  # restored afterwards
@@ -105,6 +104,7 @@ def test_tune_keeps_as_many_processes_of_ended_trials_as_run_side_by_side(monkey
     assert list(kept.flush_cached_objects(force_all=True)) == ["e"], "at the end none stays"
 
 
+@pytest.mark.timeout(120)
 def test_a_process_of_tunes_that_ray_kills_for_want_of_memory_is_an_actor_that_died():
     """And not an exception that ends the sweep, as Tune has it."""
     done = subprocess.run([sys.executable, "-c", _KILLED_FOR_MEMORY], capture_output=True, text=True, timeout=110)

@@ -104,6 +104,14 @@ def test_a_single_repeat_has_only_the_tolerance():
     assert regressions(judged(result((860,)), result((1000,)))) == []
 
 
+@pytest.mark.parametrize(
+    ("tonight", "limit"), [(result(loss=1.5), "2 %"), (result(error=0.5), "0.01")]
+)  # of the first the tolerance is a ratio, of the second a difference
+def test_a_note_has_the_tolerance_in_its_unit(tonight: Result, limit: str):
+    (finding,) = [finding for finding in judged(tonight, result()) if finding.regression]
+    assert finding.note.startswith(f"worse by more than {limit}")
+
+
 def test_a_setting_that_does_not_finish_as_before_is_a_regression():
     broken = Result(["finished", "oom", "oom"], result((1000,)).values)
     (finding,) = [f for f in judged(broken, result()) if f.regression]

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,8 @@ from fsdp_lab.nightly import __main__ as main_module
 from fsdp_lab.nightly import night as night_module
 from fsdp_lab.nightly import shared
 from fsdp_lab.nightly.gate import Result
-from fsdp_lab.nightly.nights import ACCEPTED, GOOD, LEFT, REGRESSION, RUNNING, Night, night_id, read_nights
+from fsdp_lab.nightly.nights import ACCEPTED, FAILED, GOOD, LEFT, REGRESSION, RUNNING, Night, night_id, read_nights
+from fsdp_lab.nightly.schedule import Schedule
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.verdict import baseline_of
 from fsdp_lab.status import TrialStatus
@@ -111,13 +113,28 @@ def test_what_another_machine_accepts_is_accepted_here(machine: Callable[..., St
 
 def test_accepting_a_night_of_other_settings_says_so(machine: Callable[..., Study]):
     one, logged = machine("one"), list[str]()
-    shared.write(one, a_night(0.0, study={**ON, "training.epochs": 3}), print)
-    now = replace(one, settings={**ON, "training.epochs": 2})
+    before = {**ON, "training.epochs": 3, "data.root": "s3://me:t0psecret@host/old"}
+    shared.write(one, a_night(0.0, study=before), print)
+    now = replace(one, settings={**before, "training.epochs": 2, "data.root": "s3://me:t0psecret@host/new"})
     night_module.accept(now, "the data grew", logged.append)
-    assert "is of another study than this command's: training.epochs was 3 and is 2." in logged[0]
+    assert "is of another study than this command's: data.root was s3://***@host/old and is s3://***@" in logged[0]
+    assert "; training.epochs was 3 and is 2. While it is" in logged[0] and "t0psecret" not in logged[0]
     logged.clear()
-    night_module.accept(replace(one, settings={**ON, "training.epochs": 3}), "again", logged.append)
+    night_module.accept(replace(one, settings=before), "again", logged.append)
     assert not any("another study" in line for line in logged)
+
+
+def test_the_plan_says_that_the_last_night_was_of_another_study(
+    machine: Callable[..., Study], capsys: pytest.CaptureFixture[str]
+):
+    one, now = machine("one"), datetime(2026, 11, 20, tzinfo=UTC)
+    shared.write(one, a_night(0.0, study=ON), print)
+    schedule = Schedule("0 2 * * *", "UTC", now)
+    main_module.print_plan(one, schedule, now)
+    assert "another study" not in capsys.readouterr().out
+    shared.write(one, a_night(86400.0, FAILED, study={**ON, "workers": 2}), print)
+    main_module.print_plan(one, schedule, now)
+    assert "of another study than this one: workers was 2 and is 1" in capsys.readouterr().out
 
 
 def test_nights_from_before_there_was_storage_are_put_when_the_next_begins(machine: Callable[..., Study]):

@@ -329,6 +329,26 @@ def test_where_every_run_shared_its_machine_memory_decides_and_it_says_so():
     ]
 
 
+@pytest.mark.parametrize(
+    ("memory", "which"),
+    [
+        ((100.0, 60.0, 90.0), "60.00 MiB at the peak, the least of 3 settings that fit and learned, val/loss"),
+        (
+            (100.0, 60.0, 60.5),
+            "60.00 MiB at the peak, the least of 3 settings that fit and learned, with 1 other within",
+        ),
+        ((60.5, 60.0, 90.0), "60.50 MiB at the peak, within 1 % of the least of 3 settings that fit and learned, val/"),
+    ],
+)  # the third: ddp is the simplest of those within 1 %
+def test_settings_that_need_nearly_the_least_memory_are_counted(memory: tuple[float, ...], which: str):
+    rows = [on_cpu(i, row, 0.4, 1000.0) for i, row in enumerate((0, 2, 3))]
+    for row, mib in zip(rows, memory, strict=True):
+        row.figures["memory/peak_bytes"] = mib * 2**20
+    recommendation = answer(sweep(rows))
+    assert which in recommendation.sentence
+    assert plain_text(recommendation)[-1].startswith("  to train it: python -m fsdp_lab sharding=")
+
+
 def test_a_run_on_shared_cores_is_not_compared_with_one_that_had_them_alone():
     recommendation = answer(sweep([on_cpu(0, 0, 0.1, 1000.0), on_cpu(1, 2, 0.4, 300.0)]))
     assert recommendation.by_memory
@@ -412,6 +432,7 @@ def test_of_two_objectives_a_speed_that_does_not_count_is_left_out_and_reported(
     )
     only = answer(dataclasses.replace(sweep(rows), objectives=objectives[1:]))
     assert only.sentence.startswith("No setting is recommended, because other processes")
+    assert only.head == "" and only.basis == "by memory"
 
 
 def test_axes_that_cannot_change_speed_pool_their_speeds_and_keep_their_losses():

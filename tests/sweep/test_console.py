@@ -74,6 +74,16 @@ def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[...
     assert not {"tokens/s", "bits/byte"} & {*heads}
 
 
+def test_where_steps_may_end_a_trial_no_total_of_epochs_is_shown(
+    compose_trial: Callable[..., object], capsys: pytest.CaptureFixture[str]
+):
+    for overrides, shown in (([], "epoch 1/2 "), (["training.max_steps=3"], "epoch 1 ")):
+        states = [TrialState(compose_trial(overrides, 0))]  # type: ignore[arg-type]
+        console = Console(SweepState(states, []), [], RichConsole(file=io.StringIO(), width=160))
+        console.epoch(cast(SweepRun, None), 0, {"epoch": 1.0, "train/loss": 2.0})
+        assert shown in capsys.readouterr().out
+
+
 def test_of_many_trials_lines_count_those_that_finish(compose_trial: Callable[..., object]):
     trial = compose_trial([], 0)
     states = [TrialState(trial) for _ in range(MOST_ROWS + 1)]  # type: ignore[arg-type]

@@ -146,25 +146,25 @@ def test_what_this_machine_cannot_hold_costs_no_trial(parser, compose_trial):
     assert "needs 4096 CPUs" in search.notes()[0]
 
 
-def test_a_search_that_goes_on_repeats_nothing_and_makes_up_the_number(parser, compose_trial):
+def test_a_resumed_search_repeats_nothing_and_makes_up_the_number(parser, compose_trial):
     first = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
     before = list(itertools.islice(iter(first.next, None), 5))
-    went_on = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
-    went_on.resume(
+    resumed = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", LR, trials=8)
+    resumed.resume(
         [
             (trial, TrialStatus.finished if i < 3 else TrialStatus.waiting, {"val/loss": 1.0})
             for i, trial in enumerate(before)
         ]
     )
-    assert went_on.has_more()
+    assert resumed.has_more()
     for trial in before[3:]:
-        went_on.report_result(trial, TrialStatus.finished, {"val/loss": 2.0})
-    after = all_of(went_on)
-    assert len(after) == 3 and not went_on.has_more()
+        resumed.report_result(trial, TrialStatus.finished, {"val/loss": 2.0})
+    after = all_of(resumed)
+    assert len(after) == 3 and not resumed.has_more()
     known = [trial.overrides for trial in before]
     assert not any(overrides in known for overrides in after)
-    assert not any(s.startswith("the search ends") for s in went_on.notes()), "it does not suggest the same again"
-    values = sorted(t.value for t in went_on._study.get_trials() if t.value is not None)
+    assert not any(s.startswith("the search ends") for s in resumed.notes()), "it does not suggest the same again"
+    values = sorted(t.value for t in resumed._study.get_trials() if t.value is not None)
     assert values == [1.0] * 6 + [2.0] * 2
 
 
