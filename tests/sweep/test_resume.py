@@ -112,7 +112,7 @@ def test_other_settings_are_refused_by_name(finished: Path):
     forget(finished, 2)
     done = run_cli(finished, "resume=out", "training.epochs=3", "cluster.max_failures=3")
     assert done.returncode == 2
-    assert "trial 0: training.epochs was 2 and is 3" in done.stderr and "resume_anyway=true" in done.stderr
+    assert "trial 0 and 2 others: training.epochs was 2 and is 3" in done.stderr and "resume_anyway=true" in done.stderr
     assert "Traceback" not in done.stderr
     assert "max_failures" not in done.stderr, "this may be another"
 

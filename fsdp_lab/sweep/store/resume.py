@@ -31,6 +31,7 @@ from fsdp_lab.sweep.store.paths import copy_of, storage
 from fsdp_lab.sweep.store.record import Record, find_folder, read_record
 from fsdp_lab.sweep.store.trials import read_trials
 from fsdp_lab.sweep.store.trust import check_address_trusted, check_store, check_words, is_own, read_trust
+from fsdp_lab.wording import count
 
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
@@ -168,12 +169,16 @@ def check_unchanged(
 
 
 def _in_words(changes: dict[str, list[str]]) -> str:
-    """Return each difference once, with the first place where it was found."""
-    first: dict[str, str] = {}
+    """Return each difference once, with the first place where it was found and the number of others."""
+    found: dict[str, list[str]] = {}
     for whose, differences in changes.items():
         for change in differences:
-            first.setdefault(change, whose)
-    return "; ".join(f"{whose}: {change}" if whose else change for change, whose in first.items())
+            found.setdefault(change, []).append(whose)
+    return "; ".join(f"{_places(whose)}: {change}" if whose[0] else change for change, whose in found.items())
+
+
+def _places(whose: Sequence[str]) -> str:
+    return whose[0] if len(whose) == 1 else f"{whose[0]} and {count(len(whose) - 1, 'other')}"
 
 
 def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
