@@ -151,6 +151,7 @@ def webhook(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
 
 
 @pytest.mark.long
+@pytest.mark.alone  # beside other tests, its repeats may differ by more than the loader sleeps
 def test_a_loader_that_sleeps_is_named_reported_and_stays_reported_until_it_is_accepted(
     nights: Path, two_nights: Path, tmp_path: Path
 ):
