@@ -33,19 +33,19 @@ def run(count: int, folder: str) -> list[tuple[float, float]]:
 
     run_inline = inline.run_inline
 
-    def timed_reports(config: object, folder: object, on_epoch: Callable[[], None]) -> None:
+    def timed_reports(config: object, folder: object, on_epoch: Callable[[], None], storage: str | None) -> None:
         def timed_epoch() -> None:
             nonlocal inside
             begun = time.perf_counter()
             on_epoch()
             inside -= time.perf_counter() - begun  # the driver's, though it is called by the trial
 
-        run_inline(config, folder, timed_epoch)  # type: ignore[arg-type]
+        run_inline(config, folder, timed_epoch, storage)  # type: ignore[arg-type]
 
-    def timed(*args: object) -> None:
+    def timed(*args: object, **named: object) -> None:
         nonlocal inside
         begun = time.perf_counter()
-        train(*args)  # type: ignore[arg-type]
+        train(*args, **named)  # type: ignore[arg-type]
         inside += time.perf_counter() - begun
         marks.append(time.perf_counter() - inside)
         resident.append(psutil.Process().memory_info().rss / 2**20)
