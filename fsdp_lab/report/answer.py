@@ -15,6 +15,7 @@ from fsdp_lab.report.data import REPEATS, Setting, SweepData, TrialRow, words
 from fsdp_lab.report.notes import apart, contention, named, notes_on, smaller_forecast
 from fsdp_lab.report.speed import Interval, Speeds
 from fsdp_lab.report.texts import memory_text, ratio_text, speed_text, times_text
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.wording import count
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
@@ -304,11 +305,13 @@ def _untimed_sentence(sweep: SweepData, choice: Choice, chosen: Setting) -> str:
 def _settings_with_a_line(sweep: SweepData, chosen: Setting) -> list[Setting]:
     """Return the settings that get a line against the recommended one.
 
-    If there are many: for each other value the setting with the fewest other differences.
+    If there are many: for each other value the setting with the fewest other differences. Then the settings of which
+    a scheduler stopped every trial have none: their figures end at different epochs.
     """
     others = [s for s in sweep.settings if s is not chosen]
     if len(others) <= _MOST_LINES:
         return others
+    others = [s for s in others if any(trial.status is not TrialStatus.stopped for trial in s.trials)]
     apart = {s.name: sum(s.values[axis] != chosen.values[axis] for axis in s.values) for s in others}
     chosen_names: set[str] = set()
     for axis in chosen.values:

@@ -349,6 +349,14 @@ def test_settings_that_need_nearly_the_least_memory_are_counted(memory: tuple[fl
     assert plain_text(recommendation)[-1].startswith("  to train it: python -m fsdp_lab sharding=")
 
 
+def test_of_a_long_search_only_what_ran_to_its_end_has_a_line():
+    rows = [trial(i, ("root", str(i), "finished" if i < 3 else "stopped", 60, 1000.0, 1.0 + i / 10)) for i in range(9)]
+    searched = dataclasses.replace(sweep(rows), objectives=[("val/loss", "min")])
+    assert [line.partition(":")[0] for line in answer(searched).lines] == ["`precision=1`", "`precision=2`"]
+    few = dataclasses.replace(sweep(rows[:5]), objectives=[("val/loss", "min")])
+    assert "`precision=4`: was stopped early" in answer(few).lines
+
+
 def test_a_run_on_shared_cores_is_not_compared_with_one_that_had_them_alone():
     recommendation = answer(sweep([on_cpu(0, 0, 0.1, 1000.0), on_cpu(1, 2, 0.4, 300.0)]))
     assert recommendation.by_memory
