@@ -75,7 +75,7 @@ RUN = {
     "scheduler=asha sharding=per_block precision=fp32 offload=none reshard_after_forward=always training.epochs=9":
         "tests/sweep/test_outcomes.py::test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_held",
     "python -m fsdp_lab -m sharding=ddp,per_block precision=fp32,bf16_mixed offload=none reshard_after_forward=always "
-    "forecast.prune=true forecast.capacity_gib=1":
+    "forecast.prune=true forecast.capacity_gib=0.008":
         "tests/sweep/test_forecasts.py::test_what_cannot_fit_is_recorded_and_never_started",
     "torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=root":
         "tests/training/test_isolation.py::test_torchrun_end_to_end",
