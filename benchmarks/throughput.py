@@ -6,10 +6,10 @@ All three train side by side on one machine, but only one of them at a time: the
 processes, Ray's too. A round is a few seconds of each, in an order that turns. What changes on the machine from one
 minute to the next is so the same for all.
 
-Two starts of one program differ by more than its rounds do, by 10 % and more: where its memory lies, and on which
-core its threads run, stay as they began. So all three are started anew after some rounds, and the interval is that of
-the starts' means, by Student's t. It goes on until the 95 % interval of the trial's ratio is narrower than 0.02. The
-first half second of every turn is left out. The CPU time of a step is that of the two processes which train.
+Starts of one program differ by more than the noise of their rounds explains; why is not known. So all three are
+started anew after some rounds, and the interval is that of the starts' means, by Student's t. It goes on until the 95
+% interval of the trial's ratio is narrower than 0.02. The first half second of every turn is left out. The CPU time of
+a step is that of the two processes which train.
 """
 
 from __future__ import annotations
