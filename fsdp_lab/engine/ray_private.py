@@ -64,6 +64,7 @@ _MEMORY_KILLS = (
 )
 # Without it, of trials that end at the same time, one keeps its process for the next trial; the others' start anew.
 _TRIAL_PROCESSES = (
+    Name("ray.tune.execution.tune_controller", "TuneController._maybe_reuse_cached_actor", ("self", "trial")),
     Name("ray.tune.utils.object_cache", "_ObjectCache.cache_object", ("self", "key", "obj")),
     Name("ray.tune.utils.object_cache", "_ObjectCache.increase_max", ("self", "key", "by")),
     Name("ray.tune.execution.tune_controller", "_ObjectCache"),
@@ -278,6 +279,10 @@ def keep_trial_processes(count: int) -> None:
     """Let Tune keep this many processes of ended trials for the next ones.
 
     Tune keeps one, and another for each trial that waits for a process. Our trials wait in the sweep's own queue.
+
+    Tune also gives a process that becomes free to a trial whose own process is starting, and ends the latter. If trials
+    end as quickly as processes start, there are never enough of them. So that trial waits, and the next one takes the
+    free process.
     """
     if missing(_TRIAL_PROCESSES):
         return
@@ -296,6 +301,17 @@ def keep_trial_processes(count: int) -> None:
             return bool(super().cache_object(key, obj))
 
     tune_controller._ObjectCache = Processes  # type: ignore[misc]
+
+    as_it_is = tune_controller.TuneController._maybe_reuse_cached_actor
+    if getattr(as_it_is, "lets_processes_start", False):
+        return
+
+    def reuse(self: Any, trial: Any) -> bool:
+        starts = trial in self._trial_to_actor and trial not in self._resetting_trials
+        return not starts and as_it_is(self, trial)
+
+    reuse.lets_processes_start = True  # type: ignore[attr-defined]
+    tune_controller.TuneController._maybe_reuse_cached_actor = reuse  # type: ignore[method-assign]
 
 
 def survive_memory_kills() -> None:

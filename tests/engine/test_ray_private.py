@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.tune.execution import tune_controller
@@ -92,6 +93,8 @@ print(*(type(at).__name__ for error in errors for at in (error, error.__cause__)
 def test_tune_keeps_as_many_processes_of_ended_trials_as_run_side_by_side(monkeypatch: pytest.MonkeyPatch):
     """Tune's own cache, as its controller makes it, with words in the place of processes."""
     monkeypatch.setattr(tune_controller, "_ObjectCache", tune_controller._ObjectCache)  # restored afterwards
+    reuse = tune_controller.TuneController._maybe_reuse_cached_actor
+    monkeypatch.setattr(tune_controller.TuneController, "_maybe_reuse_cached_actor", reuse)
     as_it_is = tune_controller._ObjectCache(may_keep_one=True)
     assert [as_it_is.cache_object("cpu", name) for name in "abc"] == [True, False, False]
     for count in (5, 3):  # a second sweep of one process replaces the number of the first
@@ -102,6 +105,18 @@ def test_tune_keeps_as_many_processes_of_ended_trials_as_run_side_by_side(monkey
     assert [kept.pop_cached_object("cpu") for _ in range(4)] == ["a", "b", "c", None]
     kept.cache_object("cpu", "e")
     assert list(kept.flush_cached_objects(force_all=True)) == ["e"], "at the end none stays"
+
+
+def test_tune_leaves_a_trial_whose_own_process_starts_to_that(monkeypatch: pytest.MonkeyPatch):
+    """Else a process that becomes free ends one that has almost started; with short trials there are never enough."""
+    monkeypatch.setattr(tune_controller, "_ObjectCache", tune_controller._ObjectCache)
+    controller = tune_controller.TuneController
+    monkeypatch.setattr(controller, "_maybe_reuse_cached_actor", lambda self, trial: f"{trial} takes it")
+    for _ in range(2):
+        keep_trial_processes(2)
+    state = SimpleNamespace(_trial_to_actor={"starting": 1, "resetting": 2}, _resetting_trials={"resetting"})
+    takes = [controller._maybe_reuse_cached_actor(state, trial) for trial in ("starting", "resetting", "new")]
+    assert takes == [False, "resetting takes it", "new takes it"]
 
 
 @pytest.mark.timeout(120)

@@ -26,7 +26,7 @@ from fsdp_lab.sweep.runner import SweepRun
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _REPEAT_S = 60.0
 MAX_STARTING = "TUNE_MAX_PENDING_TRIALS_PG"
-_MOST_STARTING = 16  # of Tune's processes for trials, at a time; by itself Tune starts one after another
+_MOST_STARTING = 64  # of Tune's processes for trials, at a time; by itself Tune starts one after another
 
 
 def build_tuner(sweep: SweepRun) -> tune.Tuner:
