@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import fsdp_lab.installed  # noqa: F401
 
+if __name__ == "__main__":
+    from fsdp_lab import quick_imports
+
+    quick_imports.begin()
+
 # isort: split
 import atexit
 import io

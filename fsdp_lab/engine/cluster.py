@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which writes every printed line into a worker's log twice
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_preload_python_modules": "fsdp_lab.engine.worker_start",
     "RAY_worker_niceness": "0",  # Ray's 15 lets whatever else the machine does go first: speeds would be lower
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "30",  # for a stopped trial to let go of its workers, before the next
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the driver has its own

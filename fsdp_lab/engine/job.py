@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab import quick_imports
 from fsdp_lab.config.sweep import Placement
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts
@@ -195,6 +196,7 @@ def fit(
                 fit_by_ray(job, received, attempts, meeting)
             else:
                 settings = trainer_settings(job, meeting, job.max_failures, [reporting(received)])
+                quick_imports.end()
                 ray_private.fit_here(settings, job.folder, attempts, job.workers_per_node, job.ray_is_ours)
     except BaseException:  # Tune ends a trial by SystemExit
         attempts.stop()  # Ray forgets workers that started and then could not make their process group

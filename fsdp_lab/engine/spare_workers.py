@@ -17,7 +17,13 @@ from typing import Any
 
 # What every worker imports, whatever its trial: nothing here may ask CUDA for its devices, because Ray sets a worker's
 # `CUDA_VISIBLE_DEVICES` later.
-MODULES = ("ray.train.torch", "torchvision.models", "fsdp_lab.training", "fsdp_lab.engine.worker")
+MODULES = (
+    "fsdp_lab.engine.worker_start",
+    "ray.train.torch",
+    "torchvision.models",
+    "fsdp_lab.training",
+    "fsdp_lab.engine.worker",
+)
 _PRELOAD = "RAY_preload_python_modules"
 _BEFORE_CANCEL_S = 0.3  # for Ray to ask for the processes; they take longer to start
 _IDLE = "ray::IDLE"  # the title of a process that waits for work

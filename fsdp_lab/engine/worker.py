@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab import quick_imports
 from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.target import user_line
 from fsdp_lab.engine.mirror import Sender, scratch_folder
@@ -223,6 +224,7 @@ def train_and_record(
         from fsdp_lab.training import DivergedError, train
         from fsdp_lab.training.distributed import keep_threads
 
+        quick_imports.end()
         if has_imported_early():
             keep_threads()
         if on_cpu:

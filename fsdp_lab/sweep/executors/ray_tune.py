@@ -12,6 +12,7 @@ import signal
 import threading
 from contextlib import chdir
 
+from fsdp_lab import quick_imports
 from fsdp_lab.config.sweep import ClusterConfig, Engine
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
@@ -84,6 +85,7 @@ class RayTuneExecutor:
         """Hand the trials to Ray Tune and wait for them."""
         from fsdp_lab.sweep.executors.tuner import MAX_STARTING, build_tuner
 
+        quick_imports.end()
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
         if sweep.config.cluster.address is None:
