@@ -6,13 +6,44 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_lab.tracking.tags import one_line
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts while the store is away
 # An expired token and a proxy in between are mended by people, and until then the writes wait.
 _AWAY = (401, 403, 408, 429)
+
+
+class _Attempt:
+    """A write that is being made, in a thread of its own.
+
+    Ctrl-C reaches the main thread only. An interrupted write to SQLite would leave the database locked, and the writes
+    that end the runs would wait for it in vain.
+    """
+
+    def __init__(self) -> None:
+        self._begun = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def _make(self, write: _Write) -> None:
+        if not self._begun.acquire(blocking=False):  # an interrupt came between the thread's start and the wait
+            return
+        try:
+            write.do(write.tried)
+        except BaseException as error:  # noqa: BLE001 (the thread that waits gets it)
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def make(self, write: _Write) -> None:
+        """Begin the write if need be, wait for it, and raise what it raises. An interrupt ends the wait only."""
+        if not self._begun.locked():
+            threading.Thread(target=self._make, args=(write,), name="mlflow", daemon=True).start()
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass
@@ -23,13 +54,15 @@ class _Write:
     run: str
     do: Callable[[bool], None]
     tried: bool = False
+    attempt: _Attempt = field(default_factory=_Attempt)
 
 
 class Outbox:
     """Sends writes in the order in which they were put.
 
     A write that the store refuses is reported once for each kind, and dropped. While the store does not answer, writes
-    wait in memory. One thread sends at a time: while it hangs, writes of other threads wait behind it.
+    wait in memory. One thread sends at a time: while it hangs, writes of other threads wait behind it. An interrupt
+    ends the wait for a write, not the write; the next call waits for it again.
 
     Args:
         uri: of the store, for messages; without credentials.
@@ -97,12 +130,12 @@ class Outbox:
     def _try(self, write: _Write) -> bool:
         """Return whether the write is done; False if the store is away and not tried for a while."""
         try:
-            write.do(write.tried)
+            write.attempt.make(write)
         except Exception as error:  # noqa: BLE001 (no failure of the record may end the sweep)
             # Of urllib3's chain of wrappers, only what stands last says something.
             reason = one_line(str(error).rpartition("Caused by ")[2], 300) or type(error).__name__
             if _is_away(error):
-                write.tried = True
+                write.tried, write.attempt = True, _Attempt()
                 self._silent_until = time.monotonic() + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
                 self.report_problem(
@@ -113,9 +146,6 @@ class Outbox:
                 return False
             self._refused.add(write.run)
             self.report_problem(write.what, f"tracking.uri={self._uri}: MLflow refused {write.what} ({reason}).")
-        except BaseException:  # an interrupt: the write may have got through
-            write.tried = True
-            raise
         return True
 
 

@@ -26,20 +26,26 @@ class Client:
 
 class Sweep:
     closed = False
-    def say(self, text):
+    def log(self, text):
         print(text, flush=True)
     def close(self, interrupted):
+        if self.closed:
+            return
         self.closed = True
-        print("to go on: resume", flush=True)
+        print("to resume: resume", flush=True)
         tracker.finish("handle", "interrupted")
         print("unsent", tracker.settle(0.0), flush=True)
 
 shutdown._LIMIT_S = 3.0
 tracker = Tracker(TrackingConfig())
 tracker._client = Client()
-with shutdown.interruptible(Sweep()):
+sweep = Sweep()
+with shutdown.interruptible(sweep):
     threading.Timer(0.5, lambda: os.kill(os.getpid(), 2)).start()
-    tracker.start_trial("t", [], Path("."), None)
+    try:
+        tracker.start_trial("t", [], Path("."), None)
+    except KeyboardInterrupt:
+        sweep.close(True)
 """
 
 
@@ -48,5 +54,6 @@ def test_a_deadline_in_the_middle_of_a_store_write_ends_in_time_and_sends_nothin
         [sys.executable, "-c", _HANGS], cwd=Path(ROOT), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 130, done.stderr
-    assert done.stdout.count("create_run by MainThread") == 1 and done.stdout.count("create_run by") == 1
-    assert "to go on: resume" in done.stdout and "unsent 2" in done.stdout
+    assert done.stdout.count("create_run by") == 1, done.stdout
+    assert "to resume: resume" in done.stdout and "unsent" not in done.stdout, "the end of the run waits for its start"
+    assert "still closing MLflow and Ray; this ends within 3 s" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -627,21 +628,30 @@ def test_what_seemed_to_fail_and_got_through_is_not_written_twice(opened: Tracke
     }
 
 
-def test_an_interrupt_in_the_middle_of_a_write_makes_no_second_run(opened: Tracker, tmp_path: Path) -> None:
-    """The store has got the run, and Ctrl-C came before its answer: what follows looks for it first."""
-    client = opened._client
-    assert client is not None
-    create, calls = client.create_run, []
+def test_an_interrupt_in_the_middle_of_a_write_leaves_the_store_whole(
+    opened: Tracker, tmp_path: Path, problems: list[str]
+) -> None:
+    """An interrupted write to SQLite would leave it locked: the run could not be ended, and the shutdown would hang."""
+    handle = opened.start_trial("t", [], tmp_path, None, "night", "3")
+    with closing(sqlite3.connect("outputs/mlflow.db", isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")  # so that the write waits inside SQLite
 
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(create(*args, **kwargs))
-        raise KeyboardInterrupt
+        def interrupt() -> None:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            other.execute("ROLLBACK")
 
-    client.create_run = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        opened.start_trial("t", [], tmp_path, None, "night", "3")
-    assert opened.settle(10) == 0
-    assert list(opened.find_runs("night")) == ["3"] and len(calls) == 1
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt) as interrupted:  # whose traceback lives on, as in the driver
+            opened.log_epoch(handle, METRICS)
+        opened.finish(handle, "interrupted")
+        thread.join(60)
+    assert interrupted.value and opened.settle(0.0) == 0 and problems == []
+    run_id = opened.run_id(handle)
+    assert reader().get_run(run_id).info.status == "KILLED"
+    assert history(run_id, "train/loss") == [(1, 1.5)], "the write was made, once"
 
 
 def test_while_one_thread_hangs_in_a_write_another_sends_nothing(opened: Tracker, tmp_path: Path) -> None:
@@ -665,7 +675,7 @@ def test_while_one_thread_hangs_in_a_write_another_sends_nothing(opened: Tracker
     resumed.set()
     driver.join(60)
     assert opened.settle(10) == 0
-    assert calls == ["driver", "driver"] and set(opened.find_runs("night")) == {"", "3"}
+    assert calls == ["mlflow", "mlflow"] and set(opened.find_runs("night")) == {"", "3"}
 
 
 def test_a_server_is_written_to_and_its_death_is_reported_once(
