@@ -148,6 +148,18 @@ def check_no_gpu() -> None:
         )
 
 
+def own_session() -> None:
+    """Move this process to a session of its own, as torchrun does with a rank.
+
+    Linux divides the cores among sessions (`sched_autogroup_enabled`). In Ray's session all ranks would have one share,
+    together with Ray's own processes.
+    """
+    if os.getsid(0) != os.getpid():
+        with suppress(OSError):  # else it stays where it is
+            os.setpgid(0, os.getpgid(os.getppid()))  # Ray lets it lead a group, and a leader cannot begin a session
+            os.setsid()
+
+
 def train_worker(job: dict[str, Any]) -> None:
     """Train on this rank: the function of Ray Train.
 
@@ -157,6 +169,7 @@ def train_worker(job: dict[str, Any]) -> None:
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
+    own_session()
     if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
         os.chdir(job["launched_in"])
     os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])

@@ -62,7 +62,9 @@ def test_a_trial_without_progress_is_ended_and_the_next_one_runs(tmp_path: Path)
     with started(tmp_path, "-m", *FAST, *slow, "optimizer.lr=1e-3,1e-4") as process:
         folder = tmp_path / "out" / "0"
         wait_for(lambda: (folder / "metrics.jsonl").exists(), process)
-        workers_of(process)[1].suspend()
+        workers = workers_of(process)
+        assert [os.getsid(worker.pid) for worker in workers] == [worker.pid for worker in workers], "see own_session"
+        workers[1].suspend()
         wait_for(lambda: read_outcome(folder), process, 40)
         wait_for(lambda: (tmp_path / "out" / "1" / "metrics.jsonl").exists(), process)
         os.killpg(process.pid, signal.SIGINT)
