@@ -73,6 +73,8 @@ def discrete_values(override: Override) -> list[str]:
 
 def unescaped(word: str) -> str:
     """Return an override without escapes that Hydra does not need, such as a backslash before the colon of `s3://`."""
+    if "\\" not in word:
+        return word
     parser, plain = OverridesParser.create(), re.sub(r"\\(.)", r"\1", word)
     with suppress(HydraException):
         if discrete_values(parser.parse_override(plain)) == discrete_values(parser.parse_override(word)):
