@@ -63,9 +63,8 @@ class JobConfig:
         """Check the options of `sbatch`, the volume, and that KubeRay has what it needs.
 
         Raises:
-            ConfigError: an item of `sbatch` is not an option, or one that the script sets itself, or is given
-                to KubeRay; `volume` is not
-                <claim>:<path>; or KubeRay lacks a key.
+            ConfigError: an item of `sbatch` is not an option, or one that the script sets itself; a key is the other
+                manager's; `volume` is not <claim>:<path>; or KubeRay lacks a key.
         """
         for word in self.sbatch:
             if not _OPTION.fullmatch(word):
@@ -85,6 +84,11 @@ class JobConfig:
             raise ConfigError(f"cluster.job.sbatch has {twice[0]} more than once; keep one.")
         if self.sbatch and self.manager is Manager.kuberay:
             raise ConfigError("cluster.job.sbatch is for cluster=slurm; leave it out, or edit the manifest.")
+        if self.symmetric_run and self.manager is Manager.kuberay:
+            raise ConfigError("cluster.job.symmetric_run is for cluster=slurm; leave it out.")
+        for name in ("image", "volume"):
+            if getattr(self, name) is not None and self.manager is Manager.slurm:
+                raise ConfigError(f"cluster.job.{name} is for cluster=kuberay; leave it out.")
         if self.volume is not None and not _VOLUME.fullmatch(self.volume):
             raise ConfigError(
                 f"cluster.job.volume={self.volume} is not <claim>:<path>; use for example "

@@ -138,7 +138,7 @@ def _check_float8_gpus() -> None:
 
 
 def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
-    """Refuse more workers than a Ray on this machine could ever place. Does nothing for a running cluster.
+    """Refuse more workers, or nodes, than a Ray on this machine could ever have. Does nothing for a running cluster.
 
     Args:
         cluster: the request.
@@ -149,6 +149,11 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
     """
     if not cluster.is_here:
         return  # another machine's resources are known when it has been reached
+    if cluster.job.nodes > 1:  # whoever forgets cluster=slurm is not to train on the login node
+        raise ConfigError(
+            f"cluster.job.nodes={cluster.job.nodes} with cluster=local, which is this machine alone; add "
+            "cluster=slurm, cluster=kuberay or cluster.address=<head>:6379, or leave cluster.job.nodes out."
+        )
     gpus = num_gpus()
     if 0 < gpus < num_workers:
         raise ConfigError(

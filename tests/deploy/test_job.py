@@ -104,6 +104,10 @@ def test_the_script_types_what_was_typed_without_what_slurm_was_asked_for(tmp_pa
             "cluster.job.sbatch=[gres:gpu:a100:8] and cluster.job.gpus_per_node=8 both request GPUs",
         ),
         ((*POD, VOLUME, "cluster.job.sbatch=[time:60]"), {}, "cluster.job.sbatch is for cluster=slurm"),
+        ((*POD, VOLUME, "cluster.job.symmetric_run=true"), {}, "cluster.job.symmetric_run is for cluster=slurm"),
+        (("cluster=slurm", "cluster.job.image=x:1"), {}, "cluster.job.image is for cluster=kuberay"),
+        (("cluster=slurm", VOLUME), {}, "cluster.job.volume is for cluster=kuberay"),
+        (("cluster.job.nodes=2",), {}, "cluster.job.nodes=2 with cluster=local, which is this machine alone; add"),
         (
             ("cluster=kuberay",),
             {},
