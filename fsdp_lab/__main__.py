@@ -236,4 +236,5 @@ def print_axes(arguments: list[str], search_words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    quick_imports.end()  # before trials are composed, which leaves garbage
     main()

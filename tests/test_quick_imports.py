@@ -63,3 +63,20 @@ def test_no_garbage_is_collected_until_the_imports_end(code: str, printed: list[
 def test_a_command_ends_without_waiting_for_the_limit():
     command = [sys.executable, "-m", "fsdp_lab", "--keys"]
     assert subprocess.run(command, capture_output=True, timeout=50).returncode == 0
+
+
+_AS_COMMAND = """
+import atexit, gc, runpy, sys
+module, *sys.argv[1:] = sys.argv[1:]
+atexit.register(lambda: print(gc.isenabled(), file=sys.stderr))
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [("fsdp_lab", "--keys"), ("fsdp_lab.nightly", "--help"), ("fsdp_lab.forecast", "--help")]
+)
+@pytest.mark.timeout(60)
+def test_a_command_collects_garbage_once_it_has_begun(words: tuple[str, ...]):
+    done = subprocess.run([sys.executable, "-c", _AS_COMMAND, *words], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0 and done.stderr.splitlines() == ["True"]

@@ -266,4 +266,5 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
 
 
 if __name__ == "__main__":
+    quick_imports.end()  # before trials are composed, which leaves garbage
     sys.exit(main())

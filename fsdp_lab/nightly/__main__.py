@@ -220,4 +220,5 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 if __name__ == "__main__":
+    quick_imports.end()  # before trials are composed, which leaves garbage
     sys.exit(main())

@@ -68,6 +68,7 @@ class RayTuneExecutor:
         cluster = sweep.config.cluster
         if cluster.address is None:
             sweep.log("Ray starts")
+        quick_imports.begin()  # Ray's and Tune's; `run` ends it
         _start_ray(cluster, _code_of(sweep.plan))
         sigterm_interrupts()  # Ray has put a handler of its own
         if cluster.address is None:
