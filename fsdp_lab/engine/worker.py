@@ -155,9 +155,12 @@ def own_session() -> None:
     together with Ray's own processes.
     """
     if os.getsid(0) != os.getpid():
-        with suppress(OSError):  # else it stays where it is
+        with suppress(OSError):
             os.setpgid(0, os.getpgid(os.getppid()))  # Ray lets it lead a group, and a leader cannot begin a session
-            os.setsid()
+            try:
+                os.setsid()
+            except OSError:  # a child of this process is still in the group that it led
+                os.setpgid(0, 0)
 
 
 def train_worker(job: dict[str, Any]) -> None:

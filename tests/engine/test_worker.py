@@ -21,3 +21,21 @@ def test_a_worker_has_a_session_of_its_own_whether_it_leads_a_group_or_not(proce
         process_group=process_group,
     )  # fmt: skip
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+_WITH_A_CHILD = """
+import os, subprocess
+from fsdp_lab.engine.worker import own_session
+child = subprocess.Popen(["sleep", "60"])
+own_session()
+print(os.getpgid(0) == os.getpid())
+child.kill()
+"""
+
+
+def test_a_worker_that_cannot_begin_a_session_stays_in_its_group():
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_A_CHILD], capture_output=True, text=True, timeout=100, check=False,
+        process_group=0,
+    )  # fmt: skip
+    assert done.stdout.split() == ["True"], done.stderr
