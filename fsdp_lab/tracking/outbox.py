@@ -40,9 +40,14 @@ class _Attempt:
     def make(self, write: _Write) -> None:
         """Begin the write if need be, wait for it, and raise what it raises. An interrupt ends the wait only."""
         if not self._begun.locked():
-            threading.Thread(target=self._make, args=(write,), name="mlflow", daemon=True).start()
+            try:
+                threading.Thread(target=self._make, args=(write,), name="mlflow", daemon=True).start()
+            except RuntimeError:  # the machine's or the user's limit of threads
+                self._make(write)
         self._ended.wait()
         if self._error is not None:
+            if not isinstance(self._error, Exception):  # nobody drops the write, so the next call makes it again
+                write.tried, write.attempt = True, _Attempt()
             raise self._error
 
 

@@ -654,6 +654,38 @@ def test_an_interrupt_in_the_middle_of_a_write_leaves_the_store_whole(
     assert history(run_id, "train/loss") == [(1, 1.5)], "the write was made, once"
 
 
+def test_a_write_is_made_where_no_thread_can_be_started(
+    opened: Tracker, tmp_path: Path, problems: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of threads is simulated: a real one would be the whole user's."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    handle = opened.start_trial("t", [], tmp_path, None, "night", "3")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    opened.log_epoch(handle, METRICS)
+    assert problems == [] and history(opened.run_id(handle), "train/loss") == [(1, 1.5)]
+
+
+def test_a_write_that_ends_its_thread_is_made_again(opened: Tracker, tmp_path: Path, problems: list[str]) -> None:
+    """What is no `Exception`, such as a panic of a library in Rust, reaches the caller once; nothing is dropped."""
+    client = opened._client
+    assert client is not None
+    handle, log_batch = opened.start_trial("t", [], tmp_path, None, "night", "3"), client.log_batch
+
+    def panic(*args: Any, **kwargs: Any) -> None:
+        client.log_batch = log_batch
+        raise SystemExit("panic")
+
+    client.log_batch = panic
+    with pytest.raises(SystemExit):
+        opened.log_epoch(handle, METRICS)
+    opened.finish(handle, "finished")
+    assert problems == [] and history(opened.run_id(handle), "train/loss") == [(1, 1.5)]
+    assert reader().get_run(opened.run_id(handle)).info.status == "FINISHED"
+
+
 def test_while_one_thread_hangs_in_a_write_another_sends_nothing(opened: Tracker, tmp_path: Path) -> None:
     """As at the deadline of an interrupt: what is added then waits, and nothing is sent twice."""
     client = opened._client
