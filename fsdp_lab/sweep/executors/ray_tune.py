@@ -12,7 +12,6 @@ import signal
 import threading
 from contextlib import chdir
 
-from fsdp_lab import quick_imports
 from fsdp_lab.config.sweep import ClusterConfig, Engine
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
@@ -68,7 +67,6 @@ class RayTuneExecutor:
         cluster = sweep.config.cluster
         if cluster.address is None:
             sweep.log("Ray starts")
-        quick_imports.begin()  # Ray's and Tune's; `run` ends it
         _start_ray(cluster, _code_of(sweep.plan))
         sigterm_interrupts()  # Ray has put a handler of its own
         if cluster.address is None:
@@ -86,7 +84,6 @@ class RayTuneExecutor:
         """Hand the trials to Ray Tune and wait for them."""
         from fsdp_lab.sweep.executors.tuner import MAX_STARTING, build_tuner
 
-        quick_imports.end()
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
         if sweep.config.cluster.address is None:
