@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.engine.rank import FolderReporter
 from fsdp_lab.engine.stacks import StackDump
-from fsdp_lab.engine.worker import FolderReporter
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.training.train import train
 

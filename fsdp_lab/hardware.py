@@ -2,7 +2,7 @@
 
 GPUs come from NVML, the driver's own library, which Ray and nvidia-smi use too. It needs no context on a GPU and no
 slow
-import. Each worker compares the count with what PyTorch sees (`engine/worker.py`).
+import. Each worker compares the count with what PyTorch sees (`engine/rank.py`).
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def outcome(setting: Setting) -> tuple[str, str]:
 
     The status is what `fsdp_lab.engine.job.outcome_of` says, which cannot be imported here: it needs psutil.
     """
+    from fsdp_lab.engine.rank import FolderReporter, train_and_record
     from fsdp_lab.engine.trial_files import read_failures
-    from fsdp_lab.engine.worker import FolderReporter, train_and_record
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,5 +1,5 @@
 """One trial as a Ray Train job: cluster, workers, failures. Ray is imported inside the calls.
 
-Start with `job.py`, which runs in Tune's process, and `worker.py`, which each rank runs. `cluster.py` starts Ray or
+Start with `job.py`, which runs in Tune's process, and `rank.py`, which each rank runs. `cluster.py` starts Ray or
 connects to it. `attempts.py` decides what is retried. `ray_private.py` has every private name of Ray.
 """

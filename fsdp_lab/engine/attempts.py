@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from fsdp_lab.engine.failures import write_failure
 from fsdp_lab.engine.nodes import dead_node_of
 from fsdp_lab.engine.ray_private import failed_to_be_placed
 from fsdp_lab.engine.resources import release_placement_group
 from fsdp_lab.engine.trial_files import read_failures, read_progress, set_aside_failures
-from fsdp_lab.engine.worker import write_failure
 from fsdp_lab.storage import StorageAway, StorageRefused
 
 _PEER_S = 1.0

@@ -11,9 +11,9 @@ from pathlib import Path
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.mirror import Sender
+from fsdp_lab.engine.rank import FolderReporter, refuse_unseen_gpus, train_and_record, unseen_gpu
 from fsdp_lab.engine.trial_files import Outcome, read_failures, set_aside_failures, write_outcome
 from fsdp_lab.engine.why import first_line
-from fsdp_lab.engine.worker import FolderReporter, refuse_unseen_gpus, train_and_record, unseen_gpu
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.storage import Storage
 

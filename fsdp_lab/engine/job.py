@@ -18,8 +18,10 @@ from fsdp_lab.config.sweep import Placement
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.cluster import set_environment
+from fsdp_lab.engine.failures import write_failure
 from fsdp_lab.engine.mirror import Receiver
 from fsdp_lab.engine.nodes import own_node, write_rank_nodes
+from fsdp_lab.engine.rank import refuse_unseen_gpus, train_worker, unseen_gpu
 from fsdp_lab.engine.rendezvous import meet, meeting_folder
 from fsdp_lab.engine.resources import placement_group_mark, release_placement_group, worker_resources
 from fsdp_lab.engine.stacks import find_stuck
@@ -34,7 +36,6 @@ from fsdp_lab.engine.trial_files import (
     write_outcome,
 )
 from fsdp_lab.engine.why import report_of, why
-from fsdp_lab.engine.worker import refuse_unseen_gpus, train_worker, unseen_gpu, write_failure
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 

@@ -22,7 +22,7 @@ MODULES = (
     "ray.train.torch",
     "torchvision.models",
     "fsdp_lab.training",
-    "fsdp_lab.engine.worker",
+    "fsdp_lab.engine.rank",
 )
 _PRELOAD = "RAY_preload_python_modules"
 _BEFORE_CANCEL_S = 0.3  # for Ray to ask for the processes; they take longer to start

@@ -12,7 +12,9 @@ import torch
 
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine import job
+from fsdp_lab.engine.failures import kind_of, record_failure
 from fsdp_lab.engine.inline import run_inline
+from fsdp_lab.engine.rank import FolderReporter, refuse_unseen_gpus, train_and_record, unseen_gpu
 from fsdp_lab.engine.trial_files import (
     append_line,
     clear_left_over,
@@ -21,14 +23,6 @@ from fsdp_lab.engine.trial_files import (
     read_metrics,
     read_outcome,
     why_unwritten,
-)
-from fsdp_lab.engine.worker import (
-    FolderReporter,
-    kind_of,
-    record_failure,
-    refuse_unseen_gpus,
-    train_and_record,
-    unseen_gpu,
 )
 
 

@@ -15,7 +15,7 @@ RANK = """
 import sys, threading
 from pathlib import Path
 from fsdp_lab.engine.stacks import StackDump
-from fsdp_lab.engine.worker import FolderReporter, redirect_output
+from fsdp_lab.engine.rank import FolderReporter, redirect_output
 
 folder = Path(sys.argv[1])
 stacks = StackDump(0.5)
@@ -50,7 +50,7 @@ Thread 0x00007f918c0fb6c0 (most recent call first):
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2805 in broadcast
   File "/v/site-packages/torch/distributed/c10d_logger.py", line 81 in wrapper
   File "/home/me/fsdp_lab/training/weights.py", line 94 in _fill
-  File "/home/me/fsdp_lab/engine/worker.py", line 161 in train_and_record
+  File "/home/me/fsdp_lab/engine/rank.py", line 161 in train_and_record
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 
 _MOVES = """
 import os
-from fsdp_lab.engine.worker import own_session
+from fsdp_lab.engine.rank import own_session
 for _ in range(2):
     own_session()
     print(os.getsid(0) == os.getpgid(0) == os.getpid())
@@ -25,7 +25,7 @@ def test_a_worker_has_a_session_of_its_own_whether_it_leads_a_group_or_not(proce
 
 _WITH_A_CHILD = """
 import os, subprocess
-from fsdp_lab.engine.worker import own_session
+from fsdp_lab.engine.rank import own_session
 child = subprocess.Popen(["sleep", "60"])
 own_session()
 print(os.getpgid(0) == os.getpid())

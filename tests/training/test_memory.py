@@ -133,7 +133,7 @@ def test_the_peak_is_that_of_the_second_step_where_an_epoch_has_one():
 
 def run_out(words: list[str]) -> dict[str, Any]:
     """Train with little more memory than this process has now."""
-    from fsdp_lab.engine.worker import is_out_of_memory
+    from fsdp_lab.engine.failures import is_out_of_memory
     from fsdp_lab.training import train
 
     with tempfile.TemporaryDirectory() as folder:

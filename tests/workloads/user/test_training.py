@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import UserError
+from fsdp_lab.engine.failures import record_failure
 from fsdp_lab.engine.trial_files import read_failures
-from fsdp_lab.engine.worker import record_failure
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import tensors_of

@@ -1,0 +1,92 @@
+"""Failures of a rank: what kind an error is, and how `failures/` in the trial's folder records it."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_lab.config.target import user_line
+from fsdp_lab.engine.trial_files import no_space
+from fsdp_lab.files import write_json
+
+
+def record_failure(folder: Path, rank: int, error: BaseException, kind: str, has_log: bool = True) -> None:
+    """Write `failures/rank<r>.json`, and the error into the rank's log, with a traceback unless it is a user's error.
+
+    A trial without its own log writes only the file.
+    """
+    if not has_log:
+        pass  # the sweep prints the message, and where the traceback is
+    elif kind == "user" or not folder.is_dir():  # the message says it all; of a folder that is gone, the sweep tells
+        print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr, flush=True)
+    elif kind != "diverged":
+        traceback.print_exception(error)
+    text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the step
+    message = f"rank {rank}{where}: {type(error).__name__}: {text.strip()[:300]}"
+    if kind == "user":  # a process that loads data gives back a whole traceback, with the message at its end
+        message = text.partition("UserError: ")[2] if str(error).startswith("Caught ") else str(error)
+    elif kind == "error" and (line := user_line(error)):
+        message += f" ({line})"
+    if "No space left on device" in str(error):
+        message = f"rank {rank}: {no_space(folder)}"
+    write_failure(folder, rank, kind, message, "".join(traceback.format_exception(error)))
+
+
+def write_failure(folder: Path, rank: int, kind: str, message: str, text: str) -> None:
+    """Write `failures/rank<r>.json`; does nothing if the disk is full or the folder is gone.
+
+    Args:
+        folder: the trial's.
+        rank: that failed.
+        kind: `oom`, `peer`, `user`, `diverged` or `error`.
+        message: a line.
+        text: the traceback; "": none.
+    """
+    failure = {"rank": rank, "kind": kind, "message": message, "traceback": text, "time": time.time()}
+    with suppress(OSError):  # the disk is full, or the folder gone: the driver looks at it when it finds nothing
+        (folder / "failures").mkdir(exist_ok=True)
+        write_json(folder / "failures" / f"rank{rank}.json", failure, parents=False)
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the kind of an error: `oom`, `peer` (only another rank's failure) or `error`."""
+    if is_out_of_memory(error):
+        return "oom"
+    return "peer" if is_peer_failure(error) else "error"
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_CUBLAS_BYTES = 64 * 2**20  # what cuBLAS and cuBLASLt want on Hopper, 32 MiB each
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out: on a GPU, in Python, or in PyTorch's allocators for the CPU and for pinned memory.
+
+    PyTorch's allocators raise plain RuntimeErrors. Errors are identified by name, because PyTorch may not be
+    importable.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    if "CUBLAS_STATUS_NOT_INITIALIZED" in str(error):  # cuBLAS does not say why it could not start
+        free = free_gpu_bytes()
+        return free is not None and free < _CUBLAS_BYTES
+    return any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+def free_gpu_bytes() -> int | None:
+    """Return the free bytes of the current GPU; None without PyTorch, or if it cannot tell after the error."""
+    with suppress(Exception):
+        return int(sys.modules["torch"].cuda.mem_get_info()[0])
+    return None
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether this rank failed only because another one went away in the middle of a message."""
+    text = str(error)
+    return any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
