@@ -1,4 +1,4 @@
-"""CPU seconds of what a worker imports, with and without Python's garbage collector (`fsdp_lab/quick_imports.py`).
+"""CPU seconds of what a rank imports, with and without Python's garbage collector (`fsdp_lab/quick_imports.py`).
 
 python -m benchmarks.imports [rounds]
 
@@ -11,15 +11,15 @@ import statistics
 import subprocess
 import sys
 
-from fsdp_lab.engine.spare_workers import MODULES
+from fsdp_lab.engine.rank_server import MODULES
 
 _LIMIT_S = 120
 _CODE = """
 import importlib, sys, time
-names = sys.argv[2:]
 if sys.argv[1] == "without":
-    importlib.import_module(names[0])
-for name in names[1:]:
+    from fsdp_lab import quick_imports
+    quick_imports.begin()
+for name in sys.argv[2:]:
     importlib.import_module(name)
 print(time.process_time())
 """

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 
 import psutil
+
+from fsdp_lab.hardware import RAYLET
 
 _EVERY_S = 1.0
 _IDLE = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is within user's already
@@ -49,43 +52,46 @@ class Window:
     """The time from when this is made.
 
     Args:
-        root: our own are this process and its descendants. Those that begin and end between two calls of `share` count
-            as others'.
+        roots: our own are these processes and their descendants. Those that begin and end between two calls of `share`
+            count as others'.
     """
 
-    def __init__(self, root: psutil.Process) -> None:
-        self._root, self._begun, self._busy_before = root, time.monotonic(), _busy_s()
-        self._seen, self._ours = _family_s(root), 0.0
+    def __init__(self, *roots: psutil.Process) -> None:
+        self._roots, self._begun, self._busy_before = roots, time.monotonic(), _busy_s()
+        self._seen, self._ours = _family_s(roots), 0.0
 
     def share(self) -> float:
         """Return the share of all cores' time that other processes had so far, 0 to 1."""
-        now = _family_s(self._root)
+        now = _family_s(self._roots)
         self._ours += sum(max(0.0, seconds - self._seen.get(pid, 0.0)) for pid, seconds in now.items())
         self._seen |= now
         elapsed = (time.monotonic() - self._begun) * (os.cpu_count() or 1)
         return min(max((_busy_s() - self._busy_before - self._ours) / max(elapsed, 1e-9), 0.0), 1.0)
 
 
-def launcher() -> psutil.Process:
-    """Return the process that started the ranks of this node: Ray's raylet or torchrun, else this process."""
+def launchers() -> list[psutil.Process]:
+    """Return the processes that started the ranks of this node: those of a trial or torchrun, else this process."""
     me = psutil.Process()
-    with suppress(psutil.Error):
+    with suppress(psutil.Error, ValueError):
         parent = me.parent()
-        if parent is not None and (parent.name() == "raylet" or "TORCHELASTIC_RUN_ID" in os.environ):
-            return parent
-    return me
+        if parent is not None and RAYLET in os.environ:
+            return [parent, psutil.Process(int(os.environ[RAYLET]))]
+        if parent is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+            return [parent]
+    return [me]
 
 
 def _busy_s() -> float:
     return sum(seconds for name, seconds in psutil.cpu_times()._asdict().items() if name not in _IDLE)
 
 
-def _family_s(root: psutil.Process) -> dict[int, float]:
-    """Return the CPU seconds of a process and its descendants, by their ids."""
+def _family_s(roots: Iterable[psutil.Process]) -> dict[int, float]:
+    """Return the CPU seconds of processes and their descendants, by their ids."""
     seconds_by_pid = {}
-    with suppress(psutil.Error):
-        for process in (root, *root.children(recursive=True)):
-            with suppress(psutil.Error):
-                times = process.cpu_times()
-                seconds_by_pid[process.pid] = times.user + times.system
+    for root in roots:
+        with suppress(psutil.Error):
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.Error):
+                    times = process.cpu_times()
+                    seconds_by_pid[process.pid] = times.user + times.system
     return seconds_by_pid

@@ -27,6 +27,8 @@ _MAX_LOADER_WORKERS = 4
 _LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB where nobody asks for more
 # Cores that a launcher gave to this process; see `worker_cpus`.
 WORKER_CPUS = "FSDP_LAB_WORKER_CPUS"
+# The number of the raylet of a rank's worker, in the environment of the rank.
+RAYLET = "FSDP_LAB_RAYLET"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "terminal": set(),
     "wording": set(),
     "hardware": set(),
-    "cpu_contention": set(),
+    "cpu_contention": {"hardware"},
     "config": set(),
     "config.machine": {"config", "hardware"},
     "reference": {"config"},

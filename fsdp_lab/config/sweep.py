@@ -183,8 +183,6 @@ class ClusterConfig:
     """Restarts of a failed trial from its last checkpoint."""
     wait_timeout_s: float = key(600.0, positive, may_differ=Between.STARTS)
     """Seconds that a trial waits for free resources before it fails."""
-    early_imports: bool = key(False, may_differ=Between.STARTS)
-    """Let the next trial's workers import PyTorch while a trial trains, which it slows down where cores are scarce."""
     job: JobConfig = group(JobConfig, may_differ=EVERYWHERE, is_param=False)
 
     @property
@@ -223,10 +221,6 @@ class ClusterConfig:
                 f"cluster.num_workers={workers} needs {on_a_node:g} cores on each node "
                 f"(cluster.cpus_per_worker={each:g}), and the job has cluster.job.cpus_per_node={cpus}; set "
                 f"cluster.job.cpus_per_node={math.ceil(on_a_node - _ROUNDING)} or fewer workers."
-            )
-        if self.early_imports and self.address is not None:
-            raise ConfigError(
-                "cluster.early_imports=true needs a Ray that fsdp_lab starts; leave it out with cluster.address."
             )
 
 

@@ -20,11 +20,10 @@ from fsdp_lab import hardware
 from fsdp_lab.config import UserError
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
-from fsdp_lab.engine import spare_workers
+from fsdp_lab.engine.rank_server import start_server, stop_server
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_token import check_token, is_refusal, set_own_token, wrong_token
 from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
-from fsdp_lab.engine.resources import resolve_num_workers
 from fsdp_lab.engine.session import claim_session, keep_session
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
@@ -81,8 +80,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         set_own_token()
-        if cluster.early_imports:
-            spare_workers.set_environment(resolve_num_workers(cluster))
     else:
         check_token(cluster.address)
         probe(cluster.address, cluster.wait_timeout_s if cluster.job.nodes > 1 else 0.0)
@@ -93,10 +90,11 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if cluster.address is None:
         adopt_orphans()
-        keep_meetings_here()
+        cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
+        each = cluster.cpus_per_worker or hardware.default_cpus_per_worker(cpus if gpus else 0, gpus)
+        start_server(keep_meetings_here(), max(1, int(each)))
         # "local" and not None, which would join a Ray that somebody else started on this machine
         # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
-        cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
         context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
         if folder := getattr(context, "address_info", {}).get("session_dir"):
             _own_folders.append(Path(folder))
@@ -216,8 +214,8 @@ def stop_ray() -> None:
     if shutdown is not None:  # else Ctrl-C came while Ray was being imported
         shutdown()
     end_descendants()
+    stop_server()
     end_meetings()
-    spare_workers.restore_environment()
     while _own_folders:
         folder = _own_folders.pop()
         if lost is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.mirror import Sender
-from fsdp_lab.engine.rank import FolderReporter, refuse_unseen_gpus, train_and_record, unseen_gpu
+from fsdp_lab.engine.rank import FolderReporter, refuse_unseen_gpu, train_and_record
 from fsdp_lab.engine.trial_files import Outcome, read_failures, set_aside_failures, write_outcome
 from fsdp_lab.engine.why import first_line
 from fsdp_lab.hardware import num_gpus
@@ -45,8 +45,6 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
     begun = time.time()
     set_aside_failures(folder)  # of a start before this one
     try:
-        if num_gpus():
-            refuse_unseen_gpus(folder, [unseen_gpu(0)])
         sender = Sender(Storage(storage), folder) if storage else None
 
         def on_report() -> None:
@@ -56,7 +54,8 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
 
         reporter = InlineReporter(folder, config.data.name, on_report)
         try:
-            train_and_record(config, folder, 0, reporter, has_log=False, storage=storage)
+            join = (lambda: refuse_unseen_gpu(0)) if num_gpus() else lambda: None
+            train_and_record(config, folder, 0, reporter, has_log=False, storage=storage, join=join)
         finally:
             if sender:
                 sender.end()

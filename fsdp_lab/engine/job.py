@@ -21,8 +21,7 @@ from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.failures import write_failure
 from fsdp_lab.engine.mirror import Receiver
 from fsdp_lab.engine.nodes import own_node, write_rank_nodes
-from fsdp_lab.engine.rank import refuse_unseen_gpus, train_worker, unseen_gpu
-from fsdp_lab.engine.rendezvous import meet, meeting_folder
+from fsdp_lab.engine.rendezvous import arrange_meeting, meeting_folder
 from fsdp_lab.engine.resources import placement_group_mark, release_placement_group, worker_resources
 from fsdp_lab.engine.stacks import find_stuck
 from fsdp_lab.engine.trial_files import (
@@ -36,11 +35,13 @@ from fsdp_lab.engine.trial_files import (
     write_outcome,
 )
 from fsdp_lab.engine.why import report_of, why
+from fsdp_lab.engine.worker import train_worker
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.25  # for reports, where Ray's controller is another process
+_JOIN_S = 1800.0  # for ranks to join, and for a collective: PyTorch's own limit for gloo
 _LONGEST_LOOK_S = 5.0  # that counts as waiting for a trial's next step
 _START = "its start"
 
@@ -253,7 +254,7 @@ def trainer_settings(
     return {
         "train_loop_per_worker": train_worker,
         "train_loop_config": job.as_dict(),
-        "torch_config": torch_config(job, meeting),
+        "torch_config": backend_config(job, meeting),
         "scaling_config": ScalingConfig(
             num_workers=job.num_workers,
             use_gpu=job.use_gpu,
@@ -272,29 +273,28 @@ def trainer_settings(
     }
 
 
-def torch_config(job: Job, meeting: str) -> Any:
-    """Return Ray's configuration of PyTorch, with our check of the GPUs and our meeting of the ranks (`rendezvous.py`).
+def backend_config(job: Job, meeting: str) -> Any:
+    """Return what Ray Train does with workers before they train: they get to know where their ranks meet.
 
-    The check comes first: without a GPU NCCL fails before our code on the workers is called.
+    Ray's own, of PyTorch, would import it in the workers, and make the process group there.
     """
-    import ray
-    from ray.train.torch import TorchConfig
+    from ray.train.backend import Backend, BackendConfig
 
     here = own_node()["node"]
+    pytorch = "cpu:gloo,cuda:nccl" if job.use_gpu else "gloo"
 
-    class Backend(TorchConfig().backend_cls):  # type: ignore[misc]
+    class Meeting(Backend):
+        share_cuda_visible_devices = True  # NCCL wants to see the GPUs of all ranks on a node
+
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            if job.use_gpu:
-                ranks = range(len(worker_group))
-                unseen = ray.get([worker_group.execute_single_async(rank, unseen_gpu, rank) for rank in ranks])
-                refuse_unseen_gpus(Path(job.folder), unseen)
             nodes = write_rank_nodes(Path(job.folder), worker_group)
-            meet(worker_group, nodes, here, meeting, backend_config.backend, backend_config.timeout_s)
+            arrange_meeting(worker_group, nodes, here, meeting, pytorch, _JOIN_S)
 
-    class Torch(TorchConfig):
-        backend_cls = Backend
+    class Config(BackendConfig):
+        backend_cls = Meeting
+        backend = pytorch  # as a `TorchConfig` has it
 
-    return Torch(backend="cpu:gloo,cuda:nccl" if job.use_gpu else "gloo")
+    return Config()
 
 
 def reporting(report: Callable[[dict[str, float]], None]) -> Any:

@@ -1,25 +1,25 @@
-"""The code of each worker: the training core, with its reports in the trial's folder."""
+"""What a rank's process does: the training core, with its reports in the trial's folder."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fsdp_lab import quick_imports
 from fsdp_lab.config import TrialConfig, UserError, from_dict
-from fsdp_lab.engine.failures import kind_of, record_failure, write_failure
-from fsdp_lab.engine.mirror import Sender, scratch_folder
-from fsdp_lab.engine.spare_workers import has_imported_early
+from fsdp_lab.engine.failures import kind_of, record_failure
+from fsdp_lab.engine.rank_process import Channel, end_with, name_process
+from fsdp_lab.engine.rendezvous import join
 from fsdp_lab.engine.stacks import StackDump, long_s
 from fsdp_lab.engine.trial_files import EpochLines, Progress, hold_alive
 from fsdp_lab.files import write_json
 from fsdp_lab.hardware import WORKER_CPUS, driver, num_gpus
-from fsdp_lab.storage import Storage
 
 
 class FolderReporter:
@@ -72,22 +72,41 @@ class FolderReporter:
         """Let the driver look at the folder."""
 
 
-class RayReporter(FolderReporter):
-    """Also reports to Ray Train. Ray gets no checkpoint: its manager would refuse a run whose older ones were removed.
+class RankReporter(FolderReporter):
+    """Also reports to Ray's worker, and waits until it has passed the report on."""
 
-    Attributes:
-        sender: of a folder that is this rank's alone; None: the folder is shared.
-    """
-
-    sender: Sender | None = None
+    def __init__(self, folder: Path, rank: int, data_name: str, channel: Channel, stacks: StackDump) -> None:
+        super().__init__(folder, rank, data_name, stacks)
+        self._channel = channel
 
     def wake(self, epoch: float) -> None:
-        """Report the epoch to Ray Train, after its files were sent."""
-        import ray.train
+        """Report the epoch.
 
-        if self.sender is not None:
-            self.sender.send()  # the driver is to find the epoch
-        ray.train.report({"epoch": epoch})
+        Raises:
+            ConnectionError: Ray's worker is gone.
+        """
+        self._channel.send(epoch=epoch)
+        if self._channel.receive() is None:
+            raise ConnectionError("Ray's worker of this rank has ended")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What Ray's worker asks of a rank's process. Plain values only: they are sent as JSON.
+
+    Attributes:
+        job: `Job.as_dict`.
+        rank: of the process.
+        folder: the trial's, or this rank's own.
+        meeting: how the ranks meet, see `rendezvous.join`.
+        gpu: the index of the rank's GPU among the visible ones; None: it trains on the CPU.
+    """
+
+    job: dict[str, Any]
+    rank: int
+    folder: str
+    meeting: dict[str, Any]
+    gpu: int | None
 
 
 def unseen_gpu(rank: int) -> str | None:
@@ -113,21 +132,10 @@ def unseen_gpu(rank: int) -> str | None:
     )
 
 
-def refuse_unseen_gpus(folder: Path, problems: Sequence[str | None]) -> None:
-    """Fail if some rank's PyTorch does not see its GPU.
-
-    Args:
-        folder: the trial's, on this node; workers may not have it.
-        problems: the results of `unseen_gpu`, by rank.
-
-    Raises:
-        UserError: of the first such rank. All are recorded in `failures/`, too.
-    """
-    wrong = {rank: message for rank, message in enumerate(problems) if message is not None}
-    for rank, message in wrong.items():
-        write_failure(folder, rank, "user", message, "")
-    for message in wrong.values():
-        raise UserError(message)
+def refuse_unseen_gpu(rank: int) -> None:
+    """Raise a UserError if PyTorch does not see the GPU of this rank."""
+    if problem := unseen_gpu(rank):
+        raise UserError(problem)
 
 
 def check_no_gpu() -> None:
@@ -146,72 +154,69 @@ def check_no_gpu() -> None:
         )
 
 
-def own_session() -> None:
-    """Move this process to a session of its own, as torchrun does with a rank.
+def run_request(request: Mapping[str, Any], channel: Channel) -> int:
+    """Train as Ray's worker asks, in its environment, and return the exit status.
 
-    Linux divides the cores among sessions (`sched_autogroup_enabled`). In Ray's session all ranks would have one share,
-    together with Ray's own processes.
+    Args:
+        request: the `environment`, the import `path` and the `work` of `run_rank`.
+        channel: to the worker.
     """
-    if os.getsid(0) != os.getpid():
-        with suppress(OSError):
-            os.setpgid(0, os.getpgid(os.getppid()))  # Ray lets it lead a group, and a leader cannot begin a session
-            try:
-                os.setsid()
-            except OSError:  # a child of this process is still in the group that it led
-                os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:] = request["path"]
+    return run_rank(Work(**request["work"]), channel)
 
 
-def train_worker(job: dict[str, Any]) -> None:
-    """Train on this rank: the function of Ray Train.
+def run_rank(work: Work, channel: Channel) -> int:
+    """Train on this rank, and return the exit status.
 
-    A user's error ends the trial without a retry. Any other is raised, so that Ray starts the workers again from the
-    last checkpoint.
+    A user's error ends the trial without a retry: the status is 0. After any other Ray starts the workers again from
+    the last checkpoint.
     """
-    import ray.train
-
-    rank = ray.train.get_context().get_world_rank()
-    own_session()
+    job, folder = work.job, Path(work.folder)
+    name_process(work.rank)
     if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
         os.chdir(job["launched_in"])
     os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
-    if job["storage"] is not None:
-        with scratch_folder() as scratch:
-            sender = Sender(Storage(job["storage"]), scratch)
-            sender.begin(rank)
-            try:
-                train_in(scratch, rank, job, sender)
-            finally:
-                sender.end()
-        return
-    folder = Path(job["folder"])
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder} is not on {socket.gethostname()}: it was removed, or this node does not mount it; set "
-            "cluster.storage_path to a folder on a disk that every node mounts, or to an address in object storage"
-        )
-    train_in(folder, rank, job)
-
-
-def train_in(folder: Path, rank: int, job: dict[str, Any], sender: Sender | None = None) -> None:
-    """Train on this rank, which writes into a folder.
-
-    Args:
-        folder: the trial's, or this rank's own.
-        rank: of this process.
-        job: `Job.as_dict`.
-        sender: of a folder that is this rank's alone; None: the folder is shared.
-    """
     hold_alive(folder)
-    redirect_output(folder / "logs" / f"rank{rank}.log")
+    redirect_output(folder / "logs" / f"rank{work.rank}.log")
     config = from_dict(TrialConfig, job["config"])
     stacks = StackDump(long_s(job["timeout_s"]))
-    reporter = RayReporter(folder, rank, config.data.name, stacks)
-    reporter.sender = sender
+    reporter = RankReporter(folder, work.rank, config.data.name, channel, stacks)
     reporter.phase("importing PyTorch and joining the other workers")
     try:
-        train_and_record(config, folder, rank, reporter, on_cpu=not job["use_gpu"], storage=job["storage"])
+        train_and_record(
+            config, folder, work.rank, reporter, on_cpu=not job["use_gpu"], storage=job["storage"],
+            join=lambda: join_ranks(work),
+        )  # fmt: skip
+    except BaseException:  # noqa: BLE001 - it is recorded
+        return 1
     finally:
         stacks.end()
+    return 0
+
+
+def join_ranks(work: Work) -> None:
+    """Choose the GPU that Ray gave to this rank, and join the process group.
+
+    Raises:
+        UserError: PyTorch does not see the GPU, on which NCCL would fail.
+    """
+    from fsdp_lab.training.distributed import choose_gpu
+
+    if work.gpu is not None:
+        refuse_unseen_gpu(work.rank)
+        choose_gpu(work.gpu)
+    join(work.meeting)
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process. gloo's threads may outlive the interpreter, and then abort a process that has done its work."""
+    with suppress(Exception):
+        sys.modules["torch"].distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def train_and_record(
@@ -222,6 +227,7 @@ def train_and_record(
     on_cpu: bool = False,
     has_log: bool = True,
     storage: str | None = None,
+    join: Callable[[], None] = lambda: None,
 ) -> None:
     """Train, and record an error in `failures/`. It is raised if another attempt may succeed.
 
@@ -233,16 +239,17 @@ def train_and_record(
         on_cpu: whether the trial is meant to train on a CPU; then a GPU that PyTorch sees is an error.
         has_log: whether this process prints to a log of the rank's own, not to the terminal.
         storage: the trial's address in object storage, see `train`.
+        join: makes the process group; by default `train` does.
     """
     try:
         from fsdp_lab.training import DivergedError, train
         from fsdp_lab.training.distributed import keep_threads
 
         quick_imports.end()
-        if has_imported_early():
-            keep_threads()
+        keep_threads()
         if on_cpu:
             check_no_gpu()
+        join()
         train(config, folder, reporter, storage=storage)
     except UserError as error:
         record_failure(folder, rank, error, "user", has_log)
@@ -266,3 +273,11 @@ def redirect_output(path: Path) -> None:
     os.close(out)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+if __name__ == "__main__":
+    end_with(int(sys.argv[2]))
+    quick_imports.begin()
+    _channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    _request = _channel.receive()
+    end_process(1 if _request is None else run_request(_request, _channel))

@@ -45,8 +45,12 @@ CONTROLLER = (
     Name(f"{_TRAIN}.execution.worker_group", "WorkerGroup._get_worker_runtime_env", ("custom_runtime_env",)),
     Name(f"{_TRAIN}.execution.worker_group", "WorkerGroup.poll_status", ("timeout",)),
     Name(f"{_TRAIN}.execution.worker_group.placement_group_handle", "DefaultPlacementGroupHandle", ("pg",)),
-    Name("ray.train.torch", "TorchTrainer._create_default_callbacks", ("self",)),
-    Name("ray.train.torch", "TorchTrainer._initialize_and_run_controller", ("self", "scaling_policy")),
+    Name("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer._create_default_callbacks", ("self",)),
+    Name(
+        "ray.train.v2.api.data_parallel_trainer",
+        "DataParallelTrainer._initialize_and_run_controller",
+        ("self", "scaling_policy"),
+    ),
 )
 # Without it the ranks of a shard group may be on several nodes.
 _SHARED_BUNDLES = (
@@ -133,6 +137,8 @@ def fit_here(
 ) -> None:
     """Run `TorchTrainer(**settings)` with its controller in this process, which has imported Ray Train already.
 
+    Its base class does all of it, and does not import PyTorch.
+
     Args:
         settings: see `job.trainer_settings`.
         group_name: of the workers' placement groups, with a number for each attempt; any process can free them by it.
@@ -140,20 +146,20 @@ def fit_here(
         workers_per_node: so many, in the order of their ranks, are on one node.
         ray_is_ours: Ray was started here: there is no autoscaler, and workers have their environment from the driver.
     """
-    from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     class Controller(TrainController):
         worker_group_cls = worker_group(group_name, attempts, workers_per_node, ray_is_ours)
 
-    class Trainer(TorchTrainer):
+    class Trainer(DataParallelTrainer):
         def _create_default_callbacks(self) -> list[Any]:
             """Drop two callbacks that start another process for each trial.
 
             They are Ray's placement-group cleaner, which needs a dashboard, and the manager of Ray's data sets, which
             are not used.
             """
-            callbacks = super()._create_default_callbacks()  # type: ignore[misc]
+            callbacks = super()._create_default_callbacks()
             return [
                 c for c in callbacks if type(c).__name__ not in ("PlacementGroupCleanerCallback", "DatasetsCallback")
             ]
@@ -168,7 +174,8 @@ def fit_here(
             asyncio.run(controller.run())
             return controller.get_result()
 
-    Trainer(**settings).fit()
+    backend = settings["torch_config"]
+    Trainer(**{name: value for name, value in settings.items() if name != "torch_config"}, backend_config=backend).fit()
 
 
 def worker_group(group_name: str, attempts: Rules, workers_per_node: int, ray_is_ours: bool) -> Any:

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 _DRIVER_FOLDER = "FSDP_LAB_MEETING"  # in the environment of every process of a Ray that was started here
 _kept: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -28,14 +26,15 @@ def _private_folder(inside: str | None = None) -> tempfile.TemporaryDirectory[st
     return tempfile.TemporaryDirectory(prefix="fsdp_lab_", dir=inside, ignore_cleanup_errors=True)
 
 
-def keep_meetings_here() -> None:
-    """Keep the folders of all trials in one folder of this process, which `end_meetings` removes.
+def keep_meetings_here() -> str:
+    """Keep the folders of all trials in one folder of this process, which `end_meetings` removes; returns the folder.
 
     A trial's own process is often killed. If this one is killed, empty folders with names of sockets remain for the
     system to clear.
     """
     _kept.append(_private_folder())
     os.environ[_DRIVER_FOLDER] = _kept[-1].name
+    return _kept[-1].name
 
 
 def end_meetings() -> None:
@@ -53,8 +52,8 @@ def meeting_folder() -> Iterator[str]:
         yield folder
 
 
-def meet(worker_group: Any, nodes: set[str], here: str, folder: str, backend: str, timeout_s: float) -> None:
-    """Make the process group of a trial's workers.
+def arrange_meeting(worker_group: Any, nodes: set[str], here: str, folder: str, backend: str, timeout_s: float) -> None:
+    """Tell a trial's workers where their ranks meet.
 
     Args:
         worker_group: Ray Train's.
@@ -66,10 +65,10 @@ def meet(worker_group: Any, nodes: set[str], here: str, folder: str, backend: st
     """
     if nodes == {here}:
         path = str(Path(folder, uuid.uuid4().hex))  # a new file for each attempt
-        execute_on_all(worker_group, join_by_file, path, backend, timeout_s)
+        execute_on_all(worker_group, meet_at_file, path, backend, timeout_s)
     else:
         (opened,) = execute_on_all(worker_group, open_port, len(nodes) == 1, only_first=True)
-        execute_on_all(worker_group, join_by_port, *opened, backend, timeout_s)
+        execute_on_all(worker_group, meet_at_port, *opened, backend, timeout_s)
 
 
 def execute_on_all(worker_group: Any, function: Callable[..., Any], *arguments: Any, only_first: bool = False) -> Any:
@@ -80,18 +79,17 @@ def execute_on_all(worker_group: Any, function: Callable[..., Any], *arguments: 
     return ray.get([worker_group.execute_single_async(rank, function, *arguments) for rank in ranks])
 
 
-def join_by_file(path: str, backend: str, timeout_s: float) -> None:
-    """Join the process group of workers on one machine. There is no MASTER_ADDR: no process listens."""
-    from fsdp_lab.training.distributed import join_by_file_store
-
+def meet_at_file(path: str, backend: str, timeout_s: float) -> None:
+    """Let the ranks of workers on one machine meet. There is no MASTER_ADDR: no process listens."""
     rank, world_size = set_launcher_variables(backend)
     if sys.platform == "linux":  # else gloo listens where the host's name points, which may be the network
         set_interface(_LOOPBACK)
-    join_by_file_store(path, backend, rank, world_size, timeout_s)
+    _meeting.update(path=path, backend=backend, rank=rank, world_size=world_size, timeout_s=timeout_s)
 
 
 _LOOPBACK = "127.0.0.1"
-_port: list[socket.socket] = []  # rank 0's, from `open_port` to `join_by_port`
+_meeting: dict[str, Any] = {}  # this worker's
+_port: list[socket.socket] = []  # rank 0's, from `open_port` to `take_meeting`
 
 
 def open_port(one_node: bool) -> tuple[str, int]:
@@ -108,21 +106,50 @@ def open_port(one_node: bool) -> tuple[str, int]:
     return address, _port[0].getsockname()[1]
 
 
-def join_by_port(address: str, port: int, backend: str, timeout_s: float) -> None:
-    """Join the process group of workers that meet at rank 0's port."""
+def meet_at_port(address: str, port: int, backend: str, timeout_s: float) -> None:
+    """Let the ranks meet at rank 0's port."""
     import ray
-
-    from fsdp_lab.training.distributed import join_by_tcp_store
 
     rank, world_size = set_launcher_variables(backend)
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
     set_interface(address if address == _LOOPBACK else ray.util.get_node_ip_address())
-    listener = _port.pop().detach() if rank == 0 else None
-    join_by_tcp_store(address, port, listener, backend, rank, world_size, timeout_s)
+    _meeting.update(
+        host=address, port=port, backend=backend, rank=rank, world_size=world_size, timeout_s=timeout_s,
+        listener=_port[0].fileno() if rank == 0 else None,
+    )  # fmt: skip
+
+
+def take_meeting() -> tuple[dict[str, Any], int | None]:
+    """Return how the rank of this worker meets the others, and the listening socket that it inherits; None: none."""
+    listener = _port.pop().detach() if _port else None
+    return dict(_meeting), listener
+
+
+def join(meeting: dict[str, Any]) -> None:
+    """Join the process group, in the rank's process.
+
+    Args:
+        meeting: from `take_meeting`.
+    """
+    from fsdp_lab.training.distributed import join_by_file_store, join_by_tcp_store
+
+    if "path" in meeting:
+        join_by_file_store(**meeting)
+    else:
+        join_by_tcp_store(**meeting)
+
+
+def gpu_index() -> int:
+    """Return the index of this worker's GPU among those that it sees: Ray shows it all of the trial's on this node."""
+    import ray
+
+    own = [str(gpu) for gpu in ray.get_gpu_ids()][:1]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible.index(own[0]) if own and own[0] in visible else 0
 
 
 def set_launcher_variables(backend: str) -> tuple[int, int]:
-    """Set the variables that launchers set; returns the rank that Ray Train made of this worker and their number."""
+    """Set the variables that launchers set, for the rank's process; returns its rank and the number of ranks."""
     import ray.train
 
     context = ray.train.get_context()
@@ -152,6 +179,8 @@ def set_interface(address: str) -> None:
 
 def interface_of(address: str) -> str | None:
     """Return the name of this machine's interface with an address; None without one, as behind address translation."""
+    import psutil  # here: a rank imports this module, and needs PyTorch alone
+
     interfaces = psutil.net_if_addrs().items()
     return next(
         (name for name, all_of in interfaces if any(a.address.partition("%")[0] == address for a in all_of)), None

@@ -63,8 +63,13 @@ def setup_distributed(timeout_s: float = 1800.0) -> DistributedContext:
     return DistributedContext(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
 
+def choose_gpu(index: int) -> None:
+    """Compute on the GPU with this index among the visible ones."""
+    torch.cuda.set_device(index)
+
+
 def keep_threads() -> None:
-    """Give PyTorch the threads of `OMP_NUM_THREADS`, which Ray sets for a worker that has imported it already."""
+    """Give PyTorch the threads of `OMP_NUM_THREADS`, which Ray sets for a process that has imported it already."""
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(threads) > 0:
         torch.set_num_threads(int(threads))
 

@@ -163,10 +163,10 @@ def variance_of_sum(times: Sequence[float]) -> float:
 def watch_cores() -> Window | None:
     """Start to watch the CPU use of other processes on this node; None without psutil, no dependency of PyTorch."""
     try:
-        from fsdp_lab.cpu_contention import Window, launcher
+        from fsdp_lab.cpu_contention import Window, launchers
     except ImportError:
         return None
-    return Window(launcher())
+    return Window(*launchers())
 
 
 def speed_metrics(

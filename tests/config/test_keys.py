@@ -132,7 +132,6 @@ cluster.address                      cells param
 cluster.storage_path                 cells starts param
 cluster.max_failures                 cells param
 cluster.wait_timeout_s               cells param
-cluster.early_imports                cells param
 cluster.job.manager
 cluster.job.submit
 cluster.job.nodes

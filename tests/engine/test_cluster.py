@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp_lab.cpu_contention import launchers
 from fsdp_lab.engine.cluster import code_environment
 from fsdp_lab.engine.resources import cpus_per_worker_on
+from fsdp_lab.hardware import RAYLET
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import process_tree, ray_head
 from tests.nvml import variables
@@ -321,26 +323,12 @@ def test_code_of_ours_and_of_others_needs_no_environment():
     assert code_environment(["torch.nn.Linear", "fsdp_lab.workloads.user.task.model_loss"]) is None
 
 
-_WHO_STARTED_A_WORKER = """
-import ray
-from fsdp_lab.engine.cluster import stop_ray
-ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
-
-@ray.remote
-def ask():
-    import os
-    from fsdp_lab.cpu_contention import launcher
-    return launcher().name(), launcher().pid == os.getppid()
-
-print(ray.get(ask.remote()))
-stop_ray()
-"""
-
-
-@pytest.mark.timeout(120)
-def test_under_ray_the_processes_of_the_node_are_ours_when_others_are_counted():
+def test_the_ranks_and_the_raylet_of_the_node_are_ours_when_others_are_counted(monkeypatch: pytest.MonkeyPatch):
     """Otherwise the other ranks of a trial would count as others, and no speed under Ray would decide anything."""
-    done = subprocess.run(
-        [sys.executable, "-c", _WHO_STARTED_A_WORKER], capture_output=True, text=True, timeout=110, check=False
-    )
-    assert "('raylet', True)" in done.stdout, done.stdout + done.stderr
+    with subprocess.Popen(["sleep", "100"]) as raylet:
+        monkeypatch.setenv(RAYLET, str(raylet.pid))
+        assert [process.pid for process in launchers()] == [os.getppid(), raylet.pid]
+        raylet.kill()
+    monkeypatch.delenv(RAYLET)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert [process.pid for process in launchers()] == [os.getpid()]

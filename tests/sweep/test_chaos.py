@@ -22,7 +22,7 @@ from tests.conftest import command_line
 from tests.processes import called, descendants, still_running
 from tests.ranks import Memo, config, run_ranks
 from tests.servers import lay_store
-from tests.sweep.conftest import results
+from tests.sweep.conftest import ranks_of, results
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(480)]
 
@@ -143,6 +143,8 @@ def test_a_sweep_survives_everything(tmp_path: Path):
         victims: dict[str, Callable[[], bool]] = {
             "driver": lambda: _kill(psutil.Process(night.driver.pid)),
             "worker": lambda: _kill(night.find("RayTrainWorker")),
+            "rank": lambda: _kill(next(iter(ranks_of(night.driver)), None)),
+            "server of ranks": lambda: _kill(night.find("fsdp_lab.engine.rank_server")),
             "controller": lambda: _kill(night.find("ImplicitFunc")),
             "raylet": lambda: _kill(night.find("raylet/raylet")),
             "server": lambda: server.restart() or True,  # type: ignore[func-returns-value]

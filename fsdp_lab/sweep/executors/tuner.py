@@ -15,7 +15,6 @@ from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict
 from fsdp_lab.engine import ray_private, resources
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
-from fsdp_lab.engine.spare_workers import SpareWorkers
 from fsdp_lab.engine.trial_files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.folder_scheduler import FolderScheduler, build_scheduler
@@ -171,7 +170,6 @@ class TuneCallback(tune.Callback):
         self._speak_at: dict[int, float] = {}
         self._stopped: set[int] = set()
         self._look_at = 0.0  # at the nodes
-        self._spares = SpareWorkers()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: Tune keeps a copy of its callbacks on disk, and this one's state is in the driver."""
@@ -181,7 +179,6 @@ class TuneCallback(tune.Callback):
         """Begin a trial."""
         number = trial.config["number"]
         self._sweep.begin(number)
-        self._spares.begin()
         self._speak_at[number] = time.monotonic() + _QUIET_S
 
     def on_trial_result(
@@ -212,7 +209,6 @@ class TuneCallback(tune.Callback):
         """Log what a trial is waiting for whose workers do not report yet."""
         self._sweep.tick()
         self._look_at_nodes()
-        self._prepare_next()
         for number, speak_at in list(self._speak_at.items()):
             if self._sweep.is_training(number):
                 del self._speak_at[number]
@@ -220,15 +216,6 @@ class TuneCallback(tune.Callback):
             elif time.monotonic() > speak_at and not read_progress(self._sweep.folder_of(number)):
                 self._speak_at[number] = time.monotonic() + _REPEAT_S
                 self._sweep.log(f"{self._label(number)} waits for {self._short_of(number)}")
-
-    def _prepare_next(self) -> None:
-        """Let the next trial's workers import PyTorch, once no running trial's do."""
-        if self._speak_at or not self._spares.wanted:
-            return
-        number, search = self._sweep.state.next_waiting(), self._sweep.plan.search
-        if number is not None or (search is not None and search.has_more()):
-            config = self._sweep.config if number is None else self._sweep.states[number].trial.config
-            self._spares.prepare(resources.resolve_num_workers(config.cluster))
 
     def _look_at_nodes(self) -> None:
         if self._sweep.config.cluster.address is not None and time.monotonic() >= self._look_at:
