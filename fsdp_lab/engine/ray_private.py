@@ -52,6 +52,7 @@ CONTROLLER = (
         ("self", "scaling_policy"),
     ),
 )
+_NO_PLACE, _NO_START = "WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"
 # Without it the ranks of a shard group may be on several nodes.
 _SHARED_BUNDLES = (
     Name(
@@ -212,7 +213,13 @@ def worker_group(group_name: str, attempts: Rules, workers_per_node: int, ray_is
 
 
 def failure_policy(attempts: Rules) -> Any:
-    """Return Ray's rules for another attempt, after ours. Its objects get `group`, which returns the worker group."""
+    """Return Ray's rules for another attempt, after ours. Its objects get `group`, which returns the worker group.
+
+    A worker that was killed while the trial started counts like one that was killed later. Ray gives up if the worker
+    had begun to answer.
+    """
+    from ray.exceptions import RayActorError
+    from ray.train import WorkerGroupError
     from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 
     class Failures(DefaultFailurePolicy):
@@ -221,7 +228,10 @@ def failure_policy(attempts: Rules) -> Any:
         def make_decision(self, training_failed_error: Any) -> Any:
             if attempts.is_final(training_failed_error, self._poll):
                 return FailureDecision.RAISE
-            decision = super().make_decision(training_failed_error)
+            counted = training_failed_error
+            if isinstance(getattr(counted, "controller_failure", None), RayActorError):
+                counted = WorkerGroupError(str(counted), {})
+            decision = super().make_decision(counted)
             if decision is FailureDecision.RETRY:
                 attempts.retry()
             return decision
@@ -251,12 +261,15 @@ def no_autoscaler() -> Any:
 
 def failed_to_be_placed(error: Exception) -> bool:
     """Whether workers waited for their places as long as they may, and there were none."""
-    return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError"
+    return type(getattr(error, "controller_failure", None)).__name__ == _NO_PLACE
 
 
 def failed_to_start(error: Exception) -> bool:
     """Return whether workers ended after they were created and before they trained."""
-    return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupFailedError"
+    from ray.exceptions import RayActorError
+
+    failure = getattr(error, "controller_failure", None)
+    return type(failure).__name__ == _NO_START or isinstance(failure, RayActorError)
 
 
 def draining_nodes() -> set[str]:

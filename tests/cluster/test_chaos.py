@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,8 @@ def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path:
     node = cluster.nodes[1]
     if node.raylet is not None:
         cluster.kill(node)
+    while node.address in cluster.alive():  # else Ray may give the first trial to it
+        time.sleep(0.5)
     one_worker = ("cluster.num_workers=1", f"training.epochs={_EPOCHS},{_EPOCHS + 1},2")
     with running(cluster, tmp_path, "-m", *TWO_NODES, *one_worker) as process:
         wait_for(lambda: trains(tmp_path), process)

@@ -17,6 +17,8 @@ from fsdp_lab.engine.ray_private import (
     JOB_VARIABLE,
     OTHERS,
     RUNTIME_ENV_FOLDER,
+    failed_to_start,
+    failure_policy,
     keep_trial_processes,
     missing,
     slower,
@@ -117,6 +119,39 @@ def test_tune_leaves_a_trial_whose_own_process_starts_to_that(monkeypatch: pytes
     state = SimpleNamespace(_trial_to_actor={"starting": 1, "resetting": 2}, _resetting_trials={"resetting"})
     takes = [controller._maybe_reuse_cached_actor(state, trial) for trial in ("starting", "resetting", "new")]
     assert takes == [False, "resetting takes it", "new takes it"]
+
+
+class NoRules:
+    """Rules for attempts that leave all to Ray."""
+
+    def __init__(self) -> None:
+        self.retries = 0
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def is_final(self, error: Exception, poll: object) -> bool:
+        """Leave it to Ray."""
+        return False
+
+    def retry(self) -> None:
+        """Count."""
+        self.retries += 1
+
+
+def test_a_worker_that_is_killed_while_its_trial_starts_is_tried_again():
+    """Ray's controller wraps the death of an actor that was asked something, and by itself gives up."""
+    from ray.exceptions import RayActorError
+    from ray.train import ControllerError, FailureConfig
+
+    rules = NoRules()
+    policy = failure_policy(rules)(FailureConfig(max_failures=1, controller_failure_limit=1))
+    killed = ControllerError(RayActorError())
+    decisions = [policy.make_decision(training_failed_error=error).value for error in (killed, killed)]
+    assert (decisions, rules.retries) == (["RETRY", "RAISE"], 1)
+    assert failed_to_start(killed)
+    other = failure_policy(rules)(FailureConfig(max_failures=1, controller_failure_limit=1))
+    assert other.make_decision(training_failed_error=ControllerError(OSError())).value == "RAISE"
 
 
 @pytest.mark.timeout(120)
