@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -138,9 +139,16 @@ def _spawn(message: Mapping[str, Any], listener: int | None) -> RankProcess:
     if listener is not None:
         os.close(listener)
     channel = Channel(ours)
+    threading.Thread(target=_end_group_with, args=[python], daemon=True).start()
     with suppress(OSError):  # it has ended: the exit status says how
         channel.send(**message)
     return RankProcess(channel, python)
+
+
+def _end_group_with(leader: subprocess.Popen[bytes]) -> None:
+    """Kill what a rank has started, once it has ended: the channel closes when nobody has it."""
+    leader.wait()
+    end_group(leader.pid)
 
 
 def end_group(pid: int) -> None:

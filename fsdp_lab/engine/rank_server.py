@@ -103,16 +103,15 @@ class Server:
         connection, _ = self._listener.accept()
         connection.settimeout(_REQUEST_S)
         channel = Channel(connection)
+        me = os.getpid()
         try:
-            request = channel.receive()
+            if (request := channel.receive()) is None:
+                raise ConnectionError("the worker is gone")
             connection.settimeout(None)
-        except OSError:
-            request = None
-        if request is None:
+            pid = os.fork()
+        except OSError:  # the worker sees that the connection ends, and starts a new Python
             channel.close()
             return
-        me = os.getpid()
-        pid = os.fork()
         if pid == 0:
             self._become_rank(request, channel, me)
         descriptor = os.pidfd_open(pid)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import multiprocessing
+import multiprocessing.process
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_started: list[subprocess.Popen[bytes]] = []
+_started: list[multiprocessing.process.BaseProcess] = []
 DRAWN = np.random.rand()
 
 
@@ -41,7 +43,8 @@ class StartsAProcess(Blocks):
     def forward(self, images: Tensor) -> Tensor:
         """Start a process that runs on, once."""
         if not _started:
-            _started.append(subprocess.Popen(["sleep", "200"]))
+            _started.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(200,)))
+            _started[0].start()
         return super().forward(images)
 
 

@@ -136,15 +136,18 @@ def test_a_rank_without_a_server_that_answers_starts_a_new_python(
     assert "forks no rank" in capsys.readouterr().err
 
 
-def test_what_a_rank_has_started_ends_with_it(server: psutil.Process, tmp_path: Path):
-    """Processes that load data, for example."""
-    words = work(tmp_path)
+def test_what_a_rank_has_started_ends_with_it(how: str, server: psutil.Process, tmp_path: Path):
+    """Processes that load data, for example. They inherit the connection to the worker, which is to see the end."""
+    words = work(tmp_path, epochs=1000)
     words["job"]["config"]["model"] = {"_target_": "tests.engine.failing.StartsAProcess"}
     with rank_process.rank_process(words) as process:
         epochs = process.epochs()
         next(epochs)
-        (child,) = number_of(process, server).children()
+        trains = number_of(process, server)
+        (child,) = trains.children()
+        trains.kill()
         list(epochs)
+        assert process.wait() == -9
     assert still_running([child], 5.0) == []
 
 
