@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from fsdp_lab.engine.stacks import StackDump, long_s
 from fsdp_lab.engine.trial_files import EpochLines, Progress, hold_alive
 from fsdp_lab.files import write_json
 from fsdp_lab.hardware import WORKER_CPUS, driver, num_gpus
+
+_PEER_S = 0.5  # after another rank has ended, for this rank's worker to end, too
 
 
 class FolderReporter:
@@ -258,7 +261,12 @@ def train_and_record(
     except KeyboardInterrupt:  # of a trial in this process: the user's wish, and no failure
         raise
     except BaseException as error:
-        record_failure(folder, rank, error, kind_of(error), has_log)
+        kind = kind_of(error)
+        if (
+            kind == "peer"
+        ):  # the workers of a trial that is stopped end one after another, and this process with its own
+            time.sleep(_PEER_S)
+        record_failure(folder, rank, error, kind, has_log)
         raise
 
 
