@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fsdp_lab.report import tables
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.thin import MOST_ROWS, more_note, shown_trials, thinned_note
+from fsdp_lab.report.thin import MOST_ROWS, more_note, shown_trials, store_note, thinned_note
 
 
 def to_markdown(sweep: SweepData, answer: Answer, uses: Sequence[str] = ()) -> str:
@@ -25,7 +25,7 @@ def to_markdown(sweep: SweepData, answer: Answer, uses: Sequence[str] = ()) -> s
     rows = [("command", sweep.command), *tables.about(sweep)]
     parts.append("\n".join(f"- {_text(name)}: {_cell(text)}" for name, text in rows))
     parts += ["## Trials", _trials(sweep, answer)]
-    parts += [note] if (note := thinned_note(sweep)) else []
+    parts += [note for note in (thinned_note(sweep), store_note(sweep)) if note]
     if note := tables.shared_note(sweep, tables.columns_of(sweep, answer)):
         parts.append(note)
     parts.append(_front(answer))

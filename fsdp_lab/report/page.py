@@ -13,7 +13,16 @@ from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.main_plot import main_plot
 from fsdp_lab.report.plots import figures
-from fsdp_lab.report.thin import MOST, MOST_BARS, MOST_LINES, MOST_ROWS, more_note, shown_trials, thinned_note
+from fsdp_lab.report.thin import (
+    MOST,
+    MOST_BARS,
+    MOST_LINES,
+    MOST_ROWS,
+    more_note,
+    shown_trials,
+    store_note,
+    thinned_note,
+)
 
 _NOTES = {
     "effects": "Points: means over the other axes, of the combinations in which every value has a result. Bars: one "
@@ -148,7 +157,7 @@ def _trials(sweep: SweepData, answer: Answer) -> str:
         words = html.escape(f"{trial.name} {trial.status}".lower())
         css = ' class="chosen"' if trial in chosen else ""
         rows.append(f'<tr{css} data-words="{words}">{"".join(cells)}</tr>')
-    notes = [note for note in (thinned_note(sweep), tables.shared_note(sweep, columns)) if note]
+    notes = [note for note in (thinned_note(sweep), store_note(sweep), tables.shared_note(sweep, columns)) if note]
     return (
         '<h2>Trials <input id="filter" type="search" placeholder="filter: sharding=root fp16 …" '
         f'aria-label="filter trials"> <span id="shown" class="small">{len(rows)} of {len(rows)}</span></h2>'

@@ -59,6 +59,13 @@ def thinned_note(sweep: SweepData, most: int = MOST) -> str:
     )
 
 
+def store_note(sweep: SweepData) -> str:
+    """Return a note about the runs of a large sweep in MLflow; "" if they have everything."""
+    if len(sweep.trials) <= MOST:
+        return ""
+    return "In MLflow each trial's run has the metrics of the last epoch only; the trial's folder has those of all."
+
+
 def more_note(count: int, where: str = "; report.csv has all") -> str:
     """Return a note after the first `MOST_ROWS` rows of a table; "" if these are all."""
     return f"and {count - MOST_ROWS:,} more{where}" if count > MOST_ROWS else ""

@@ -57,8 +57,13 @@ def how_to_read() -> str:
 
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
+THINNED_TAG = "fsdp_lab.thinned"  # of the runs of a large sweep
 DISTURBED = "disturbed"  # in the trial's tag and the name of a run that another one has replaced
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
+_THINNED_NOTE = (
+    "The sweep has so many trials that their runs are thinned. A run gets its metrics when its trial ends, of the last "
+    "epoch only. The other epochs and the config are in the trial's folder, which the tag `fsdp_lab.folder` names."
+)
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
@@ -110,10 +115,19 @@ def _typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def sweep_tags(folder: Path, command: str, num_trials: int, sweep_id: str = "") -> dict[str, str]:
+def sweep_tags(
+    folder: Path, command: str, num_trials: int, sweep_id: str = "", thinned: bool = False
+) -> dict[str, str]:
     """Return the tags of a parent run. The time is in its description; its name is what it compares."""
     note = f"Started {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z} in `{folder.absolute()}` by\n\n    {command}\n"
-    return _cut({**_origin(folder, command), "num_trials": num_trials, _NOTE_TAG: note, **_search_tags(sweep_id)})
+    note += f"\n{_THINNED_NOTE}\n" if thinned else ""
+    tags = {**_origin(folder, command), "num_trials": num_trials, _NOTE_TAG: note, **_search_tags(sweep_id)}
+    return _cut(tags | thinned_tags(thinned))
+
+
+def thinned_tags(thinned: bool) -> dict[str, str]:
+    """Return the mark of a run that lacks the epochs before the last; nothing for a run that has all."""
+    return {THINNED_TAG: "true"} if thinned else {}
 
 
 def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
@@ -129,11 +143,16 @@ def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
 
 
 def trial_tags(
-    folder: Path, overrides: Sequence[str], parent: str | None, sweep_id: str = "", number: str = ""
+    folder: Path,
+    overrides: Sequence[str],
+    parent: str | None,
+    sweep_id: str = "",
+    number: str = "",
+    thinned: bool = False,
 ) -> dict[str, str]:
     """Return the tags of a trial; its command trains it again, alone."""
     tags = _origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides])) | _search_tags(sweep_id, number)
-    return _cut({**tags, "mlflow.parentRunId": parent} if parent else tags)
+    return _cut({**tags, **thinned_tags(thinned), **({"mlflow.parentRunId": parent} if parent else {})})
 
 
 def _search_tags(sweep_id: str, number: str = "") -> dict[str, str]:

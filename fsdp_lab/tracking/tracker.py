@@ -29,6 +29,7 @@ from fsdp_lab.tracking.tags import (
     one_line,
     shortened,
     sweep_tags,
+    thinned_tags,
     trial_params,
     trial_tags,
 )
@@ -47,7 +48,6 @@ _RUN_STATUS = {
     TrialStatus.skipped: "KILLED",
 }
 _RUN = "a run"
-_PARAMS_PER_BATCH = 100  # MLflow's limit
 _ERROR_LENGTH = 500
 # MLflow's page that compares runs opens on the metric that was written first.
 _FIRST = (VAL_LOSS, TRAIN_LOSS, "forecast/peak_mib")
@@ -175,7 +175,9 @@ class Tracker:
         """Return the id of a run; "" while it has none."""
         return self._ids.get(handle or "", "")
 
-    def start_sweep(self, name: str, folder: Path, command: str, num_trials: int, sweep_id: str = "") -> str:
+    def start_sweep(
+        self, name: str, folder: Path, command: str, num_trials: int, sweep_id: str = "", thinned: bool = False
+    ) -> str:
         """Start the parent run of a sweep and return its handle.
 
         Args:
@@ -184,15 +186,17 @@ class Tracker:
             command: as it was typed; credentials in it are not shown.
             num_trials: the known ones; `name_sweep` counts those that a search adds.
             sweep_id: `find_runs` finds the run by it.
+            thinned: mark it: the runs of its trials have the last epoch only.
         """
-        return self._create_run(name, lambda: sweep_tags(folder, command, num_trials, sweep_id), sweep_id, "")
+        return self._create_run(name, lambda: sweep_tags(folder, command, num_trials, sweep_id, thinned), sweep_id, "")
 
-    def name_sweep(self, handle: str, name: str, num_trials: int) -> None:
+    def name_sweep(self, handle: str, name: str, num_trials: int, thinned: bool = False) -> None:
         """Give the run of a sweep another name and number of trials: a search adds trials as it goes."""
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
             client.update_run(id_, name=shortened(redact(name)))
-            client.set_tag(id_, "num_trials", num_trials)
+            for tag, value in {"num_trials": str(num_trials), **thinned_tags(thinned)}.items():
+                client.set_tag(id_, tag, value)
 
         self._write("tags", handle, write)
 
@@ -212,6 +216,7 @@ class Tracker:
         parent: str | None,
         sweep_id: str = "",
         number: str = "",
+        thinned: bool = False,
     ) -> str:
         """Start the run of a trial and return its handle.
 
@@ -222,16 +227,22 @@ class Tracker:
             parent: the handle of the sweep's run; None: a trial alone.
             sweep_id: `find_runs` finds the run by it,
             number: and by the trial's number.
+            thinned: mark it: it gets the last epoch only.
         """
         return self._create_run(
             name,
-            lambda: trial_tags(folder, overrides, self.run_id(parent) or None, sweep_id, number),
+            lambda: trial_tags(folder, overrides, self.run_id(parent) or None, sweep_id, number, thinned),
             sweep_id,
             number,
         )
 
     def log_config(
-        self, run_id: str, config: SweepConfig, choices: Mapping[str, str], folder: Path, resumed: bool = False
+        self,
+        run_id: str,
+        config: SweepConfig,
+        choices: Mapping[str, str],
+        folder: Path | None,
+        resumed: bool = False,
     ) -> None:
         """Log the parameters of a trial and its config's files.
 
@@ -239,11 +250,13 @@ class Tracker:
             run_id: of the trial.
             config: of the trial.
             choices: group -> option, as Hydra chose them; they become the first parameters.
-            folder: the trial's own; the files in its `.hydra` are kept under `config/`, without credentials.
+            folder: the trial's own; the files in its `.hydra` are kept under `config/`, without credentials. None: they
+                are not kept.
             resumed: the run may have parameters. MLflow changes none, so differences go to the tag `resumed_with`.
         """
         self._write("parameters", run_id, lambda client, id_, again: _log_params(client, id_, config, choices, resumed))
-        self._write("the config's files", run_id, lambda client, id_, again: _log_config_files(client, id_, folder))
+        if folder is not None:
+            self._write("the config's files", run_id, lambda client, id_, again: _log_config_files(client, id_, folder))
 
     def log_facts(self, run_id: str, facts: Mapping[str, Any]) -> None:
         """Log the facts of a trial as tags and as the data set with its digest.
@@ -254,34 +267,32 @@ class Tracker:
         """
 
         def write(client: MlflowClient, run_id: str, again: bool) -> None:
-            from mlflow.entities import RunTag
-
-            client.log_batch(run_id, tags=[RunTag(k, v) for k, v in fact_tags(facts).items()])
-            if facts.get("data_digest"):
-                _log_dataset(client, run_id, facts)
+            _set_tags(client, run_id, fact_tags(facts))
+            _log_dataset(client, run_id, facts)
 
         self._write("facts", run_id, write)
 
-    def log_epoch(self, run_id: str, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a finished epoch, at step `metrics["epoch"]`.
+    def log_epoch(self, run_id: str, *epochs: Mapping[str, float]) -> None:
+        """Log the metrics of finished epochs in one write, each at the step that is its `epoch`; 0 is the forecast.
 
         Some bytes are also logged in MiB, and `step` as `train/step`. A trial that was resumed reports its old epochs
         again: an epoch that is in MLflow already is not changed, one that was lost is added.
         """
-        epoch = int(metrics["epoch"])
-        names = {"train/step" if k == "step" else k: float(v) for k, v in metrics.items() if k != "epoch"}
-        names |= mib_figures(names)  # in the same batch, so that an epoch has both or neither
-        names = {key: names[key] for key in sorted(names, key=lambda key: key not in _FIRST)}
+        named = {int(metrics["epoch"]): _named(metrics) for metrics in epochs}
         now = int(time.time() * 1000)
 
         def write(client: MlflowClient, id_: str, again: bool) -> None:
             from mlflow.entities import Metric
 
-            if (run_id, epoch) in self._epochs:
-                return
-            if not (again and self._has_epoch(client, id_, shortened(next(iter(names))), epoch)):
-                client.log_batch(id_, metrics=[Metric(shortened(k), v, now, epoch) for k, v in names.items()])
-            self._epochs.add((run_id, epoch))
+            new = {
+                epoch: names
+                for epoch, names in named.items()
+                if (run_id, epoch) not in self._epochs
+                and not (again and self._has_epoch(client, id_, next(iter(names)), epoch))
+            }
+            metrics = [Metric(name, v, now, epoch) for epoch, names in new.items() for name, v in names.items()]
+            client.log_batch(id_, metrics=metrics)
+            self._epochs |= {(run_id, epoch) for epoch in named}
 
         self._write("metrics", run_id, write)
 
@@ -318,6 +329,8 @@ class Tracker:
         error: str | None = None,
         ended: int | None = None,
         artifacts: Sequence[Path] = (),
+        facts: Mapping[str, Any] | None = None,
+        complete: bool = False,
     ) -> None:
         """End a run. The first end that reached the store stays; later calls do nothing.
 
@@ -327,6 +340,8 @@ class Tracker:
             error: why it failed, kept as the tag `error`: one line of at most 500 characters.
             ended: when, in milliseconds since 1970; None: now.
             artifacts: files and folders to copy first.
+            facts: of the trial, where `log_facts` has not logged them.
+            complete: nothing comes after it, so that `recorded` is not to be called.
         """
         assert status in _RUN_STATUS, f"{status} is none of {', '.join(_RUN_STATUS)}"
         if run_id in self._finished:
@@ -336,11 +351,17 @@ class Tracker:
         for path in artifacts:
             self.log_artifact(run_id, path)
 
+        if facts:
+            self._write("facts", run_id, lambda client, id_, again: _log_dataset(client, id_, facts))
+
         def write(client: MlflowClient, id_: str, again: bool) -> None:
-            client.set_tag(id_, "status", str(status))
-            if error:
-                client.set_tag(id_, "error", one_line(error, _ERROR_LENGTH))
             client.set_terminated(id_, _RUN_STATUS[status], ended)
+            tags = fact_tags(facts or {}) | {"status": str(status)}
+            if error:
+                tags["error"] = one_line(error, _ERROR_LENGTH)
+            if complete and not self._outbox.refused(run_id):
+                tags[RECORDED_TAG] = "true"  # last of all
+            _set_tags(client, id_, tags)
 
         self._write("the end of a run", run_id, write)
 
@@ -398,6 +419,13 @@ class Tracker:
         self._outbox.put(what, run, send)
 
 
+def _named(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an epoch by their names in MLflow, in the order in which they are written."""
+    names = {"train/step" if k == "step" else k: float(v) for k, v in metrics.items() if k != "epoch"}
+    names |= mib_figures(names)  # in the same batch, so that an epoch has both or neither
+    return {shortened(key): names[key] for key in sorted(names, key=lambda key: key not in _FIRST)}
+
+
 def _linked(client: MlflowClient, run_id: str, path: Path, folder: str) -> bool:
     """Return whether a file became a run's artifact as a hard link, so that it is stored once.
 
@@ -425,9 +453,7 @@ def _log_params(
     known = client.get_run(run_id).data.params if resumed else {}
     if other := [f"{key}={value}" for key, value in wanted.items() if known.get(key, value) != value]:
         client.set_tag(run_id, "resumed_with", " ".join(other))
-    params = [Param(key, value) for key, value in wanted.items() if key not in known]
-    for start in range(0, len(params), _PARAMS_PER_BATCH):
-        client.log_batch(run_id, params=params[start : start + _PARAMS_PER_BATCH])
+    client.log_batch(run_id, params=[Param(key, value) for key, value in wanted.items() if key not in known])
 
 
 def _log_config_files(client: MlflowClient, run_id: str, folder: Path) -> None:
@@ -437,9 +463,17 @@ def _log_config_files(client: MlflowClient, run_id: str, folder: Path) -> None:
             client.log_text(run_id, redacted_file(path), f"config/{name}")
 
 
+def _set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
+    from mlflow.entities import RunTag
+
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
 def _log_dataset(client: MlflowClient, run_id: str, facts: Mapping[str, Any]) -> None:
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
+    if not facts.get("data_digest"):
+        return
     name = str(facts["data"])
     sizes = {key: facts[key] for key in ("data_num_train", "data_num_val") if key in facts}
     dataset = Dataset(

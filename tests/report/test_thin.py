@@ -12,6 +12,7 @@ from fsdp_lab.metrics import MIB
 from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.report.markdown import to_markdown
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.plots import figures
 from fsdp_lab.report.thin import MOST, MOST_BARS, MOST_LINES, shown_trials
@@ -48,6 +49,13 @@ def test_as_many_as_a_page_holds_are_all_shown():
     few = many(MOST)
     assert shown_trials(few, answer(few)) == few.trials
     assert "trials are shown" not in to_html(few, answer(few))
+
+
+def test_the_page_says_what_mlflow_lacks_of_many_trials_only(made: tuple[SweepData, Answer]):
+    few, note = many(MOST), "In MLflow each trial&#x27;s run has the metrics of the last epoch only"
+    assert to_html(*made).count(note) == 1 and note not in to_html(few, answer(few))
+    note = note.replace("&#x27;", "'")
+    assert to_markdown(*made).count(note) == 1 and note not in to_markdown(few, answer(few))
 
 
 def test_of_more_the_recommended_the_front_and_the_best_are_shown(made: tuple[SweepData, Answer]):

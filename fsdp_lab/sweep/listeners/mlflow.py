@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.trial_files import read_any_facts, read_metrics
 from fsdp_lab.metrics import PREDICTED_BY
+from fsdp_lab.report.thin import MOST
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
+from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking import Tracker
 
 # What a trial leaves in its folder -> where it stands among the artifacts of its run.
+_EPOCHS = "metrics.jsonl"
 _ARTIFACTS = (
     ("model.pt", "model"),
     ("model/*", "model"),
-    ("metrics.jsonl", ""),
+    (_EPOCHS, ""),
     ("error.txt", ""),
     ("failures*/*.json", "failures"),
     ("memory_*_rank*.*", "memory"),
@@ -28,7 +33,11 @@ _ARTIFACTS = (
 
 
 class MlflowRuns(Listener):
-    """Logs the sweep and its trials. While the store does not answer, writes wait: see `Tracker`."""
+    """Logs the sweep and its trials. While the store does not answer, writes wait: see `Tracker`.
+
+    With more than `MOST` trials the runs are thinned: a run gets facts, forecast and the last epoch when its trial
+    ends, and no copies of files that every trial has. Each write takes milliseconds, and thousands of trials make many.
+    """
 
     def __init__(self, tracking: TrackingConfig, console: Console) -> None:
         self._tracker = Tracker(tracking, on_problem=console.log)
@@ -36,6 +45,7 @@ class MlflowRuns(Listener):
         self._handles: dict[int, str] = {}  # number of a trial -> its run
         self._reopened: set[int] = set()
         self._parent: str | None = None
+        self._names, self._renamed = Pace(), True
         self._parent_ended: int | None = None
 
     @property
@@ -71,7 +81,9 @@ class MlflowRuns(Listener):
                     self._parent_ended = runs[""].ended or max(ends, default=None)
             else:
                 name, count = self._name_of(sweep), len(sweep.states)
-                self._parent = self._tracker.start_sweep(name, sweep.folder, command_line(), count, record.id)
+                self._parent = self._tracker.start_sweep(
+                    name, sweep.folder, command_line(), count, record.id, _is_thinned(sweep)
+                )
         for number, state in enumerate(sweep.states):
             run = runs.get(str(number))
             if run is not None and state.again:
@@ -92,41 +104,54 @@ class MlflowRuns(Listener):
         if number in self._handles:
             self._tracker.check_epochs(self._handles[number])
         folder = sweep.folder_of(number)
-        if facts := read_any_facts(folder):
-            self._tracker.log_facts(self._run_of(sweep, number), facts)
-        self._log_forecast(sweep, number)
-        for metrics in read_metrics(folder):
-            self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
+        if not _is_thinned(sweep):
+            if facts := read_any_facts(folder):
+                self._tracker.log_facts(self._run_of(sweep, number), facts)
+            self._log_forecast(sweep, number)
+            for metrics in read_metrics(folder):
+                self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
         self._finish(sweep, number, ended)
 
     def added(self, sweep: SweepRun, number: int) -> None:
-        """Rename the sweep's run: its name counts the trials."""
+        """Rename the sweep's run: its name counts the trials. With many trials, at a limited rate."""
+        self._renamed = False
+        if not _is_thinned(sweep) or self._names.is_due:
+            self._rename(sweep)
+
+    def _rename(self, sweep: SweepRun) -> None:
+        self._renamed = True
         if self._parent:
-            self._tracker.name_sweep(self._parent, self._name_of(sweep), len(sweep.states))
+            with self._names.kept():
+                self._tracker.name_sweep(self._parent, self._name_of(sweep), len(sweep.states), _is_thinned(sweep))
 
     def began(self, sweep: SweepRun, number: int) -> None:
-        """Reopen the run of a trial that resumes, and log its forecast."""
+        """Start the run of a trial, or reopen that of one that resumes, and log its forecast."""
         if number in self._handles and sweep.states[number].resuming and number not in self._reopened:
             self._reopened.add(number)
             self._tracker.reopen(self._handles[number])
-        self._log_forecast(sweep, number)
+        if _is_thinned(sweep):
+            self._run_of(sweep, number)
+        else:
+            self._log_forecast(sweep, number)
 
     def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
-        """Log the facts of a trial."""
-        self._tracker.log_facts(self._run_of(sweep, number), facts)
+        """Log the facts of a trial, unless its run is thinned."""
+        if not _is_thinned(sweep):
+            self._tracker.log_facts(self._run_of(sweep, number), facts)
 
     def forecast(self, sweep: SweepRun, number: int) -> None:
-        """Log the forecast of a trial whose run exists."""
-        if number in self._handles:  # else it is logged when the trial begins
+        """Log the forecast of a trial whose run exists, unless it is thinned."""
+        if number in self._handles and not _is_thinned(sweep):  # else it is logged when the trial begins, or ends
             self._log_forecast(sweep, number)
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of an epoch."""
-        self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
+        """Log the metrics of an epoch, unless the run is thinned."""
+        if not _is_thinned(sweep):
+            self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         """End the run of a trial."""
-        if sweep.states[number].begun is None:
+        if sweep.states[number].begun is None and not _is_thinned(sweep):
             self._log_forecast(sweep, number)  # of a trial that is skipped
         self._finish(sweep, number)
 
@@ -135,6 +160,8 @@ class MlflowRuns(Listener):
         for number, handle in self._handles.items():
             if not sweep.states[number].ended:  # of an earlier start, whose end may not have been logged
                 self._tracker.finish(handle, TrialStatus.interrupted)
+        if not self._renamed:
+            self._rename(sweep)
         if self._parent:
             error = str(ending.error) if ending.error else None
             self._tracker.finish(self._parent, TrialStatus[ending.code.name], error, self._parent_ended)
@@ -164,14 +191,16 @@ class MlflowRuns(Listener):
             name = short_name(trial, sweep.plan.swept)
             words = [*config_dir_words(sweep.plan.record.arguments), *map(unescaped, trial.overrides)]
             self._handles[number] = self._tracker.start_trial(
-                name, words, trial.folder, self._parent, sweep.plan.record.id, str(number)
+                name, words, trial.folder, self._parent, sweep.plan.record.id, str(number), _is_thinned(sweep)
             )
             self._log_config(sweep, number)
         return self._handles[number]
 
     def _log_config(self, sweep: SweepRun, number: int) -> None:
         trial = sweep.states[number].trial
-        self._tracker.log_config(self._handles[number], trial.config, trial.choices, trial.folder, sweep.plan.resumed)
+        # a report from the store reads the first trial's files
+        folder = trial.folder if number == 0 or not _is_thinned(sweep) else None
+        self._tracker.log_config(self._handles[number], trial.config, trial.choices, folder, sweep.plan.resumed)
 
     def _log_forecast(self, sweep: SweepRun, number: int) -> None:
         run = self._run_of(sweep, number)
@@ -182,11 +211,38 @@ class MlflowRuns(Listener):
 
     def _finish(self, sweep: SweepRun, number: int, ended: int | None = None) -> None:
         state, folder, run = sweep.states[number], sweep.folder_of(number), self._run_of(sweep, number)
+        thinned = _is_thinned(sweep)
+        if thinned:
+            self._log_last(sweep, number)
+        facts = _facts_of(state, folder) if thinned else None
+        files = [
+            (path, "/".join(part for part in (where, *path.relative_to(folder).parts[1:-1]) if part))
+            for pattern, where in _ARTIFACTS
+            if not (thinned and pattern == _EPOCHS)
+            for path in sorted(folder.glob(pattern))
+        ]
+        complete = state.status.is_result and not files
         # the end first: a file that the store does not take must not leave the run open
-        self._tracker.finish(run, state.status, state.error, ended)
-        for pattern, where in _ARTIFACTS:
-            for path in sorted(folder.glob(pattern)):
-                inside = "/".join(part for part in (where, *path.relative_to(folder).parts[1:-1]) if part)
-                self._tracker.log_artifact(run, path, inside)
-        if state.status.is_result:
+        self._tracker.finish(run, state.status, state.error, ended, facts=facts, complete=complete)
+        for path, inside in files:
+            self._tracker.log_artifact(run, path, inside)
+        if state.status.is_result and not complete:
             self._tracker.recorded(run)
+
+    def _log_last(self, sweep: SweepRun, number: int) -> None:
+        """Log what a thinned run has of the metrics of an ended trial: its forecast and its last epoch."""
+        forecast, last = sweep.states[number].forecast_figures, sweep.states[number].figures()
+        epochs = [{"epoch": 0.0, **forecast}] if forecast else []
+        if epochs := [*epochs, *([last] if "epoch" in last else [])]:
+            self._tracker.log_epoch(self._run_of(sweep, number), *epochs)
+
+
+def _facts_of(state: TrialState, folder: Path) -> dict[str, Any]:
+    """Return the facts of a trial, and the basis of its predicted speed, as far as they are known."""
+    return {**(read_any_facts(folder) or {}), **({PREDICTED_BY: state.predicted_by} if state.predicted_by else {})}
+
+
+def _is_thinned(sweep: SweepRun) -> bool:
+    """Return whether a sweep has, or its search will suggest, more trials than MLflow gets in full."""
+    search = sweep.config.search
+    return max(len(sweep.states), search.num_trials if search.samples else 0) > MOST

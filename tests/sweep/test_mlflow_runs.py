@@ -1,0 +1,238 @@
+"""What MLflow gets of a sweep, and of one with more trials than it gets in full. The trials train nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from mlflow.entities import Run
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.engine.trial_files import append_line
+from fsdp_lab.files import write_json
+from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.report.thin import MOST
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.listeners import mlflow as listener
+from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
+from fsdp_lab.sweep.runner import SweepPlan, SweepRun, run_sweep
+from fsdp_lab.sweep.search import Search
+from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
+from fsdp_lab.sweep.store.record import Record
+from fsdp_lab.sweep.store.resume import resumed_states
+from fsdp_lab.tracking import read_sweep
+from fsdp_lab.tracking.tags import RECORDED_TAG, THINNED_TAG
+from tests.servers import lay_store
+from tests.sweep.conftest import artifacts, history, runs, store
+from tests.sweep.test_runner import Acts
+
+Compose = Callable[[Sequence[str], int], Trial]
+FACTS = {
+    "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 128, "device": "cpu", "world_size": 2,
+    "notes": ["offload=cpu has no effect on a CPU."],
+}  # fmt: skip
+FORECAST = Forecast(False, 2, {"device": {"total": 10}})
+LAST = 3
+
+
+class Trains(Acts):
+    """Three trials of three epochs; the last one fails, and the second epoch alone measures `checkpoint/save_s`."""
+
+    def run(self, sweep: SweepRun) -> None:
+        while (number := sweep.next()) is not None:
+            folder = sweep.folder_of(number)
+            sweep.prepare(number)
+            sweep.forecast(number, FORECAST)
+            sweep.begin(number)
+            write_json(folder / "facts.json", FACTS)
+            for epoch in range(1, LAST + 1):
+                metrics = {"epoch": epoch, "step": 4 * epoch, "val/loss": 1.0 / epoch, "memory/peak_bytes": 9}
+                saved = {"checkpoint/save_s": 0.5} if epoch == 2 else {}
+                append_line(folder / "metrics.jsonl", json.dumps({**metrics, **saved}))
+                sweep.look(number)
+            if self.raises is not None and number == 1:
+                raise self.raises
+            failed = number == 2
+            if failed:
+                (folder / "error.txt").write_text("broken")
+            sweep.end(number, TrialStatus.failed if failed else TrialStatus.finished, "broken" if failed else None)
+
+
+@pytest.fixture
+def planned(compose_trial: Compose, tmp_path: Path) -> Callable[[], SweepPlan]:
+    """Of a sweep whose folder and store are `tmp_path`; of its resume, if trials of it have ended."""
+    lay_store(tmp_path)
+    records: list[Record] = []
+
+    def plan() -> SweepPlan:
+        words = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"]
+        trials = [compose_trial([*words, f"training.seed={seed}"], seed) for seed in range(3)]
+        for trial in trials:
+            write_hydra_folder(trial)
+        config = trials[0].config
+        resumed = (tmp_path / "0" / "outcome.json").exists()
+        states = resumed_states(trials, tmp_path, config) if resumed else [TrialState(trial) for trial in trials]
+        records.append(records[0] if records else Record.of([], True, config))
+        state = SweepState(states, [("val/loss", "min")])
+        return SweepPlan(state, config, tmp_path, ["training.seed"], records[0], resumed=resumed)
+
+    return plan
+
+
+def ran(plan: SweepPlan, executor: Acts | None = None) -> tuple[Run, list[Run]]:
+    """The run of a sweep, and those of its trials."""
+    run_sweep(plan, executor or Trains(), [MlflowRuns(plan.config.tracking, Console(plan.state, plan.swept))])
+    (parent,), children = runs(plan.folder)
+    return parent, [store(plan.folder).get_run(run.info.run_id) for run in children]
+
+
+def steps(folder: Path, run: Run, key: str) -> list[int]:
+    return [step for step, _ in history(folder, run, key)]
+
+
+@pytest.fixture
+def of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than two trials are many."""
+    monkeypatch.setattr(listener, "MOST", 2)
+
+
+def test_a_run_has_every_epoch_and_the_files_of_its_trial(planned: Callable[[], SweepPlan], tmp_path: Path):
+    parent, children = ran(planned())
+    assert THINNED_TAG not in parent.data.tags and "thinned" not in parent.data.tags["mlflow.note.content"]
+    for run in children:
+        assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and steps(tmp_path, run, "forecast/peak_bytes")[0] == 0
+        assert {"config/config.yaml", "config/overrides.yaml", "metrics.jsonl"} <= set(artifacts(tmp_path, run))
+        assert THINNED_TAG not in run.data.tags and RECORDED_TAG in run.data.tags
+
+
+@pytest.mark.usefixtures("of_two")
+def test_of_many_trials_a_run_has_the_last_epoch_and_says_so(planned: Callable[[], SweepPlan], tmp_path: Path):
+    parent, children = ran(planned())
+    assert parent.data.tags[THINNED_TAG] == "true"
+    assert "their runs are thinned" in parent.data.tags["mlflow.note.content"]
+    for number, run in enumerate(children):
+        tags, metrics = run.data.tags, run.data.metrics
+        assert tags[THINNED_TAG] == "true" and RECORDED_TAG in tags
+        assert tags["status"] == ("failed" if number == 2 else "finished")
+        assert (tags["device"], tags["note"]) == ("cpu", "offload=cpu has no effect on a CPU.")
+        assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
+        assert run.data.params["training.seed"] == str(number)
+        assert (steps(tmp_path, run, "val/loss"), metrics["val/loss"]) == ([LAST], 1 / LAST)
+        assert steps(tmp_path, run, "checkpoint/save_s") == [LAST], "the latest value of a metric that an epoch lacks"
+        assert steps(tmp_path, run, "forecast/peak_bytes") == [0, LAST] and metrics["forecast/error"] == 10 / 9 - 1
+    assert [run.info.status for run in children] == ["FINISHED", "FINISHED", "FAILED"]
+    assert all(run.info.end_time for run in children)
+    assert artifacts(tmp_path, children[0]) == ["config/config.yaml", "config/overrides.yaml"], "a report reads them"
+    assert [artifacts(tmp_path, run) for run in children[1:]] == [[], ["error.txt"]]
+    _, stored = read_sweep(planned().config.tracking, parent.info.run_id)
+    assert [trial.metrics["epoch"] for trial in stored] == [LAST] * 3
+
+
+@pytest.mark.usefixtures("of_two")
+def test_a_thinned_run_takes_few_writes(planned: Callable[[], SweepPlan], monkeypatch: pytest.MonkeyPatch):
+    """Each takes the driver milliseconds: a run, parameters, metrics, the data set, the end and the tags of it."""
+    from mlflow import MlflowClient
+
+    calls: list[str] = []
+    for name in (
+        "create_run", "log_batch", "log_inputs", "log_text", "log_artifact", "set_tag", "set_terminated", "update_run",
+        "get_run", "get_metric_history",
+    ):  # fmt: skip
+        made = getattr(MlflowClient, name)
+        monkeypatch.setattr(
+            MlflowClient,
+            name,
+            lambda self, *a, _made=made, _name=name, **k: calls.append(_name) or _made(self, *a, **k),
+        )
+    plan = planned()
+    run_sweep(plan, Trains(), [MlflowRuns(plan.config.tracking, Console(plan.state, plan.swept))])
+    first, second, _ = "|".join(calls).split("create_run")[2:]
+    assert second.strip("|").split("|") == ["log_batch", "log_batch", "log_inputs", "set_terminated", "log_batch"]
+    assert first.count("log_text") == 2
+
+
+@pytest.mark.usefixtures("of_two")
+def test_a_thinned_run_that_was_interrupted_is_resumed_and_gets_its_last_epoch(
+    planned: Callable[[], SweepPlan], tmp_path: Path
+):
+    _, children = ran(planned(), Trains(KeyboardInterrupt()))
+    assert [run.data.tags["status"] for run in children] == ["finished", "interrupted"]
+    assert RECORDED_TAG not in children[1].data.tags and steps(tmp_path, children[1], "val/loss") == [LAST]
+    _, children = ran(planned())
+    assert [run.data.tags["status"] for run in children] == ["finished", "finished", "failed"]
+    for run in children:
+        assert steps(tmp_path, run, "val/loss") == [LAST] and RECORDED_TAG in run.data.tags
+
+
+@pytest.mark.usefixtures("of_two")
+def test_a_thinned_run_that_the_store_lacks_is_sent_by_a_resume(planned: Callable[[], SweepPlan], tmp_path: Path):
+    _, children = ran(planned())
+    store(tmp_path).delete_run(children[0].info.run_id)
+    store(tmp_path).delete_tag(children[1].info.run_id, RECORDED_TAG)
+    _, children = ran(planned())
+    for run in children:
+        assert steps(tmp_path, run, "val/loss") == [LAST] and RECORDED_TAG in run.data.tags
+        assert steps(tmp_path, run, "forecast/peak_bytes")[-1] == LAST and run.data.tags["device"] == "cpu"
+
+
+def test_a_search_for_many_trials_is_thinned_from_its_first(compose_trial: Compose, tmp_path: Path):
+    lay_store(tmp_path)
+    few, many = (
+        compose_trial([f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "search=random", f"search.num_trials={n}"], 0)
+        for n in (MOST, MOST + 1)
+    )
+    marked = []
+    for trial in (few, many):
+        write_hydra_folder(trial)
+        states = SweepState([TrialState(trial)], [("val/loss", "min")])
+        plan = SweepPlan(states, trial.config, tmp_path, [], Record.of([], True, trial.config))
+        run_sweep(plan, Trains(), [MlflowRuns(trial.config.tracking, Console(states, []))])
+        marked.append(sum(THINNED_TAG in run.data.tags for kind in runs(tmp_path) for run in kind))
+    assert marked == [0, 2], "the sweep's run and the trial's"
+
+
+class Suggests(Search):
+    """The same trial so many times."""
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self._left = list(trials)
+
+    def has_more(self) -> bool:
+        return bool(self._left)
+
+    def next(self) -> Trial | None:
+        return self._left.pop(0) if self._left else None
+
+    def notes(self) -> list[str]:
+        return []
+
+    def report_result(self, trial: Trial, status: TrialStatus, figures: dict[str, float]) -> None: ...
+
+
+@pytest.mark.usefixtures("of_two")
+def test_the_name_of_a_large_search_counts_its_trials_in_the_end(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is not written anew for each of thousands."""
+    lay_store(tmp_path)
+    words = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "search=random", "search.num_trials=9"]
+    trials = [compose_trial([*words, f"training.seed={seed}"], seed) for seed in range(9)]
+    names: list[str] = []
+    monkeypatch.setattr(
+        "fsdp_lab.tracking.Tracker.name_sweep",
+        lambda self, handle, name, *rest, made=listener.Tracker.name_sweep: (
+            names.append(name) or made(self, handle, name, *rest)
+        ),
+    )
+    plan = SweepPlan(
+        SweepState([], [("val/loss", "min")]), trials[0].config, tmp_path, ["training.seed"],
+        Record.of([], True, trials[0].config), Suggests(trials),
+    )  # fmt: skip
+    parent, children = ran(plan)
+    assert len(children) == 9 and parent.data.tags["num_trials"] == "9" and parent.data.tags[THINNED_TAG] == "true"
+    assert parent.info.run_name == "seed (random, 9 trials)" == names[-1]
+    assert len(names) < 9
