@@ -131,11 +131,30 @@ def nightly_config(cfg: DictConfig) -> NightlyConfig:
     own = OmegaConf.create(cfg)
     with open_dict(own):
         own.pop("hydra", None)
+    return _typed(own, check_keys=True)
+
+
+def typed_and_used_up(own: DictConfig, check_keys: bool) -> SweepConfig:
+    """Return what `typed_config` does, without its copy: for a config that nothing reads afterwards.
+
+    Args:
+        own: the composed config, without Hydra's part.
+        check_keys: False if another config with the same keys was converted.
+
+    Raises:
+        ConfigError: as for `nightly_config`.
+    """
+    return part(_typed(own, check_keys), SweepConfig)
+
+
+def _typed(own: DictConfig, check_keys: bool) -> NightlyConfig:
+    with open_dict(own):
         _fill_vocab_size(own)
     opened = {group: _typed_group(group, own[group]) for group in _OPEN}
-    unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in _OPEN]
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {valid_keys(unknown[0])}")
+    if check_keys:
+        unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in _OPEN]
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {valid_keys(unknown[0])}")
     config = OmegaConf.to_object(own)
     assert isinstance(config, NightlyConfig)
     values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}

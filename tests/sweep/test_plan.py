@@ -162,3 +162,14 @@ def test_a_key_that_is_none_is_reported_by_hydra(parser: OverridesParser, tmp_pa
     for cell in (["optimizer.l=1"], ["optimizer.lr=fast"]):
         with pytest.raises(HydraException):
             composer(cell, 0)
+
+
+def test_a_key_that_nothing_reads_is_an_error_of_every_cell(parser: OverridesParser, tmp_path):
+    """Cells with the same options are checked once; what a check refuses was not checked."""
+    loader = GlobalHydra.instance().config_loader()
+    master = loader.load_configuration("config", [], RunMode.MULTIRUN)
+    composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
+    composer(["optimizer.lr=0.5"], 0)
+    for cell in (["+optimizer.speed=1", "optimizer.lr=0.5"], ["+optimizer.speed=1", "optimizer.lr=0.25"]):
+        with pytest.raises(ConfigError, match=r"optimizer\.speed is not a key"):
+            composer(cell, 0)
