@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -71,6 +72,7 @@ def discrete_values(override: Override) -> list[str]:
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
+@lru_cache(maxsize=1000)  # most words of a trial are those of the trial before it
 def unescaped(word: str) -> str:
     """Return an override without escapes that Hydra does not need, such as a backslash before the colon of `s3://`."""
     if "\\" not in word:

@@ -62,7 +62,8 @@ DISTURBED = "disturbed"  # in the trial's tag and the name of a run that another
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
 _THINNED_NOTE = (
     "The sweep has so many trials that their runs are thinned. A run gets its metrics when its trial ends, of the last "
-    "epoch only. The other epochs and the config are in the trial's folder, which the tag `fsdp_lab.folder` names."
+    "epoch only. It has the parameters in which trials differ, and this run has the others. All epochs and the config "
+    "are in the trial's folder, which the tag `fsdp_lab.folder` names."
 )
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases

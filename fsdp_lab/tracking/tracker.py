@@ -243,6 +243,7 @@ class Tracker:
         choices: Mapping[str, str],
         folder: Path | None,
         resumed: bool = False,
+        left_out: Mapping[str, str] | None = None,
     ) -> None:
         """Log the parameters of a trial and its config's files.
 
@@ -253,10 +254,16 @@ class Tracker:
             folder: the trial's own; the files in its `.hydra` are kept under `config/`, without credentials. None: they
                 are not kept.
             resumed: the run may have parameters. MLflow changes none, so differences go to the tag `resumed_with`.
+            left_out: parameters with these values are not logged, because the sweep's run has them.
         """
-        self._write("parameters", run_id, lambda client, id_, again: _log_params(client, id_, config, choices, resumed))
+        params, left_out = trial_params(config, choices), left_out or {}
+        self.log_params(run_id, {k: v for k, v in params.items() if left_out.get(k) != v}, resumed)
         if folder is not None:
             self._write("the config's files", run_id, lambda client, id_, again: _log_config_files(client, id_, folder))
+
+    def log_params(self, run_id: str, params: Mapping[str, str], resumed: bool = False) -> None:
+        """Log parameters, as `trial_params` returns them; `resumed` as for `log_config`."""
+        self._write("parameters", run_id, lambda client, id_, again: _log_params(client, id_, params, resumed))
 
     def log_facts(self, run_id: str, facts: Mapping[str, Any]) -> None:
         """Log the facts of a trial as tags and as the data set with its digest.
@@ -444,12 +451,9 @@ def _linked(client: MlflowClient, run_id: str, path: Path, folder: str) -> bool:
     return True
 
 
-def _log_params(
-    client: MlflowClient, run_id: str, config: SweepConfig, choices: Mapping[str, str], resumed: bool
-) -> None:
+def _log_params(client: MlflowClient, run_id: str, wanted: Mapping[str, str], resumed: bool) -> None:
     from mlflow.entities import Param
 
-    wanted = trial_params(config, choices)
     known = client.get_run(run_id).data.params if resumed else {}
     if other := [f"{key}={value}" for key, value in wanted.items() if known.get(key, value) != value]:
         client.set_tag(run_id, "resumed_with", " ".join(other))

@@ -25,7 +25,7 @@ from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
 from fsdp_lab.sweep.store.record import Record
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking import read_sweep
-from fsdp_lab.tracking.tags import RECORDED_TAG, THINNED_TAG
+from fsdp_lab.tracking.tags import RECORDED_TAG, THINNED_TAG, trial_params
 from tests.servers import lay_store
 from tests.sweep.conftest import artifacts, history, runs, store
 from tests.sweep.test_runner import Acts
@@ -121,9 +121,11 @@ def test_of_many_trials_a_run_has_the_last_epoch_and_says_so(planned: Callable[[
         assert (tags["device"], tags["note"]) == ("cpu", "offload=cpu has no effect on a CPU.")
         assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
         assert run.data.params["training.seed"] == str(number)
+        assert run.data.params["sharding"] == "per_block" and "optimizer.lr" not in run.data.params
         assert (steps(tmp_path, run, "val/loss"), metrics["val/loss"]) == ([LAST], 1 / LAST)
         assert steps(tmp_path, run, "checkpoint/save_s") == [LAST], "the latest value of a metric that an epoch lacks"
         assert steps(tmp_path, run, "forecast/peak_bytes") == [0, LAST] and metrics["forecast/error"] == 10 / 9 - 1
+    assert parent.data.params["optimizer.lr"] == "0.001" and "training.seed" not in parent.data.params
     assert [run.info.status for run in children] == ["FINISHED", "FINISHED", "FAILED"]
     assert all(run.info.end_time for run in children)
     assert artifacts(tmp_path, children[0]) == ["config/config.yaml", "config/overrides.yaml"], "a report reads them"
@@ -193,6 +195,23 @@ def test_a_search_for_many_trials_is_thinned_from_its_first(compose_trial: Compo
         run_sweep(plan, Trains(), [MlflowRuns(trial.config.tracking, Console(states, []))])
         marked.append(sum(THINNED_TAG in run.data.tags for kind in runs(tmp_path) for run in kind))
     assert marked == [0, 2], "the sweep's run and the trial's"
+
+
+@pytest.mark.usefixtures("of_two")
+def test_a_thinned_run_has_each_parameter_that_is_not_the_first_trials(
+    planned: Callable[[], SweepPlan], compose_trial: Compose
+):
+    """An option may set other keys, here those of a model."""
+    plan = planned()
+    words = list(plan.state.trials[0].trial.overrides)
+    other = compose_trial([*words[:1], "training.seed=1", "model=mlp"], 1)
+    write_hydra_folder(other)
+    plan.state.trials[1] = TrialState(other)
+    parent, children = ran(plan)
+    assert {**parent.data.params, **children[1].data.params} == trial_params(other.config, other.choices) | {
+        key: value for key, value in parent.data.params.items() if key not in trial_params(other.config, other.choices)
+    }
+    assert children[1].data.params["model"] == "mlp" != children[0].data.params["model"]
 
 
 class Suggests(Search):

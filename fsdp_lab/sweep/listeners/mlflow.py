@@ -19,6 +19,7 @@ from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command,
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking import Tracker
+from fsdp_lab.tracking.tags import trial_params
 
 # What a trial leaves in its folder -> where it stands among the artifacts of its run.
 _EPOCHS = "metrics.jsonl"
@@ -36,7 +37,8 @@ class MlflowRuns(Listener):
     """Logs the sweep and its trials. While the store does not answer, writes wait: see `Tracker`.
 
     With more than `MOST` trials the runs are thinned: a run gets facts, forecast and the last epoch when its trial
-    ends, and no copies of files that every trial has. Each write takes milliseconds, and thousands of trials make many.
+    ends, and no copies of files that every trial has. The sweep's run has the parameters that its trials share. Each
+    write takes milliseconds, and thousands of trials make many.
     """
 
     def __init__(self, tracking: TrackingConfig, console: Console) -> None:
@@ -46,6 +48,7 @@ class MlflowRuns(Listener):
         self._reopened: set[int] = set()
         self._parent: str | None = None
         self._names, self._renamed = Pace(), True
+        self._shared: dict[str, str] | None = None  # parameters that the sweep's run has, where the others are thinned
         self._parent_ended: int | None = None
 
     @property
@@ -197,10 +200,15 @@ class MlflowRuns(Listener):
         return self._handles[number]
 
     def _log_config(self, sweep: SweepRun, number: int) -> None:
-        trial = sweep.states[number].trial
-        # a report from the store reads the first trial's files
-        folder = trial.folder if number == 0 or not _is_thinned(sweep) else None
-        self._tracker.log_config(self._handles[number], trial.config, trial.choices, folder, sweep.plan.resumed)
+        trial, run, resumed = sweep.states[number].trial, self._handles[number], sweep.plan.resumed
+        if not _is_thinned(sweep) or self._parent is None:
+            self._tracker.log_config(run, trial.config, trial.choices, trial.folder, resumed)
+            return
+        if self._shared is None:
+            self._shared = _shared_params(sweep)
+            self._tracker.log_params(self._parent, self._shared, resumed)
+        folder = trial.folder if number == 0 else None  # a report from the store reads the first trial's files
+        self._tracker.log_config(run, trial.config, trial.choices, folder, resumed, self._shared)
 
     def _log_forecast(self, sweep: SweepRun, number: int) -> None:
         run = self._run_of(sweep, number)
@@ -240,6 +248,13 @@ class MlflowRuns(Listener):
 def _facts_of(state: TrialState, folder: Path) -> dict[str, Any]:
     """Return the facts of a trial, and the basis of its predicted speed, as far as they are known."""
     return {**(read_any_facts(folder) or {}), **({PREDICTED_BY: state.predicted_by} if state.predicted_by else {})}
+
+
+def _shared_params(sweep: SweepRun) -> dict[str, str]:
+    """Return the parameters of a sweep's first trial, except for groups and what is swept, which each run has."""
+    first = sweep.states[0].trial
+    own = {key.lstrip("+") for key in sweep.plan.swept} | first.choices.keys()
+    return {key: value for key, value in trial_params(first.config, first.choices).items() if key not in own}
 
 
 def _is_thinned(sweep: SweepRun) -> bool:
