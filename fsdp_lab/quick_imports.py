@@ -27,6 +27,7 @@ def end() -> None:
     global _at_limit
     if _at_limit is not None:
         _at_limit.cancel()
+        _at_limit.join()  # a process without threads can be forked
         _at_limit = None
         gc.freeze()
         gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -10,13 +11,15 @@ from pathlib import Path
 
 from fsdp_lab.engine.failures import write_failure
 from fsdp_lab.engine.nodes import dead_node_of
+from fsdp_lab.engine.rank_process import RankFailed, how_it_ended
 from fsdp_lab.engine.ray_private import failed_to_be_placed
 from fsdp_lab.engine.resources import release_placement_group
-from fsdp_lab.engine.trial_files import read_failures, read_progress, set_aside_failures
+from fsdp_lab.engine.trial_files import read_failures, read_progress, set_aside_failures, wait_until_alone
 from fsdp_lab.storage import StorageAway, StorageRefused
 
 _PEER_S = 1.0
-_FINAL = ("oom", "timeout", "user")  # it would be so again
+_ALONE_S = 30.0
+_FINAL = ("oom", "timeout", "user", "diverged")  # it would be so again
 
 
 class Attempts:
@@ -35,6 +38,7 @@ class Attempts:
     def begin(self) -> None:
         """Prepare for the workers of an attempt: free what those before still hold."""
         release_placement_group(self.folder)
+        wait_until_alone(self.folder, _ALONE_S)  # ranks end a moment after the workers that Ray has killed
         self._begins()
 
     def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]] = lambda wait_s: {}) -> bool:
@@ -90,7 +94,9 @@ def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kill
         out_of_memory = by_ray or (node is None and _kernel_kills() > kernel_kills_before)
         why = "its process was killed: the host is out of memory"
         if not out_of_memory:
-            why = f"its node {node} went down" if node else "its process ended without an error, as if killed"
+            ended = next((cause for cause in causes if isinstance(cause, RankFailed)), None)
+            alone = str(ended) if ended else how_it_ended(-signal.SIGKILL)
+            why = f"its node {node} went down" if node else alone
         text = "".join(traceback.format_exception(error))
         write_failure(folder, rank, "oom" if out_of_memory else "killed", f"{where}: {why}", text)
 

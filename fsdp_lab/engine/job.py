@@ -121,7 +121,8 @@ def run_job(job: Job, report: Callable[[dict[str, float]], None]) -> None:
         outcome = outcome_of(read_failures(folder))
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
         with suppress(OSError):
-            (folder / "error.txt").write_text(report_of(folder, error))
+            if not any(failure["kind"] in ("user", "diverged") for failure in read_failures(folder)[:1]):
+                (folder / "error.txt").write_text(report_of(folder, error))
         message = why(error, job.each, job.num_workers, job.wait_timeout_s, job.nodes)
         outcome = outcome_of(read_failures(folder) or [{"kind": "error", "message": message}])
     with suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -171,32 +172,48 @@ def run_request(request: Mapping[str, Any], channel: Channel) -> int:
 
 
 def run_rank(work: Work, channel: Channel) -> int:
-    """Train on this rank, and return the exit status.
-
-    A user's error ends the trial without a retry: the status is 0. After any other Ray starts the workers again from
-    the last checkpoint.
-    """
+    """Train on this rank, and return the exit status: 0 if it trained to the end. Errors are in `failures/`."""
     job, folder = work.job, Path(work.folder)
-    name_process(work.rank)
-    if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
-        os.chdir(job["launched_in"])
-    os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
-    hold_alive(folder)
-    redirect_output(folder / "logs" / f"rank{work.rank}.log")
-    config = from_dict(TrialConfig, job["config"])
     stacks = StackDump(long_s(job["timeout_s"]))
-    reporter = RankReporter(folder, work.rank, config.data.name, channel, stacks)
-    reporter.phase("importing PyTorch and joining the other workers")
     try:
-        train_and_record(
-            config, folder, work.rank, reporter, on_cpu=not job["use_gpu"], storage=job["storage"],
-            join=lambda: join_ranks(work),
-        )  # fmt: skip
+        name_process(f"rank{work.rank}")
+        leave_to_rank(channel)
+        if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
+            os.chdir(job["launched_in"])
+        os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
+        hold_alive(folder)
+        redirect_output(folder / "logs" / f"rank{work.rank}.log")
+        faulthandler.enable()
+        config = from_dict(TrialConfig, job["config"])
+        reporter = RankReporter(folder, work.rank, config.data.name, channel, stacks)
+        reporter.phase("importing PyTorch and joining the other workers")
+    except BaseException as error:  # noqa: BLE001 - the process ends by its status
+        record_failure(folder, work.rank, error, "user" if isinstance(error, UserError) else kind_of(error))
+        return 1
+    try:
+        on_cpu, storage = not job["use_gpu"], job["storage"]
+        trained = train_and_record(
+            config, folder, work.rank, reporter, on_cpu=on_cpu, storage=storage, join=lambda: join_ranks(work)
+        )
+        if trained:
+            channel.send(done=True)
+        return 0 if trained else 1
     except BaseException:  # noqa: BLE001 - it is recorded
         return 1
     finally:
         stacks.end()
-    return 0
+
+
+def leave_to_rank(channel: Channel) -> None:
+    """Keep processes that this one starts from holding the channel, and from being called as it is."""
+    channel.connection.set_inheritable(False)
+
+    def in_child() -> None:
+        with suppress(OSError):
+            os.close(channel.connection.fileno())
+        name_process("of a rank")
+
+    os.register_at_fork(after_in_child=in_child)
 
 
 def join_ranks(work: Work) -> None:
@@ -215,8 +232,9 @@ def join_ranks(work: Work) -> None:
 
 def end_process(status: int) -> NoReturn:
     """End this process. gloo's threads may outlive the interpreter, and then abort a process that has done its work."""
-    with suppress(Exception):
-        sys.modules["torch"].distributed.destroy_process_group()
+    if status == 0:  # else other ranks may not take part, for which NCCL would wait
+        with suppress(Exception):
+            sys.modules["torch"].distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -231,8 +249,10 @@ def train_and_record(
     has_log: bool = True,
     storage: str | None = None,
     join: Callable[[], None] = lambda: None,
-) -> None:
+) -> bool:
     """Train, and record an error in `failures/`. It is raised if another attempt may succeed.
+
+    Returns whether it trained to the end.
 
     Args:
         config: the trial.
@@ -254,6 +274,7 @@ def train_and_record(
             check_no_gpu()
         join()
         train(config, folder, reporter, storage=storage)
+        return True
     except UserError as error:
         record_failure(folder, rank, error, "user", has_log)
     except DivergedError as error:  # it would diverge again
@@ -262,12 +283,11 @@ def train_and_record(
         raise
     except BaseException as error:
         kind = kind_of(error)
-        if (
-            kind == "peer"
-        ):  # the workers of a trial that is stopped end one after another, and this process with its own
+        if kind == "peer":  # workers of a stopped trial end one after another, and this process with its own
             time.sleep(_PEER_S)
         record_failure(folder, rank, error, kind, has_log)
         raise
+    return False
 
 
 def redirect_output(path: Path) -> None:

@@ -16,16 +16,32 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from fsdp_lab.hardware import RAYLET
 
 SERVER = "FSDP_LAB_RANK_SERVER"  # the address of the process that forks ranks, in the environment of Ray's workers
 _FORK_S = 60.0  # for the server to import PyTorch and fork
+_SCORE = Path("/proc/self/oom_score_adj")
 
 
 class RankFailed(RuntimeError):
     """A rank's process ended with an error, or was killed. What happened is in the trial's `failures/`, if known."""
+
+
+def how_it_ended(status: int) -> str:
+    """Return how a process ended that left no error of its own.
+
+    Args:
+        status: the exit status; -n: signal n ended it.
+    """
+    if status == -signal.SIGKILL:
+        return "its process ended without an error, as if killed"
+    if status < 0:
+        with suppress(ValueError):
+            return f"its process was ended by signal {-status} ({signal.Signals(-status).name})"
+    return f"its process exited with status {status} before the trial ended"
 
 
 class Channel:
@@ -59,31 +75,52 @@ class RankProcess:
     Args:
         channel: to it.
         python: the process if it is a child of this one; None: a fork of the server's, which tells how it ended.
+
+    Attributes:
+        done: whether the rank says that it has done its work. Code that it calls may end the process before.
     """
 
     def __init__(self, channel: Channel, python: subprocess.Popen[bytes] | None) -> None:
-        self._channel, self._python, self._status = channel, python, -int(signal.SIGKILL)
+        self._channel, self._python, self._status, self.done = channel, python, -int(signal.SIGKILL), False
+        self._reaper = threading.Thread(target=self._reap, daemon=True)
+        if python is not None:
+            self._reaper.start()
 
     def epochs(self) -> Iterator[float]:
         """Yield each epoch that the rank reports; it waits until the next one is asked for."""
         while (message := self._channel.receive()) is not None:
             if "exit" in message:
                 self._status = message["exit"]
-            elif "epoch" in message:
+                return
+            self.done = self.done or "done" in message
+            if "epoch" in message:
                 yield message["epoch"]
                 with suppress(OSError):  # it was killed: the next message says so
                     self._channel.send(go=True)
 
     def wait(self) -> int:
         """Return the exit status of a process that reports no more; -n: signal n ended it."""
-        return self._status if self._python is None else self._python.wait()
+        if self._python is None:
+            return self._status
+        self._reaper.join()
+        return self._python.wait()
 
     def end(self) -> None:
         """Kill the process and what it has started, if they are still there."""
         if self._python is not None:
-            end_group(self._python.pid)
-            self._python.wait()
+            if self._python.returncode is None:  # else its number may be another's
+                end_group(self._python.pid)
+            self._reaper.join()
         self._channel.close()  # the server kills a fork whose worker is gone
+
+    def _reap(self) -> None:
+        """Wait for the process, end what it has started, and let `epochs` end, whoever else has the channel."""
+        assert self._python is not None
+        os.waitid(os.P_PID, self._python.pid, os.WEXITED | os.WNOWAIT)
+        end_group(self._python.pid)
+        self._python.wait()
+        with suppress(OSError):
+            self._channel.connection.shutdown(socket.SHUT_RD)
 
 
 @contextmanager
@@ -94,8 +131,8 @@ def rank_process(work: Mapping[str, Any], listener: int | None = None) -> Iterat
         work: of the rank, see `rank.run_rank`.
         listener: a socket that the process inherits; None: none.
     """
-    path = [os.path.abspath(entry) for entry in sys.path]  # the rank may have another working directory
-    message = {"work": work, "path": path, "environment": {**os.environ, RAYLET: str(os.getppid())}}
+    environment = {**os.environ, RAYLET: str(os.getppid())}
+    message = {"work": work, "path": import_path(), "environment": environment, "oom_score_adj": _read_score()}
     process = (None if listener is not None else _fork(message)) or _spawn(message, listener)
     try:
         yield process
@@ -114,11 +151,12 @@ def _fork(message: Mapping[str, Any]) -> RankProcess | None:
         connection.connect(address)
         channel = Channel(connection)
         channel.send(**message)
-        if channel.receive() is None:
+        if "pid" not in (channel.receive() or {}):
             raise ConnectionError("it could not fork")
         connection.settimeout(None)
+        channel.send(go=True)  # a fork that comes too late does nothing
         return RankProcess(channel, None)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"fsdp_lab: {address} forks no rank ({error}); the rank starts a new Python", file=sys.stderr)
         connection.close()
         return None
@@ -129,26 +167,37 @@ def _spawn(message: Mapping[str, Any], listener: int | None) -> RankProcess:
     ours, theirs = socket.socketpair()
     inherited = [theirs.fileno(), *([] if listener is None else [listener])]
     python = subprocess.Popen(
-        [sys.executable, "-m", "fsdp_lab.engine.rank", str(theirs.fileno()), str(os.getpid())],
+        [sys.executable, "-P", "-m", "fsdp_lab.engine.rank", str(theirs.fileno()), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         pass_fds=inherited,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(message["path"])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(message["path"])},  # without the working directory: -P
     )
     theirs.close()
     if listener is not None:
         os.close(listener)
-    channel = Channel(ours)
-    threading.Thread(target=_end_group_with, args=[python], daemon=True).start()
+    process = RankProcess(channel := Channel(ours), python)
     with suppress(OSError):  # it has ended: the exit status says how
         channel.send(**message)
-    return RankProcess(channel, python)
+    return process
 
 
-def _end_group_with(leader: subprocess.Popen[bytes]) -> None:
-    """Kill what a rank has started, once it has ended: the channel closes when nobody has it."""
-    leader.wait()
-    end_group(leader.pid)
+def import_path() -> list[str]:
+    """Return where this process imports from, for one with another working directory."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def _read_score() -> str:
+    """Return how soon the kernel kills this process for lack of memory; Ray wants its workers killed first."""
+    with suppress(OSError):
+        return _SCORE.read_text().strip()
+    return ""
+
+
+def write_score(score: str) -> None:
+    """Take over a score that `_read_score` returned. A fork has that of the driver."""
+    with suppress(OSError):
+        _SCORE.write_text(score)
 
 
 def end_group(pid: int) -> None:
@@ -167,8 +216,8 @@ def end_with(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def name_process(rank: int) -> None:
-    """Give this process the name `rank<r>`, which top and ps show."""
+def name_process(name: str) -> None:
+    """Give this process a name of at most 15 characters, which top and ps show."""
     if sys.platform == "linux":
         pr_set_name = 15  # linux/prctl.h
-        ctypes.CDLL(None).prctl(pr_set_name, f"rank{rank}".encode(), 0, 0, 0)
+        ctypes.CDLL(None).prctl(pr_set_name, name.encode(), 0, 0, 0)

@@ -11,16 +11,18 @@ from __future__ import annotations
 import importlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsdp_lab import quick_imports
-from fsdp_lab.engine.rank_process import SERVER, Channel, end_group, end_with
+from fsdp_lab.engine.rank_process import SERVER, Channel, end_group, end_with, import_path, write_score
 
 # What every rank imports, whatever its trial.
 MODULES = ("torchvision.models", "fsdp_lab.training", "fsdp_lab.engine.rank")
@@ -36,7 +38,7 @@ def start_server(folder: str, threads: int) -> None:
         folder: for its address; only this user can enter it.
         threads: of a rank, unless the user has set `OMP_NUM_THREADS`.
     """
-    if not hasattr(os, "pidfd_open"):  # not Linux
+    if _server or sys.platform != "linux":
         return
     address = str(Path(folder, "ranks"))
     with socket.socket(socket.AF_UNIX) as listener:
@@ -47,11 +49,11 @@ def start_server(folder: str, threads: int) -> None:
         listener.listen(socket.SOMAXCONN)
         _server[:] = [
             subprocess.Popen(
-                [sys.executable, "-m", "fsdp_lab.engine.rank_server", str(listener.fileno())],
+                [sys.executable, "-P", "-m", "fsdp_lab.engine.rank_server", str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is the driver's
-                env={_THREADS: str(threads), **os.environ},
+                env={_THREADS: str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
             )
         ]
     os.environ[SERVER] = address
@@ -77,78 +79,96 @@ class Server:
 
     def __init__(self, listener: socket.socket, driver: int) -> None:
         self._listener, self._driver = listener, driver
+        self._ended, self._wake = os.pipe()  # gets a byte when a rank ends
+        for end in (self._ended, self._wake):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._poll = select.poll()
-        self._poll.register(driver, select.POLLIN)
-        self._poll.register(listener, select.POLLIN)
-        self._ranks: dict[int, tuple[int, Channel]] = {}  # by a descriptor of the process: its number, and the channel
-        self._workers: dict[int, int] = {}  # by the descriptor of a channel: the process
+        for descriptor in (driver, self._ended, listener.fileno()):
+            self._poll.register(descriptor, select.POLLIN)
+        self._ranks: dict[int, Channel] = {}  # by the process id of the rank
+        self._workers: dict[int, int] = {}  # by the descriptor of a channel: the rank
 
     def serve(self) -> None:
         """Fork a rank for each request, and report how it ended."""
         while True:
             descriptor, _ = self._poll.poll()[0]  # one at a time: what it closes may be another's number next
             if descriptor == self._driver:
-                for pid, _ in self._ranks.values():
+                for pid in self._ranks:
                     end_group(pid)
                 return
             if descriptor == self._listener.fileno():
                 self._accept()
-            elif descriptor in self._ranks:
-                self._reap(descriptor)
+            elif descriptor == self._ended:
+                self._reap()
             else:  # Ray's worker is gone
                 self._poll.unregister(descriptor)
                 end_group(self._workers[descriptor])
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(_REQUEST_S)
-        channel = Channel(connection)
+        channel = None
         me = os.getpid()
         try:
+            connection, _ = self._listener.accept()
+            connection.settimeout(_REQUEST_S)
+            channel = Channel(connection)
             if (request := channel.receive()) is None:
                 raise ConnectionError("the worker is gone")
             connection.settimeout(None)
             pid = os.fork()
-        except OSError:  # the worker sees that the connection ends, and starts a new Python
-            channel.close()
+        except (OSError, ValueError):  # the worker sees that the connection ends, and starts a new Python
+            if channel is not None:
+                channel.close()
             return
         if pid == 0:
             self._become_rank(request, channel, me)
-        descriptor = os.pidfd_open(pid)
-        self._ranks[descriptor], self._workers[connection.fileno()] = (pid, channel), pid
-        self._poll.register(descriptor, select.POLLIN)
+        self._ranks[pid], self._workers[connection.fileno()] = channel, pid
         self._poll.register(connection, 0)  # of its end alone
         with suppress(OSError):
             channel.send(pid=pid)
 
-    def _reap(self, descriptor: int) -> None:
-        pid, channel = self._ranks.pop(descriptor)
-        end_group(pid)  # what the rank has started
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with suppress(OSError):
-            channel.send(exit=status)
-        with suppress(KeyError):
-            self._poll.unregister(channel.connection)
-        self._poll.unregister(descriptor)
-        os.close(descriptor)
-        del self._workers[channel.connection.fileno()]
-        channel.close()
+    def _reap(self) -> None:
+        """Report the ranks that have ended, and end what they have started."""
+        with suppress(BlockingIOError):
+            os.read(self._ended, 4096)
+        with suppress(ChildProcessError):  # there is none
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                pid = ended.si_pid
+                end_group(pid)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                channel = self._ranks.pop(pid)
+                with suppress(OSError):
+                    channel.send(exit=status)
+                with suppress(KeyError):
+                    self._poll.unregister(channel.connection)
+                del self._workers[channel.connection.fileno()]
+                channel.close()
 
-    def _become_rank(self, request: Mapping[str, object], channel: Channel, server: int) -> NoReturn:
+    def _become_rank(self, request: Mapping[str, Any], channel: Channel, server: int) -> NoReturn:
         """Train in this process, a fork, and end it."""
         from fsdp_lab.engine.rank import end_process, run_request
 
-        os.setsid()
-        end_with(server)
-        self._listener.close()
-        os.close(self._driver)
-        os.open(os.devnull, os.O_RDONLY)  # the lowest free one: standard input
-        for descriptor, (_, other) in self._ranks.items():
-            os.close(descriptor)
-            other.close()  # else a worker would not see that its rank has ended
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed()  # forks would all draw the same
-        end_process(run_request(request, channel))
+        try:
+            os.setsid()
+            end_with(server)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._listener.close()
+            for descriptor in (self._driver, self._ended, self._wake):
+                os.close(descriptor)
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # the lowest free one: standard input
+            for other in self._ranks.values():
+                other.close()  # else a worker would not see that its rank has ended
+            if channel.receive() is None:  # the worker has waited too long, and trains otherwise
+                os._exit(0)
+            write_score(request["oom_score_adj"])
+            if (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.seed()  # forks would all draw the same
+            end_process(run_request(request, channel))
+        except BaseException:  # noqa: BLE001 - this process is not to go on as the server
+            traceback.print_exc()
+        os._exit(1)
 
 
 if __name__ == "__main__":
@@ -156,5 +176,6 @@ if __name__ == "__main__":
     for module in MODULES:
         importlib.import_module(module)
     quick_imports.end()
+    sys.stdout.flush()  # else each fork prints it
     Server(socket.socket(fileno=int(sys.argv[1])), sys.stdin.fileno()).serve()
     os._exit(0)  # there is nothing to clean up, and libraries of PyTorch's print what they leak

@@ -218,7 +218,7 @@ def failure_policy(attempts: Rules) -> Any:
     A worker that was killed while the trial started counts like one that was killed later. Ray gives up if the worker
     had begun to answer.
     """
-    from ray.exceptions import RayActorError
+    from ray.exceptions import OutOfMemoryError, RayActorError
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 
@@ -229,8 +229,9 @@ def failure_policy(attempts: Rules) -> Any:
             if attempts.is_final(training_failed_error, self._poll):
                 return FailureDecision.RAISE
             counted = training_failed_error
-            if isinstance(getattr(counted, "controller_failure", None), RayActorError):
-                counted = WorkerGroupError(str(counted), {})
+            failure = getattr(counted, "controller_failure", None)
+            if isinstance(failure, (RayActorError, OutOfMemoryError)):
+                counted = WorkerGroupError(str(counted), {0: failure})
             decision = super().make_decision(counted)
             if decision is FailureDecision.RETRY:
                 attempts.retry()
@@ -266,10 +267,10 @@ def failed_to_be_placed(error: Exception) -> bool:
 
 def failed_to_start(error: Exception) -> bool:
     """Return whether workers ended after they were created and before they trained."""
-    from ray.exceptions import RayActorError
+    from ray.exceptions import OutOfMemoryError, RayActorError
 
     failure = getattr(error, "controller_failure", None)
-    return type(failure).__name__ == _NO_START or isinstance(failure, RayActorError)
+    return type(failure).__name__ == _NO_START or isinstance(failure, (RayActorError, OutOfMemoryError))
 
 
 def draining_nodes() -> set[str]:

@@ -140,12 +140,20 @@ def join(meeting: dict[str, Any]) -> None:
 
 
 def gpu_index() -> int:
-    """Return the index of this worker's GPU among those that it sees: Ray shows it all of the trial's on this node."""
+    """Return the index of this worker's GPU among those that it sees: Ray shows it all of the trial's on this node.
+
+    Raises:
+        RuntimeError: it does not see its GPU.
+    """
     import ray
 
-    own = [str(gpu) for gpu in ray.get_gpu_ids()][:1]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return visible.index(own[0]) if own and own[0] in visible else 0
+    own = str(ray.get_gpu_ids()[0])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:  # Ray was told not to set it
+        return int(own)
+    if own not in visible.split(","):
+        raise RuntimeError(f"Ray gave GPU {own} to this worker, which is not in CUDA_VISIBLE_DEVICES={visible}")
+    return visible.split(",").index(own)
 
 
 def set_launcher_variables(backend: str) -> tuple[int, int]:

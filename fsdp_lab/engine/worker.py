@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_lab import quick_imports
 from fsdp_lab.engine.mirror import Sender, scratch_folder
 from fsdp_lab.engine.rank import Work
-from fsdp_lab.engine.rank_process import RankFailed, rank_process
+from fsdp_lab.engine.rank_process import RankFailed, how_it_ended, rank_process
 from fsdp_lab.engine.rendezvous import gpu_index, take_meeting
 from fsdp_lab.storage import Storage
 
@@ -23,7 +23,7 @@ def train_worker(job: dict[str, Any]) -> None:
     Ray gets no checkpoint: its manager would refuse a run whose older ones were removed.
 
     Raises:
-        RankFailed: so that Ray starts the workers again. A user's error ends the trial without: it is no failure here.
+        RankFailed: the rank did not train to the end. `Attempts` decides whether the workers start again.
     """
     import ray.train
 
@@ -37,9 +37,9 @@ def train_worker(job: dict[str, Any]) -> None:
                 if sender is not None:
                     sender.send()  # the driver is to find the epoch
                 ray.train.report({"epoch": epoch})
-            status = process.wait()
-    if status:
-        raise RankFailed(f"rank {rank} ended with status {status}")
+            status, done = process.wait(), process.done
+    if not done or status:
+        raise RankFailed(how_it_ended(status))
 
 
 @contextmanager

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.process
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -48,6 +51,33 @@ class StartsAProcess(Blocks):
         return super().forward(images)
 
 
+class StartsAProcessElsewhere(Blocks):
+    def forward(self, images: Tensor) -> Tensor:
+        """Start a process in a session of its own, once."""
+        if not _started:
+            _started.append(multiprocessing.get_context("fork").Process(target=_sleep_elsewhere))
+            _started[0].start()
+        return super().forward(images)
+
+
+def _sleep_elsewhere() -> None:
+    os.setsid()
+    time.sleep(200)
+
+
+class EndsTheProcess(Blocks):
+    def forward(self, images: Tensor) -> Tensor:
+        """End the process as if all were well."""
+        os._exit(0)
+
+
+class Crashes(Blocks):
+    def forward(self, images: Tensor) -> Tensor:
+        """End the process as faulty native code does."""
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return super().forward(images)
+
+
 class WritesItsThreads(Blocks):
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -55,5 +85,7 @@ class WritesItsThreads(Blocks):
 
     def forward(self, images: Tensor) -> Tensor:
         """Write what this process computes with."""
-        Path(self.file).write_text(json.dumps({"threads": torch.get_num_threads(), "drawn": DRAWN}))
+        done = subprocess.run(["readlink", "/proc/self/fd/0"], capture_output=True, text=True, check=False)
+        found = {"threads": torch.get_num_threads(), "drawn": DRAWN, "input": done.stdout.strip()}
+        Path(self.file).write_text(json.dumps(found))
         return super().forward(images)

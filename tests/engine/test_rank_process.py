@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine import rank_process, rank_server
 from fsdp_lab.engine.job import Job
 from fsdp_lab.engine.rank import Work
-from fsdp_lab.engine.rank_process import SERVER, RankProcess
+from fsdp_lab.engine.rank_process import SERVER, RankProcess, how_it_ended
 from fsdp_lab.engine.rendezvous import gpu_index
 from tests.processes import still_running
 
@@ -57,6 +58,13 @@ def how(request: pytest.FixtureRequest, server: psutil.Process, monkeypatch: pyt
     return str(request.param)
 
 
+_SCORE = "7"
+
+
+def score_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/oom_score_adj").read_text().strip()
+
+
 def number_of(process: RankProcess, server: psutil.Process) -> psutil.Process:
     """The process that trains."""
     if process._python is not None:
@@ -74,8 +82,8 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
 
 def test_a_rank_trains_in_a_process_of_its_own(how: str, server: psutil.Process, tmp_path: Path):
     """With the environment and the folder of the worker, and one report after another."""
-    os.environ["FROM_THE_WORKER"] = how
     epochs = []
+    Path("/proc/self/oom_score_adj").write_text(_SCORE)  # Ray sets 1000; what a process inherits is there before
     with rank_process.rank_process(work(tmp_path)) as process:
         trains = number_of(process, server)
         for epoch in process.epochs():
@@ -83,7 +91,8 @@ def test_a_rank_trains_in_a_process_of_its_own(how: str, server: psutil.Process,
             epochs.append((epoch, [json.loads(line)["epoch"] for line in lines], trains.name(), trains.cwd()))
             assert os.getsid(trains.pid) == trains.pid != os.getsid(0), "Linux divides the cores among sessions"
             assert trains.ppid() == (server.pid if how == "fork" else os.getpid())
-        assert process.wait() == 0
+            assert score_of(trains.pid) == _SCORE
+        assert process.wait() == 0 and process.done
     assert epochs == [(1, [1], "rank0", str(tmp_path)), (2, [1, 2], "rank0", str(tmp_path))]
     assert (tmp_path / "model.pt").exists()
 
@@ -151,6 +160,94 @@ def test_what_a_rank_has_started_ends_with_it(how: str, server: psutil.Process, 
     assert still_running([child], 5.0) == []
 
 
+@pytest.mark.parametrize("model", ["StartsAProcess", "StartsAProcessElsewhere"])
+def test_a_worker_sees_the_end_of_its_rank_whoever_lives_on(model: str, how: str, tmp_path: Path):
+    """Also a process that left the rank's group, and one whose server was killed with it."""
+    words = work(tmp_path, epochs=1000)
+    words["job"]["config"]["model"] = {"_target_": f"tests.engine.failing.{model}"}
+    with pytest.MonkeyPatch.context() as environment:
+        (tmp_path / "server").mkdir()
+        environment.setattr(rank_server, "_server", [])
+        if how == "fork":
+            environment.setenv(SERVER, "")
+            rank_server.start_server(str(tmp_path / "server"), threads=1)
+        with rank_process.rank_process(words) as process:
+            epochs = process.epochs()
+            next(epochs)
+            mine = psutil.Process(rank_server._server[0].pid) if how == "fork" else psutil.Process()
+            (trains,) = (child for child in mine.children() if child.name() == "rank0")
+            (child,) = trains.children()
+            (mine if how == "fork" else trains).kill()
+            begun = time.monotonic()
+            list(epochs)
+            assert process.wait() == -9 and time.monotonic() - begun < 10.0
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+        rank_server.stop_server()
+
+
+def test_code_that_ends_the_process_does_not_end_the_trial_well(how: str, server: psutil.Process, tmp_path: Path):
+    words = work(tmp_path)
+    words["job"]["config"]["model"] = {"_target_": "tests.engine.failing.EndsTheProcess"}
+    with rank_process.rank_process(words) as process:
+        assert list(process.epochs()) == [] and process.wait() == 0 and not process.done
+
+
+def test_a_crash_in_native_code_is_in_the_log(how: str, server: psutil.Process, tmp_path: Path):
+    words = work(tmp_path)
+    words["job"]["config"]["model"] = {"_target_": "tests.engine.failing.Crashes"}
+    with rank_process.rank_process(words) as process:
+        assert list(process.epochs()) == []
+        assert how_it_ended(process.wait()) == "its process was ended by signal 11 (SIGSEGV)"
+    assert "Fatal Python error: Segmentation fault" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+def test_an_error_before_there_is_a_log_is_recorded(how: str, server: psutil.Process, tmp_path: Path):
+    words = work(tmp_path)
+    (tmp_path / "logs").write_text("")
+    with rank_process.rank_process(words) as process:
+        assert list(process.epochs()) == [] and process.wait() == 1
+    assert "logs" in json.loads((tmp_path / "failures" / "rank0.json").read_text())["message"]
+
+
+def test_a_users_error_on_one_rank_ends_its_worker(
+    how: str, server: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The others wait for the rank, until Ray knows."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = work(tmp_path)
+    words["gpu"] = 0
+    with rank_process.rank_process(words) as process:
+        assert list(process.epochs()) == [] and process.wait() == 1
+    assert json.loads((tmp_path / "failures" / "rank0.json").read_text())["kind"] == "user"
+
+
+def test_a_request_that_comes_too_late_trains_nothing(
+    server: psutil.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rank_process, "_FORK_S", 1.0)
+    server.suspend()
+    with rank_process.rank_process(work(tmp_path / "trial")) as process:
+        assert list(process.epochs()) == [1, 2], "by a new Python"
+        before = (tmp_path / "trial" / "progress.json").read_text()
+        server.resume()
+        with socket.socket(socket.AF_UNIX) as nonsense:  # the server lives on
+            nonsense.connect(os.environ[SERVER])
+            nonsense.sendall(b"no JSON\n")
+        with rank_process.rank_process(work(tmp_path / "other")) as other:
+            assert list(other.epochs()) == [1, 2] and other._python is None
+        assert (tmp_path / "trial" / "progress.json").read_text() == before
+    assert server.is_running() and server.children() == []
+
+
+def test_programs_that_a_fork_starts_have_a_standard_input(server: psutil.Process, tmp_path: Path):
+    words = work(tmp_path, epochs=1)
+    words["job"]["config"]["model"] = {"_target_": "tests.engine.failing.WritesItsThreads", "file": "found"}
+    with rank_process.rank_process(words) as process:
+        list(process.epochs())
+    assert json.loads((tmp_path / "found").read_text())["input"] == "/dev/null"
+
+
 _DRIVER = """
 import sys, time
 from fsdp_lab.engine.rank_server import start_server
@@ -188,12 +285,16 @@ for name in ("init", "_lazy_init", "is_available", "device_count", "current_devi
     setattr(torch.cuda, name, asked)
 for name in sys.argv[1:]:
     importlib.import_module(name)
-import threading
-assert threading.active_count() == 1, "a fork would lack the threads"
 """
 
 
-def test_the_server_asks_cuda_for_nothing_and_starts_no_thread():
+def test_the_server_has_no_thread_when_it_forks(server: psutil.Process, tmp_path: Path):
+    with rank_process.rank_process(work(tmp_path)) as process:
+        next(process.epochs())
+        assert server.num_threads() == 1
+
+
+def test_the_server_asks_cuda_for_nothing():
     """CUDA reads `CUDA_VISIBLE_DEVICES` once, and does not work in a fork."""
     command = [sys.executable, "-c", _NO_CUDA, *rank_server.MODULES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -229,10 +330,18 @@ def test_forks_draw_different_numbers(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("own", "visible", "index"),
-    [([3], "2,3", 1), (["GPU-b"], "GPU-a,GPU-b", 1), ([0], "0", 0), ([5], "2,3", 0), ([], "2,3", 0)],
+    [(3, "2,3", 1), ("GPU-b", "GPU-a,GPU-b", 1), (0, "0", 0), (2, None, 2), (5, "2,3", None)],
 )
-def test_the_index_of_a_workers_gpu(own: list[Any], visible: str, index: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_index_of_a_workers_gpu(
+    own: int | str, visible: str | None, index: int | None, monkeypatch: pytest.MonkeyPatch
+):
     """Ray's answer stands in: there is no GPU here."""
-    monkeypatch.setattr("ray.get_gpu_ids", lambda: own)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_index() == index
+    monkeypatch.setattr("ray.get_gpu_ids", lambda: [own])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if index is None:
+        with pytest.raises(RuntimeError, match=r"GPU 5 .* not in CUDA_VISIBLE_DEVICES=2,3"):
+            gpu_index()
+    else:
+        assert gpu_index() == index
