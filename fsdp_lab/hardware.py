@@ -1,8 +1,7 @@
 """The GPUs and cores of this machine: the one place that counts them.
 
 GPUs come from NVML, the driver's own library, which Ray and nvidia-smi use too. It needs no context on a GPU and no
-slow
-import. Each worker compares the count with what PyTorch sees (`engine/rank.py`).
+slow import. Each rank compares the count with what PyTorch sees (`engine/rank.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MAX_LOADER_WORKERS = 4
 _LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB where nobody asks for more
 # Cores that a launcher gave to this process; see `worker_cpus`.
 WORKER_CPUS = "FSDP_LAB_WORKER_CPUS"
-# The number of the raylet of a rank's worker, in the environment of the rank.
+# The process id of the raylet of a rank's worker, in the environment of the rank.
 RAYLET = "FSDP_LAB_RAYLET"
 
 

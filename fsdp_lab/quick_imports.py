@@ -1,7 +1,7 @@
 """Imports without Python's garbage collector: call `begin` before them, and `end` after them.
 
 While modules are imported, the collector goes through everything that was imported before, again and again, and finds
-next to nothing. It takes a fifth of the time of a worker's imports (`benchmarks/README.md`).
+next to nothing. It takes a fifth of the time of a rank's imports (`benchmarks/README.md`).
 """
 
 from __future__ import annotations

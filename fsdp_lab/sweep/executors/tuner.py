@@ -228,7 +228,7 @@ class TuneCallback(tune.Callback):
 
     def _short_of(self, number: int) -> str:
         if not resources.unmet_request():
-            return "its worker processes to start and import PyTorch"
+            return "its worker processes to start"
         cluster = self._sweep.states[number].trial.config.cluster
         needed, free = self._catalog.of(self._sweep.states[number].trial.config), resources.free_resources()
         total = self._catalog.total()
