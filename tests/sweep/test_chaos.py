@@ -26,7 +26,7 @@ from tests.sweep.conftest import ranks_of, results
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(480)]
 
-EPOCHS = 5
+EPOCHS = 40  # else it is over before all are killed
 RATES = ("1e-3", "2e-3", "3e-3", "4e-3", "5e-3", "6e-3", "7e-3", "8e-3")
 SETTINGS = ("model=mlp", "data.num_train=960", "data.num_val=32", "training.global_batch_size=32", "precision=fp32",
             f"training.epochs={EPOCHS}", "sharding=per_block", "reshard_after_forward=always")  # fmt: skip
