@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp_lab.engine.failures import write_failure
 from fsdp_lab.engine.nodes import dead_node_of
-from fsdp_lab.engine.rank_process import RankFailed, how_it_ended
+from fsdp_lab.engine.rank_process import RankFailed, RankOutOfMemory, how_it_ended
 from fsdp_lab.engine.ray_private import failed_to_be_placed
 from fsdp_lab.engine.resources import release_placement_group
 from fsdp_lab.engine.trial_files import read_failures, read_progress, set_aside_failures, wait_until_alone
@@ -90,8 +90,9 @@ def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kill
             write_failure(folder, rank, kind, f"{where}: {refused}", "".join(traceback.format_exception(error)))
             continue
         node = dead_node_of(folder, rank)
+        by_us = any(isinstance(cause, RankOutOfMemory) for cause in causes)
         by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
-        out_of_memory = by_ray or (node is None and _kernel_kills() > kernel_kills_before)
+        out_of_memory = by_us or by_ray or (node is None and _kernel_kills() > kernel_kills_before)
         why = "its process was killed: the host is out of memory"
         if not out_of_memory:
             ended = next((cause for cause in causes if isinstance(cause, RankFailed)), None)

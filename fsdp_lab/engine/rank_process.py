@@ -30,6 +30,10 @@ class RankFailed(RuntimeError):
     """A rank's process ended with an error, or was killed. What happened is in the trial's `failures/`, if known."""
 
 
+class RankOutOfMemory(RankFailed):
+    """A rank's process was killed because the host's memory was almost used up."""
+
+
 def how_it_ended(status: int) -> str:
     """Return how a process ended that left no error of its own.
 
@@ -78,10 +82,12 @@ class RankProcess:
 
     Attributes:
         done: whether the rank says that it has done its work. Code that it calls may end the process before.
+        out_of_memory: whether the server killed it because the host's memory was almost used up.
     """
 
     def __init__(self, channel: Channel, python: subprocess.Popen[bytes] | None) -> None:
         self._channel, self._python, self._status, self.done = channel, python, -int(signal.SIGKILL), False
+        self.out_of_memory = False
         self._reaper = threading.Thread(target=self._reap, daemon=True)
         if python is not None:
             self._reaper.start()
@@ -90,7 +96,7 @@ class RankProcess:
         """Yield each epoch that the rank reports; it waits until the next one is asked for."""
         while (message := self._channel.receive()) is not None:
             if "exit" in message:
-                self._status = message["exit"]
+                self._status, self.out_of_memory = message["exit"], message["out_of_memory"]
                 return
             self.done = self.done or "done" in message
             if "epoch" in message:

@@ -3,6 +3,9 @@
 The imports take a rank seconds of CPU time; a fork takes milliseconds. `serve` uses no thread, for the sake of forks. A
 rank ends with the worker of Ray that asked for it, with this process, and with the driver.
 
+It also watches the host's memory, in place of Ray's monitor. That one knows the memory of Ray's own processes only, and
+would kill one that holds little.
+
 Nothing that is imported here may ask CUDA for its devices: Ray sets a worker's `CUDA_VISIBLE_DEVICES` later.
 """
 
@@ -15,11 +18,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 from fsdp_lab import quick_imports
 from fsdp_lab.engine.rank_process import SERVER, Channel, end_group, end_with, import_path, write_score
@@ -28,6 +34,10 @@ from fsdp_lab.engine.rank_process import SERVER, Channel, end_group, end_with, i
 MODULES = ("torchvision.models", "fsdp_lab.training", "fsdp_lab.engine.rank")
 _REQUEST_S = 10.0  # for a request to arrive
 _THREADS = "OMP_NUM_THREADS"  # libraries read it as they are imported
+_MONITOR = "RAY_memory_monitor_refresh_ms"  # 0: Ray watches no memory
+_THRESHOLD, _DEFAULT_THRESHOLD = "RAY_memory_usage_threshold", 0.95  # Ray's, of the memory in use
+_LOOK_S = 0.25
+_OFF = "0"
 _server: list[subprocess.Popen[bytes]] = []
 
 
@@ -57,11 +67,15 @@ def start_server(folder: str, threads: int) -> None:
             )
         ]
     os.environ[SERVER] = address
+    if _MONITOR not in os.environ:
+        os.environ[_MONITOR] = _OFF
 
 
 def stop_server() -> None:
     """End the process and its ranks. Does nothing if it was not started."""
     os.environ.pop(SERVER, None)
+    if _server and os.environ.get(_MONITOR) == _OFF:
+        del os.environ[_MONITOR]
     while _server:
         server = _server.pop()
         if server.stdin is not None:
@@ -87,13 +101,19 @@ class Server:
         self._poll = select.poll()
         for descriptor in (driver, self._ended, listener.fileno()):
             self._poll.register(descriptor, select.POLLIN)
+        self._memory_limit, self._look_at = float(os.environ.get(_THRESHOLD, _DEFAULT_THRESHOLD)), 0.0
+        self._too_large: set[int] = set()  # ranks that were killed for lack of memory
         self._ranks: dict[int, Channel] = {}  # by the process id of the rank
         self._workers: dict[int, int] = {}  # by the descriptor of a channel: the rank
 
     def serve(self) -> None:
         """Fork a rank for each request, and report how it ended."""
         while True:
-            descriptor, _ = self._poll.poll()[0]  # one at a time: what it closes may be another's number next
+            ready = self._poll.poll(1000 * _LOOK_S if self._ranks else None)
+            self._watch_memory()
+            if not ready:
+                continue
+            descriptor, _ = ready[0]  # one at a time: what it closes may be another's number next
             if descriptor == self._driver:
                 for pid in self._ranks:
                     end_group(pid)
@@ -105,6 +125,17 @@ class Server:
             else:  # Ray's worker is gone
                 self._poll.unregister(descriptor)
                 end_group(self._workers[descriptor])
+
+    def _watch_memory(self) -> None:
+        """Kill the largest rank if the host's memory is almost used up; the next one only when that has ended."""
+        if not self._ranks or time.monotonic() < self._look_at or self._too_large & set(self._ranks):
+            return
+        self._look_at = time.monotonic() + _LOOK_S
+        memory = psutil.virtual_memory()
+        if memory.total - memory.available > self._memory_limit * memory.total:
+            largest = max(self._ranks, key=_resident_pages)
+            self._too_large.add(largest)
+            end_group(largest)
 
     def _accept(self) -> None:
         channel = None
@@ -139,7 +170,8 @@ class Server:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 channel = self._ranks.pop(pid)
                 with suppress(OSError):
-                    channel.send(exit=status)
+                    channel.send(exit=status, out_of_memory=pid in self._too_large)
+                self._too_large.discard(pid)
                 with suppress(KeyError):
                     self._poll.unregister(channel.connection)
                 del self._workers[channel.connection.fileno()]
@@ -169,6 +201,13 @@ class Server:
         except BaseException:  # noqa: BLE001 - this process is not to go on as the server
             traceback.print_exc()
         os._exit(1)
+
+
+def _resident_pages(pid: int) -> int:
+    """Return how much memory a process has; 0 if it has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_lab import quick_imports
 from fsdp_lab.engine.mirror import Sender, scratch_folder
 from fsdp_lab.engine.rank import Work
-from fsdp_lab.engine.rank_process import RankFailed, how_it_ended, rank_process
+from fsdp_lab.engine.rank_process import RankFailed, RankOutOfMemory, how_it_ended, rank_process
 from fsdp_lab.engine.rendezvous import gpu_index, take_meeting
 from fsdp_lab.storage import Storage
 
@@ -38,6 +38,8 @@ def train_worker(job: dict[str, Any]) -> None:
                     sender.send()  # the driver is to find the epoch
                 ray.train.report({"epoch": epoch})
             status, done = process.wait(), process.done
+    if process.out_of_memory:
+        raise RankOutOfMemory(f"rank {rank} was killed: the host is out of memory")
     if not done or status:
         raise RankFailed(how_it_ended(status))
 
