@@ -29,18 +29,21 @@ class InUse(UserError):
 
 
 @contextmanager
-def exclusive(path: Path, limit_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of a file exclusively, and write the holder into it. The file and its folder are made.
+def exclusive(path: Path, limit_s: float = 0.0, parents: bool = True) -> Iterator[None]:
+    """Hold the lock of a file exclusively, and write the holder into it. The file is made.
 
     Args:
         path: of the file.
         limit_s: how long to wait for it.
+        parents: make its folder, see `files.whole`.
 
     Raises:
         InUse: another process still has it.
         OSError: the file cannot be made.
         UserError: its file system has no locks.
     """
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
     handle = _open(path)
     try:
         until = time.monotonic() + limit_s
@@ -60,7 +63,7 @@ def exclusive(path: Path, limit_s: float = 0.0) -> Iterator[None]:
 def share_until_exit(path: Path) -> None:
     """Hold the shared lock of a file until this process ends, so that no process can hold it exclusively.
 
-    Waits for an exclusive holder. Raises as `exclusive`, without a limit.
+    Waits for an exclusive holder, without a limit. Raises as `exclusive`; the folder must exist.
     """
     handle = _open(path)  # never closed
     while not _take(handle, path, fcntl.LOCK_SH):
@@ -121,7 +124,6 @@ def _make_private(folder: Path) -> None:
 
 
 def _open(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
     # no link: who holds the lock is written into the file, and a link may point at any other
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 

@@ -292,7 +292,7 @@ def train_and_record(
 
 def redirect_output(path: Path) -> None:
     """Redirect everything that this process prints, from C too, to a file of the trial."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # not the trial's: it may have been removed
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -259,8 +259,10 @@ def hold_alive(folder: Path) -> None:
 def wait_until_alone(folder: Path, limit_s: float) -> bool:
     """Return whether no process works in the folder within the limit: those of an earlier run may end late."""
     try:
-        with exclusive(folder / ".alive", limit_s):
+        with exclusive(folder / ".alive", limit_s, parents=False):
             return True
+    except FileNotFoundError:  # the folder was removed
+        return True
     except InUse:
         return False
 

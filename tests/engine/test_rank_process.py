@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,12 +19,14 @@ import psutil
 import pytest
 
 from fsdp_lab.config import TrialConfig, to_dict
-from fsdp_lab.engine import rank_process, rank_server
+from fsdp_lab.engine import attempts, rank_process, rank_server
 from fsdp_lab.engine.job import Job
-from fsdp_lab.engine.rank import Work
+from fsdp_lab.engine.rank import FolderReporter, Work
 from fsdp_lab.engine.rank_process import SERVER, RankProcess, how_it_ended
 from fsdp_lab.engine.rendezvous import gpu_index
+from fsdp_lab.training import train
 from tests.processes import still_running
+from tests.ranks import config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -208,6 +211,35 @@ def test_an_error_before_there_is_a_log_is_recorded(how: str, server: psutil.Pro
     with rank_process.rank_process(words) as process:
         assert list(process.epochs()) == [] and process.wait() == 1
     assert "logs" in json.loads((tmp_path / "failures" / "rank0.json").read_text())["message"]
+
+
+def test_a_rank_does_not_make_a_removed_folder_again(how: str, server: psutil.Process, tmp_path: Path):
+    """Until it trains: the folder of its trial may be removed while it starts."""
+    words = work(tmp_path / "trial")
+    words["meeting"]["path"] = str(tmp_path / "meet")
+    shutil.rmtree(tmp_path / "trial")
+    with rank_process.rank_process(words) as process:
+        assert list(process.epochs()) == [] and process.wait() == 1
+    assert not (tmp_path / "trial").exists()
+
+
+def test_training_does_not_make_a_removed_folder_again(tmp_path: Path):
+    gone = tmp_path / "trial"
+    with pytest.raises(FileNotFoundError, match="trial"):
+        train(config(), gone, FolderReporter(gone, 0, "digits"))
+    assert not gone.exists()
+
+
+def test_an_attempt_waits_for_the_ranks_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A rank ends a moment after its worker was killed, and would write beside the new ones. No Ray takes part."""
+    monkeypatch.setattr(attempts, "release_placement_group", lambda folder: None)
+    script = "import sys, time, pathlib; from fsdp_lab.engine.trial_files import hold_alive\n"
+    script += "hold_alive(pathlib.Path(sys.argv[1])); print('lives', flush=True); time.sleep(3)"
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "lives\n"
+        begins: list[int | None] = []
+        attempts.Attempts(tmp_path, lambda: begins.append(rank.poll())).begin()
+        assert begins == [0]
 
 
 def test_a_users_error_on_one_rank_ends_its_worker(
