@@ -273,6 +273,8 @@ def train_and_record(
         if on_cpu:
             check_no_gpu()
         join()
+        if not folder.is_dir():  # `train` would make it again
+            raise FileNotFoundError(f"{folder} is gone: it was removed or moved before the training began")
         train(config, folder, reporter, storage=storage)
         return True
     except UserError as error:

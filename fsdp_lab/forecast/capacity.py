@@ -42,6 +42,7 @@ class Forecast:
         no_speed: why there is no speed.
         error: why there is no forecast, and no peaks.
         fails: training would end with the same error.
+        traceback: of that error, if it was raised from another, such as one of the user's code; else "".
     """
 
     cuda: bool
@@ -58,6 +59,7 @@ class Forecast:
     no_speed: str | None = None
     error: str | None = None
     fails: bool = False
+    traceback: str = ""
 
     @property
     def peak_bytes(self) -> int:

@@ -248,7 +248,8 @@ def _answer(request: Request) -> Forecast:
         from fsdp_lab.forecast.forecast import NeedsValuesError
 
         fails = not isinstance(error, NeedsValuesError)  # which training has
-        return Forecast(request.cuda, request.num_workers, error=str(error), fails=fails)
+        trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""  # else the message says it all
+        return Forecast(request.cuda, request.num_workers, error=str(error), fails=fails, traceback=trace)
     except Exception as error:  # noqa: BLE001 - told in the table; the others go on
         traceback.print_exception(error)
         lines = str(error).strip().splitlines()

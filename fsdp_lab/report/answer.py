@@ -124,7 +124,8 @@ def plain_text(recommendation: Answer) -> list[str]:
     shown = [f"  {line}" for line in recommendation.lines[:_MOST_PRINTED]]
     if more := len(recommendation.lines) - len(shown):
         shown.append(f"  and {count(more, 'more setting')}: see report.html")
-    lines = [recommendation.sentence, *shown, *recommendation.notes]
+    heading = ["Compared with it, changing only:"] if shown else []
+    lines = [recommendation.sentence, *heading, *shown, *recommendation.notes]
     plain = [line.replace("`", "") for line in lines]
     if recommendation.command:  # without a recommendation it needs a word of what it does
         plain.append(f"  {recommendation.to_train}{recommendation.command}")
@@ -361,7 +362,9 @@ def _nothing(sweep: SweepData, why_not: Mapping[str, str]) -> str:
     counts = ", ".join(
         f"{count} {_of_many(reason) if count > 1 else reason}" for reason, count in reasons.most_common()
     )
-    return f"Nothing qualifies: of {len(sweep.settings)} settings {counts}."
+    if len(sweep.settings) == 1:
+        return f"No setting qualifies: the only one {next(iter(reasons))}."
+    return f"No setting qualifies: of {len(sweep.settings)}, {counts}."
 
 
 def _of_many(reason: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.deploy.job import note_progress
+from fsdp_lab.engine.failures import write_failure
 from fsdp_lab.engine.trial_files import (
     Outcome,
     clear_attempt,
@@ -413,10 +414,12 @@ class SweepRun:
         clear_left_over(folder)  # what another command left there is not this one's result
         self._end_unstarted(number, TrialStatus.skipped, error)
 
-    def fail(self, number: int, error: str) -> None:
-        """Record a trial of which it is known that it fails, without starting it."""
+    def fail(self, number: int, error: str, traceback: str = "") -> None:
+        """Record a trial of which it is known that it fails, without starting it; with a traceback if there is one."""
         self.states[number].move(TrialStatus.starting)
         self.prepare(number)
+        if traceback:
+            write_failure(self.folder_of(number), 0, "user", error, traceback)
         self._end_unstarted(number, TrialStatus.failed, error)
 
     def _end_unstarted(self, number: int, status: TrialStatus, error: str) -> None:

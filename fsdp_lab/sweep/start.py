@@ -47,11 +47,11 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     console.final(report.answer)
     address = sweep_address(plan.config.cluster.storage_path, plan.folder)
     where = address if address and is_rays_copy(plan.folder) else relative(plan.folder)
-    shown = f"report: {where}/{FILES[0]}   " if report.answer else ""
-    shown += f"results: {where}/results.csv   compare: {runs.ui_url or ui_command(plan.config.tracking.uri)}"
-    shown += f"   MLflow run: {runs.parent_id}" if runs.parent_id else ""
+    shown = [f"report: {where}/{FILES[0]}"] if report.answer else []
+    shown += [f"results: {where}/results.csv", f"compare: {runs.ui_url or ui_command(plan.config.tracking.uri)}"]
+    shown += [f"MLflow run: {runs.parent_id}"] if runs.parent_id else []
     how_to_resume = resume_lines(plan.folder, address) if code is ExitCode.interrupted else []
-    console.rich.print(shown, *how_to_resume, sep="\n", highlight=False, soft_wrap=True)
+    console.rich.print(*shown, *how_to_resume, sep="\n", highlight=False, soft_wrap=True)
     return code
 
 

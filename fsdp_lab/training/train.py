@@ -66,8 +66,8 @@ def train(
 
     Args:
         config: what to train.
-        folder: the trial's own folder, which exists and is seen by all ranks, for `checkpoints/` and `model.pt`. A run
-            that was stopped resumes from the last checkpoint in it.
+        folder: the trial's own folder, seen by all ranks, for `checkpoints/` and `model.pt`. A run that was stopped
+            resumes from the last checkpoint in it.
         reporter: where results go.
         on_step_losses: called with the loss of every step of an epoch, over the global batch.
         storage: the trial's address in object storage. Checkpoints are written there, and the folder is each rank's
@@ -77,6 +77,7 @@ def train(
         UserError: a problem that the user can fix.
         DivergedError: the loss is not finite.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     ranks = setup_distributed()
     config.check(ranks.world_size)
     start_clean(ranks.device)

@@ -21,10 +21,9 @@ import pytest
 from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine import attempts, rank_process, rank_server
 from fsdp_lab.engine.job import Job
-from fsdp_lab.engine.rank import FolderReporter, Work
+from fsdp_lab.engine.rank import FolderReporter, Work, train_and_record
 from fsdp_lab.engine.rank_process import SERVER, RankProcess, how_it_ended
 from fsdp_lab.engine.rendezvous import gpu_index
-from fsdp_lab.training import train
 from tests.processes import still_running
 from tests.ranks import config
 
@@ -223,11 +222,13 @@ def test_a_rank_does_not_make_a_removed_folder_again(how: str, server: psutil.Pr
     assert not (tmp_path / "trial").exists()
 
 
-def test_training_does_not_make_a_removed_folder_again(tmp_path: Path):
-    gone = tmp_path / "trial"
-    with pytest.raises(FileNotFoundError, match="trial"):
-        train(config(), gone, FolderReporter(gone, 0, "digits"))
-    assert not gone.exists()
+def test_a_folder_that_is_removed_before_the_training_is_not_made_again(tmp_path: Path):
+    """While the ranks meet: until then PyTorch is imported, for a second or more."""
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match="trial is gone: it was removed or moved before the training began"):
+        train_and_record(config(), folder, 0, FolderReporter(folder, 0, "digits"), join=folder.rmdir)
+    assert not folder.exists()
 
 
 def test_an_attempt_waits_for_the_ranks_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -129,11 +129,11 @@ def test_when_nothing_qualifies_it_says_that_and_why():
     rows = [trial(0, ("ddp", "fp32", "oom", 0, 0, 0)), trial(1, ("root", "fp32", "diverged", 0, 0, 0))]
     recommendation = answer(sweep(rows))
     assert recommendation.setting is None and recommendation.command == ""
-    assert recommendation.sentence == "Nothing qualifies: of 2 settings 1 ran out of memory, 1 diverged."
+    assert recommendation.sentence == "No setting qualifies: of 2, 1 ran out of memory, 1 diverged."
     nan = trial(0, ("ddp", "fp32", "finished", 10, 100.0, math.nan))
     assert "has no finite val/loss" in answer(sweep([nan])).why_not["sharding=ddp precision=fp32"]
     two = [nan, trial(1, ("root", "fp32", "finished", 10, 100.0, math.nan))]
-    assert answer(sweep(two)).sentence == "Nothing qualifies: of 2 settings 2 have no finite val/loss."
+    assert answer(sweep(two)).sentence == "No setting qualifies: of 2, 2 have no finite val/loss."
     assert "no trial was started" in answer(sweep([])).sentence
 
 

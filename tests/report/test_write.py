@@ -150,7 +150,7 @@ def test_a_sweep_without_results_has_no_charts_and_a_page_all_the_same():
     made = sweep([trial(0, ("ddp", "fp32", "oom", 0, 0, 0))])
     recommendation = answer(made)
     assert figures(made, recommendation) == []
-    assert "Nothing qualifies" in to_html(made, recommendation) and "Nothing qualifies" in to_markdown(
+    assert "No setting qualifies" in to_html(made, recommendation) and "No setting qualifies" in to_markdown(
         made, recommendation
     )
 

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
-from fsdp_lab.engine.trial_files import append_line, read_forecast, read_outcome
+from fsdp_lab.engine.trial_files import append_line, read_failures, read_forecast, read_outcome
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.kept import kept_sentences
@@ -23,6 +23,7 @@ from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
+from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.plan import effect
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
@@ -172,6 +173,19 @@ def test_what_a_failed_trial_says_is_not_reported_of_its_forecast_too(compose_tr
     observed = [text.partition(": ") for text in writes.logged if "no forecast" in text]
     assert [name for name, _, _ in observed] == ["trial 0 has no forecast", "trial 1 has no forecast"]
     assert all("needs one in the forward pass" in reason for _, _, reason in observed)
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_the_traceback_of_an_error_that_forecasts_find_is_kept(
+    compose_trial: Compose, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    plan = plan_of_theirs(compose_trial, tmp_path, "Refuses", ["loss"] * 2)
+    assert run_sweep(plan, Acts(), [Forecasts(plan), Console(plan.state, plan.swept)]) is ExitCode.failed
+    (failure,) = read_failures(plan.state.trials[0].trial.folder)
+    assert 'raise ValueError("these are too many")' in failure["traceback"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if " failed" in line and "too many" in line]
+    assert len(lines) == 1 and lines[0].endswith("/0/failures/rank0.json]"), lines
+    assert not read_failures(plan.state.trials[1].trial.folder)
 
 
 @pytest.mark.usefixtures("no_gpus")

@@ -30,6 +30,7 @@ from fsdp_lab.wording import duration
 
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
 _COUNTED = 100  # ended trials to a line, where there are many
+_PRINTED = ("oom", "peer", "error")  # kinds of failures whose traceback is in the log, see `record_failure`
 _CAUSED = "direct cause"  # what Python writes between an error and the one that it was raised from
 
 
@@ -223,5 +224,8 @@ def _where_traced(folder: Path) -> str:
     """Return where the traceback of a failed trial is; "" without one, or if its message is enough."""
     for failure in read_failures(folder)[:1]:
         if failure["kind"] != "user" or _CAUSED in failure["traceback"]:
-            return f" [traceback: {relative(folder / 'failures')}/rank{failure['rank']}.json]"
+            log = folder / "logs" / f"rank{failure['rank']}.log"
+            printed = failure["kind"] in _PRINTED and log.exists()
+            path = log if printed else folder / "failures" / f"rank{failure['rank']}.json"
+            return f" [traceback: {relative(path)}]"
     return ""

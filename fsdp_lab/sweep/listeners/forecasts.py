@@ -98,7 +98,7 @@ class Forecasts(Listener):
         requests = _requests(list(wanted.values()), resources.num_gpus() > 0, workers)
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
         if self._early is not None and result and all(f.fails and f.error == result[0].error for f in result):
-            _fail(sweep, list(wanted), result[0].error)
+            _fail(sweep, list(wanted), result[0])
             return
         for number, forecast in zip(wanted, result, strict=True):
             self._take(sweep, number, forecast)
@@ -277,11 +277,12 @@ def undisturbed_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -
     return samples / speed * (1.0 if cuda else 1 - waited)
 
 
-def _fail(sweep: SweepRun, numbers: Sequence[int], error: str | None) -> None:
+def _fail(sweep: SweepRun, numbers: Sequence[int], forecast: Forecast) -> None:
     """End trials that would all train in vain. The reason is logged once."""
     first, *others = numbers
-    reason = (error or "").rstrip(".")
-    sweep.fail(first, f"{reason}. The forecast found this; to train anyway, use forecast.enabled=false.")
+    reason = (forecast.error or "").rstrip(".")
+    message = f"{reason}. The forecast found this; to train anyway, use forecast.enabled=false."
+    sweep.fail(first, message, forecast.traceback)
     for number in others:
         sweep.fail(number, f"for the same reason as {label(first, sweep.states)}")
 
