@@ -15,6 +15,7 @@ from fsdp_lab.engine.rank_process import RankFailed, RankOutOfMemory, how_it_end
 from fsdp_lab.engine.ray_private import failed_to_be_placed
 from fsdp_lab.engine.resources import release_placement_group
 from fsdp_lab.engine.trial_files import read_failures, read_progress, set_aside_failures, wait_until_alone
+from fsdp_lab.engine.why import first_line
 from fsdp_lab.storage import StorageAway, StorageRefused
 
 _PEER_S = 1.0
@@ -89,6 +90,10 @@ def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kill
             kind = "user" if isinstance(refused, StorageRefused) else "error"
             write_failure(folder, rank, kind, f"{where}: {refused}", "".join(traceback.format_exception(error)))
             continue
+        if raised := next((cause for cause in causes if cause is not None and _is_raised_in_worker(cause)), None):
+            message = f"{where}: {type(raised).__name__}: {first_line(raised)}"
+            write_failure(folder, rank, "error", message, "".join(traceback.format_exception(error)))
+            continue
         node = dead_node_of(folder, rank)
         by_us = any(isinstance(cause, RankOutOfMemory) for cause in causes)
         by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
@@ -100,6 +105,11 @@ def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kill
             why = f"its node {node} went down" if node else alone
         text = "".join(traceback.format_exception(error))
         write_failure(folder, rank, "oom" if out_of_memory else "killed", f"{where}: {why}", text)
+
+
+def _is_raised_in_worker(error: BaseException) -> bool:
+    """Whether Ray's worker raised it beside its rank: it found no folder, or could start no process."""
+    return not isinstance(error, RankFailed) and type(error).__module__.partition(".")[0] != "ray"
 
 
 def _kernel_kills() -> int:

@@ -120,9 +120,11 @@ class Receiver:
             stamps = self._storage.files()
             for name in _of_ranks(list(stamps)):
                 if self._known.get(name) != stamps[name]:
-                    (self._folder / name).parent.mkdir(exist_ok=True)  # not the trial's own: it may have been removed
+                    path = self._folder / name
+                    if path.parent != self._folder:  # the trial's own may have been removed
+                        path.parent.mkdir(exist_ok=True)
                     with suppress(FileNotFoundError):
-                        self._storage.get(name, self._folder / name)
+                        self._storage.get(name, path)
                         self._known[name] = stamps[name]
 
     def receive_all(self) -> None:

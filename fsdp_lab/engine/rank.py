@@ -174,7 +174,7 @@ def run_request(request: Mapping[str, Any], channel: Channel) -> int:
 def run_rank(work: Work, channel: Channel) -> int:
     """Train on this rank, and return the exit status: 0 if it trained to the end. Errors are in `failures/`."""
     job, folder = work.job, Path(work.folder)
-    stacks = StackDump(long_s(job["timeout_s"]))
+    stacks, has_log = StackDump(long_s(job["timeout_s"])), False
     try:
         name_process(f"rank{work.rank}")
         leave_to_rank(channel)
@@ -183,12 +183,13 @@ def run_rank(work: Work, channel: Channel) -> int:
         os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
         hold_alive(folder)
         redirect_output(folder / "logs" / f"rank{work.rank}.log")
+        has_log = True
         faulthandler.enable()
         config = from_dict(TrialConfig, job["config"])
         reporter = RankReporter(folder, work.rank, config.data.name, channel, stacks)
         reporter.phase("importing PyTorch and joining the other workers")
     except BaseException as error:  # noqa: BLE001 - the process ends by its status
-        record_failure(folder, work.rank, error, "user" if isinstance(error, UserError) else kind_of(error))
+        record_failure(folder, work.rank, error, "user" if isinstance(error, UserError) else kind_of(error), has_log)
         return 1
     try:
         on_cpu, storage = not job["use_gpu"], job["storage"]

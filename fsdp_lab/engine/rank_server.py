@@ -168,7 +168,9 @@ class Server:
                 pid = ended.si_pid
                 end_group(pid)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                channel = self._ranks.pop(pid)
+                channel = self._ranks.pop(pid, None)
+                if channel is None:  # no rank
+                    continue
                 with suppress(OSError):
                     channel.send(exit=status, out_of_memory=pid in self._too_large)
                 self._too_large.discard(pid)

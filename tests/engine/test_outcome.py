@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from ray.exceptions import RayActorError
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine import job
+from fsdp_lab.engine.attempts import note_deaths
 from fsdp_lab.engine.failures import kind_of, record_failure
 from fsdp_lab.engine.inline import run_inline
+from fsdp_lab.engine.mirror import Receiver
 from fsdp_lab.engine.rank import FolderReporter, Work, join_ranks, train_and_record
+from fsdp_lab.engine.rank_process import RankFailed
 from fsdp_lab.engine.trial_files import (
     append_line,
     clear_left_over,
@@ -24,6 +30,7 @@ from fsdp_lab.engine.trial_files import (
     read_outcome,
     why_unwritten,
 )
+from fsdp_lab.storage import Storage
 
 
 @pytest.mark.parametrize(
@@ -202,3 +209,38 @@ def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):
     assert "cannot be written (Not a directory); make it writable, or set hydra.run.dir" in observed
     assert "free" not in observed
     assert "without an error" in why_unwritten(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (FileNotFoundError("/out/3 is not on node7"), "error", "rank 1: FileNotFoundError: /out/3 is not on node7"),
+        (RankFailed("its process exited with status 3"), "killed", "rank 1: its process exited with status 3"),
+        (RayActorError(), "killed", "rank 1: its process ended without an error, as if killed"),
+    ],
+    ids=["raised in Ray's worker", "raised for its rank", "Ray's worker killed"],
+)
+def test_why_a_worker_ended_is_told(
+    error: Exception, kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)  # there is no Ray to ask
+    note_deaths(tmp_path, {1: error}, kernel_kills_before=10**9)
+    (failure,) = read_failures(tmp_path)
+    assert (failure["kind"], failure["message"]) == (kind, message)
+
+
+def test_files_from_storage_do_not_make_a_removed_folder_again(tmp_path: Path):
+    """A local folder stands for the bucket: which files come, and when, does not depend on the store."""
+    there, trial = tmp_path / "there", tmp_path / "trial"
+    (there / "logs").mkdir(parents=True)
+    trial.mkdir()
+    receiver = Receiver(Storage(f"file://{there}"), trial)
+    for name in ("progress.json", "logs/rank0.log"):
+        (there / name).write_text("{}")
+    receiver.receive()
+    assert (trial / "progress.json").exists() and (trial / "logs" / "rank0.log").exists()
+    shutil.rmtree(trial)
+    (there / "progress.json").write_text('{"step": 2}')
+    with suppress(OSError):
+        receiver.receive()
+    assert not trial.exists()
