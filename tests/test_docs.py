@@ -64,7 +64,9 @@ def test_the_preset_runs(project: Path) -> None:
     assert sorted(collected) == [
         (width, sharding, "finished") for width in ("256", "64") for sharding in ("ddp", "per_block")
     ]
-    assert "--config-dir=conf_of_mine" in done.stdout.splitlines()[-2]
+    lines = done.stdout.splitlines()
+    command = lines[next(i for i, line in enumerate(lines) if line.startswith("report: ")) - 1]
+    assert command.lstrip().removeprefix("to train it: ").startswith("python -m fsdp_lab --config-dir=conf_of_mine ")
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
     assert "to resume: python -m fsdp_lab resume=out" in stdout
-    assert "compare: python -m mlflow ui --backend-store-uri sqlite:///mlflow.db " in stdout
+    assert "compare: python -m mlflow ui --backend-store-uri sqlite:///mlflow.db" in stdout.splitlines()
     assert [row["status"] for row in results(tmp_path)] == ["interrupted", "waiting", "waiting"]
     assert [run.info.status for run in runs(tmp_path)[1]] == ["KILLED"]
     soon = "training.max_steps=30"  # for the test's sake
