@@ -625,6 +625,7 @@ def test_a_terminal_shows_some_lines_and_says_where_the_others_are():
     lines = plain_text(recommendation)
     assert len(recommendation.lines) == 29 and len([line for line in lines if line.startswith("  model.width=")]) == 8
     assert "  and 21 more settings: see report.html" in lines
+    assert lines[1] == "Compared with it, changing only:"
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,18 @@ import dataclasses
 import io
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from rich.console import Console as RichConsole
 
+from fsdp_lab.engine.failures import write_failure
 from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.report.answer import answer
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.listeners.console import Console, _where_traced
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.table import MOST_ROWS, rows_to_keep, trial_table
 from fsdp_lab.sweep.runner import SweepRun
@@ -149,3 +151,13 @@ def test_what_takes_long_is_done_rarely(monkeypatch: pytest.MonkeyPatch):
         now[0] += later - 0.01
         assert not pace.is_due
         now[0] += 0.02
+
+
+@pytest.mark.parametrize(("kind", "named"), [("error", "logs/rank1.log"), ("killed", "failures/rank1.json")])
+def test_a_failed_trial_names_the_file_that_has_its_traceback(kind: str, named: str, tmp_path: Path):
+    """A rank's log lacks what Ray reports."""
+    write_failure(tmp_path, 1, kind, "boom", "Traceback")
+    assert _where_traced(tmp_path).endswith("failures/rank1.json]"), "there is no log"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank1.log").write_text("Traceback")
+    assert _where_traced(tmp_path).endswith(f"{named}]")
