@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= -m sharding=root,per_block precision=fp32 offload=none reshard_after_forward=always,never
 
-.PHONY: sweep help test test-long test-cluster test-fast test-oldest test-ui lint format docs docs-serve ui bench bench-speed published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
+.PHONY: sweep help test ci test-ci test-all screenshots lint format docs docs-serve ui bench bench-speed published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -12,37 +12,43 @@ sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after
 help:                       ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ {printf "%-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-# Three files of tests side by side on two cores: much of a test is waiting for processes to start.
-# tests/conftest.py says which files begin.
-PYTEST := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Two files of tests side by side, one a core. tests/conftest.py lists the files that start first.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed    ## the tests, but for those that take longest
-	$(PYTEST) -m "not long and not cluster and not alone"
+test: $(VENV)/.installed    ## the tests that guard every value of every axis, in five minutes
+	$(PYTEST) -m "not (ci or full or cluster or ui)" $(ARGS)
 
-test-long: $(VENV)/.docs    ## the tests that `make test` leaves out: kills, nights, every pair of settings, the pages
-	$(PYTEST) -m "long and not cluster and not alone" $(ARGS)
-	$(PY) -m pytest -m alone
+ci:                         ## everything that guards a promise, as CI runs it: tests, lint, docs, kills, clusters; twenty minutes
+	.ci/run
 
-test-cluster: $(VENV)/.installed  ## object storage, PostgreSQL, and sweeps over two nodes, as network namespaces, by Ray and by Slurm: as root, elsewhere they are skipped
-	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { test $$(id -u) = 0 && apt-get update -qq \
-	  && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql; } \
-	  || echo "no PostgreSQL here: its tests are skipped"
-	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,jobs]"
-	@command -v sbatch >/dev/null || { test $$(id -u) = 0 && apt-get update -qq \
-	  && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge; } \
-	  || echo "no Slurm here: its tests are skipped"
-	$(PYTEST) -m cluster $(ARGS)
+# What `make ci` runs after `make test`. Clusters share ports and network namespaces, so those tests run one after another.
+test-ci: $(VENV)/.docs $(VENV)/.cluster
+	$(PYTEST) -m "ci and not (full or cluster or ui)" $(ARGS)
+	$(PY) -m pytest -m "cluster and not full" $(ARGS)
 
-test-fast: $(VENV)/.installed
-	$(PYTEST) -m "not slow and not long and not cluster and not alone"
-
-test-oldest: $(VENV)/.installed ## a sweep with the oldest versions that pyproject.toml declares, in an environment of its own
+test-all: $(VENV)/.docs $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, oldest versions, the browser, speeds: every night
+	$(PYTEST) -m "not (cluster or ui)" $(ARGS)
+	$(PY) -m pytest -m cluster $(ARGS)
+	FSDP_LAB_UI=1 $(PY) -m pytest -m ui $(ARGS)
+	$(PY) -m tests.faults
 	$(PY) -m tests.oldest
+	$(MAKE) bench
 
-test-ui: $(VENV)/.installed ## MLflow's pages and ours in a real browser, about four minutes; makes docs/screenshots
+# Slurm, PostgreSQL and network namespaces need root to install and to run; without it their tests are skipped by name.
+APT = apt-get install -y -qq --no-install-recommends
+$(VENV)/.cluster: $(VENV)/.installed
+	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,jobs]"
+	@test $$(id -u) != 0 || { command -v sbatch && ls /usr/lib/postgresql/*/bin/initdb; } >/dev/null 2>&1 \
+	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(APT) postgresql slurm-wlm munge; }
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.installed
 	@command -v chromium >/dev/null || { test $$(id -u) = 0 || sudo=sudo; $$sudo apt-get update -qq \
-	  && $$sudo apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+	  && $$sudo $(APT) chromium fonts-dejavu-core; }
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,browser]"
+	@touch $@
+
+screenshots: $(VENV)/.browser ## docs/screenshots, drawn again in Chromium
 	FSDP_LAB_UI=1 FSDP_LAB_SCREENSHOTS=docs/screenshots $(PY) -m pytest -m ui
 
 lint: $(VENV)/.installed    ## ruff, with the packages' import rules, mypy, and what is imported against what is declared

@@ -151,7 +151,7 @@ def run_by(test: str) -> list[Any]:
             found.setdefault(command.text, command)
     return [
         pytest.param(
-            command, id=f"{command.page}: {text[:80]}", marks=[pytest.mark.long] if as_it_stands(command) else []
+            command, id=f"{command.page}: {text[:80]}", marks=[pytest.mark.ci] if as_it_stands(command) else []
         )
         for text, command in found.items()
     ]

@@ -116,7 +116,6 @@ def test_an_option_composes_and_passes_the_checks(configs: dict[str, SweepConfig
     configs[option].check(2)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_trains_for_two_steps(configs: dict[str, SweepConfig], trained: dict[str, Any], option: str):

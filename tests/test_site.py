@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 
 pytest.importorskip("mkdocs", reason="make docs and make test-long install it")
-pytestmark = pytest.mark.long  # `make test-long` installs MkDocs
+pytestmark = pytest.mark.ci  # `make test-long` installs MkDocs
 
 
 @pytest.fixture(scope="module")

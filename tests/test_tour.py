@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT
 
 pytest.importorskip("nbclient", reason="make docs and make test-long install it")
-pytestmark = pytest.mark.long  # `make test-long` installs nbclient
+pytestmark = pytest.mark.ci  # `make test-long` installs nbclient
 
 # Behind the notebook's own cells, in its kernel.
 _CHECKS = """

@@ -263,8 +263,7 @@ def check(*words: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_command_checks_a_cpu_and_goes_on_where_it_was_interrupted(tmp_path: Path):
     words = ("--only", "parity: control", "parity: sharding=ddp*fp16", "oom")
     with check(*words, cwd=tmp_path) as first:

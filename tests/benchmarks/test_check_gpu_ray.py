@@ -465,9 +465,8 @@ def test_memory_limit_refuses_at_once(tmp_path: Path) -> None:
     assert "MemoryError" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="two minutes: set FSDP_LAB_EVERY=1")
+@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_out_of_memory_for_real(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--only", "oom", "--limit", "540", "--out", str(tmp_path)]

@@ -46,7 +46,7 @@ def in_order(rows: list[dict[str, str]], seconds: str) -> list[dict[str, str]]:
     return sorted(rows, key=lambda row: float(row["batch"]) / float(row[seconds]))
 
 
-@pytest.mark.alone
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_settings_whose_speeds_lie_far_apart_are_predicted_in_their_order(tmp_path: Path):
     """A calibration in a hurry, six predictions, six trials. Within a model the order is that of the batch's cost."""

@@ -166,8 +166,7 @@ def test_a_server_of_rays_that_ended_is_named(server: str):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="a minute, most of it Ray's: set FSDP_LAB_EVERY=1")
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available() or not torch.version.cuda, reason="it takes CUDA without a GPU")
 def test_a_trial_whose_gpu_pytorch_does_not_see_says_so(cli, nvml_library: Path, monkeypatch: pytest.MonkeyPatch):
     """Ray places the worker on a GPU of the stand-in's: told before NCCL fails on it, and not tried again."""
@@ -221,8 +220,7 @@ time.sleep(300)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="a minute, most of it waiting: set FSDP_LAB_EVERY=1")
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_trial_on_a_busy_cluster_says_what_it_waits_for_and_then_runs(cluster: str, tmp_path: Path):
     arguments = (*PLAIN, *TINY, "training.max_steps=2", f"cluster.address={cluster}")
@@ -255,7 +253,7 @@ def left_in(folder: Path) -> list[str]:
     return [str(path) for path in result if path.parts[0] not in (".cache", ".config")]
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("environment", "given"),

@@ -59,7 +59,7 @@ stop_ray()
 """
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 def test_nobody_runs_a_task_on_a_local_ray_without_its_token(tmp_path: Path):
     """Not even one who can read what Ray left in the home folder; and the token itself is in no file."""
@@ -78,7 +78,6 @@ def listening(processes: list[psutil.Process]) -> set[tuple[str, str]]:
     return {(name, c.laddr.ip) for name, c in connections if c.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_rank_of_a_trial_listens_beyond_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Neither PyTorch's store nor gloo. The file by which the ranks meet is nobody else's, and gone afterwards."""

@@ -77,7 +77,7 @@ def test_strict_pack_needs_a_node_that_holds_all():
         check_one_node(cluster, {"CPU": 3.0}, rays)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 def test_trials_are_packed_by_their_own_needs(cli):
     """Of four on two cores: those with one worker run side by side, each with two alone."""

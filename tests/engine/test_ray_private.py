@@ -192,7 +192,7 @@ def a_name_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hide"), prepend=os.pathsep)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("a_name_is_hidden")
 def test_without_a_name_a_trial_is_tried_again_and_stopped_as_with_it(tmp_path: Path):

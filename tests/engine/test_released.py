@@ -26,7 +26,7 @@ from tests.conftest import ROOT
 from tests.engine.ray_cluster import ray_head
 from tests.processes import called
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(200)]
 
 _LIMIT_S = 2.0
 

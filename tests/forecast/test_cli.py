@@ -172,7 +172,6 @@ def test_a_batch_that_grows_with_the_workers(forecast: Command, tmp_path: Path):
     assert len({row["input_bytes"] for row in rows.values()}) == 1
 
 
-@pytest.mark.slow
 def test_the_page_of_a_large_model_is_small(forecast: Command, tmp_path: Path):
     done = forecast("model=vit_l_16", "activation_checkpointing=full", "training.grad_accum_steps=2", "optimizer=adamw")
     assert done.returncode == 0, done.stderr

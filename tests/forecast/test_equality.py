@@ -1,7 +1,7 @@
 """What is forecast is what is measured on a CPU: to the byte, in every category, on every rank.
 
 The measured side trains for real on two gloo ranks. `tests.forecast.cases` has every pair of values of the
-axes. FSDP_LAB_EVERY=1 also runs every combination of the four main axes: experiments/forecast_accuracy.
+axes. `make test-all` also runs every combination of the four main axes: experiments/forecast_accuracy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def differences(cases: list[list[str]], world_size: int = 2, ranks: int | None =
     return collected
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("model", "ranks", "step"), [("mlp", 2, 1), ("vit_tiny", 1, 6)])
 def test_every_pair_of_settings_is_forecast_to_the_byte(model: str, ranks: int, step: int):
@@ -60,14 +59,13 @@ def test_every_pair_of_settings_is_forecast_to_the_byte(model: str, ranks: int, 
 REAL_SIZE = (["sharding=per_block", "precision=bf16_mixed", "training.grad_accum_steps=2", "training.max_grad_norm=1"],)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="half a minute: set FSDP_LAB_EVERY=1")
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_model_of_real_size_is_forecast_to_the_byte():
     assert differences([["model=vit_b_16", "training.global_batch_size=4", *words] for words in REAL_SIZE]) == []
 
 
-@pytest.mark.skipif(not os.environ.get("FSDP_LAB_EVERY"), reason="half an hour: set FSDP_LAB_EVERY=1")
+@pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("model", "step"), [("mlp", 1), ("vit_tiny", 1), ("vit_b_16", 25)])
 def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int):
@@ -154,7 +152,6 @@ def in_any_order_of_frees(changes: list[Change]) -> list[Change]:
     return [change for are_frees, run in runs for change in (sorted(run) if are_frees else run)]
 
 
-@pytest.mark.slow
 def test_every_single_change_of_a_step_is_forecast_in_its_order():
     """Of the page itself, for every sharding, on both ranks: nothing is added to it after the step."""
     mlp = [["model=mlp", *overrides({"sharding": s}), *words] for s in SHARDINGS for words in (PLAIN, INVOLVED)]

@@ -99,7 +99,7 @@ def nights(two_nights: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_the_same_code_twice_passes(two_nights: Path):
     first, second = read_nights(two_nights / "nights/nightly")
     assert (first.verdict, first.baseline) == ("good", None)
@@ -114,7 +114,7 @@ def test_the_same_code_twice_passes(two_nights: Path):
     assert first.id in page and second.id in page and "peak MiB by night" in page
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two_nights: Path):
     folder = two_nights / "nights/nightly"
     nights = read_nights(folder)
@@ -150,8 +150,8 @@ def webhook(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
         server.shutdown()
 
 
-@pytest.mark.long
-@pytest.mark.alone  # beside other tests, its repeats may differ by more than the loader sleeps
+@pytest.mark.ci
+@pytest.mark.full  # beside other tests, its repeats may differ by more than the loader sleeps
 def test_a_loader_that_sleeps_is_named_reported_and_stays_reported_until_it_is_accepted(
     nights: Path, two_nights: Path, tmp_path: Path
 ):
@@ -215,8 +215,7 @@ def test_a_loader_that_sleeps_is_named_reported_and_stays_reported_until_it_is_a
     assert read_nights(folder)[-1].accepted["reason"] == "the data grew"  # type: ignore[index]
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_setting_that_keeps_every_parameter_unsharded_is_named(tmp_path: Path):
     """With two workers, as one has nothing to shard."""
     ray = (
@@ -279,7 +278,7 @@ def schedule(two_nights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.mark.usefixtures("schedule")  # its waiting is spent here
-@pytest.mark.long
+@pytest.mark.ci
 def test_an_interrupted_night_goes_on_whatever_interrupted_it(nights: Path, tmp_path: Path):
     """By SIGTERM, with other code in between, with the store away, by kill."""
     more = (*INLINE, "training.epochs=20", "nightly.folder=others", "nightly.repeats=2")
@@ -423,8 +422,7 @@ def test_a_webhook_that_is_down_or_refuses_changes_nothing():
     assert notify(NotifyConfig(None), {}) is None
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
 def test_two_nights_by_the_schedule(schedule: Scheduled):
     """A night that was missed while nothing ran is run once, the next at its minute; then SIGTERM is a clean end."""
     process, folder, started = schedule.process, schedule.folder, schedule.started

@@ -24,7 +24,7 @@ from tests.ranks import Memo, config, run_ranks
 from tests.servers import lay_store
 from tests.sweep.conftest import ranks_of, results
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(480)]
 
 EPOCHS = 40  # else it is over before all are killed
 RATES = ("1e-3", "2e-3", "3e-3", "4e-3", "5e-3", "6e-3", "7e-3", "8e-3")

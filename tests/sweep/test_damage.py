@@ -18,7 +18,7 @@ INLINE = (
     "forecast.enabled=false", "export=false",
 )  # fmt: skip
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(400)]
 
 
 def test_a_checkpoint_that_cannot_be_read_fails_its_trial_and_no_other(tmp_path: Path):

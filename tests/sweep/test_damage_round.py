@@ -21,7 +21,7 @@ from tests.forked import Commands, Done
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, has_trained_an_epoch
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(1500)]
 
 TINY = (
     "data.num_train=64", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=0",

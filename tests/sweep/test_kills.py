@@ -26,7 +26,7 @@ from tests.sweep.conftest import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(500)]
 
 EPOCHS = 8
 LONG = (*PLAIN, *TINY, f"training.epochs={EPOCHS}", "data.num_train=960")

@@ -63,7 +63,7 @@ def test_it_is_reported():
     assert record.num_workers == 1 and config.tracking.uri == "sqlite:///mlflow.db"
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_it_is_resumed(folder: Path):
     """One worker trains DDP and FSDP2 alike: what was killed ends where the other trial did."""
     done = run_cli(folder, f"resume={folder / 'out'}")

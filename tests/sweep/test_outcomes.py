@@ -16,7 +16,7 @@ from tests.conftest import command_line
 from tests.processes import descendants, still_running
 from tests.sweep.conftest import PLAIN, TINY, artifacts, history, ranks_of, results, runs, started, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(500)]
 
 FAST = (*TINY, *PLAIN, "model=mlp", "forecast.enabled=false")
 FREED_S = 2.0
@@ -78,7 +78,7 @@ def test_a_trial_without_progress_is_ended_and_the_next_one_runs(tmp_path: Path)
     assert wait_until_alone(folder, 5.0)
 
 
-@pytest.mark.alone  # other tests take memory, too
+@pytest.mark.full  # other tests take memory, too
 def test_out_of_memory_on_the_host_is_an_outcome_without_a_second_attempt(tmp_path: Path):
     """Ray's own watch over the machine's memory kills, at a limit a little above what is in use now."""
     memory = psutil.virtual_memory()

@@ -52,7 +52,7 @@ def test_a_name_that_is_not_registered_is_refused(tmp_path: Path):
     assert "search.name=count is not an option. Choose one of: grid, random, optuna, counts." in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_scheduler_of_another_package_stops_trials(tmp_path: Path):
     words = ["scheduler.name=strict", "optimizer.lr=0.01,1e-12", "training.epochs=60", "cluster.num_workers=1"]
     done = run_registered(tmp_path, *words, "cluster.cpus_per_worker=2", "optimizer=sgd")

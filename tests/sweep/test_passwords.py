@@ -142,7 +142,7 @@ INLINE = (
 )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("multirun", [True, False])
 @pytest.mark.parametrize("how", ["typed", "variable"])
 def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(

@@ -254,7 +254,7 @@ def test_a_sweep_repeats_by_itself_and_a_resume_goes_on(tmp_path: Path):
     assert "nothing is left to do" in nothing.stdout, output_of(nothing)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_under_ray_a_round_waits_for_the_one_before_and_the_sweep_ends(tmp_path: Path):
     """Tune asks for the next trial while one runs: it is told to wait, and at last that there are no more."""
     plain = [word for word in PLAIN if not word.startswith("sharding")]
@@ -272,7 +272,7 @@ def test_under_ray_a_round_waits_for_the_one_before_and_the_sweep_ends(tmp_path:
         assert 0 <= facts["perf/others_cpu"] <= 1, trial
 
 
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.timeout(800)
 def test_what_the_forecast_prunes_is_not_repeated(tmp_path: Path):
     """A device with room for two of three shardings."""
@@ -298,7 +298,7 @@ def test_what_the_forecast_prunes_is_not_repeated(tmp_path: Path):
     assert "repeat=auto stopped after 2 rounds (5 runs instead of 6)" in " ".join(done.stdout.split())
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_under_ray_a_search_that_has_tried_everything_ends(tmp_path: Path):
     words = ["-m", *TINY, *PLAIN, "model=mlp", "search=random", "search.num_trials=6", "optimizer.lr=1e-3,1e-2"]
     done = run_cli(tmp_path, *words)

@@ -18,7 +18,7 @@ from tests.conftest import STORE, run_cli
 from tests.ranks import Memo, run_ranks
 from tests.sweep.conftest import PLAIN, TINY, artifacts, history, results, runs, store
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(400)]
 
 GRID = ("sharding=ddp,per_block", "offload=none,cpu", "reshard_after_forward=always", "precision=fp32", "-m")
 TRIALS = [("ddp", "none"), ("per_block", "none"), ("per_block", "cpu")]

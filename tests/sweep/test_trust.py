@@ -447,7 +447,7 @@ def test_no_module_of_the_folder_that_is_entered_is_imported(start: str, tmp_pat
     assert done.returncode == 0 and "fine" in done.stdout, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_a_resume_in_the_folder_it_was_launched_in_imports_nothing_from_there(tmp_path: Path):
     """With Ray's processes and a forecast's: started in `launched`, resumed from elsewhere."""
     from tests.sweep.conftest import PLAIN, TINY

@@ -112,16 +112,14 @@ def test_the_sharding_imports_nothing_of_ours(results: dict[str, dict[str, Any]]
     assert not [node.module for node in modules if node.module.startswith("fsdp_lab")]
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
 def test_every_sharding_in_every_precision() -> None:
     cases = [(*SHARDINGS[s], f"precision={p}", *VIT) for s, p in product(SHARDINGS, ("fp32", *PRECISIONS))]
     for result in run_ranks(2, train_and_run, [list(case) for case in cases])[0]:
         assert_same_losses(result)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
 def test_four_ranks() -> None:
     hybrid = (*SHARDINGS["per_block"], "sharding.dp_replicate=2", "reshard_after_forward=always", *VIT)
     for result in run_ranks(4, train_and_run, [list(hybrid), list(EVERYTHING)])[0]:

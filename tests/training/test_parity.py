@@ -266,15 +266,13 @@ def test_the_seed_changes_the_weights() -> None:
     assert not torch.equal(a["conv_proj.weight"], b["conv_proj.weight"])
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
 def test_compiled_blocks() -> None:
     case = (*SHARDINGS["per_block"], "compile=true", "activation_checkpointing=full", *VIT)
     assert_same(run(2, [case]), case, FP32_TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.ci
 @pytest.mark.parametrize("more", ["compile_memory_budget=0.3", "activation_checkpointing=selective"])
 def test_compiled_blocks_that_keep_some_activations(more: str) -> None:
     case = (*SHARDINGS["per_block"], "compile=true", more, *VIT)

@@ -48,7 +48,7 @@ def test_sharded_they_learn_what_a_plain_script_of_transformers_learns() -> None
     check_losses(list(WORDS), SHARDINGS)
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_with_other_settings_too() -> None:
     check_losses(list(WORDS), MORE)
 
@@ -67,7 +67,7 @@ def test_a_forecast_for_gpus_needs_no_value(precision: str) -> None:
         assert forecast_profile(trial, 8, cuda=True).peaks["device"]["total"] > 0
 
 
-@pytest.mark.long
+@pytest.mark.ci
 def test_with_other_settings_they_hold_it_too() -> None:
     cells = [*MORE, "sharding=ddp precision=bf16_mixed", "sharding=per_block precision=bf16 training.max_grad_norm=1"]
     assert differences([[*WORDS[name], *cell.split()] for name in WORDS for cell in cells]) == []

@@ -95,7 +95,6 @@ def test_a_resume_with_another_argument_is_refused(project: Path) -> None:
         assert refused.returncode == 2 and observed in refused.stderr, refused.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
     """What it learns in other shardings is in test_every_workload.py."""
@@ -109,7 +108,6 @@ def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
     assert forecast_of["forecast/peak_bytes"] == metrics["memory/peak_bytes"]
 
 
-@pytest.mark.slow
 def test_a_constructor_that_hangs_is_ended_and_named(project: Path) -> None:
     stuck = ("model._target_=my_project.net.Stuck", "model.width=16", *DATA, *LOSS, "forecast.enabled=false")
     limits = ("trial_timeout_s=3", "cluster.wait_timeout_s=60", "cluster.max_failures=0", "cluster.num_workers=1")
