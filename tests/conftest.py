@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parent.parent
+forked.shared_folder()  # made here, before pytest's workers start, so that they share it
 # A terminal's width is for the tests that set one: readline sets 80 columns, which pytest's workers inherit.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
@@ -28,8 +29,8 @@ for name in ("COLUMNS", "LINES"):
 STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
-# Calls `main` and says afterwards which of the slow libraries came to be imported.
-_MAIN_THAT_TELLS = """
+# Calls `main` and prints afterwards which of the slow libraries were imported.
+_MAIN_THAT_LISTS = """
 import sys
 from fsdp_lab.__main__ import main
 try:
@@ -37,17 +38,6 @@ try:
 finally:
     print("imported:", *[m for m in ("ray", "torch", "mlflow") if m in sys.modules], file=sys.stderr)
 """
-# What a command imports that looks at its words alone.
-_QUICK = ("fsdp_lab.__main__", "hydra_plugins.fsdp_lab_sweeper.sweeper")
-# And one that looks at somebody's code or files: PyTorch, too. With it torch is among what came to be imported.
-LOOKS = (
-    *_QUICK,
-    "fsdp_lab.sweep.multirun",
-    "fsdp_lab.sweep.grid",
-    "fsdp_lab.workloads.build",
-    "fsdp_lab.workloads.language.text",
-    "torch.distributed.checkpoint",
-)
 
 
 def command_line(*arguments: str) -> list[str]:
@@ -58,18 +48,18 @@ def run_cli(
     cwd: Path,
     *arguments: str,
     list_imports: bool = False,
-    imported: Sequence[str] = _QUICK,
     timeout: float = 200,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m fsdp_lab <arguments>` in `cwd`, to its end; in a fork of a process that has imported what it needs.
+    """Run `python -m fsdp_lab <arguments>` in `cwd`, to its end, in a fork of a process that has imported what it needs.
 
     Args:
-        list_imports: it ends with a line, the slow libraries that it imported. imported: what it finds imported then.
+        list_imports: it ends with a line, the slow libraries that it imported, and so starts as a new Python.
     """
     if STORE in arguments:
         lay_store(cwd)
     if list_imports:
-        return forked.run(cwd, "-c", _MAIN_THAT_TELLS, *arguments, seconds=timeout, imported=imported)
+        command = [sys.executable, "-c", _MAIN_THAT_LISTS, *arguments]
+        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
     return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
 
 

@@ -1,43 +1,61 @@
-"""Commands in children of one process that has imported what they need: one starts within milliseconds, not seconds.
+"""Commands in forks of one process that has imported what they need: one starts within milliseconds, not seconds.
 
-`python -m tests.forked` reads a line of JSON from standard input, `[[folder, [module, word, ...], environment,
-seconds], ...]`, and answers each command with two lines, `[number, process]` and, as it ends, `[number, exit status,
-output, errors]`. A command is `python -m module word ...` in all but what it has imported already: its folder,
-environment, `__main__`, `sys.path` and its end, with all that is registered for that, are a process's of its own.
+The first test that needs it starts the server, and all workers of pytest share it. `python -m tests.forked SOCKET`
+reads a line of JSON from each connection, `{"jobs": [[folder, [module, word, ...]], ...], "environment": {...},
+"seconds": ..., "together": ...}`. It answers each job with two lines: `[number, process]`, and as it ends `[number,
+exit status, output, errors]`. A command is `python -m module word ...` in all but what it has imported already: its
+folder, environment, `__main__`, `sys.path` and its end, with all that is registered for that, are its own.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+_ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 300
-# What the commands import while they run. Not Ray, which reads its environment as it is imported.
+_START_S = 180  # of the server: half a minute of imports where other tests use the cores
+# What commands and ranks import while they run. Not Ray, which reads its environment as it is imported.
 _IMPORTED = (
     "fsdp_lab.__main__", "fsdp_lab.report.__main__", "fsdp_lab.forecast.__main__", "mlflow", "mlflow.entities",
     "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects", "plotly.io", "plotly.offline", "scipy.stats",
-    "torch.distributed.checkpoint", "fsdp_lab.training", "fsdp_lab.sweep.start", "fsdp_lab.sweep.multirun",
-    "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.sweep_data", "fsdp_lab.workloads.vision.mlp",
+    "torch.distributed.checkpoint", "torch.utils.serialization", "torchvision.models", "yaml", "pytest",
+    "fsdp_lab.training", "fsdp_lab.training.__main__", "fsdp_lab.cpu_contention", "fsdp_lab.sweep.start",
+    "fsdp_lab.sweep.multirun", "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.sweep_data",
+    "fsdp_lab.workloads.language.text", "fsdp_lab.workloads.vision.classification", "fsdp_lab.workloads.vision.mlp",
     "fsdp_lab.workloads.vision.vit", "fsdp_lab.workloads.vision.digits", "hydra_plugins.fsdp_lab_sweeper.sweeper",
 )  # fmt: skip
 # One thread for OpenMP: two that wait for each other on a busy core lose a factor of ten. MLflow reads its own as it is
-# imported, and would start a thread to tell its makers.
+# imported, and would start a thread that reports to its makers.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+
+
+@cache
+def shared_folder() -> Path:
+    """Return the folder that all workers of a test run share, removed at its end. The first process makes it."""
+    if "FSDP_LAB_TESTS" not in os.environ:
+        os.environ["FSDP_LAB_TESTS"] = tempfile.mkdtemp(prefix="fsdp_lab_tests_")
+        atexit.register(shutil.rmtree, os.environ["FSDP_LAB_TESTS"], ignore_errors=True)
+    return Path(os.environ["FSDP_LAB_TESTS"])
 
 
 @dataclass(frozen=True)
@@ -54,36 +72,31 @@ class Done:
 
 
 class Commands:
-    """Runs commands side by side, each in a fork of one process that is started when this is entered."""
+    """Runs commands side by side, each in a fork of the server."""
 
-    def __init__(self, imported: Sequence[str] = _IMPORTED) -> None:
-        self._imported = imported
+    def __init__(self) -> None:
+        self._connection = _connect().makefile("rw")
 
     def __enter__(self) -> Commands:
-        command = [sys.executable, "-m", "tests.forked", *self._imported]
-        environment = {**os.environ, **_ENVIRONMENT}
-        self._server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        self._connection.close()
 
     def run(
         self,
         jobs: Sequence[tuple[Path, Sequence[str]]],
         environment: Mapping[str, str] | None = None,
         seconds: float = _LIMIT_S,
+        together: bool = False,
     ) -> Iterator[tuple[int, Done]]:
-        """Run `module words...` in a folder, for each job; give its number and how it ended, as they end.
+        """Run `module words...` in a folder, for each job; yield its number and how it ended, as they end.
 
         Args:
             environment: of the commands; default: this process's. seconds: after so many SIGALRM ends one.
+            together: all at the same time, and if one fails the others are killed; else one a core.
         """
-        self._ask(jobs, environment, seconds)
+        self._ask(jobs, environment, seconds, together)
         for _ in range(2 * len(jobs)):
             number, *answer = self._answer()
             if len(answer) == 3:
@@ -103,21 +116,43 @@ class Commands:
         jobs: Sequence[tuple[Path, Sequence[str]]],
         environment: Mapping[str, str] | None = None,
         seconds: float = _LIMIT_S,
+        together: bool = False,
     ) -> None:
-        assert self._server.stdin is not None
         given = dict(os.environ if environment is None else environment)
-        asked = [[str(folder), list(words), given, seconds] for folder, words in jobs]
-        self._server.stdin.write(json.dumps(asked) + "\n")
-        self._server.stdin.flush()
+        named = [[str(folder), list(words)] for folder, words in jobs]
+        message = {"jobs": named, "environment": given, "seconds": seconds, "together": together}
+        self._connection.write(json.dumps(message) + "\n")
+        self._connection.flush()
 
     def _answer(self) -> list[Any]:
-        assert self._server.stdout is not None
-        answer: list[Any] = json.loads(self._server.stdout.readline())
+        line = self._connection.readline()
+        assert line, "the server of commands ended"
+        answer: list[Any] = json.loads(line)
         return answer
 
 
+def _connect() -> socket.socket:
+    """Return a connection to the server, which is started where there is none."""
+    address = shared_folder() / "commands"
+    with (shared_folder() / "commands.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        end = time.monotonic() + _START_S
+        if not address.exists():
+            command = [sys.executable, "-m", "tests.forked", str(address)]
+            server = subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
+        while not address.exists():
+            assert server.poll() is None, f"the server of commands ended with {server.returncode}"
+            assert time.monotonic() < end, f"the server of commands did not start within {_START_S} s"
+            time.sleep(0.05)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(address))
+    return connection
+
+
+
+
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """What Python and the dynamic linker read as a process starts: too late for a fork."""
+    """Return what Python and the dynamic linker read as a process starts: too late for a fork."""
     return {name: value for name, value in environment.items() if name.startswith(("PYTHON", "LD_"))}
 
 
@@ -125,24 +160,21 @@ _AT_START = _read_at_start(os.environ)
 
 
 @cache
-def _own(imported: Sequence[str]) -> Commands:
-    commands = Commands(imported).__enter__()
+def _own() -> Commands:
+    commands = Commands()
     atexit.register(commands.__exit__)
     return commands
 
 
 def run(
-    folder: Path,
-    *words: str,
-    seconds: float = _LIMIT_S,
-    environment: Mapping[str, str] | None = None,
-    imported: Sequence[str] = _IMPORTED,
+    folder: Path, *words: str, seconds: float = _LIMIT_S, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m <words>`, or `python <words>` where the first is -c, in a folder and in an environment, by default
-    this process's, to its end. In a process of its own where the environment has what is read as one starts.
+    """Run `python -m <words>`, or `python <words>` where the first is -c, in a folder, to its end.
+
+    In a process of its own where the environment has what is read as one starts.
 
     Args:
-        imported: the modules that it finds imported.
+        environment: default: this process's.
 
     Raises:
         TimeoutExpired: it ran for longer than that.
@@ -154,9 +186,9 @@ def run(
             command, cwd=folder, env=given, capture_output=True, text=True, timeout=seconds, check=False
         )
     try:
-        ((_, done),) = _own(imported).run([(folder, words)], given, seconds)
+        ((_, done),) = _own().run([(folder, words)], given, seconds)
     except BaseException:
-        _own.cache_clear()  # an answer that is still to come would be taken for the next one's
+        _own.cache_clear()  # an answer that is still to come would be read as the next one's
         raise
     if done.code == -signal.SIGALRM:
         raise subprocess.TimeoutExpired(words, seconds, done.out, done.err)
@@ -178,33 +210,59 @@ class _Running:
                 yield file.read().decode(errors="replace")
 
 
-def serve() -> None:
-    """Answer every job that standard input names, as many at a time as there are cores."""
-    for name in sys.argv[1:]:
+def serve(address: str) -> None:
+    """Answer all connections, each in a fork of this process, until the test run has removed its folder."""
+    for name in _IMPORTED:
         importlib.import_module(name)
     assert "ray" not in sys.modules, "it has read the environment of this process, not that of a command"
     gc.freeze()  # what is not looked at need not be copied
-    for batch in sys.stdin:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork waits to be collected
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{address}.new")
+    listener.listen()
+    listener.settimeout(1.0)
+    os.rename(f"{address}.new", address)  # it is there once it answers
+    while os.path.exists(address):
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            if not os.fork():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                connection.setblocking(True)
+                _attend(connection.makefile("rw"))
+                os._exit(0)
+            connection.close()
+
+
+def _attend(connection: IO[str]) -> None:
+    """Answer one connection until its other side ends."""
+    for line in connection:
+        message = json.loads(line)
         running: dict[int, _Running] = {}
-        for number, (folder, words, environment, seconds) in enumerate(json.loads(batch)):
+        at_once = len(message["jobs"]) if message["together"] else os.cpu_count() or 1
+        for number, (folder, words) in enumerate(message["jobs"]):
             job = _Running(number, tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115 - `printed` does
             if pid := os.fork():
                 running[pid] = job
-                print(json.dumps([number, pid]), flush=True)
+                print(json.dumps([number, pid]), file=connection, flush=True)
             else:
-                signal.setitimer(signal.ITIMER_REAL, seconds)
-                _command(folder, words, environment, job)
-            if len(running) >= (os.cpu_count() or 1):
-                _answer(running)
+                signal.setitimer(signal.ITIMER_REAL, message["seconds"])
+                _command(folder, words, message["environment"], job)
+            if len(running) >= at_once:
+                _answer(running, connection, message["together"])
         while running:
-            _answer(running)
+            _answer(running, connection, message["together"])
 
 
-def _answer(running: dict[int, _Running]) -> None:
-    """Wait for the next command that ends, and say how it did."""
+def _answer(running: dict[int, _Running], connection: IO[str], together: bool) -> None:
+    """Wait for the next command that ends, and report how it did."""
     pid, status = os.wait()
     job = running.pop(pid)
-    print(json.dumps([job.number, os.waitstatus_to_exitcode(status), *job.printed()]), flush=True)
+    code = os.waitstatus_to_exitcode(status)
+    print(json.dumps([job.number, code, *job.printed()]), file=connection, flush=True)
+    if together and code:
+        for other in running:
+            os.kill(other, signal.SIGKILL)
 
 
 def _command(folder: str, words: Sequence[str], environment: Mapping[str, str], job: _Running) -> NoReturn:
@@ -237,7 +295,7 @@ def _command(folder: str, words: Sequence[str], environment: Mapping[str, str], 
 
 
 def _end(code: Any) -> NoReturn:
-    """End as Python does, but for taking apart what was imported, which takes seconds and is not heard of."""
+    """End as Python does, but for taking apart what was imported, which takes seconds and has no effect."""
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
@@ -249,5 +307,5 @@ def _end(code: Any) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])
     os._exit(0)

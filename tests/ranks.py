@@ -1,52 +1,54 @@
-"""Run a function on gloo ranks of their own processes, and collect what each returns."""
+"""Run a function on gloo ranks, each in its own process, and collect what each returns."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as mp
-
 from fsdp_lab.config import NightlyConfig
 from fsdp_lab.training.__main__ import read_config
+from tests import forked
 
-# What ranks import while they train, and pytest, which the files with the tests import.
-_IMPORTED = [
-    "fsdp_lab.training", "fsdp_lab.training.__main__", "fsdp_lab.workloads.vision.vit",
-    "fsdp_lab.workloads.vision.mlp", "fsdp_lab.workloads.vision.digits", "fsdp_lab.workloads.vision.classification",
-    "fsdp_lab.cpu_contention", "torchvision.models", "torch.utils.serialization", "yaml", "pytest", "tests.ranks",
-]  # fmt: skip
+_LIMIT_S = 900
 
 
-def forkserver() -> multiprocessing.context.BaseContext:
-    """Processes that are forked from one that has imported PyTorch, once: that takes longer than most of what they
-    do."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
-    return context
+@cache
+def _commands() -> forked.Commands:
+    return forked.Commands()
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(*args)` on `world_size` ranks, with torchrun's ranks in the environment; results in rank order."""
-    forkserver()
+    """Call `function(*args)` on `world_size` ranks, with torchrun's ranks in the environment; results in rank order.
+
+    Raises:
+        AssertionError: a rank failed; with what it printed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world_size, folder, function, args), nprocs=world_size, start_method="forkserver")
+        Path(folder, "call").write_bytes(pickle.dumps((function, args)))
+        jobs = [(Path.cwd(), ("tests.ranks", folder, str(rank), str(world_size))) for rank in range(world_size)]
+        for rank, done in _commands().run(jobs, seconds=_LIMIT_S, together=True):
+            if done.code:
+                _commands.cache_clear()  # the answers of the other ranks are still to come
+                raise AssertionError(f"rank {rank} ended with {done.code}\n{done.output}")
+            print(done.output, end="")
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _be_rank(folder: str, rank: int, world_size: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    function, args = pickle.loads(Path(folder, "call").read_bytes())
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",  # not a port: another process may take one that was free a moment ago
@@ -55,9 +57,12 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
         timeout=timedelta(seconds=60),  # a rank that fails must not hang the others
     )
     result = function(*args)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(result))
+    Path(folder, f"{rank}.new").write_bytes(pickle.dumps(result))
+    Path(folder, f"{rank}.new").rename(Path(folder, str(rank)))
     while not all(Path(folder, str(other)).exists() for other in range(world_size)):
-        time.sleep(0.01)  # nobody hangs up while another still talks; PyTorch ends this wait when one fails
+        time.sleep(0.01)  # no rank hangs up while another still talks
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)  # torch's threads outlive the interpreter now and then, and abort a process that is done
 
 
@@ -103,3 +108,9 @@ def train_all(cases: list[list[str]], folder: str = "") -> list[tuple[list[float
             train(config(*overrides), Path(folder or own), memo, losses.extend)
         results.append((losses, memo.reported))
     return results
+
+
+if __name__ == "__main__":
+    from tests.ranks import _be_rank as be_rank  # functions that were pickled name this module tests.ranks
+
+    be_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import os
 import shutil
 import signal
@@ -15,17 +15,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+
+from tests import forked
 
 
 @cache
 def _empty_store() -> Path:
+    """Return the empty store of this test run, made by the first process that needs it."""
     from mlflow import MlflowClient
 
-    folder = Path(mkdtemp(prefix="fsdp_lab_store_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").search_experiments()
-    return folder / "mlflow.db"
+    store = forked.shared_folder() / "mlflow.db"
+    with (forked.shared_folder() / "store.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not store.exists():
+            new = store.with_name("new.db")
+            MlflowClient(tracking_uri=f"sqlite:///{new}").search_experiments()
+            new.rename(store)
+    return store
 
 
 def lay_store(folder: Path) -> None:
