@@ -50,7 +50,7 @@ def run_cli(
     list_imports: bool = False,
     timeout: float = 200,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m fsdp_lab <arguments>` in `cwd`, to its end, in a fork of a process that has imported what it needs.
+    """Run `python -m fsdp_lab <arguments>` in `cwd`, to its end, in a fork of the shared server.
 
     Args:
         list_imports: it ends with a line, the slow libraries that it imported, and so starts as a new Python.

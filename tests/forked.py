@@ -149,8 +149,6 @@ def _connect() -> socket.socket:
     return connection
 
 
-
-
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what Python and the dynamic linker read as a process starts: too late for a fork."""
     return {name: value for name, value in environment.items() if name.startswith(("PYTHON", "LD_"))}

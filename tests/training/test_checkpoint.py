@@ -22,7 +22,7 @@ import torch
 from fsdp_lab.config import UserError
 from fsdp_lab.training.checkpoint import CheckpointError, check_meta
 from fsdp_lab.training.checkpoint_files import discard, latest, outdated, publish, whole
-from tests.ranks import Memo, config, forkserver, run_ranks
+from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import apart
 
 STEPS = 2  # in an epoch
@@ -333,7 +333,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Re
     folder = tmp_path_factory.mktemp("killed")
     for where in KILLED:
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = forkserver().Process(target=train_and_hang, args=(where, folder / where, sender))
+        process = multiprocessing.get_context("spawn").Process(
+            target=train_and_hang, args=(where, folder / where, sender)
+        )
         process.start()
         sender.close()
         try:
