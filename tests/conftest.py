@@ -27,6 +27,7 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
 STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
+TIERS = pytest.StashKey[dict[str, set[str]]]()  # test -> the tiers of its cases
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
 # Calls `main` and prints afterwards which of the slow libraries were imported.
@@ -119,7 +120,17 @@ def _no_browser() -> str:
     return "" if shutil.which("chromium") else "no browser: chromium is not installed, make test-ui does it"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _tier(item: pytest.Item) -> str:
+    """Return the command that runs a test first: make test, make ci, or make test-all."""
+    if item.get_closest_marker("full") or item.get_closest_marker("ui") or item.get_closest_marker("gpu"):
+        return "test-all"
+    return "ci" if item.get_closest_marker("ci") or item.get_closest_marker("cluster") else "test"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers = config.stash.setdefault(TIERS, {})
+    for item in items:
+        tiers.setdefault(item.nodeid.partition("[")[0], set()).add(_tier(item))
     items.sort(key=_begins)
     marked = [item for item in items if item.get_closest_marker("ui")]
     if marked and (reason := _no_browser()):

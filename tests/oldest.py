@@ -1,4 +1,4 @@
-"""The oldest versions that `pyproject.toml` declares run a sweep: `make test-oldest`.
+"""The oldest versions that `pyproject.toml` declares run a sweep: `python -m tests.oldest`, in `make test-all`.
 
 They go into an environment of their own, which is removed afterwards. What they bring is as new as they allow, as it is
 for who installs them today.

@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytest.importorskip("mkdocs", reason="make docs and make test-long install it")
-pytestmark = pytest.mark.ci  # `make test-long` installs MkDocs
+pytest.importorskip("mkdocs", reason="make docs and make ci install it")
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")

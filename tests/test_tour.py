@@ -8,8 +8,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytest.importorskip("nbclient", reason="make docs and make test-long install it")
-pytestmark = pytest.mark.ci  # `make test-long` installs nbclient
+pytest.importorskip("nbclient", reason="make docs and make ci install it")
+pytestmark = pytest.mark.ci
 
 # Behind the notebook's own cells, in its kernel.
 _CHECKS = """

@@ -1,0 +1,234 @@
+"""Planted faults: `python -m tests.faults [name ...]` plants each in a copy of the project, and its test must fail.
+
+A fault is a small change of the product that breaks a promise. Rewriting code means rewriting its faults, never
+removing them: `tests/test_faults.py` checks that each still applies and that its test exists.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+ROOT = Path(__file__).resolve().parent.parent
+_COPIED = ("fsdp_lab", "conf", "hydra_plugins", "tests", "docs", "benchmarks", "experiments", "deploy", "README.md",
+           "pyproject.toml", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "mkdocs.yml")  # fmt: skip
+_LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong piece of code, and the test that must notice it.
+
+    Attributes:
+        name: what is wrong, as a user would see it.
+        file: of the product.
+        right: a piece of its text, which occurs once.
+        wrong: what replaces it.
+        test: what pytest selects, relative to `tests/`.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+    def plant(self, root: Path) -> None:
+        """Write the fault into a copy of the project.
+
+        Raises:
+            ValueError: the text does not occur exactly once.
+        """
+        path = root / self.file
+        text = path.read_text()
+        if text.count(self.right) != 1:
+            raise ValueError(f"{self.name}: {self.file} has changed; rewrite this fault for the new code")
+        path.write_text(text.replace(self.right, self.wrong))
+
+
+PARITY = "training/test_parity.py"
+EQUALITY = "forecast/test_equality.py"
+FAULTS = (
+    # training: losses
+    Fault("the last unit is left unsharded", "fsdp_lab/training/parallelize.py",
+          "        for group in groups:\n            fully_shard(group",
+          "        for group in groups[:-1]:\n            fully_shard(group", EQUALITY),
+    Fault("resharding is never what was asked for", "fsdp_lab/training/parallelize.py",
+          "        case ReshardPolicy.always:\n            return True",
+          "        case ReshardPolicy.always:\n            return False", EQUALITY),
+    Fault("gradients are reduced in the computation's dtype", "fsdp_lab/training/parallelize.py",
+          "reduce_dtype=TORCH_DTYPE[precision.reduce_dtype]", "reduce_dtype=TORCH_DTYPE[precision.param_dtype]",
+          PARITY),
+    Fault("only the first microbatch is reduced", "fsdp_lab/training/loop.py",
+          "or i == len(microbatches) - 1", "or i == 0", PARITY),
+    Fault("microbatches are summed, not averaged", "fsdp_lab/training/loop.py",
+          "loss / len(microbatches) if weights is None", "loss if weights is None", PARITY),
+    Fault("gradients are not clipped", "fsdp_lab/training/loop.py",
+          "    if max_norm is not None:\n        nn.utils", "    if max_norm is None:\n        nn.utils", PARITY),
+    Fault("labels of all microbatches weigh the same", "fsdp_lab/training/loop.py",
+          "return mine * dist.get_world_size() / everyone.clamp(min=1)",
+          "return torch.full_like(mine, 1 / len(microbatches))", PARITY),
+    Fault("every rank reads the same part of a batch", "fsdp_lab/training/data.py",
+          "yield from step.view(shape)[:, self.dims.dp_rank]", "yield from step.view(shape)[:, 0]", PARITY),
+    Fault("every epoch has the same order", "fsdp_lab/training/data.py",
+          "self.training.seed * 1_000_003 + self.epoch", "self.training.seed * 1_000_003", PARITY),
+    Fault("tied parameters come apart", "fsdp_lab/training/parallelize.py",
+          "        id(parameter) in shared\n", "        id(parameter) in shared and False\n", PARITY),
+    # training: checkpoints and export
+    Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
+          'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',
+          "training/test_checkpoint.py"),
+    Fault("a resume forgets the learning rate's position", "fsdp_lab/training/checkpoint.py",
+          'self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]', "pass", "training/test_checkpoint.py"),
+    Fault("a resume forgets earlier epochs", "fsdp_lab/training/checkpoint.py",
+          'state.history = meta["history"]', "state.history = []", "training/test_checkpoint.py"),
+    Fault("the last weights are exported as the best", "fsdp_lab/training/checkpoint.py",
+          "if best == self._newest:", "if best:", "training/test_export_best.py"),
+    # forecasts
+    Fault("a byte of a category is lost", "fsdp_lab/training/memory.py",
+          "Event(serial, place, category, num_bytes, self", "Event(serial, place, category, num_bytes - 1, self",
+          EQUALITY),
+    Fault("blocks are not rounded up", "fsdp_lab/forecast/allocator.py",
+          "size = max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)", "size = num_bytes",
+          "forecast/test_allocator.py"),
+    Fault("what does not fit is said to fit", "fsdp_lab/forecast/capacity.py",
+          "return self.needed_bytes <= self.capacity_bytes", "return self.peak_bytes // 2 <= self.capacity_bytes",
+          "forecast/test_capacity.py"),
+    Fault("gathers never wait for reductions", "fsdp_lab/speed/streams.py",
+          "communicator = (operator.group, separate_scatter and", "communicator = (operator.group, True or",
+          "speed/test_streams.py"),
+    Fault("an all-reduce passes its bytes once", "fsdp_lab/speed/costs.py",
+          "passes = 2 if operator.kind is Kind.reduce else 1", "passes = 1", "speed/test_costs.py"),
+    # engine
+    Fault("an epoch is written twice", "fsdp_lab/engine/trial_files.py",
+          "elif not (is_known and self._is_whole):", "else:\n            append_line(self._file, json.dumps(metrics))\n"
+          "        if False:", "sweep/test_kills.py"),
+    Fault("a line that a kill cut is continued", "fsdp_lab/engine/trial_files.py",
+          r'text = text if lines.read(1) == b"\n" else f"\n{text}"', "pass", "sweep/test_kills.py"),
+    Fault("running out of memory is a failure like others", "fsdp_lab/engine/failures.py",
+          '    if is_out_of_memory(error):\n        return "oom"', "    pass", "engine/test_outcome.py"),
+    Fault("a rank that lost its peers is named as the cause", "fsdp_lab/engine/failures.py",
+          'return "peer" if is_peer_failure(error) else "error"', 'return "error"', "engine/test_outcome.py"),
+    Fault("a trial without progress is never ended", "fsdp_lab/engine/job.py",
+          "if idle_s > (timeout_s if started", "if idle_s > 1e9 + (timeout_s if started", "sweep/test_fates.py"),
+    Fault("the ranks' store listens on all interfaces", "fsdp_lab/engine/rendezvous.py",
+          "address = _LOOPBACK if one_node else ray", 'address = "0.0.0.0" if one_node else ray',
+          "engine/test_loopback.py"),
+    # sweep
+    Fault("a lock is not taken", "fsdp_lab/locks.py",
+          "fcntl.flock(handle, kind | fcntl.LOCK_NB)", "pass", "test_locks.py"),
+    Fault("a cut file replaces a whole one", "fsdp_lab/files.py",
+          "        yield making\n        if durable:", "        path.touch()\n        yield path\n        path.rename(making)"
+          "\n        if durable:", "test_files.py"),
+    Fault("a foreign folder is accepted", "fsdp_lab/sweep/store/trust.py",
+          "    if not trust:\n        raise UserError(", "    if trust:\n        raise UserError(", "sweep/test_trust.py"),
+    Fault("a finished trial runs again", "fsdp_lab/sweep/store/resume.py",
+          "    if outcome is None or not missing:\n        return outcome",
+          "    if outcome is None or not missing:\n        return None", "sweep/test_resume.py"),
+    Fault("a failed sweep ends with 0", "fsdp_lab/sweep/state.py",
+          "return ExitCode.failed if failed else ExitCode.finished", "return ExitCode.finished", "sweep/test_fates.py"),
+    Fault("the last cell of a grid is left out", "fsdp_lab/sweep/grid.py",
+          "return [list(cell) for cell in itertools.product(*values)]",
+          "return [list(cell) for cell in itertools.product(*values)][:-1] or [[]]", "sweep/test_grid.py"),
+    # tracking
+    Fault("an epoch is sent to MLflow twice", "fsdp_lab/tracking/tracker.py",
+          "and not (again and self._has_epoch", "and not (False and self._has_epoch", "tracking/test_tracking.py"),
+    Fault("a write that got through makes a second run", "fsdp_lab/tracking/tracker.py",
+          "if again and sweep_id:", "if False:", "tracking/test_tracking.py"),
+    Fault("a password is printed", "fsdp_lab/redact.py",
+          r'return _QUERY.sub(_redact_value, _CREDENTIALS.sub(r"\1***@", text))', "return text",
+          "sweep/test_passwords.py"),
+    # answers
+    Fault("a tie is called faster", "fsdp_lab/report/choice.py",
+          "or (ratio.known and ratio.low <= 1 <= ratio.high)", "", "report/test_answer.py"),
+    Fault("an excluded timing is used", "fsdp_lab/report/data.py",
+          'return trial.device == "cpu" and trial.figures.get(OTHERS_CPU, 0.0) > self.others_cpu', "return False",
+          "report/test_answer.py"),
+    Fault("an interval is half as wide", "fsdp_lab/report/speed.py",
+          "return _interval(log, _tukey(self._significance, len(self._known), self._freedom) * error)",
+          "return _interval(log, _tukey(self._significance, len(self._known), self._freedom) * error / 2)",
+          "report/test_speed.py"),
+    Fault("a regression beyond the tolerance passes", "fsdp_lab/nightly/gate.py",
+          "regression, note = worse > limit, \"\"", "regression, note = worse > 10 * limit, \"\"", "nightly/test_gate.py"),
+    Fault("noise is reported as a regression", "fsdp_lab/nightly/gate.py",
+          "if abs(median(here) - median(there)) <= noise:", "if False:", "nightly/test_gate.py"),
+    # configuration
+    Fault("a degree that does not divide the workers is accepted", "fsdp_lab/config/parallel.py",
+          "if num_workers % self.dp_replicate:", "if False:", "config/test_checks.py"),
+    Fault("loss scaling with bfloat16 is accepted", "fsdp_lab/config/parallel.py",
+          "if self.loss_scaling and self.param_dtype is Dtype.bfloat16:", "if False:", "config/test_checks.py"),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Plant the named faults, or all; 1 if one is not noticed."""
+    named = sys.argv[1:]
+    faults = [fault for fault in FAULTS if not named or any(name in fault.name for name in named)]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copies: Queue[Path] = Queue()
+        cores = os.cpu_count() or 1
+        for number in range(cores):
+            copies.put(_copied(Path(folder) / str(number)))
+        with ThreadPoolExecutor(cores) as threads:
+            for line, noticed in threads.map(lambda fault: _try(fault, copies), faults):
+                print(line, flush=True)
+                missed += not noticed
+    print(f"{len(faults) - missed} of {len(faults)} faults noticed")
+    return int(missed > 0)
+
+
+def _copied(folder: Path) -> Path:
+    for name in _COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        folder.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, folder / name)
+    return folder
+
+
+def _try(fault: Fault, copies: Queue[Path]) -> tuple[str, bool]:
+    """Return a line about a fault, and whether its test failed."""
+    copy = copies.get()
+    original = (copy / fault.file).read_text()
+    begun = time.monotonic()
+    try:
+        fault.plant(copy)
+        status, output = _run(fault.test, copy)
+    finally:
+        (copy / fault.file).write_text(original)
+        copies.put(copy)
+    took = f"{time.monotonic() - begun:.0f} s"
+    if status == 1:  # tests failed; anything else is an error of the run
+        return f"noticed  {took:>5}  {fault.name}: {next(_failed(output), '')}", True
+    return f"MISSED   {took:>5}  {fault.name}: {fault.test} ended with {status}\n{output[-2000:]}", False
+
+
+def _run(test: str, copy: Path) -> tuple[int, str]:
+    environment = {**os.environ, "PYTHONPATH": str(copy)}  # before the installed project
+    environment.pop("FSDP_LAB_TESTS", None)  # another import server: it has imported the fault
+    words = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not (cluster or ui)", f"tests/{test}"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *words], cwd=copy, env=environment, capture_output=True, text=True,
+            timeout=_LIMIT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 124, f"no end within {_LIMIT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def _failed(output: str) -> Iterator[str]:
+    return (line.removeprefix("FAILED ").partition(" - ")[0] for line in output.splitlines() if line[:6] == "FAILED")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The ledger of promises, docs/claims.md: each row names tests that exist, and the tier that holds them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import ROOT, TIERS
+
+_ROW = re.compile(r"^\| (?P<promise>[^|]+) \| (?P<held_by>[^|]+) \| `make (?P<tier>test|ci|test-all)` \|$")
+_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+
+
+def rows() -> list[tuple[str, list[tuple[str, str]], str]]:
+    """Return each promise with its tests, as file and function ("" for all of the file), and its tier."""
+    lines = (ROOT / "docs" / "claims.md").read_text().splitlines()
+    table = [line for line in lines if line.startswith("| ") and not line.startswith(("| promise |", "| --- |"))]
+    found = []
+    for line in table:
+        row = _ROW.match(line)
+        assert row, f"not `| promise | tests | tier |`: {line}"
+        found.append((row["promise"], _TEST.findall(row["held_by"]), row["tier"]))
+    return found
+
+
+def test_each_promise_is_held_by_tests_that_exist() -> None:
+    wrong = []
+    for promise, tests, _ in rows():
+        missing = [file for file, _ in tests if not (ROOT / file).is_file()]
+        missing += [
+            f"{file}::{name}"
+            for file, name in tests
+            if name and (ROOT / file).is_file() and f"def {name}(" not in (ROOT / file).read_text()
+        ]
+        if missing or not tests:
+            wrong.append(f"{promise}: {', '.join(missing) or 'names no test'}")
+    assert not wrong, "give each promise a test, or withdraw it:\n" + "\n".join(wrong)
+
+
+def test_each_promise_is_in_the_tier_that_it_names(pytestconfig: pytest.Config) -> None:
+    """The first tier in which one of its tests runs."""
+    tiers = pytestconfig.stash[TIERS]
+    if not {f"tests/{path.relative_to(ROOT / 'tests')}" for path in (ROOT / "tests/sweep").glob("test_*.py")} <= {
+        name.partition("::")[0] for name in tiers
+    }:
+        pytest.skip("only where all tests are collected: pytest tests")
+    wrong = []
+    for promise, tests, tier in rows():
+        held = [where for file, name in tests for where in _tiers_of(tiers, file, name)]
+        first = next((each for each in ("test", "ci", "test-all") if each in held), "no tier")
+        if first != tier:
+            wrong.append(f"{promise}: make {tier}, but its tests are in {first}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _tiers_of(tiers: dict[str, set[str]], file: str, name: str) -> list[str]:
+    if name:
+        return sorted(tiers.get(f"{file}::{name}", set()))
+    return sorted({tier for test, those in tiers.items() if test.startswith(f"{file}::") for tier in those})
