@@ -23,10 +23,22 @@ WORDS = ("model.family=tiny", "model.image_size=4", "model.num_layers=2", "data.
          "optimizer.lr=0.01", "data.num_train=null", "data.num_val=null", "memory_profile=peaks")  # fmt: skip
 
 
-def train_tiny(words: list[str]) -> dict[str, float]:
+TINY = {"per_block": ["sharding=per_block", "training.epochs=5"], "ddp": ["sharding=ddp", "training.epochs=5"],
+        "short": ["training.max_steps=2"]}  # fmt: skip
+SUMS = {"long": ["training.epochs=40", "optimizer.lr=0.05"], "short": ["training.max_steps=2"]}
+Reported = dict[str, dict[str, float]]
+
+
+def train_each() -> tuple[Reported, Reported]:
+    """On each rank: the last metrics of each trial, of the package's model and of the sums."""
     register("model.family", "tiny", "tests.workloads.tiny")
     register("data.name", "tiny", "tests.workloads.tiny")
-    return train_here(words)
+    tiny = {name: train_here(words) for name, words in TINY.items()}
+    with (
+        mock.patch("fsdp_lab.training.train.build_workload", addition),
+        mock.patch("fsdp_lab.config.trial.TrialConfig.check"),
+    ):
+        return tiny, {name: train_here(words) for name, words in SUMS.items()}
 
 
 def train_here(words: list[str]) -> dict[str, float]:
@@ -36,23 +48,30 @@ def train_here(words: list[str]) -> dict[str, float]:
     return memo.reported[-1]
 
 
+@pytest.fixture(scope="module")
+def trained() -> list[tuple[Reported, Reported]]:
+    """Of each of two ranks."""
+    return run_ranks(2, train_each)
+
+
 @pytest.mark.parametrize("sharding", ["per_block", "ddp"])
-def test_a_model_and_a_data_set_of_another_package_learn(sharding: str) -> None:
-    reported, other = run_ranks(2, train_tiny, [f"sharding={sharding}", "training.epochs=5"])
+def test_a_model_and_a_data_set_of_another_package_learn(
+    trained: list[tuple[Reported, Reported]], sharding: str
+) -> None:
+    reported, other = (tiny[sharding] for tiny, _ in trained)
     assert reported["val/loss"] == other["val/loss"]
     assert reported["val/accuracy"] == 1.0, "dark and bright are easily told apart"
     assert reported["memory/param_bytes"] > 0
 
 
-def test_their_memory_is_forecast_to_the_byte() -> None:
+def test_their_memory_is_forecast_to_the_byte(trained: list[tuple[Reported, Reported]]) -> None:
     register("model.family", "tiny", "tests.workloads.tiny")
     register("data.name", "tiny", "tests.workloads.tiny")
     try:
         peaks = forecast.forecast_profile(config(*WORDS), 2, cuda=False).peaks["device"]
     finally:
         del REGISTRY["model.family"]["tiny"], REGISTRY["data.name"]["tiny"]
-    reported, _ = run_ranks(2, train_tiny, ["training.max_steps=2"])
-    assert peaks["total"] == reported["memory/peak_bytes"]
+    assert peaks["total"] == trained[0][0]["short"]["memory/peak_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -107,22 +126,16 @@ def addition(*_: object) -> Workload:
     return Workload(model, data, Addition())
 
 
-def train_addition(words: list[str]) -> dict[str, float]:
-    with (
-        mock.patch("fsdp_lab.training.train.build_workload", addition),
-        mock.patch("fsdp_lab.config.trial.TrialConfig.check"),
-    ):
-        return train_here(words)
-
-
-def test_training_does_not_look_into_a_batch() -> None:
-    reported, _ = run_ranks(2, train_addition, ["training.epochs=40", "optimizer.lr=0.05"])
+def test_training_does_not_look_into_a_batch(trained: list[tuple[Reported, Reported]]) -> None:
+    reported = trained[0][1]["long"]
     assert reported["val/loss"] < 0.05 and reported["val/off_by"] < 0.3
     assert reported["train/loss"] < 0.1
 
 
-def test_a_forecast_does_not_look_into_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    reported, _ = run_ranks(2, train_addition, ["training.max_steps=2"])
+def test_a_forecast_does_not_look_into_a_batch(
+    trained: list[tuple[Reported, Reported]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = trained[0][1]["short"]
     monkeypatch.setattr(forecast, "build_workload", addition)
     peaks = forecast.forecast_profile(config(), 2, cuda=False).peaks["device"]
     assert {name: size for name, size in peaks.items() if name != "total"} == {

@@ -4,7 +4,6 @@ starts."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from fsdp_lab.workloads.hf import library
 from fsdp_lab.workloads.hf.configuration import folder_of, read_config
 from fsdp_lab.workloads.hf.models import causal_lm
 from fsdp_lab.workloads.hf.weights import load_whole
+from tests import forked
 from tests.ranks import config
 from tests.workloads.hf.cases import CONFIGS, WORDS
 from tests.workloads.language.test_config import composed
@@ -195,11 +195,11 @@ def test_without_transformers_the_message_says_what_to_install(monkeypatch: pyte
     library.transformers.cache_clear()
 
 
-def test_nothing_else_imports_transformers() -> None:
+def test_nothing_else_imports_transformers(tmp_path: Path) -> None:
     words = ["task=language", "data=pydoc", "model=lm_tiny"]
     code = (
         "import sys; from fsdp_lab.training.__main__ import read_config; from fsdp_lab.training import train\n"
         f"from fsdp_lab.workloads.build import build_workload; c = read_config(None, {words}); c.check(2)\n"
         "build_workload(c.model, c.data, c.task); sys.exit('transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert forked.run(tmp_path, "-c", code).returncode == 0

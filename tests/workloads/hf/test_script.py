@@ -14,6 +14,7 @@ from tests.takehome.scripts import train_and_run
 from tests.workloads.hf.cases import LEARN, WORDS, plain_model
 
 
+@pytest.mark.ci
 def test_the_script_gives_the_losses_of_the_trial(tmp_path: Path) -> None:
     torch.manual_seed(3)  # not the seed of a trial
     plain_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]

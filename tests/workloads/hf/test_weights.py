@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,14 @@ from tests.ranks import Memo, config, run_ranks
 from tests.workloads.hf.cases import CONFIGS, LEARN, WORDS, plain_model, script
 
 SHARDINGS = ("ddp", "root", "per_block")
+READ = [*((name, sharding) for name in ("gpt2", "t5", "vit") for sharding in SHARDINGS), ("llama", "per_block")]
+EXPORTED = [*(("gpt2", sharding) for sharding in SHARDINGS), *((name, "per_block") for name in WORDS if name != "gpt2")]
+OTHERS = [(name, sharding) for name in WORDS for sharding in SHARDINGS if (name, sharding) not in EXPORTED]
+# Each epoch's learning rate is 50 times the last one's, so that the first epoch is the best.
+WORSE = [
+    "training.epochs=2", "data.num_train=64", "lr_schedule=step", "lr_schedule.gamma=50", "optimizer.lr=0.01",
+    "checkpoint.mode=sync", "export=true",
+]  # fmt: skip
 AUTO = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification"}
 
 
@@ -33,19 +44,32 @@ def from_folder(name: str, folder: Path) -> list[str]:
     return [*WORDS[name], f"model.config={folder}", "model.pretrained=true"]
 
 
-def export_all(folder: str) -> dict[tuple[str, str], float]:
-    """On each rank: train every model in every sharding. Return the loss of its validation."""
+def export_all(cells: Sequence[tuple[str, str]], folder: str) -> dict[tuple[str, str], float]:
+    """On each rank: train every model in its shardings. Return the loss of its validation."""
     from fsdp_lab.training import train
 
     losses = {}
-    for name in WORDS:
-        for sharding in SHARDINGS:
-            memo, own = Memo(), Path(folder, f"{name}_{sharding}")
-            own.mkdir(exist_ok=True)
-            words = ("export=true", "training.max_steps=2", f"sharding={sharding}")
-            train(config(*WORDS[name], *LEARN, *words), own, memo)
-            losses[name, sharding] = memo.reported[-1]["val/loss"]
+    for name, sharding in cells:
+        memo, own = Memo(), Path(folder, f"{name}_{sharding}")
+        own.mkdir(exist_ok=True)
+        words = ("export=true", "training.max_steps=2", f"sharding={sharding}")
+        train(config(*WORDS[name], *LEARN, *words), own, memo)
+        losses[name, sharding] = memo.reported[-1]["val/loss"]
     return losses
+
+
+def best_and_last(folder: str) -> dict[str, int]:
+    """On each rank: export the best epoch, then in another trial the last. Return the step of each."""
+    from fsdp_lab.training import train
+
+    steps = {}
+    for name in ("best", "last"):
+        memo, own = Memo(), Path(folder, name)
+        own.mkdir(exist_ok=True)
+        train(config(*WORDS["gpt2"], *WORSE, f"checkpoint.export_best={str(name == 'best').lower()}"), own, memo)
+        lowest = min(memo.reported, key=lambda epoch: epoch["val/loss"])
+        steps[name] = int((lowest if name == "best" else memo.reported[-1])["step"])
+    return steps
 
 
 def first_weights(cases: list[list[str]]) -> list[dict[str, Tensor]]:
@@ -68,27 +92,51 @@ def first_weights(cases: list[list[str]]) -> list[dict[str, Tensor]]:
     return results
 
 
+@dataclass(frozen=True)
+class OnRanks:
+    """What two ranks did: the folder of their exports, and what each function returned."""
+
+    folder: Path
+    losses: dict[tuple[str, str], float]
+    steps: dict[str, int]
+    weights: list[dict[str, Tensor]]
+
+
+def do_all(cells: Sequence[tuple[str, str]], folder: str, words: list[list[str]]) -> tuple[Any, ...]:
+    return export_all(cells, folder), best_and_last(folder), first_weights(words)
+
+
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], float]]:
+def on_ranks(
+    request: pytest.FixtureRequest, written: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> OnRanks:
+    """In one group of processes; of the exports only those whose tests run."""
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    cells = [each["cell"] for each in chosen if "cell" in each]
     folder = tmp_path_factory.mktemp("exported")
-    return folder, run_ranks(2, export_all, str(folder))[0]
+    words = [[*from_folder(name, written[name][0]), f"sharding={sharding}"] for name, sharding in READ]
+    return OnRanks(folder, *run_ranks(2, do_all, cells, str(folder), words)[0])
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_from_pretrained_reads_what_a_trial_exported(exported: Any, name: str) -> None:
+@pytest.mark.parametrize("cell", [*EXPORTED, *(pytest.param(cell, marks=pytest.mark.ci) for cell in OTHERS)])
+def test_from_pretrained_reads_what_a_trial_exported(on_ranks: OnRanks, cell: tuple[str, str]) -> None:
     """It tells the validation split with the loss that was measured at the trial's end."""
-    folder, losses = exported
+    name, sharding = cell
     trial, plain = config(*WORDS[name]), script(name)
     split = plain.split("val")
     batch = torch.utils.data.default_collate([split[i] for i in range(trial.data.num_val or len(split))])
-    for sharding in SHARDINGS:
-        own = folder / f"{name}_{sharding}"
-        assert not list(own.glob(".*")) and not (own / "model.pt").exists()
-        written = {path.name for path in (own / "model").iterdir()}
-        assert {"config.json", "model.safetensors", "fsdp_lab.json"} <= written
-        with torch.no_grad():
-            loss = plain.loss(read_back(name, own / "model").eval(), batch).item()
-        assert loss == pytest.approx(losses[name, sharding], abs=1e-6), sharding
+    own = on_ranks.folder / f"{name}_{sharding}"
+    assert not list(own.glob(".*")) and not (own / "model.pt").exists()
+    assert {"config.json", "model.safetensors", "fsdp_lab.json"} <= {path.name for path in (own / "model").iterdir()}
+    with torch.no_grad():
+        loss = plain.loss(read_back(name, own / "model").eval(), batch).item()
+    assert loss == pytest.approx(on_ranks.losses[cell], abs=1e-6)
+
+
+def test_the_exported_folder_says_the_step_of_its_weights(on_ranks: OnRanks) -> None:
+    files = {name: on_ranks.folder / name / "model" / "fsdp_lab.json" for name in ("best", "last")}
+    assert {name: json.loads(file.read_text())["step"] for name, file in files.items()} == on_ranks.steps
+    assert on_ranks.steps["best"] < on_ranks.steps["last"]
 
 
 def shards_of_gpt2(folder: Path) -> Any:
@@ -105,33 +153,33 @@ def whole(name: str, folder: Path) -> Any:
     return model
 
 
-def test_ranks_read_what_transformers_wrote_to_the_bit(tmp_path: Path) -> None:
-    """GPT-2 in several files, T5 with its three tied tables, ViT by the names of its publication."""
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """By transformers: GPT-2 in several files, T5 with its three tied tables, ViT by the names of its publication, and
+    Llama in bfloat16. Name -> folder and model."""
+    folder = tmp_path_factory.mktemp("written")
     torch.manual_seed(3)  # not the seed of a trial
-    models = {
-        "gpt2": shards_of_gpt2(tmp_path / "gpt2"), "t5": whole("t5", tmp_path / "t5"),
-        "vit": whole("vit", tmp_path / "vit"),
-    }  # fmt: skip
-    cases = [(name, sharding) for name in models for sharding in SHARDINGS]
-    words = [[*from_folder(name, tmp_path / name), f"sharding={sharding}"] for name, sharding in cases]
-    for (name, sharding), got in zip(cases, run_ranks(2, first_weights, words)[0], strict=True):
-        expected = models[name].state_dict()
+    models: dict[str, Any] = {"gpt2": shards_of_gpt2(folder / "gpt2")}
+    models |= {name: whole(name, folder / name) for name in ("t5", "vit")}
+    models["llama"] = plain_model("llama").to(torch.bfloat16)
+    models["llama"].save_pretrained(folder / "llama")
+    return {name: (folder / name, model) for name, model in models.items()}
+
+
+def test_ranks_read_what_transformers_wrote_to_the_bit(written: dict[str, Any], on_ranks: OnRanks) -> None:
+    """What is in bfloat16 into float32."""
+    for (name, sharding), got in zip(READ, on_ranks.weights, strict=True):
+        folder, model = written[name]
+        check(name, folder)
+        expected = model.state_dict()
         assert got.keys() == expected.keys(), (name, sharding)
-        assert all(torch.equal(got[key], expected[key]) for key in expected), (name, sharding)
+        assert all(torch.equal(got[key], expected[key].float()) for key in expected), (name, sharding)
 
 
 def check(name: str, folder: Path, *words: str) -> None:
     trial = config(*from_folder(name, folder), *words)
     trial.check(2)
     trial.check_files()
-
-
-def test_weights_in_bfloat16_are_read_into_float32(tmp_path: Path) -> None:
-    model = plain_model("llama").to(torch.bfloat16)
-    model.save_pretrained(tmp_path)  # type: ignore[operator]
-    check("llama", tmp_path)
-    (got,) = run_ranks(1, first_weights, [from_folder("llama", tmp_path)])[0]
-    assert all(torch.equal(got[key], value.float()) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_torchrun_reads_what_hydra_composes(word: str) -> None:
     [("llama3_1b", 1_235_814_400), ("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496)],
 )
 def test_options_have_the_published_number_of_parameters(option: str, num_params: int) -> None:
+    """The checkpoints' own counts: meta-llama/Llama-3.2-1B, Meta-Llama-3-8B and Meta-Llama-3-70B on Hugging Face."""
     config = composed(f"model={option}")
     with torch.device("meta"):
         model = build_model_spec(config.model).build()
