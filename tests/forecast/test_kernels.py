@@ -13,10 +13,10 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.kernels import cuda_kernels
 from tests.ranks import config
 
-# vit_tiny: 4 blocks, 2 heads, hidden 64, 4 x 4 patches and the class token
-BLOCKS, HEADS, HIDDEN, SEQUENCE, BATCH = 4, 2, 64, 17, 16
+# vit_tiny with 1 block: 2 heads, hidden 64, 4 x 4 patches and the class token
+BLOCKS, HEADS, HIDDEN, SEQUENCE, BATCH = 1, 2, 64, 17, 16
 BATCH_ON_DEVICE = BATCH * (28 * 28 * 4 + 8)  # images and labels: on a CPU they are where they were
-WORDS = ("model=vit_tiny", f"training.global_batch_size={2 * BATCH}")
+WORDS = ("model=vit_tiny", f"model.num_layers={BLOCKS}", f"training.global_batch_size={2 * BATCH}")
 
 
 def more_on_a_gpu(*words: str) -> int:

@@ -23,6 +23,10 @@ def answer(question: str) -> tuple[str, int]:
     match question.partition(" "):
         case "sleep", _, seconds:
             time.sleep(float(seconds))
+        case "meet", _, folder:  # until two processes are there
+            Path(folder, str(os.getpid())).touch()
+            while len(list(Path(folder).iterdir())) < 2:
+                time.sleep(0.01)
         case "signal", _, number:
             os.kill(os.getpid(), int(number))
         case "leave", _, status:
@@ -39,28 +43,36 @@ def test_one_process_answers_every_question_in_its_turn():
     assert called("spawn_main") == []
 
 
-def test_as_many_work_side_by_side_as_were_asked_for():
+def test_as_many_work_side_by_side_as_were_asked_for(tmp_path: Path):
     with Pool(answer, 2, LIMIT_S) as pool:
-        pids = {future.result()[1] for future in [pool.submit("sleep 2"), pool.submit("sleep 2")]}
+        pids = {future.result()[1] for future in [pool.submit(f"meet {tmp_path}") for _ in range(2)]}
     assert len(pids) == 2
 
 
-@pytest.mark.parametrize(
-    ("question", "message"),
-    [
-        (f"signal {signal.SIGKILL:d}", "was killed, most likely because memory ran out"),
-        (f"signal {signal.SIGSEGV:d}", "ended by SIGSEGV"),
-        ("leave 3", "ended with exit code 3"),
-        ("sleep 60", "did not answer within 5 s"),
-    ],
-)
-def test_a_process_that_does_not_answer_costs_one_answer(question: str, message: str):
-    with Pool(answer, 1, 5.0) as pool:
-        first, lost, last = [pool.submit(word) for word in ("a", question, "b")]
-        assert first.result()[0] == "a"
-        with pytest.raises(NoAnswerError, match=f"^{message}$"):
-            lost.result()
-        assert last.result()[0] == "b" and last.result()[1] != first.result()[1]
+def test_a_process_that_dies_costs_one_answer():
+    with Pool(answer, 1, LIMIT_S) as pool:
+        _, pid = pool.submit("a").result()
+        for question, message in (
+            (f"signal {signal.SIGKILL:d}", "was killed, most likely because memory ran out"),
+            (f"signal {signal.SIGSEGV:d}", "ended by SIGSEGV"),
+            ("leave 3", "ended with exit code 3"),
+        ):
+            lost, after = pool.submit(question), pool.submit("b")
+            with pytest.raises(NoAnswerError, match=f"^{message}$"):
+                lost.result()
+            reported, other = after.result()
+            assert reported == "b" and other != pid
+            pid = other
+
+
+def test_a_late_answer_costs_no_other():
+    with Pool(answer, 1, LIMIT_S) as pool:
+        _, pid = pool.submit("a").result()
+        pool._limit_s = 0.1
+        with pytest.raises(NoAnswerError, match=r"^did not answer within 0\.1 s$"):
+            pool.submit("sleep 60").result()
+        pool._limit_s = LIMIT_S
+        assert pool.submit("b").result()[1] != pid
 
 
 def test_ctrl_c_is_the_parents():
@@ -96,7 +108,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path):
         "from fsdp_lab.forecast.pool import Pool; from tests.forecast.test_pool import answer\n"
         "if __name__ == '__main__':\n"
         "    with Pool(answer, 2, 60) as pool:\n"
-        "        [future.result() for future in [pool.submit('sleep 1'), pool.submit('sleep 1')]]\n"
+        f"        [future.result() for future in [pool.submit('meet {tmp_path}') for _ in range(2)]]\n"
         "        print('both', flush=True); pool.submit('sleep 60').result()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:

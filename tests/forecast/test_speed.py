@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
-from fsdp_lab.config.conf import device_file, known_devices
+from fsdp_lab.config.conf import device_file
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import (
     capacity_bytes,
@@ -43,20 +43,19 @@ from tests.ranks import config
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-LANGUAGE = ["task=language", "model=lm_tiny", "precision=bf16_mixed", "training.global_batch_size=16"]
+LANGUAGE = [
+    "task=language",
+    "model=lm_tiny",
+    "model.num_layers=1",
+    "precision=bf16_mixed",
+    "training.global_batch_size=16",
+]
 
 
 def sheet(name: str = "a100_80gb") -> Device:
     file = device_file(name)
     assert file is not None
     return load_device(file)
-
-
-def test_every_data_sheet_can_be_read_and_says_where_its_figures_are_from():
-    assert {"a100_40gb", "a100_80gb", "h100_sxm"} <= set(known_devices())
-    for name in known_devices():
-        device = sheet(name)
-        assert device.source and 0 < device.error.median <= device.error.p90 < 1
 
 
 @pytest.mark.parametrize(
@@ -110,25 +109,6 @@ def test_a_gpu_with_a_data_sheet_is_known_by_the_name_that_its_driver_reports(fa
     assert sheet_of("NVIDIA GeForce 256") is None
     fake_nvml(gpus=0)
     assert Request.of(config(*LANGUAGE), 2).sheet is None
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("memory_gib: 79.25", "memory_gib: much", "memory_gib=much is not a positive number"),
-        ("312.0e+12", "312e12", "peak_flops.bfloat16=312e12 is not a positive number; YAML writes 1.0e+12"),
-        ("node_size: 8", "node_size: 0", "node_size=0 is not a positive number"),
-        ("kind: cuda", "kind: tpu", "kind=tpu is not one of cuda, cpu"),
-        ("node_size: 8", "", "missing ['node_size'], unknown []"),
-    ],
-)
-def test_a_data_sheet_with_a_wrong_value_is_reported(tmp_path: Path, old: str, new: str, message: str):
-    mine = tmp_path / "mine.yaml"
-    text = (device_file("a100_80gb") or Path()).read_text()
-    assert old in text
-    mine.write_text(text.replace(old, new))
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_device(mine)
 
 
 def test_tokens_and_mfu_by_hand():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ BLOCK = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64  # parameters: q and o
 ROOT = 2 * 256 * 64 + 64  # embedding, head, norm
 
 
+SHARDED = ("sharding=per_block", "precision=fp32", "optimizer=adamw")
+WHOLE = ("sharding=ddp", "precision=fp32", "optimizer=adamw")
+HYBRID = ("sharding=per_block", "sharding.dp_replicate=2", "training.max_grad_norm=1.0")
+
+
+@cache
 def program(*words: str, workers: int = 4, cuda: bool = True) -> list[Operator]:
     return forecast_step(config(*LM, *words), workers, cuda, traced=True).program
 
@@ -34,7 +41,10 @@ def total(expected: list[Operator], *kinds: Kind) -> float:
     return sum(operator.flops for operator in expected if operator.kind in kinds)
 
 
-@pytest.mark.parametrize("words", [["sharding=per_block"], ["sharding=ddp"], ["sharding=root", "init=meta"]])
+@pytest.mark.parametrize(
+    "words",
+    [["sharding=per_block"], ["sharding=ddp"], pytest.param(["sharding=root", "init=meta"], marks=pytest.mark.ci)],
+)
 def test_the_matrix_products_are_those_of_a_real_step(words: list[str]):
     """Of the same batch on one device, unsharded; attention apart, of which a CPU calls another kernel."""
     workload = build_workload(config(*LM).model, config(*LM).data, config(*LM).task)
@@ -66,13 +76,13 @@ def test_never_gathers_nothing_in_the_backward_pass():
 
 
 def test_ddp_reduces_each_gradient_once():
-    operators = program("sharding=ddp", "precision=fp32")
+    operators = program(*WHOLE)
     assert sum(o.num_bytes for o in operators if o.kind is Kind.reduce) == 4 * (2 * BLOCK + ROOT)
     assert not any(o.kind in (Kind.gather, Kind.scatter) for o in operators)
 
 
 def test_hybrid_sharding_scatters_within_and_reduces_between_its_groups():
-    operators = program("sharding=per_block", "sharding.dp_replicate=2", "precision=fp32")
+    operators = program(*HYBRID)
     assert {o.group for o in operators if o.kind is Kind.scatter} == {(0, 1)}
     assert {o.group for o in operators if o.kind is Kind.reduce and o.phase == "backward"} == {(0, 2)}
 
@@ -113,6 +123,7 @@ CLIPS = [
 ]
 
 
+@pytest.mark.ci
 def test_clipping_adds_the_reduction_that_a_real_step_issues():
     """One of the norms of all parameters where they are sharded; whole gradients have none."""
     sharded, clipped, whole, also = run_ranks(2, real_reductions, CLIPS)[0]
@@ -124,8 +135,7 @@ def test_clipping_adds_the_reduction_that_a_real_step_issues():
 
 
 def test_the_norm_is_reduced_among_the_shards_and_clipping_waits_for_it():
-    words = ("sharding=per_block", "sharding.dp_replicate=2", "training.max_grad_norm=1.0")
-    operators = [o for o in program(*words) if o.phase == "optimizer"]
+    operators = [o for o in program(*HYBRID) if o.phase == "optimizer"]
     (reduced,) = (o for o in operators if o.kind is Kind.reduce)
     parameters = 2 * 9 + 3  # two blocks, embedding, head, norm
     assert reduced.group == (0, 1) and reduced.num_bytes == 4 * parameters
@@ -134,41 +144,39 @@ def test_the_norm_is_reduced_among_the_shards_and_clipping_waits_for_it():
 
 
 def test_checkpointing_computes_the_blocks_again():
-    plain, again = (program(f"activation_checkpointing={kind}") for kind in ("none", "full"))
+    plain, again = program(*SHARDED), program(*SHARDED, "activation_checkpointing=full")
     forward = sum(o.flops for o in plain if o.phase == "forward" and o.module.startswith("blocks"))
     last = max(o.flops for o in again if o.module.endswith("down_proj") and o.phase == "forward")  # stops before it
     assert total(again, Kind.matmul, Kind.attention) - total(plain, Kind.matmul, Kind.attention) == forward - 2 * last
 
 
 def test_offloaded_parameters_travel_and_the_optimizer_runs_on_the_host():
-    operators = program("sharding=per_block", "offload=cpu", "precision=fp32")
+    operators = program(*SHARDED, "offload=cpu")
     assert any(o.kind is Kind.transfer and o.stream is Stream.copy_in for o in operators)
     assert {o.stream for o in operators if "adam" in o.name} == {Stream.host}
-    here = program("sharding=per_block", "offload=none", "precision=fp32")
-    assert {o.stream for o in here if "adam" in o.name} == {Stream.compute}
+    assert {o.stream for o in program(*SHARDED) if "adam" in o.name} == {Stream.compute}
 
 
 def test_equal_settings_have_equal_programs_and_following_them_changes_no_profile():
-    first, again = program("sharding=per_block"), program("sharding=per_block")
-    assert first == again
-    setting = config(*LM, "sharding=per_block", "precision=bf16_mixed")
-    traced = forecast_step(setting, 4, cuda=True, traced=True).profile
-    assert traced.events == forecast_profile(setting, 4, cuda=True).events
+    setting = config(*LM, *SHARDED)
+    again = forecast_step(setting, 4, cuda=True, traced=True)
+    assert again.program == program(*SHARDED)
+    assert again.profile.events == forecast_profile(setting, 4, cuda=True).events
 
 
-@pytest.mark.parametrize("words", [["sharding=per_block"], ["sharding=ddp"]])
-def test_the_optimizer_reads_and_writes_this_ranks_part(words: list[str]):
+@pytest.mark.parametrize(("words", "shards"), [(SHARDED, 4), (WHOLE, 1)])
+def test_the_optimizer_reads_and_writes_this_ranks_part(words: tuple[str, ...], shards: int):
     """Adam reads and writes the parameter and both averages, and the gradient, as its schema says: 8 * 4 bytes a
     parameter; the last 4 for each tensor are its count of steps."""
-    operators = [o for o in program(*words, "optimizer=adamw") if o.name == "aten._fused_adamw_"]
-    parameters = (2 * BLOCK + ROOT) / (1 if words == ["sharding=ddp"] else 4)
+    operators = [o for o in program(*words) if o.name == "aten._fused_adamw_"]
+    parameters = (2 * BLOCK + ROOT) / shards
     assert sum(o.num_bytes for o in operators) == pytest.approx(4 * 8 * parameters, rel=1e-3)
 
 
 def test_the_optimizer_waits_for_the_last_gradients():
-    operators = program("sharding=per_block", "precision=fp32")
+    operators = program(*SHARDED)
     last = [o for o in operators if o.kind is Kind.scatter][-1]
-    adam = next(o for o in operators if o.name == "aten._fused_adam_")
+    adam = next(o for o in operators if o.name == "aten._fused_adamw_")
     assert set(last.writes) & {*adam.reads, *adam.writes}
 
 
@@ -184,9 +192,9 @@ def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
     assert sum(o.num_bytes for o in back) == shards
 
 
-@pytest.mark.parametrize("words", [["activation_checkpointing=none"], ["activation_checkpointing=full"]])
-def test_the_rotary_embedding_of_all_blocks_is_named_after_each(words: list[str]):
-    result = Counter((o.phase, o.module) for o in program(*words) if "rotary" in o.module)
+@pytest.mark.parametrize("checkpointing", [(), ("activation_checkpointing=full",)])
+def test_the_rotary_embedding_of_all_blocks_is_named_after_each(checkpointing: tuple[str, ...]):
+    result = Counter((o.phase, o.module) for o in program(*SHARDED, *checkpointing) if "rotary" in o.module)
     assert {module for _, module in result} == {f"blocks.{number}.attention.rotary" for number in range(2)}
     for phase in ("forward", "backward"):
         assert result[phase, "blocks.0.attention.rotary"] == result[phase, "blocks.1.attention.rotary"] > 0

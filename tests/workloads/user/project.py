@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.config.target import import_object
+
 HERE = "tests.workloads.user.my_project"  # the same, for tests that run in this repository
 
 
@@ -39,3 +41,4 @@ def importable(folder: Path) -> Iterator[None]:
 def forget() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_project"]:
         del sys.modules[name]
+    import_object.cache_clear()

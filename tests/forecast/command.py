@@ -1,0 +1,55 @@
+"""`python -m fsdp_lab.forecast` in this process, grids too: a process of their pool would first import PyTorch."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fsdp_lab.forecast import run
+from fsdp_lab.forecast.__main__ import main
+from tests.workloads.user.project import importable
+
+
+def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder, where a user's modules are importable; return its exit status and what it printed.
+
+    Args:
+        folder: the working directory.
+        words: the command line.
+        interrupt_after: press Ctrl-C after so many forecasts of a grid.
+    """
+
+    def answer_here(
+        requests: dict[str, run.Request], _: int, note: Callable[[str, Future[Any]], None], stop: object
+    ) -> None:
+        for number, (key, request) in enumerate(requests.items()):
+            if number == interrupt_after:
+                raise KeyboardInterrupt
+            answer: Future[Any] = Future()
+            answer.set_result(run._answer(request))
+            note(key, answer)
+
+    out, err = io.StringIO(), io.StringIO()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        with (
+            importable(folder),
+            redirect_stdout(out),
+            redirect_stderr(err),
+            mock.patch.dict(os.environ),
+            mock.patch.object(sys, "argv", ["fsdp_lab.forecast", *words]),
+            mock.patch.object(run, "_in_pool", answer_here),
+        ):
+            code = main()
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
