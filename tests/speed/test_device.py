@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from fsdp_lab.config import ConfigError
+from fsdp_lab.config.conf import known_devices
 from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.forecast.devices import data_sheet, device_notes
 from fsdp_lab.speed.device import Basis, load_device
@@ -15,17 +16,19 @@ from fsdp_lab.speed.fitted import DIGESTS, believed, digest
 from fsdp_lab.training.speed import PEAK_FLOPS
 from tests.ranks import config
 
+MISSING = object()
 SHEETS = sorted((Path(__file__).parents[2] / "conf" / "device").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", SHEETS, ids=lambda path: path.stem)
-def test_a_data_sheet_can_be_read_and_reaches_no_more_than_its_peaks(path: Path):
-    device = load_device(path)
-    assert device.source and device.memory_gib > 0
-    assert 0 < device.peak("float32") <= device.peak("bfloat16")
-    shares = [*vars(device.reached).values(), *vars(device.efficiency).values()]
-    assert all(0 < share <= 1 for share in shares)
-    assert 0 < device.error.median <= device.error.p90
+def test_every_data_sheet_can_be_read_and_reaches_no_more_than_its_peaks():
+    assert {path.stem for path in SHEETS} == set(known_devices()) >= {"a100_40gb", "a100_80gb", "h100_sxm"}
+    for path in SHEETS:
+        device = load_device(path)
+        assert device.source and device.memory_gib > 0, path
+        assert 0 < device.peak("float32") <= device.peak("bfloat16"), path
+        shares = [*vars(device.reached).values(), *vars(device.efficiency).values()]
+        assert all(0 < share <= 1 for share in shares), path
+        assert 0 < device.error.median <= device.error.p90 < 1, path
 
 
 def test_the_digests_are_those_of_the_files_that_were_fitted():
@@ -105,11 +108,15 @@ def test_the_peaks_are_those_of_dense_products(
         ("kind", "tpu", "kind=tpu is not one of cuda, cpu"),
         ("efficiency", {"matmul": 1.0}, r"efficiency is not a data sheet of a device: missing \['attention', 'link'"),
         ("colour", "green", r"unknown \['colour'\]"),
+        ("memory_gib", "much", "memory_gib=much is not a positive number"),
+        ("node_size", 0, "node_size=0 is not a positive number"),
+        ("node_size", MISSING, r"missing \['node_size'\], unknown \[\]"),
+        ("peak_flops", {"bfloat16": "312e12"}, r"peak_flops\.bfloat16=312e12 .*; YAML writes 1\.0e\+12"),
     ],
 )
 def test_a_wrong_data_sheet_says_what_is_wrong(tmp_path: Path, key: str, value: object, message: str):
-    content = yaml.safe_load(SHEETS[0].read_text())
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**content, key: value}))
+    content = {**yaml.safe_load(SHEETS[0].read_text()), key: value}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not MISSING}))
     with pytest.raises(ConfigError, match=message):
         load_device(tmp_path / "mine.yaml")
     assert load_device(SHEETS[0]).basis in Basis

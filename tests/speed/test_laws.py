@@ -18,7 +18,14 @@ from fsdp_lab.speed.streams import Schedule, schedule
 from tests.ranks import config
 
 A100 = load_device(Path(__file__).parents[2] / "conf" / "device" / "a100_80gb.yaml")
-LM = ["model=lm_tiny", "task=language", "data=synthetic_tokens", "data.vocab_size=256", "data.seq_len=64"]
+LM = [
+    "model=lm_tiny",
+    "model.num_layers=1",
+    "task=language",
+    "data=synthetic_tokens",
+    "data.vocab_size=256",
+    "data.seq_len=64",
+]
 SETTINGS = {
     "sharded": ("sharding=per_block", "precision=bf16_mixed"),
     "replicas": ("sharding=ddp", "precision=fp32"),
@@ -63,9 +70,9 @@ def test_more_bandwidth_and_arithmetic_never_slow_a_traced_step(name: str, launc
     _never_slower(program, device)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_more_bandwidth_and_arithmetic_never_slow_an_invented_step(seed: int):
-    _never_slower(invented(seed), replace(A100, launch_s=seed % 2 * 1e-6))
+def test_more_bandwidth_and_arithmetic_never_slow_an_invented_step():
+    for seed in range(30):
+        _never_slower(invented(seed), replace(A100, launch_s=seed % 2 * 1e-6))
 
 
 def _never_slower(program: tuple[Operator, ...], device: Device) -> None:
@@ -87,15 +94,8 @@ def test_alone_a_rank_communicates_nothing():
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_twice_the_batch_computes_for_twice_as_long_at_most(name: str):
-    once, twice = (step(traced(SETTINGS[name], batch=batch)).busy()[Stream.compute] for batch in (64, 128))
+    once, twice = (step(traced(SETTINGS[name], batch=batch)).busy()[Stream.compute] for batch in (32, 64))
     assert once < twice <= 2 * once
-
-
-def test_never_gathers_nothing_in_the_backward_pass():
-    for policy, gathers in (("never", False), ("always", True)):
-        slots = step(traced(("sharding=per_block", f"reshard_after_forward={policy}"))).slots
-        backwards = [s for s in slots if s.operator.kind is Kind.gather and s.operator.phase == "backward"]
-        assert bool(backwards) is gathers, policy
 
 
 @pytest.mark.parametrize("name", SETTINGS)
