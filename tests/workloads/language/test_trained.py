@@ -41,6 +41,6 @@ MEMORY = [
 ]
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_their_memory_is_forecast_to_the_byte() -> None:
     assert differences([[*SMALL, *words] for words in MEMORY]) == []

@@ -49,7 +49,7 @@ def test_it_learns_what_a_plain_script_of_transformers_learns() -> None:
         assert abs(metrics[-1]["val/loss"] - val_loss) <= 1e-5, cell
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_it_holds_what_was_forecast_to_the_byte() -> None:
     assert differences([[*WORDS, cell] for cell in CELLS[:3]], ranks=1) == []
 
@@ -61,7 +61,7 @@ def test_what_the_configuration_lacks_is_reported() -> None:
         config("task=seq2seq", "model.d_modl=32").check(2)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_script_that_is_taken_home_has_the_trials_losses() -> None:
     """Its units are the blocks; the embedding that encoder, decoder and head share is in the root."""
     (result,) = run_ranks(2, train_and_run, [[*WORDS, "sharding=per_block", "training.grad_accum_steps=2"]])[0]
