@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import csv
-import os
+import shlex
 import shutil
-import socket
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from fsdp_lab.report.__main__ import main
 from fsdp_lab.takehome import FILES
-from tests import forked
+from tests import forked, trained
 from tests.conftest import STORE, run_cli
-from tests.sweep.conftest import TINY, artifacts, runs, store
-
-SWEEP = (
-    *(o for o in TINY if "num_workers" not in o), "engine=inline", "model=mlp", "forecast.enabled=false",
-    "offload=none", "sharding=per_block", "precision=fp32,bf16", "reshard_after_forward=always",
-    "optimizer.lr=1e-3,1e-9", "report.loss_tolerance=0.03", "report.others_cpu=1", "-m",
-)  # fmt: skip
+from tests.folders import Store
 
 
 def report(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -32,44 +25,51 @@ def report(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def described(folder: Path) -> str:
     """What the description of the sweep's run begins with."""
-    return runs(folder)[0][0].data.tags["mlflow.note.content"].splitlines()[0]
+    return Store(folder).parents[0].data.tags["mlflow.note.content"].splitlines()[0]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with a sweep in which a learning rate of 1e-9 learns nothing, and what the sweep printed."""
-    folder = tmp_path_factory.mktemp("swept")
-    done = run_cli(folder, *SWEEP)
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a sweep in which a learning rate of 1e-9 learned nothing."""
+    return trained.copy_trained(tmp_path_factory.mktemp("swept"))
 
 
-def test_a_sweep_ends_with_its_report(swept: tuple[Path, str]):
-    folder, printed = swept
-    rows = list(csv.DictReader((folder / "out/report.csv").open()))
-    assert [(row["precision"], row["optimizer.lr"]) for row in rows] == [
+@pytest.fixture
+def store_alone(folder: Path, tmp_path: Path) -> Path:
+    """What is left where the sweep's folder is not: its store."""
+    shutil.copy(folder / "mlflow.db", tmp_path)
+    shutil.copytree(folder / "mlartifacts", tmp_path / "mlartifacts")
+    return tmp_path
+
+
+def test_a_sweep_ends_with_its_report(folder: Path):
+    printed, reported = trained.printed(), rows(folder / "out/report.csv")
+    assert [(row["precision"], row["optimizer.lr"]) for row in reported] == [
         ("fp32", "0.001"), ("fp32", "1e-09"), ("bf16", "0.001"), ("bf16", "1e-09"),
     ]  # fmt: skip
-    assert [bool(row["why_not"]) for row in rows] == [False, True, False, True]
-    (recommended,) = [row for row in rows if row["recommended"] == "yes"]
+    assert [bool(row["why_not"]) for row in reported] == [False, True, False, True]
+    (recommended,) = [row for row in reported if row["recommended"] == "yes"]
     assert recommended["optimizer.lr"] == "0.001"
     sentence = (folder / "out/report.md").read_text().splitlines()[2].strip("*").replace("`", "")
     assert " ".join(sentence.split()) in " ".join(printed.split())
     assert "report: out/report.html" in printed
     assert f"> {recommended['trial']} " in printed
-    parent = runs(folder)[0][0]
+    store = Store(folder)
+    (parent,) = store.parents
     assert described(folder) == (folder / "out/report.md").read_text().splitlines()[2].strip("*")
     note = parent.data.tags["mlflow.note.content"]
     assert "Started 20" in note and f"    {parent.data.tags['fsdp_lab.command']}\n" in note
-    assert {"report.html", "report.md", "report.csv", *FILES.values()} <= set(artifacts(folder, parent))
-    got = store(folder).download_artifacts(parent.info.run_id, "report.html")
-    assert Path(got).read_bytes() == (folder / "out/report.html").read_bytes()
+    assert {"report.html", "report.md", "report.csv", *FILES.values()} <= set(store.artifacts(parent))
+    got = Path(store.client.download_artifacts(parent.info.run_id, "report.md"))
+    assert got.read_text() == (folder / "out/report.md").read_text()
 
 
-def test_the_recommended_command_trains_that_setting(swept: tuple[Path, str]):
-    import shlex
-
-    folder, _ = swept
+def test_the_recommended_command_trains_that_setting(folder: Path):
     command = next(line for line in (folder / "out/report.md").read_text().splitlines() if line.startswith("python -m"))
     arguments = shlex.split(command)[3:]
     assert "precision=fp32" in arguments or "precision=bf16" in arguments
@@ -78,9 +78,8 @@ def test_the_recommended_command_trains_that_setting(swept: tuple[Path, str]):
     assert "lr: 0.001" in again.stdout and "granularity: per_block" in again.stdout
 
 
-def test_the_setting_can_be_taken_home(swept: tuple[Path, str]):
-    folder, _ = swept
-    chosen = next(row for row in csv.DictReader((folder / "out/report.csv").open()) if row["recommended"] == "yes")
+def test_the_setting_can_be_taken_home(folder: Path):
+    chosen = next(row for row in rows(folder / "out/report.csv") if row["recommended"] == "yes")
     for name in FILES.values():
         text = (folder / "out" / name).read_text()
         assert f"precision={chosen['precision']}" in text.splitlines()[0], name
@@ -93,97 +92,81 @@ def test_the_setting_can_be_taken_home(swept: tuple[Path, str]):
     assert sorted((folder / "out").iterdir()) == before, "nothing is written"
 
 
-def test_the_script_gives_the_loss_that_was_recorded(swept: tuple[Path, str]):
-    folder, _ = swept
-    chosen = next(row for row in csv.DictReader((folder / "out/report.csv").open()) if row["recommended"] == "yes")
-    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        environment["MASTER_PORT"] = str(free.getsockname()[1])
-    command = [sys.executable, "out/use_pytorch.py"]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) == pytest.approx(float(chosen["train/loss"]), abs=1e-5)
-
-
-def test_a_trial_without_a_record_of_its_units_is_reported(swept: tuple[Path, str], tmp_path: Path):
-    folder, _ = swept
-    for name in ("mlflow.db", "mlartifacts"):
-        (shutil.copy if name.endswith("db") else shutil.copytree)(folder / name, tmp_path / name)
-    done = report(tmp_path, f"sweep={runs(folder)[0][0].info.run_id}", STORE, "use=accelerate")
+def test_a_trial_without_a_record_of_its_units_is_reported(store_alone: Path):
+    parent = Store(store_alone).parents[0].info.run_id
+    done = report(store_alone, f"sweep={parent}", STORE, "use=accelerate")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "take use_accelerate.yaml from the artifacts of the sweep's MLflow run" in done.stderr
 
 
-def test_it_is_written_again_from_the_folder_by_any_name_it_has(swept: tuple[Path, str]):
-    folder, _ = swept
+def test_it_is_written_again_from_the_folder_by_any_name_it_has(folder: Path):
+    def read() -> list[dict[str, str]]:  # a trial's seconds are its own, those of the driver at the end are a bit more
+        return [{**row, "seconds": ""} for row in rows(folder / "out/report.csv")]
 
-    def rows() -> list[dict[str, str]]:  # a trial's seconds are its own, those of the driver at the end are a bit more
-        return [{**row, "seconds": ""} for row in csv.DictReader((folder / "out/report.csv").open())]
-
-    first = rows()
+    first = read()
     for named in ("out", "last"):
         (folder / "out/report.csv").unlink()
         done = report(folder, f"sweep={named}", "tracking.ui=http://127.0.0.1:5999")
         assert done.returncode == 0, done.stderr
-        assert rows() == first
+        assert read() == first
         assert "http://127.0.0.1:5999/#/runs/" in (folder / "out/report.html").read_text()
     strict = report(folder, "sweep=out", "out=strict", "report.loss_tolerance=1000")
     assert strict.returncode == 0, strict.stderr
-    assert "why_not" in (folder / "strict/report.csv").read_text()
-    assert not any(row["why_not"] for row in csv.DictReader((folder / "strict/report.csv").open()))
+    assert [row["why_not"] for row in rows(folder / "strict/report.csv")] == [""] * trained.COUNT
     assert described(folder) == (folder / "strict/report.md").read_text().splitlines()[2].strip("*")
 
 
-def test_it_is_written_again_from_the_store_where_the_folder_is_not(swept: tuple[Path, str], tmp_path: Path):
-    folder, _ = swept
-    for name in ("mlflow.db", "mlartifacts"):
-        (shutil.copy if name.endswith("db") else shutil.copytree)(folder / name, tmp_path / name)
-    parent = runs(folder)[0][0].info.run_id
-    done = report(tmp_path, f"sweep={parent}", STORE)
+def test_it_is_written_again_from_the_store_where_the_folder_is_not(folder: Path, store_alone: Path):
+    parent = Store(store_alone).parents[0].info.run_id
+    done = report(store_alone, f"sweep={parent}", STORE)
     assert done.returncode == 0, done.stderr
-    here = list(csv.DictReader((tmp_path / "outputs/report" / parent / "report.csv").open()))
-    there = list(csv.DictReader((folder / "out/report.csv").open()))
+    written = store_alone / "outputs/report" / parent
+    there, here = rows(folder / "out/report.csv"), rows(written / "report.csv")
     assert set(here[0]) == set(there[0]), "the same columns"
     for mine, theirs in zip(here, there, strict=True):
         assert (mine["epoch"], mine["step"]) == (theirs["epoch"], theirs["step"])
         assert mine["recommended"] == theirs["recommended"] and mine["precision"] == theirs["precision"]
         assert float(mine["val/loss"]) == float(theirs["val/loss"])
         assert float(mine["memory/peak_bytes"]) == float(theirs["memory/peak_bytes"])
-    assert "is within 0.03 of the best" in (tmp_path / "outputs/report" / parent / "report.md").read_text()
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:  # a store that fails after it was opened
+    assert "is within 0.03 of the best" in (written / "report.md").read_text()
+    with closing(sqlite3.connect(store_alone / "mlflow.db")) as database:  # a store that fails after it was opened
         database.execute("DROP TABLE metrics")
         database.commit()
-    broken = report(tmp_path, f"sweep={parent}", STORE)
+    broken = report(store_alone, f"sweep={parent}", STORE)
     assert broken.returncode == 2 and STORE in broken.stderr and "Traceback" not in broken.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("sweep=0123456789abcdef0123456789abcdef", STORE), "is not in tracking.uri"),
-        (("sweep=nowhere",), "sweep=nowhere is not a folder or the id of a run"),
-        (("sweep=mlartifacts",), "no sweep was started there"),
-        (("sweep=out", "report.loss_tolerance=much"), "report.loss_tolerance=much is not a number"),
-        (("sweep=out", "report.speed_tolerance=2"), "report.speed_tolerance=2.0 is outside [0, 1)"),
-        (("swep=out",), "swep is not a key. The keys are: sweep,"),
-        (("sweep=out", "use=torch"), "use=torch is not an option. Choose one of: pytorch, accelerate, torchtitan."),
-        (("sweep=out", "trial=1"), "trial=1 belongs to use=...; add one of: pytorch, accelerate, torchtitan."),
-        (("sweep=out", "use=pytorch", "trial=9"), "trial=9 is not in this sweep; use one of: 0, 1, 2, 3."),
-        (("sweep=out", "out=/proc/nowhere"), "name another folder with out="),
-    ],
+REFUSED = (
+    (("sweep=0123456789abcdef0123456789abcdef", STORE), "is not in tracking.uri"),
+    (("sweep=nowhere",), "sweep=nowhere is not a folder or the id of a run"),
+    (("sweep=mlartifacts",), "no sweep was started there"),
+    (("sweep=out", "report.loss_tolerance=much"), "report.loss_tolerance=much is not a number"),
+    (("sweep=out", "report.speed_tolerance=2"), "report.speed_tolerance=2.0 is outside [0, 1)"),
+    (("swep=out",), "swep is not a key. The keys are: sweep,"),
+    (("sweep=out", "use=torch"), "use=torch is not an option. Choose one of: pytorch, accelerate, torchtitan."),
+    (("sweep=out", "trial=1"), "trial=1 belongs to use=...; add one of: pytorch, accelerate, torchtitan."),
+    (("sweep=out", "use=pytorch", "trial=9"), "trial=9 is not in this sweep; use one of: 0, 1, 2, 3."),
+    (("sweep=out", "out=/proc/nowhere"), "name another folder with out="),
 )
-def test_what_cannot_be_is_reported_in_a_message(swept: tuple[Path, str], arguments: tuple[str, ...], message: str):
-    done = report(swept[0], *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_child_and_a_sweep_with_nothing_finished_are_reported(swept: tuple[Path, str], tmp_path: Path):
-    folder, _ = swept
-    parent, child = runs(folder)[0][0].info.run_id, runs(folder)[1][0].info.run_id
+def test_what_cannot_be_is_reported_in_a_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """In this process: the command's own `main`."""
+    monkeypatch.chdir(folder)
+    wrong = []
+    for arguments, message in REFUSED:
+        monkeypatch.setattr("sys.argv", ["report", *arguments])
+        status, (_, err) = main(), capsys.readouterr()
+        if status != 2 or message not in err or "Traceback" in err:
+            wrong.append((arguments, status, err))
+    assert wrong == []
+
+
+def test_a_child_and_a_sweep_with_nothing_finished_are_reported(folder: Path, tmp_path: Path):
+    store = Store(folder)
+    parent, child = store.parents[0].info.run_id, store.trials[0].info.run_id
     done = report(folder, f"sweep={child}", STORE)
     assert done.returncode == 2 and f"give its parent's id, {parent}" in done.stderr
     shutil.copytree(folder / "out", tmp_path / "out")

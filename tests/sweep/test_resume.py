@@ -9,36 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests import forked, trained
 from tests.conftest import STORE, run_cli
-from tests.sweep.conftest import (
-    PLAIN,
-    TINY,
-    artifacts,
-    has_trained_an_epoch,
-    history,
-    results,
-    runs,
-    started,
-    wait_for,
-)
-
-SMALL = tuple(word for word in TINY if not word.startswith("cluster.num_workers"))
-INLINE = (*SMALL, *PLAIN, "engine=inline", "model=mlp", "forecast.enabled=false")
-SWEEP = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2,1e-1")
+from tests.folders import Store, SweepFolder
+from tests.sweep.conftest import has_trained_an_epoch, started, wait_for
+from tests.trained import INLINE
 
 
 def output_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of three that ended; a test makes of it what it needs, and leaves it ended."""
-    folder = tmp_path_factory.mktemp("finished")
-    done = run_cli(folder, *SWEEP)
-    assert done.returncode == 0, output_of(done)
-    return folder
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """In which a sweep of four has ended."""
+    return trained.copy_trained(tmp_path)
 
 
 def forget(folder: Path, number: int) -> None:
@@ -46,36 +31,42 @@ def forget(folder: Path, number: int) -> None:
     (folder / "out" / str(number) / "outcome.json").unlink(missing_ok=True)
 
 
-def when(folder: Path) -> list[tuple[str, int, int, str]]:
-    """Of each run, the sweep's own first: its name, when it started, when it ended, and how."""
-    (parent,), children = runs(folder)
-    infos = [run.info for run in (parent, *children)]
-    return [(info.run_name, info.start_time, info.end_time, info.status) for info in infos]
+def run_ids(folder: Path) -> list[str]:
+    return [row["run_id"] for row in SweepFolder(folder / "out").rows]
 
 
-def test_the_trials_train_in_this_process(finished: Path):
-    for number in range(3):
-        assert json.loads((finished / "out" / str(number) / "facts.json").read_text())["world_size"] == 1
-        assert not (finished / "out" / str(number) / "logs").exists()
-    (parent,), children = runs(finished)
-    assert [child.info.status for child in children] == ["FINISHED"] * 3
-    assert parent.info.status == "FINISHED"
-    assert [row["turnaround_s"] != "" for row in results(finished)] == [False, True, True]
+def begun(done: subprocess.CompletedProcess[str]) -> list[int]:
+    """The trials that a command started."""
+    return [n for n in range(9) if f"trial {n} starts" in done.stdout]
 
 
-def test_nothing_left_says_so_and_trains_nothing(finished: Path):
+def test_the_trials_train_in_this_process(folder: Path):
+    sweep, store = SweepFolder(folder / "out"), Store(folder)
+    assert [trial.facts["world_size"] for trial in sweep.trials] == [1] * trained.COUNT
+    assert not list((folder / "out").glob("*/logs"))
+    assert [run.info.status for run in (*store.parents, *store.trials)] == ["FINISHED"] * (1 + trained.COUNT)
+    assert [row["turnaround_s"] != "" for row in sweep.rows] == [False, True, True, True]
+    assert all(0 <= epoch["perf/others_cpu"] <= 1 for trial in sweep.trials for epoch in trial.epochs)
+
+
+def test_nothing_left_says_so_and_trains_nothing(folder: Path):
     """By the word and by the parent's id; with several objectives the trials that no other beats are marked."""
-    before = [(finished / "out" / str(number) / "model.pt").stat().st_mtime_ns for number in range(3)]
-    ended = when(finished)
+    models = [folder / "out" / str(number) / "model.pt" for number in range(trained.COUNT)]
+
+    def runs() -> list[tuple[str, int, int, str]]:
+        store = Store(folder)
+        infos = [run.info for run in (*store.parents, *store.trials)]
+        return [(info.run_name, info.start_time, info.end_time, info.status) for info in infos]
+
+    before, ended = [path.stat().st_mtime_ns for path in models], runs()
     objective = ["objective=[train/loss:min,val/loss:max]", "resume_anyway=true"]
-    for words in (["resume=last"], [f"resume={runs(finished)[0][0].info.run_id}", STORE, *objective]):
-        done = run_cli(finished, *words)
+    for words in (["resume=last"], [f"resume={Store(folder).parents[0].info.run_id}", STORE, *objective]):
+        done = run_cli(folder, *words)
         assert done.returncode == 0, output_of(done)
-        assert "nothing is left to do: all 3 trials have a result" in done.stdout
-        assert "starts" not in done.stdout
-    assert when(finished) == ended, "a resume with nothing to do changes no duration"
-    assert before == [(finished / "out" / str(number) / "model.pt").stat().st_mtime_ns for number in range(3)]
-    rows = results(finished)
+        assert "nothing is left to do: all 4 trials have a result" in done.stdout and begun(done) == []
+    assert runs() == ended, "a resume with nothing to do changes no duration"
+    assert before == [path.stat().st_mtime_ns for path in models]
+    rows = SweepFolder(folder / "out").rows
     points = {row["trial"]: (float(row["train/loss"]), -float(row["val/loss"])) for row in rows}
     best = {
         trial
@@ -85,175 +76,159 @@ def test_nothing_left_says_so_and_trains_nothing(finished: Path):
     assert {row["trial"] for row in rows if row["pareto"] == "yes"} == best
 
 
-def test_exactly_what_has_no_result_goes_on_into_the_same_runs(finished: Path):
-    before = {row["trial"]: row["run_id"] for row in results(finished)}
-    losses = [history(finished, run, "train/loss") for run in runs(finished)[1]]
-    forget(finished, 1)
-    first, last = (json.loads(line) for line in (finished / "out/1/metrics.jsonl").read_text().splitlines())
+def test_exactly_what_has_no_result_goes_on_into_the_same_runs(folder: Path):
+    before, store = run_ids(folder), Store(folder)
+    losses = [store.history(run, "train/loss") for run in store.trials]
+    forget(folder, 1)
+    file = folder / "out" / "1" / "metrics.jsonl"
+    first, last = (json.loads(line) for line in file.read_text().splitlines())
     last = {key: value for key, value in last.items() if not key.startswith("perf/")}  # nothing of it was timed
-    with (finished / "out" / "1" / "metrics.jsonl").open("w") as lines:
-        lines.write(f"{json.dumps(first)}\n{json.dumps(last)}\n")
-        lines.write('{"epoch": 3, "train')  # the kill came in the middle of a line
-    done = run_cli(finished, "resume=out")
+    # the kill came in the middle of a line
+    file.write_text(f'{json.dumps(first)}\n{json.dumps(last)}\n{{"epoch": 3, "train')
+    done = run_cli(folder, "resume=out")
     assert done.returncode == 0, output_of(done)
-    assert "trial 1 starts" in done.stdout
-    assert "trial 0 starts" not in done.stdout and "trial 2 starts" not in done.stdout
-    assert {row["trial"]: row["run_id"] for row in results(finished)} == before
-    assert float(results(finished)[1]["perf/samples_per_s"]) == first["perf/samples_per_s"], "the latest there is"
-    (_,), children = runs(finished)
-    assert [child.info.status for child in children] == ["FINISHED"] * 3
-    assert [history(finished, run, "train/loss") for run in children] == losses, "each epoch once, as it was"
-    lines = (finished / "out/1/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [1, 2], "the file has each once, too"
-    assert "out/1/checkpoints/step_" in json.loads((finished / "out/1/facts.json").read_text())["resumed_from"]
+    assert begun(done) == [1] and run_ids(folder) == before
+    row = SweepFolder(folder / "out").rows[1]
+    assert float(row["perf/samples_per_s"]) == first["perf/samples_per_s"], "the latest there is"
+    assert [run.info.status for run in store.trials] == ["FINISHED"] * trained.COUNT
+    assert [store.history(run, "train/loss") for run in store.trials] == losses, "each epoch once, as it was"
+    trial = SweepFolder(folder / "out").trials[1]
+    assert [epoch["epoch"] for epoch in trial.epochs] == [1, 2], "the file has each once, too"
+    assert "out/1/checkpoints/step_" in trial.facts["resumed_from"]
 
 
-def test_other_settings_are_refused_by_name(finished: Path):
-    forget(finished, 2)
-    done = run_cli(finished, "resume=out", "training.epochs=3", "cluster.max_failures=3")
-    assert done.returncode == 2
-    assert "trial 0 and 2 others: training.epochs was 2 and is 3" in done.stderr and "resume_anyway=true" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_other_settings_data_and_code_are_refused_by_name_unless_forced(folder: Path):
+    forget(folder, 2)
+    done = run_cli(folder, "resume=out", "training.epochs=3", "cluster.max_failures=3")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "training.epochs was 2 and is 3" in done.stderr and "resume_anyway=true" in done.stderr
     assert "max_failures" not in done.stderr, "this may be another"
-
-
-def test_other_data_and_other_code_are_refused_by_name_unless_forced(finished: Path):
-    facts = finished / "out" / "0" / "facts.json"
-    record = finished / "out" / "sweep.json"
-    kept = [(path, path.read_text()) for path in (facts, record)]
-    forget(finished, 2)
+    facts, record = folder / "out" / "0" / "facts.json", folder / "out" / "sweep.json"
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "data_digest": "0123"}))
     content = json.loads(record.read_text())
     record.write_text(json.dumps({**content, "code": {**content["code"], "training/loop.py": "0"}}))
-    done = run_cli(finished, "resume=out")
+    done = run_cli(folder, "resume=out")
     assert done.returncode == 2
-    assert "fsdp_lab's code: training/loop.py" in done.stderr
-    assert "data=digits: its digest was 0123 and is" in done.stderr
-    done = run_cli(finished, "resume=out", "resume_anyway=true")
-    assert done.returncode == 0, output_of(done)
-    for path, text in kept:
-        path.write_text(text)
+    assert "training/loop.py" in done.stderr and "data=digits: its digest was 0123 and is" in done.stderr
+    done = run_cli(folder, "resume=out", "resume_anyway=true")
+    assert done.returncode == 0 and begun(done) == [2], output_of(done)
 
 
-def test_a_failed_trial_has_a_result_and_is_tried_again_when_requested(finished: Path):
-    outcome = finished / "out" / "0" / "outcome.json"
-    outcome.write_text(json.dumps({"status": "failed", "error": "it fell over"}))
-    done = run_cli(finished, "resume=out")
+@pytest.mark.ci
+def test_a_failed_trial_has_a_result_and_is_tried_again_when_requested(folder: Path):
+    (folder / "out" / "0" / "outcome.json").write_text(json.dumps({"status": "failed", "error": "it fell over"}))
+    done = run_cli(folder, "resume=out")
     assert done.returncode == 1 and "nothing is left to do" in done.stdout
     assert "resume_failed=true" in done.stdout
-    done = run_cli(finished, "resume=out", "resume_failed=true")
-    assert done.returncode == 0, output_of(done)
-    assert "trial 0 finished" in done.stdout
+    done = run_cli(folder, "resume=out", "resume_failed=true")
+    assert done.returncode == 0 and "trial 0 finished" in done.stdout, output_of(done)
 
 
-def disturb(folder: Path, *numbers: int, by: float) -> None:
-    """As if others had used so much of the cores while these trials were timed."""
+def disturb(folder: Path, by: float, numbers: range = range(trained.COUNT)) -> None:
+    """As if others had used so much of the cores while these trials were timed; the limit is the default."""
     for number in numbers:
-        file = folder / "out" / str(number) / "metrics.jsonl"
-        epochs = [json.loads(line) for line in file.read_text().splitlines()]
-        file.write_text("".join(f"{json.dumps({**epoch, 'perf/others_cpu': by})}\n" for epoch in epochs))
+        trained.plant(folder / "out" / str(number), **{"perf/others_cpu": by})
 
 
-def test_exactly_what_was_disturbed_is_measured_again_and_its_record_kept(finished: Path):
-    disturb(finished, 0, 2, by=0.0)
-    disturb(finished, 1, by=0.9)
-    first = (finished / "out/1/metrics.jsonl").read_text()
-    before = {row["trial"]: row["run_id"] for row in results(finished)}
-    (finished / "elsewhere").mkdir()
-    done = run_cli(finished / "elsewhere", f"resume={finished / 'out'}", "resume_disturbed=true")
+LIMIT = ("report.others_cpu=0.25", "resume_anyway=true")
+
+
+def test_exactly_what_was_disturbed_is_measured_again_and_its_record_kept(folder: Path):
+    disturb(folder, 0.0)
+    disturb(folder, 0.9, range(1, 2))
+    trial = folder / "out" / "1"
+    first, before = (trial / "metrics.jsonl").read_text(), run_ids(folder)
+    (folder / "elsewhere").mkdir()
+    again = (f"resume={folder / 'out'}", "resume_disturbed=true", *LIMIT)
+    done = run_cli(folder / "elsewhere", *again)
     assert done.returncode == 0, output_of(done)
-    store = f"resumes in {finished}, where the sweep was started; its MLflow store is {finished / 'mlflow.db'}\n"
-    assert store in done.stdout and not list((finished / "elsewhere").iterdir())
-    assert "resumes: 1 of 3 trials left, 1 of them to be measured again: " in done.stdout
-    assert "trial 1 starts: " in done.stdout, "from its first step"
-    assert "trial 0 starts" not in done.stdout and "trial 2 starts" not in done.stdout
-    assert (
-        (finished / "out/1/disturbed.1/metrics.jsonl").read_text()
-        == first
-        != (finished / "out/1/metrics.jsonl").read_text()
-    )
-    assert not json.loads((finished / "out/1/facts.json").read_text())["resumed_from"], (
-        "no checkpoint is there any more"
-    )
-    after = {row["trial"]: row["run_id"] for row in results(finished)}
-    assert {number for number in before if before[number] != after[number]} == {"1"}
-    old = next(run for run in runs(finished)[1] if run.info.run_id == before["1"])
+    assert f"resumes in {folder}" in done.stdout and str(folder / "mlflow.db") in done.stdout
+    assert not list((folder / "elsewhere").iterdir())
+    assert "1 of 4 trials left, 1 of them to be measured again" in done.stdout
+    assert begun(done) == [1] and "trial 1 starts: " in done.stdout, "from its first step"
+    assert (trial / "disturbed.1/metrics.jsonl").read_text() == first != (trial / "metrics.jsonl").read_text()
+    assert not SweepFolder(folder / "out").trials[1].facts["resumed_from"], "no checkpoint is there any more"
+    after, store = run_ids(folder), Store(folder)
+    assert [old != new for old, new in zip(before, after, strict=True)] == [False, True, False, False]
+    old = next(run for run in store.trials if run.info.run_id == before[1])
     assert old.info.run_name.endswith(" (disturbed)") and old.data.metrics["train/loss"]
-    by_id = forked.run(finished, "fsdp_lab.report", f"sweep={runs(finished)[0][0].info.run_id}", STORE, "out=again")
-    assert by_id.returncode == 0 and ", 3 trials" in (finished / "again" / "report.md").read_text()
-    disturb(finished, 1, by=0.0)
-    done = run_cli(finished, "resume=out", "resume_disturbed=true")
-    assert "nothing is left to do: all 3 trials have a result" in done.stdout
+    by_id = forked.run(folder, "fsdp_lab.report", f"sweep={store.parents[0].info.run_id}", STORE, "out=again")
+    assert by_id.returncode == 0 and ", 4 trials" in (folder / "again" / "report.md").read_text()
+    disturb(folder, 0.0, range(1, 2))
+    assert "nothing is left to do: all 4 trials have a result" in run_cli(folder, *again).stdout
 
 
-def test_a_disturbed_sweep_prints_what_measures_it_again(finished: Path):
-    disturb(finished, 0, 1, 2, by=0.9)
-    done = forked.run(finished, "fsdp_lab.report", "sweep=out")
+@pytest.mark.ci
+def test_a_disturbed_sweep_prints_what_measures_it_again(folder: Path):
+    disturb(folder, 0.9)
+    done = forked.run(folder, "fsdp_lab.report", "sweep=out", "report.others_cpu=0.25")
     assert done.returncode == 0, output_of(done)
-    command = "python -m fsdp_lab resume=out resume_disturbed=true"
-    for output in (done.stdout, *((finished / "out" / name).read_text() for name in ("report.md", "report.html"))):
-        assert command in output and "No setting is recommended" in output and "Recommended:" not in output
-    disturb(finished, 0, 1, 2, by=0.0)
+    for output in (done.stdout, *((folder / "out" / f"report.{kind}").read_text() for kind in ("md", "html"))):
+        assert "python -m fsdp_lab resume=out report.others_cpu=0.25 resume_disturbed=true" in output
+        assert "No setting is recommended" in output and "Recommended:" not in output
 
 
+@pytest.mark.ci
 def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
-    with started(
-        tmp_path, *SWEEP, "training.epochs=400", "data.num_train=960", "checkpoint.every_epochs=10"
-    ) as process:
+    words = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2,1e-1", "training.epochs=400", "checkpoint.every_epochs=10")
+    with started(tmp_path, *words) as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out" / "0"), process)
         process.terminate()
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
     assert "to resume: python -m fsdp_lab resume=out" in stdout
     assert "compare: python -m mlflow ui --backend-store-uri sqlite:///mlflow.db" in stdout.splitlines()
-    assert [row["status"] for row in results(tmp_path)] == ["interrupted", "waiting", "waiting"]
-    assert [run.info.status for run in runs(tmp_path)[1]] == ["KILLED"]
+    assert SweepFolder(tmp_path / "out").statuses == ["interrupted", "waiting", "waiting"]
+    assert [run.info.status for run in Store(tmp_path).trials] == ["KILLED"]
     soon = "training.max_steps=30"  # for the test's sake
     done = run_cli(tmp_path, "resume=out", soon, "resume_anyway=true")
     assert done.returncode == 0, output_of(done)
-    assert [row["status"] for row in results(tmp_path)] == ["finished"] * 3
-    assert [run.info.status for run in runs(tmp_path)[1]] == ["FINISHED"] * 3
+    assert SweepFolder(tmp_path / "out").statuses == ["finished"] * 3
+    assert [run.info.status for run in Store(tmp_path).trials] == ["FINISHED"] * 3
 
 
+@pytest.mark.ci
 def test_a_trial_alone_goes_on_too(tmp_path: Path):
     done = run_cli(tmp_path, *INLINE)
     assert done.returncode == 0, output_of(done)
     (tmp_path / "out" / "outcome.json").unlink()
     done = run_cli(tmp_path, "resume=last")
     assert done.returncode == 0, output_of(done)
-    (run,), children = runs(tmp_path)
-    assert run.info.status == "FINISHED" and children == []
-    assert [epoch for epoch, _ in history(tmp_path, run, "train/loss")] == [1, 2]
+    store = Store(tmp_path)
+    (run,) = store.parents
+    assert run.info.status == "FINISHED" and store.trials == []
+    assert [epoch for epoch, _ in store.history(run, "train/loss")] == [1, 2]
 
 
+@pytest.mark.ci
 def test_a_search_goes_on_to_its_number_of_trials(tmp_path: Path):
-    search = ("-m", *INLINE, "search=random", "search.num_trials=4", "optimizer.lr=tag(log,interval(1e-4,1e-2))")
-    done = run_cli(tmp_path, *search)
+    search = ("search=random", "search.num_trials=3", "optimizer.lr=tag(log,interval(1e-4,1e-2))")
+    done = run_cli(tmp_path, "-m", *INLINE, *search)
     assert done.returncode == 0, output_of(done)
-    before = [row["optimizer.lr"] for row in results(tmp_path)]
-    assert len(set(before)) == 4
-    lines = (tmp_path / "out" / "trials.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "out" / "trials.jsonl").write_text("".join(lines[:3]))
+    before = [row["optimizer.lr"] for row in SweepFolder(tmp_path / "out").rows]
+    assert len(set(before)) == 3
+    listed = tmp_path / "out" / "trials.jsonl"
+    listed.write_text("".join(listed.read_text().splitlines(keepends=True)[:2]))
     forget(tmp_path, 1)
-    shutil.rmtree(tmp_path / "out" / "3")  # the kill came before its line was whole, and so before it began
-    done = run_cli(tmp_path, "resume=out", "search.num_trials=5")
-    assert done.returncode == 0, output_of(done)
-    assert "trial 0 starts" not in done.stdout and "trial 2 starts" not in done.stdout
-    rows = results(tmp_path)
-    assert [row["status"] for row in rows] == ["finished"] * 5
-    assert [row["optimizer.lr"] for row in rows][:3] == before[:3]
-    (parent,), _ = runs(tmp_path)
-    assert parent.data.tags["num_trials"] == "5"
-    assert parent.info.run_name == "lr (random, 5 trials)"
+    shutil.rmtree(tmp_path / "out" / "2")  # the kill came before its line was whole, and so before it began
+    done = run_cli(tmp_path, "resume=out", "search.num_trials=4")
+    assert done.returncode == 0 and begun(done) == [1, 2, 3], output_of(done)
+    sweep = SweepFolder(tmp_path / "out")
+    assert sweep.statuses == ["finished"] * 4
+    assert [row["optimizer.lr"] for row in sweep.rows][:2] == before[:2]
+    (parent,) = Store(tmp_path).parents
+    assert parent.data.tags["num_trials"] == "4" and parent.info.run_name == "lr (random, 4 trials)"
 
 
+@pytest.mark.ci
 def test_what_diverges_is_a_result_and_takes_no_other_along(tmp_path: Path):
     done = run_cli(tmp_path, "-m", *INLINE, "optimizer.lr=1e30,1e-3")
     assert done.returncode == 0, output_of(done)
-    diverged, finished = results(tmp_path)
+    diverged, finished = SweepFolder(tmp_path / "out").rows
     assert (diverged["status"], finished["status"]) == ("diverged", "finished")
     assert "the loss of step 2 is nan" in diverged["error"]
-    (_,), (run, _) = runs(tmp_path)
+    store = Store(tmp_path)
+    run, _ = store.trials
     assert run.info.status == "FAILED" and run.data.tags["status"] == "diverged"
-    assert "failures/rank0.json" in artifacts(tmp_path, run)
+    assert "failures/rank0.json" in store.artifacts(run)

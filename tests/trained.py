@@ -1,0 +1,82 @@
+"""One small sweep that has trained, made once a process and copied for each test that reads or changes its folder."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from tests.conftest import STORE, run_cli
+
+# One trial in the sweep's own process; everything in the test's own folder.
+INLINE = (
+    "engine=inline", "model=mlp", "data.num_train=128", "data.num_val=32", "training.global_batch_size=32",
+    "training.timing_warmup_steps=1", "sharding=per_block", "precision=fp32", "offload=none",
+    "reshard_after_forward=always", "forecast.enabled=false", STORE, "hydra.run.dir=out", "hydra.sweep.dir=out",
+)  # fmt: skip
+AXES = ("precision=fp32,bf16", "optimizer.lr=0.001,1e-09")  # with a rate of 1e-9 a trial learns nothing
+COUNT = 4
+SWEEP = (
+    "-m", *(word for word in INLINE if not word.startswith("precision=")), *AXES,
+    "report.loss_tolerance=0.03", "report.others_cpu=1",
+)  # fmt: skip
+
+
+@cache
+def _trained() -> tuple[Path, str]:
+    """The folder in which the sweep ran, and what it printed."""
+    folder = Path(mkdtemp(prefix="fsdp_lab_trained_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    done = run_cli(folder, *SWEEP)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+def printed() -> str:
+    """What the sweep printed."""
+    return _trained()[1]
+
+
+def copy_trained(folder: Path) -> Path:
+    """Put the sweep's `out`, its store and `outputs/last_sweep` into a folder as if it had run there; return it."""
+    source, _ = _trained()
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    _rename_in_texts(folder, str(source), str(folder))
+    _rename_in_store(folder / "mlflow.db", str(source), str(folder))
+    return folder
+
+
+def copy_sweep(folder: Path, speeds: Mapping[str, float]) -> None:
+    """Copy the sweep's own folder to `folder`, with planted speeds: precision -> samples/s of all its trials."""
+    source, _ = _trained()
+    shutil.copytree(source / "out", folder)
+    for number in range(COUNT):
+        plant(folder / str(number), **{"perf/samples_per_s": speeds[("fp32", "bf16")[number // 2]]})
+
+
+def plant(trial: Path, **metrics: float) -> None:
+    """Write metrics into every epoch of a trial, as if they had been measured."""
+    file = trial / "metrics.jsonl"
+    epochs = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps({**epoch, **metrics})}\n" for epoch in epochs))
+
+
+def _rename_in_texts(folder: Path, old: str, new: str) -> None:
+    for path in folder.rglob("*"):
+        if path.suffix in ("", ".json", ".jsonl", ".yaml", ".csv", ".md") and path.is_file():
+            text = path.read_bytes()
+            if old.encode() in text and b"\0" not in text:
+                path.write_bytes(text.replace(old.encode(), new.encode()))
+
+
+def _rename_in_store(store: Path, old: str, new: str) -> None:
+    places = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("tags", "value"), ("params", "value"))
+    with closing(sqlite3.connect(store)) as database, database:
+        for table, column in places:
+            database.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (old, new))
