@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,14 @@ def begun(tmp_path: Path) -> Path:
 def test_a_sweep_that_still_runs_is_waited_for(begun: Path):
     logged: list[str] = []
     with held(begun / ".lock") as other:
-        assert other.stdin is not None
-        threading.Timer(1.0, other.stdin.close).start()
-        assert not attempt.set_aside_if_changed(begun, logged.append)
-    assert logged == [f"waiting up to 120 s for the sweep in {begun} to end"]
+
+        def ends_it(text: str) -> None:
+            logged.append(text)
+            assert other.stdin is not None
+            other.stdin.close()
+
+        assert not attempt.set_aside_if_changed(begun, ends_it)
+    assert len(logged) == 1 and f"for the sweep in {begun} to end" in logged[0]
     assert not attempt.set_aside_if_changed(begun, logged.append) and len(logged) == 1
 
 

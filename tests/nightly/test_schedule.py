@@ -13,8 +13,8 @@ from fsdp_lab.locks import InUse
 from fsdp_lab.nightly.loop import due_now, due_unfinished, loop
 from fsdp_lab.nightly.nights import GOOD, LEFT, Night, night_id
 from fsdp_lab.nightly.schedule import Schedule
+from tests.nightly.conftest import FakeClock
 
-UTC = UTC
 FRIDAY = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 DAILY = Schedule("0 2 * * *", "UTC", FRIDAY)
 
@@ -110,22 +110,6 @@ def test_what_was_interrupted_goes_on_in_the_same_night_only():
 def test_a_schedule_goes_on_with_what_once_began_before_there_was_one():
     assert due_now(DAILY, [night("20T08:00", "running")], at("20T08:30"), at("20T09:00"), 0.0) == at("20T08:00")
     assert due_now(DAILY, [night("20T08:00")], at("20T08:30"), at("20T09:00"), 0.0) is None
-
-
-class FakeClock:
-    """Time passes by sleeping, and by what `jump` adds after a sleep: a machine that was off."""
-
-    def __init__(self, now: float) -> None:
-        self.time, self.slept, self.jump = now, 0.0, 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        assert 0 < seconds <= 30.0
-        self.time += seconds + self.jump
-        self.slept += seconds
-        self.jump = 0.0
 
 
 def run_loop(clock: FakeClock, takes: Callable[[float], float], count: int, **options: float) -> list[tuple[str, str]]:

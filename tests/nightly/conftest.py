@@ -1,0 +1,126 @@
+"""Nights in this process, whose sweep is a copy of one that has trained, with planted speeds and a clock that jumps."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdp_lab.nightly import __main__ as main_module
+from fsdp_lab.nightly import night as night_module
+from fsdp_lab.nightly.nights import Night, read_nights
+from fsdp_lab.nightly.read_study import read_study
+from tests import trained
+
+WORDS = (
+    *(w for w in trained.INLINE if not w.startswith(("precision=", "hydra."))), *trained.AXES, "nightly.repeats=1",
+    "nightly.folder=nights", "nightly.others_cpu=1",
+)  # fmt: skip
+SPEEDS = {"fp32": 1000.0, "bf16": 2000.0}
+
+
+class FakeClock:
+    """Time passes by sleeping, and by what `jump` adds after a sleep: a machine that was off."""
+
+    def __init__(self, now: float) -> None:
+        self.time, self.slept, self.jump = now, 0.0, 0.0
+        self.interrupts: Callable[[], bool] = lambda: False
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds <= 30.0
+        if self.interrupts():
+            raise KeyboardInterrupt
+        self.time += seconds + self.jump
+        self.slept += seconds
+        self.jump = 0.0
+
+
+class PlantedNights:
+    """Runs `python -m fsdp_lab.nightly` in this process, each night a minute after the one before.
+
+    Attributes:
+        speeds: precision -> samples/s of the next nights.
+        clock: of the nights.
+        sweep: replaces a night's sweep, given its folder; returns its exit status.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.speeds, self.clock, self.sweep = dict(SPEEDS), FakeClock(time.time()), self._copy
+        self.cwd, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(main_module.signal, "signal", lambda *arguments: None)
+        monkeypatch.setattr(main_module, "WallClock", lambda: self.clock)
+        monkeypatch.setattr(main_module, "time", SimpleNamespace(time=self.clock.now))
+        run_night = night_module.run_night
+        monkeypatch.setattr(
+            main_module, "run_night", lambda study, due, log: run_night(study, due, log, self.clock.now)
+        )
+        monkeypatch.setattr(night_module, "run_sweep", lambda arguments, folder, command: self.sweep(folder))
+
+    def _copy(self, folder: Path) -> int:
+        trained.copy_sweep(folder, self.speeds)
+        return 0
+
+    @property
+    def folder(self) -> Path:
+        """That of the study."""
+        return self.cwd / "nights" / "nightly"
+
+    @property
+    def all(self) -> list[Night]:
+        return read_nights(self.folder)
+
+    @property
+    def last(self) -> Night:
+        return self.all[-1]
+
+    def settings(self) -> dict[str, Any]:
+        """What makes nights of this study comparable."""
+        return read_study(list(WORDS)).settings
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        self.clock.time += 60.0
+        self._monkeypatch.setattr("sys.argv", ["nightly", *words])
+        status = main_module.main()
+        out, err = self._capsys.readouterr()
+        return subprocess.CompletedProcess(words, status, out, err)
+
+
+@pytest.fixture
+def nights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> PlantedNights:
+    """No night yet, in a folder with the store of the sweep that is copied."""
+    return PlantedNights(trained.copy_trained(tmp_path), monkeypatch, capsys)
+
+
+@contextmanager
+def webhook(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
+    """A server on this machine that takes JSON; `(address, what it got)`."""
+    got: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/hook/t0psecret", got
+    finally:
+        server.shutdown()
