@@ -52,7 +52,7 @@ EVERY = "FSDP_LAB_EVERY" in os.environ
 _LAST = f"{HERE}::test_the_last_sweep_is_resumed_and_reported"
 _PRINTED = f"{HERE}::test_keys_and_the_configuration_are_printed"
 _COMPLETION = "tests/test_cli.py::test_a_shell_completes_groups_and_options"
-_ACCEPTED = f"{_NIGHTS}::test_a_loader_that_sleeps_is_named_reported_and_stays_reported_until_it_is_accepted"
+_ACCEPTED = "tests/nightly/test_planted.py::test_a_slower_setting_is_reported_everywhere_until_it_is_accepted"
 _STOPPED = f"{_JOBS}::test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes"
 _SUMMARIES = "tests/workloads/seq2seq/test_preset.py::test_it_trains_keeps_the_best_epoch_and_summarises"
 _TWO_NODES = "tests/cluster/test_nodes.py::test_two_nodes_give_the_losses_of_one"
@@ -80,8 +80,8 @@ RUN = {
     "torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=root":
         "tests/training/test_isolation.py::test_torchrun_end_to_end",
     # nights
-    "python -m fsdp_lab.nightly": f"{_NIGHTS}::test_two_nights_by_the_schedule",
-    "python -m fsdp_lab.nightly --once": f"{_NIGHTS}::test_the_same_code_twice_passes",
+    "python -m fsdp_lab.nightly": f"{_NIGHTS}::test_sigterm_between_nights_is_a_clean_end",
+    "python -m fsdp_lab.nightly --once": f"{_NIGHTS}::test_a_slower_setting_is_named_and_its_address_is_secret",
     "python -m fsdp_lab.nightly --continue": f"{_NIGHTS}::test_an_interrupted_night_goes_on_whatever_interrupted_it",
     "python -m fsdp_lab.nightly --check": _ACCEPTED,
     'python -m fsdp_lab.nightly --accept "reason"': _ACCEPTED,
