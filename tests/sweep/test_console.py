@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.report.answer import answer
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console, _where_traced
-from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.table import MOST_ROWS, rows_to_keep, trial_table
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -138,19 +136,6 @@ def test_of_many_trials_of_which_none_finished_the_last_table_has_the_first(comp
     shown = io.StringIO()
     Console(sweep, [], RichConsole(file=shown, width=160)).final()
     assert "the first 50 are below; all are in results.csv" in shown.getvalue()
-
-
-def test_what_takes_long_is_done_rarely(monkeypatch: pytest.MonkeyPatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    pace = Pace()
-    for took, later in ((0.001, 1.0), (0.5, 24.5)):
-        assert pace.is_due
-        with pace.kept():
-            now[0] += took
-        now[0] += later - 0.01
-        assert not pace.is_due
-        now[0] += 0.02
 
 
 @pytest.mark.parametrize(("kind", "named"), [("error", "logs/rank1.log"), ("killed", "failures/rank1.json")])

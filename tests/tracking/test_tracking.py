@@ -9,7 +9,6 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +28,7 @@ from fsdp_lab.files import write_text
 from fsdp_lab.redact import redact
 from fsdp_lab.tracking import Tracker, TrackingError, command_of, read_sweep, tracker
 from fsdp_lab.tracking.tags import RECORDED_TAG, one_line, trial_params
-from tests.servers import end, free_port, mlflow_server
+from tests.servers import end, free_port, lay_store, mlflow_server
 from tests.test_locks import held
 
 FACTS = {
@@ -44,25 +43,17 @@ CONFIG = SweepConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store as `open` leaves it; its migration takes seconds, so the tests below copy it."""
-    path = tmp_path_factory.mktemp("template") / "mlflow.db"
-    Tracker(TrackingConfig(f"sqlite:///{path}", "made_before")).open()
-    return path
-
-
 @pytest.fixture
 def problems() -> list[str]:
     return []
 
 
 @pytest.fixture
-def store(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
-    """A fresh store in the current folder, by its relative path."""
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
+    """A fresh store in the current folder, by its relative path; the migration that makes one takes seconds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs" / "mlflow.db").write_bytes(template.read_bytes())
+    lay_store(tmp_path / "outputs")
     return TrackingConfig("sqlite:///outputs/mlflow.db", "lab")
 
 
@@ -86,11 +77,6 @@ def start(made: Tracker, folder: Path, parent: str | None = None) -> str:
     run_id = made.start_trial("root fp16", ["sharding=root", "precision=fp16"], folder, parent)
     made.log_config(run_id, CONFIG, CHOICES, folder)
     return run_id
-
-
-def test_importing_tracking_does_not_import_mlflow() -> None:
-    code = "import sys, fsdp_lab.tracking; sys.exit('mlflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_a_fresh_store_is_made_with_its_folder_and_experiment(
@@ -286,19 +272,17 @@ def test_a_run_may_have_ended_before(opened: Tracker, tmp_path: Path) -> None:
     assert info.end_time - info.start_time == 120_000
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [("finished", "FINISHED"), ("failed", "FAILED"), ("oom", "FAILED"), ("interrupted", "KILLED")],
-)
-def test_the_first_ending_stands(opened: Tracker, tmp_path: Path, status: str, expected: str) -> None:
-    run_id = start(opened, tmp_path)
-    assert read(run_id).info.status == "RUNNING"
-    opened.finish(run_id, status, "line one\nline two " + "x" * 600)
-    opened.finish(run_id, "skipped", "too late")
-    run = read(run_id)
-    assert (run.info.status, run.data.tags["status"]) == (expected, status)
-    assert run.data.tags["error"].startswith("line one line two xxx")
-    assert len(run.data.tags["error"]) == 500
+def test_the_first_ending_stands(opened: Tracker, tmp_path: Path) -> None:
+    endings = {"finished": "FINISHED", "failed": "FAILED", "oom": "FAILED", "interrupted": "KILLED"}
+    for status, expected in endings.items():
+        run_id = start(opened, tmp_path)
+        assert read(run_id).info.status == "RUNNING"
+        opened.finish(run_id, status, "line one\nline two " + "x" * 600)
+        opened.finish(run_id, "skipped", "too late")
+        run = read(run_id)
+        assert (run.info.status, run.data.tags["status"]) == (expected, status)
+        assert run.data.tags["error"].startswith("line one line two xxx")
+        assert len(run.data.tags["error"]) == 500
 
 
 def test_artifacts_are_the_config_without_credentials_and_what_is_given(
@@ -494,44 +478,36 @@ def refused(uri: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("silent", [False, True])
-def test_an_absent_server_is_reported_in_time_with_the_remedy(silent: bool) -> None:
-    began = time.monotonic()
+@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.ci)])
+def test_an_absent_server_is_reported_with_the_remedy(silent: bool) -> None:
     with silent_server() as port:
         message = refused(f"http://me:pw@127.0.0.1:{port if silent else free_port()}")
-    assert time.monotonic() - began < 15
     assert "http://***@127.0.0.1" in message
     assert ("timed out" if silent else "Connection refused") in message
     assert "start it with `mlflow server --port" in message
     assert "tracking.uri=sqlite:///outputs/mlflow.db" in message
 
 
-@pytest.mark.parametrize(
-    ("uri", "reason"),
-    [
-        ("ftp://host/x", "MLflow cannot use the store"),
-        ("outputs/mlruns", "cannot write to this kind of store"),
-        ("", "cannot write to this kind of store"),
-        ("sqlite://outputs/mlflow.db", "three slashes"),
-        ("sqlite:///:memory:", "three slashes"),
-        ("sqlite:////proc/nowhere/mlflow.db", "cannot be opened for writing"),
-        ("postgresql://me:pw@127.0.0.1:1/db", "no database answers"),
-        ("http://[::1", "Invalid IPv6 URL"),
-    ],
-)
-def test_a_store_that_cannot_be_is_refused_at_once(uri: str, reason: str) -> None:
-    began = time.monotonic()
-    assert reason in refused(uri)
-    assert time.monotonic() - began < 10
+REFUSED = {
+    "ftp://host/x": "MLflow cannot use the store",
+    "outputs/mlruns": "cannot write to this kind of store",
+    "": "cannot write to this kind of store",
+    "sqlite://outputs/mlflow.db": "three slashes",
+    "sqlite:///:memory:": "three slashes",
+    "sqlite:////proc/nowhere/mlflow.db": "cannot be opened for writing",
+    "postgresql://me:pw@127.0.0.1:1/db": "no database answers",
+    "http://[::1": "Invalid IPv6 URL",
+    "sqlite:///text.db": "file is not a database",
+    "sqlite:///folder.db": "unable to open database file",
+}
 
 
-def test_a_path_that_is_no_database_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text.db").write_text("not a database" * 100)
     (tmp_path / "folder.db").mkdir()
-    began = time.monotonic()
-    assert "writing (file is not a database)" in refused(f"sqlite:///{tmp_path}/text.db")
-    assert "writing (unable to open database file)" in refused(f"sqlite:///{tmp_path}/folder.db")
-    assert time.monotonic() - began < 10
+    messages = {uri: refused(uri) for uri in REFUSED}
+    assert {uri: text for uri, text in messages.items() if REFUSED[uri] not in text} == {}
 
 
 def test_a_store_of_another_mlflow_version_is_refused(store: TrackingConfig) -> None:
@@ -590,8 +566,7 @@ def test_a_store_that_breaks_and_comes_back_is_reported_once_and_written_again(
 
 
 @pytest.fixture
-def server(template: Path, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    (tmp_path / "mlflow.db").write_bytes(template.read_bytes())
+def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with mlflow_server(tmp_path, "--artifacts-destination", str(tmp_path / "kept")) as started:
         yield started
 
@@ -629,25 +604,38 @@ def test_what_seemed_to_fail_and_got_through_is_not_written_twice(opened: Tracke
 
 
 def test_an_interrupt_in_the_middle_of_a_write_leaves_the_store_whole(
-    opened: Tracker, tmp_path: Path, problems: list[str]
+    opened: Tracker, tmp_path: Path, problems: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupted write to SQLite would leave it locked: the run could not be ended, and the shutdown would hang."""
     handle = opened.start_trial("t", [], tmp_path, None, "night", "3")
+    client, writes, delivered = opened._client, threading.Event(), threading.Event()
+    assert client is not None
+    log_batch = client.log_batch
+    monkeypatch.setattr(client, "log_batch", lambda *a, **k: (writes.set(), log_batch(*a, **k)))
+
+    def handler(number: int, frame: Any) -> None:
+        delivered.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
     with closing(sqlite3.connect("outputs/mlflow.db", isolation_level=None, check_same_thread=False)) as other:
         other.execute("BEGIN IMMEDIATE")  # so that the write waits inside SQLite
 
         def interrupt() -> None:
-            time.sleep(0.5)
+            assert writes.wait(60)
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
+            assert delivered.wait(60)
             other.execute("ROLLBACK")
 
         thread = threading.Thread(target=interrupt)
         thread.start()
-        with pytest.raises(KeyboardInterrupt) as interrupted:  # whose traceback lives on, as in the driver
-            opened.log_epoch(handle, METRICS)
-        opened.finish(handle, "interrupted")
-        thread.join(60)
+        try:
+            with pytest.raises(KeyboardInterrupt) as interrupted:  # whose traceback lives on, as in the driver
+                opened.log_epoch(handle, METRICS)
+            opened.finish(handle, "interrupted")
+            thread.join(60)
+        finally:
+            signal.signal(signal.SIGINT, before)
     assert interrupted.value and opened.settle(0.0) == 0 and problems == []
     run_id = opened.run_id(handle)
     assert reader().get_run(run_id).info.status == "KILLED"
@@ -666,24 +654,6 @@ def test_a_write_is_made_where_no_thread_can_be_started(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     opened.log_epoch(handle, METRICS)
     assert problems == [] and history(opened.run_id(handle), "train/loss") == [(1, 1.5)]
-
-
-def test_a_write_that_ends_its_thread_is_made_again(opened: Tracker, tmp_path: Path, problems: list[str]) -> None:
-    """What is no `Exception`, such as a panic of a library in Rust, reaches the caller once; nothing is dropped."""
-    client = opened._client
-    assert client is not None
-    handle, log_batch = opened.start_trial("t", [], tmp_path, None, "night", "3"), client.log_batch
-
-    def panic(*args: Any, **kwargs: Any) -> None:
-        client.log_batch = log_batch
-        raise SystemExit("panic")
-
-    client.log_batch = panic
-    with pytest.raises(SystemExit):
-        opened.log_epoch(handle, METRICS)
-    opened.finish(handle, "finished")
-    assert problems == [] and history(opened.run_id(handle), "train/loss") == [(1, 1.5)]
-    assert reader().get_run(opened.run_id(handle)).info.status == "FINISHED"
 
 
 def test_while_one_thread_hangs_in_a_write_another_sends_nothing(opened: Tracker, tmp_path: Path) -> None:
@@ -710,6 +680,7 @@ def test_while_one_thread_hangs_in_a_write_another_sends_nothing(opened: Tracker
     assert calls == ["mlflow", "mlflow"] and set(opened.find_runs("night")) == {"", "3"}
 
 
+@pytest.mark.ci
 def test_a_server_is_written_to_and_its_death_is_reported_once(
     server: tuple[str, subprocess.Popen[bytes]], tmp_path: Path, problems: list[str],
     capfd: pytest.CaptureFixture[str],
@@ -735,14 +706,12 @@ def test_a_server_is_written_to_and_its_death_is_reported_once(
     assert problems == []
 
     end(process)
-    began = time.monotonic()
     for epoch in range(2, 12):
         made.log_epoch(sweep, METRICS | {"epoch": epoch})
     assert made.run_id(start(made, tmp_path, sweep)) == ""
     made.finish(sweep, "finished")
-    assert time.monotonic() - began < 20
     assert len(problems) == 1
-    assert made.settle(0.5) > 10
+    assert made.settle(0.5) > 10, "all of them wait"
     del problems[1:]
     assert f"tracking.uri={uri.replace('://', '://***@')}" in problems[0]
     assert "Connection refused" in problems[0]
