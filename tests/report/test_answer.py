@@ -23,6 +23,11 @@ from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import ROWS, sweep, trial
 
 
+def has(text: str, *parts: str) -> None:
+    """Check the facts that a sentence states, not its words."""
+    assert [part for part in parts if part not in text] == [], text
+
+
 def test_the_fastest_that_fits_and_learned_is_taken_and_ties_go_to_the_smaller():
     recommendation = answer(sweep())
     assert recommendation.setting is not None and recommendation.setting.values == {
@@ -207,11 +212,7 @@ def test_runs_too_short_to_be_timed_are_compared_by_memory_and_state_what_is_mis
     )
     assert recommendation.why_not == {}
     assert "60.00 MiB at the peak, the least of 2 settings" in recommendation.sentence
-    assert (
-        "No step was timed" in recommendation.sentence
-        and "The first 5 steps are not timed" in recommendation.sentence
-        and "run 6 or more" in recommendation.sentence
-    )
+    has(recommendation.sentence, "No step was timed", "first 5 steps", "run 6 or more")
 
 
 def test_one_run_too_short_to_be_timed_does_not_qualify_beside_one_that_was():
@@ -298,15 +299,10 @@ def test_a_speed_measured_while_others_computed_decides_nothing():
     assert recommendation.setting is not None and recommendation.setting.name == "sharding=ddp precision=fp32"
     why_not = "its speed was measured while other processes used 44 % of the cores"
     assert recommendation.why_not == {"sharding=root precision=bf16": why_not}
-    assert recommendation.notes[0] == (
-        "The speed of trial 2 does not count: other processes used up to 44 % of the cores. To compare speeds, run it "
-        "again when the machine is free."
-    )
+    has(recommendation.notes[0], "speed of trial 2 does not count", "44 %", "run it again")
     assert recommendation.head == "Recommended: "
     allowed = answer(sweep(rows, others_cpu=0.5))
-    assert allowed.notes[0] == (
-        "report.others_cpu=0.5 counts the speed of trial 2, though other processes used up to 44 % of the cores."
-    )
+    has(allowed.notes[0], "report.others_cpu=0.5 counts the speed of trial 2", "44 %")
     assert allowed.setting is not None and allowed.setting.name == "sharding=root precision=bf16"
     on_gpu = answer(sweep([dataclasses.replace(row, device="NVIDIA H200") for row in rows]))
     assert on_gpu.setting is not None and on_gpu.setting.name == "sharding=root precision=bf16"
@@ -317,16 +313,14 @@ def test_where_every_run_shared_its_machine_memory_decides_and_it_says_so():
     assert recommendation.setting is not None and recommendation.setting.name == "sharding=root precision=fp32", (
         "60 MiB against 100"
     )
-    assert recommendation.sentence == (
-        "No setting is recommended, because other processes used up to 40 % of the cores (report.others_cpu=0.25 is "
-        "the limit). By memory alone: `sharding=root precision=fp32`: 60.00 MiB at the peak, the least of 2 settings "
-        "that fit and learned, val/loss 1.000."
-    )
+    has(
+        recommendation.sentence,
+        "No setting is recommended", "40 %", "report.others_cpu=0.25",
+        "By memory alone: `sharding=root precision=fp32`: 60.00 MiB", "least of 2 settings", "val/loss 1.000",
+    )  # fmt: skip
     assert recommendation.by_memory and recommendation.head == ""
-    assert recommendation.notes == [
-        "In the runs on shared cores, `sharding=ddp` had 1.11× the speed of `sharding=root`. To compare speeds, run it "
-        "again when the machine is free, or see: python -m fsdp_lab.report sweep=last report.others_cpu=1"
-    ]
+    (note,) = recommendation.notes
+    has(note, "`sharding=ddp` had 1.11× the speed of `sharding=root`", "report sweep=last report.others_cpu=1")
 
 
 @pytest.mark.parametrize(
@@ -374,12 +368,12 @@ def test_the_least_memory_of_those_measured_is_reported_beside_a_smaller_forecas
     ]
     rows = [on_cpu(0, 0, 0.4, 1000.0), on_cpu(1, 2, 0.3, 900.0)]
     recommendation = answer(sweep([*rows, *skipped]))
-    assert (
-        "60.00 MiB at the peak, the least of 2 settings that fit and learned (forecast for "
-        "`sharding=per_block precision=bf16`, which was not started: 45.00 MiB), val/loss 1.000."
-    ) in recommendation.sentence
+    has(
+        recommendation.sentence,
+        "60.00 MiB at the peak, the least of 2 settings", "`sharding=per_block precision=bf16`", "45.00 MiB",
+    )  # fmt: skip
     larger = answer(sweep([*rows, dataclasses.replace(skipped[0], figures={"forecast/peak_bytes": 65 * 2**20})]))
-    assert "that fit and learned, val/loss" in larger.sentence
+    assert "forecast" not in larger.sentence
 
 
 def test_the_only_speed_that_counts_is_compared_with_nothing():
@@ -391,12 +385,11 @@ def test_the_only_speed_that_counts_is_compared_with_nothing():
         and not recommendation.intervals
         and not recommendation.front
     )
-    assert recommendation.sentence == (
-        "No setting is recommended, because only the speed of `sharding=ddp precision=fp32` counts: while the others "
-        "were timed, other processes used up to 80 % of the cores (report.others_cpu=0.25 is the limit). By memory "
-        "alone: `sharding=root precision=bf16`: 50.00 MiB at the peak, the least of 3 settings that fit and learned, "
-        "val/loss 1.010."
-    )
+    has(
+        recommendation.sentence,
+        "No setting is recommended", "only the speed of `sharding=ddp precision=fp32` counts", "80 %",
+        "By memory alone: `sharding=root precision=bf16`: 50.00 MiB", "least of 3 settings", "val/loss 1.010",
+    )  # fmt: skip
     assert recommendation.lines[0] == "`sharding=ddp precision=fp32`: 2× the memory, val/loss -0.99 %"
     assert recommendation.notes[0].startswith("To compare speeds, run it again when the machine is free")
     resumed = answer(sweep(rows, resume="python -m fsdp_lab resume=out")).notes[0]
@@ -404,17 +397,8 @@ def test_the_only_speed_that_counts_is_compared_with_nothing():
     by_objective = answer(sweep(rows, objectives=[("val/loss", "min"), (SPEED, "max")])).sentence
     assert "perf/samples_per_s was not compared: only the speed of" in by_objective
     other_loss = [rows[0], trial(1, (*ROWS[2][:5], 1.1))]  # what did not learn is no candidate, whatever its speed
-    assert (
-        answer(
-            sweep(
-                [
-                    other_loss[0],
-                    dataclasses.replace(on_cpu(1, 2, 0.8, 1.0), figures={**other_loss[1].figures, OTHERS_CPU: 0.8}),
-                ]
-            )
-        ).head
-        == "Recommended: "
-    )
+    shared = dataclasses.replace(on_cpu(1, 2, 0.8, 1.0), figures={**other_loss[1].figures, OTHERS_CPU: 0.8})
+    assert answer(sweep([other_loss[0], shared])).head == "Recommended: "
 
 
 def test_beside_speeds_that_do_not_count_the_fastest_is_one_of_those_that_do():
@@ -434,10 +418,7 @@ def test_of_two_objectives_a_speed_that_does_not_count_is_left_out_and_reported(
     objectives = [("val/loss", "min"), (SPEED, "max")]
     recommendation = answer(dataclasses.replace(sweep(rows), objectives=objectives))
     assert "nan" not in recommendation.sentence and "the lowest val/loss of 2 settings" in recommendation.sentence
-    assert recommendation.sentence.endswith(
-        "perf/samples_per_s was not compared: other processes used up to 55 % of the cores (report.others_cpu=0.25 is "
-        "the limit)."
-    )
+    has(recommendation.sentence, "perf/samples_per_s was not compared", "55 %", "report.others_cpu=0.25")
     only = answer(dataclasses.replace(sweep(rows), objectives=objectives[1:]))
     assert only.sentence.startswith("No setting is recommended, because other processes")
     assert only.head == "" and only.basis == "by memory"
@@ -649,44 +630,37 @@ def test_what_a_prediction_left_out_is_reported_with_how_wrong_it_would_have_to_
 
 
 @pytest.mark.parametrize(
-    ("speeds", "basis", "expected"),
+    ("speeds", "basis", "facts"),
     [  # predicted and measured
         ([(1000.0, 900.0), (800.0, 760.0), (500.0, 570.0)], "calibration",
-         "Speeds were predicted by the calibration of this machine (nine of ten such predictions are within 20 %): "
-         "for 3 trials, the median prediction was off by 10 % (largest 14 %), and the predicted fastest was the "
-         "fastest measured."),
+         ("calibration of this machine", "20 %", "3 trials", "off by 10 % (largest 14 %)", "was the fastest measured")),
         ([(1000.0, 900.0), (800.0, 1000.0)], "data sheet",
-         "by the device's data sheet (nine of ten such predictions are within 20 %): for 2 trials, the median "
-         "prediction was off by 18 % (largest 25 %), and the predicted fastest was 10 % slower than the fastest "
-         "measured."),
-        ([(1000.0, 960.0)], "fitted",
-         "published steps on this device (nine of ten such predictions are within 20 %): the prediction of the "
-         "measured trial was off by 4 %."),
+         ("data sheet", "2 trials", "off by 18 % (largest 25 %)", "10 % slower than the fastest measured")),
+        ([(1000.0, 960.0)], "fitted", ("published steps on this device", "measured trial was off by 4 %")),
         ([(1000.0, 900.0), (1000.0, 1000.0)], "",
-         "Speeds were predicted (nine of ten such predictions are within 20 %): for 2 trials, the median prediction "
-         "was off by 5 % (largest 10 %), and the predicted fastest was the fastest measured."),
+         ("Speeds were predicted (", "2 trials", "off by 5 % (largest 10 %)", "was the fastest measured")),
     ],
 )  # fmt: skip
-def test_by_what_speeds_were_predicted_and_how_well(speeds: list[tuple[float, float]], basis: str, expected: str):
+def test_by_what_speeds_were_predicted_and_how_well(
+    speeds: list[tuple[float, float]], basis: str, facts: tuple[str, ...]
+):
     trials = []
     for number, (predicted, measured) in enumerate(speeds):
         figures = {"forecast/samples_per_s": predicted, "forecast/samples_per_s_low": predicted * 0.8, SPEED: measured}
         one = trial(number, **figures)
         trials.append(dataclasses.replace(one, setting={"sharding": f"s{number}"}, predicted_by=basis))
     result = sweep(trials, axes=["sharding"])
-    assert predictions_sentence(result).endswith(expected)
-    assert predictions_sentence(result) in answer(result).notes
-    assert predictions_sentence(result) in to_markdown(result, answer(result))
-    assert html.escape(predictions_sentence(result)) in to_html(result, answer(result))
+    sentence, recommendation = predictions_sentence(result), answer(result)
+    has(sentence, *facts)
+    assert sentence in recommendation.notes and sentence in to_markdown(result, recommendation)
+    assert html.escape(sentence) in to_html(result, recommendation)
 
 
 def test_beside_speeds_that_do_not_count_the_predicted_fastest_is_one_of_those_that_do():
     rows = [on_cpu(0, 0, 0.1, 1000.0), on_cpu(1, 2, 0.1, 900.0), on_cpu(2, 3, 0.9, 500.0)]
     rows = [dataclasses.replace(row, figures={**row.figures, "forecast/samples_per_s": 1000.0 - 50 * i})
             for i, row in enumerate(rows)]  # fmt: skip
-    assert predictions_sentence(sweep(rows)).endswith(
-        "and the predicted fastest of the 2 whose speed counts was the fastest measured."
-    )
+    assert "predicted fastest of the 2 whose speed counts was the fastest" in predictions_sentence(sweep(rows))
     assert "whose speed counts" not in predictions_sentence(sweep(rows[:2]))
 
 
@@ -694,10 +668,7 @@ def test_a_speed_that_does_not_count_is_not_compared_and_without_predictions_not
     assert predictions_sentence(sweep()) == ""
     figures = {"forecast/samples_per_s": 900.0, SPEED: 100.0, OTHERS_CPU: 0.9}
     shared = dataclasses.replace(trial(0, **figures), device="cpu", predicted_by="calibration")
-    assert predictions_sentence(sweep([shared])) == (
-        "Speeds were predicted by the calibration of this machine; no measured speed counts "
-        "(python -m fsdp_lab.report sweep=last report.others_cpu=1 compares them anyway)."
-    )
+    has(predictions_sentence(sweep([shared])), "no measured speed counts", "report sweep=last report.others_cpu=1")
 
 
 def test_speeds_that_do_not_count_state_nothing_of_how_far_predictions_were_off():
@@ -731,11 +702,11 @@ def test_what_was_left_out_may_be_as_far_off_as_what_was_faster_than_predicted_i
         ("ddp", "bf16", 417, 557.0),
         ("root", "bf16", 400, None),
     )
-    assert text == (
-        "forecast.keep skipped 1 trial. The fastest of them may be `trial 3: sharding=root precision=bf16`, predicted "
-        "400 samples/s, or 534 if its prediction has the error of `trial 2: sharding=ddp precision=bf16`, which "
-        "was 34 % faster than predicted. Only 1.36× that speed would change the answer."
-    )
+    has(
+        text,
+        "skipped 1 trial", "`trial 3: sharding=root precision=bf16`", "400 samples/s, or 534",
+        "`trial 2: sharding=ddp precision=bf16`", "34 % faster than predicted", "1.36×",
+    )  # fmt: skip
     text = left_out_note(("ddp", "fp32", 500, 728.0), ("root", "bf16", 400, None), ("root", "fp32", 390, None))
     assert "sharding=root precision=bf16`, predicted 400 samples/s, or 582 if " in text, "of all, where none is alike"
 

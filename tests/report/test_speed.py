@@ -103,7 +103,7 @@ def planted(noise: np.ndarray, effects: np.ndarray) -> list[Run]:
     return [Run(g, r, math.exp(effects[g] + e)) for (r, g), e in zip(order, noise, strict=True)]
 
 
-@pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.parametrize("groups", [2, 4, pytest.param(8, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("shape", [independent, drifting, one_slow_in_ten])
 def test_intervals_cover_the_truth(shape: Callable[[np.random.Generator, int], np.ndarray], groups: int):
     """Of 800 sweeps of three rounds: how often a setting's interval, that of a ratio, and those of all ratios at once

@@ -9,6 +9,8 @@ import pytest
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
 from hydra.version import _UNSPECIFIED_, VersionBase
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(autouse=True)
 def as_if_nothing_was_before(hydra_restore_singletons: None) -> None:

@@ -19,7 +19,6 @@ from fsdp_lab.sweep.listeners import mlflow as listener
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun, run_sweep
-from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
 from fsdp_lab.sweep.store.record import Record
@@ -135,29 +134,6 @@ def test_of_many_trials_a_run_has_the_last_epoch_and_says_so(planned: Callable[[
 
 
 @pytest.mark.usefixtures("of_two")
-def test_a_thinned_run_takes_few_writes(planned: Callable[[], SweepPlan], monkeypatch: pytest.MonkeyPatch):
-    """Each takes the driver milliseconds: a run, parameters, metrics, the data set, the end and the tags of it."""
-    from mlflow import MlflowClient
-
-    calls: list[str] = []
-    for name in (
-        "create_run", "log_batch", "log_inputs", "log_text", "log_artifact", "set_tag", "set_terminated", "update_run",
-        "get_run", "get_metric_history",
-    ):  # fmt: skip
-        made = getattr(MlflowClient, name)
-        monkeypatch.setattr(
-            MlflowClient,
-            name,
-            lambda self, *a, _made=made, _name=name, **k: calls.append(_name) or _made(self, *a, **k),
-        )
-    plan = planned()
-    run_sweep(plan, Trains(), [MlflowRuns(plan.config.tracking, Console(plan.state, plan.swept))])
-    first, second, _ = "|".join(calls).split("create_run")[2:]
-    assert second.strip("|").split("|") == ["log_batch", "log_batch", "log_inputs", "set_terminated", "log_batch"]
-    assert first.count("log_text") == 2
-
-
-@pytest.mark.usefixtures("of_two")
 def test_a_thinned_run_that_was_interrupted_is_resumed_and_gets_its_last_epoch(
     planned: Callable[[], SweepPlan], tmp_path: Path
 ):
@@ -212,46 +188,3 @@ def test_a_thinned_run_has_each_parameter_that_is_not_the_first_trials(
         key: value for key, value in parent.data.params.items() if key not in trial_params(other.config, other.choices)
     }
     assert children[1].data.params["model"] == "mlp" != children[0].data.params["model"]
-
-
-class Suggests(Search):
-    """The same trial so many times."""
-
-    def __init__(self, trials: Sequence[Trial]) -> None:
-        self._left = list(trials)
-
-    def has_more(self) -> bool:
-        return bool(self._left)
-
-    def next(self) -> Trial | None:
-        return self._left.pop(0) if self._left else None
-
-    def notes(self) -> list[str]:
-        return []
-
-    def report_result(self, trial: Trial, status: TrialStatus, figures: dict[str, float]) -> None: ...
-
-
-@pytest.mark.usefixtures("of_two")
-def test_the_name_of_a_large_search_counts_its_trials_in_the_end(
-    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """It is not written anew for each of thousands."""
-    lay_store(tmp_path)
-    words = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "search=random", "search.num_trials=9"]
-    trials = [compose_trial([*words, f"training.seed={seed}"], seed) for seed in range(9)]
-    names: list[str] = []
-    monkeypatch.setattr(
-        "fsdp_lab.tracking.Tracker.name_sweep",
-        lambda self, handle, name, *rest, made=listener.Tracker.name_sweep: (
-            names.append(name) or made(self, handle, name, *rest)
-        ),
-    )
-    plan = SweepPlan(
-        SweepState([], [("val/loss", "min")]), trials[0].config, tmp_path, ["training.seed"],
-        Record.of([], True, trials[0].config), Suggests(trials),
-    )  # fmt: skip
-    parent, children = ran(plan)
-    assert len(children) == 9 and parent.data.tags["num_trials"] == "9" and parent.data.tags[THINNED_TAG] == "true"
-    assert parent.info.run_name == "seed (random, 9 trials)" == names[-1]
-    assert len(names) < 9

@@ -206,6 +206,7 @@ def test_what_did_not_fit_is_beyond_the_samplers_constraint(
         )
 
 
+@pytest.mark.ci
 def test_the_sampler_leaves_settings_that_do_not_fit(parser, compose_trial):
     """The loss falls with the size, and what is above a third of the range needs more than there is."""
     size = "model.hidden_dim=int(interval(1,300))"
@@ -236,6 +237,7 @@ def test_several_objectives(parser, compose_trial):
     assert pareto_front([*rows, {"memory/peak_bytes": 1.0}], wanted) == [0, 1]
 
 
+@pytest.mark.ci
 def test_several_objectives_draw_it_too(parser, compose_trial):
     """Both are best at one end of the scale: the last suggestions lie there."""
     wanted = [("memory/peak_bytes", "min"), ("perf/samples_per_s", "max")]
