@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from fsdp_lab import cpu_contention
 from fsdp_lab.config.nightly import NightConfig, ToleranceConfig
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.cpu_contention import Others, Window
+from fsdp_lab.cpu_contention import Window, _busy_s, _family_s
 from fsdp_lab.metrics import MEMORY, SPEED
 from fsdp_lab.nightly.gate import Result, compare
 from fsdp_lab.nightly.nights import GOOD, Night
@@ -52,23 +52,20 @@ def test_what_others_compute_is_distinguished_from_our_own(readings: dict[str, A
     assert window.share() == 0.0
 
 
-@pytest.mark.full
-def test_a_burning_process_is_seen_whether_it_is_ours_or_not():
-    """It is one core; whatever else runs here is in both figures, and may stop or start between the two."""
-    limit = 0.3 / (os.cpu_count() or 1)
-    assert any(share_while(ALOOF) - share_while(BURN) > limit for _ in range(8))
-
-
-BURN = "import time\nend = time.time() + 4\nwhile time.time() < end: pass"
+# Uses half a second of a core, however long that takes, and stays.
+BURNS = "import sys, time\nwhile time.process_time() < 0.5: pass\nprint('burned', flush=True)\nsys.stdin.read()"
 # a grandchild whose parent has gone is nobody's descendant
-ALOOF = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {BURN!r}], start_new_session=True)"
+ALOOF = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {BURNS!r}], start_new_session=True)"
 
 
-def share_while(code: str) -> float:
-    with Others() as others:
-        subprocess.run([sys.executable, "-c", code], check=True)
-        time.sleep(3.2 if code is ALOOF else 0)
-    return others.share
+@pytest.mark.parametrize(("code", "is_ours"), [(BURNS, True), (ALOOF, False)])
+def test_the_seconds_of_our_descendants_are_ours(code: str, is_ours: bool):
+    before = sum(_family_s((psutil.Process(),)).values()), _busy_s()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as burning:
+        assert burning.stdout is not None and burning.stdout.readline() == b"burned\n"
+        after = sum(_family_s((psutil.Process(),)).values()), _busy_s()
+    assert (after[0] - before[0] > 0.45) is is_ours
+    assert after[1] - before[1] > 0.3, "the kernel's count of all processes is by ticks"
 
 
 def night(number: int, speed: float, busy: bool = False, machine: str = "this") -> Night:
