@@ -123,6 +123,8 @@ def test_a_slower_setting_is_named_and_its_address_is_secret(two: TwoNights):
     runs = {run.info.run_id: run.data.tags for run in Store(two.folder).parents}
     assert runs[first.run_id]["nightly.verdict"] == "good"
     assert runs[second.run_id]["nightly.verdict"] == "regression"
+    last = (two.folder / "outputs/last_sweep").read_text()
+    assert last == str(two.study / second.id / "sweep"), "what sweep=last and resume=last name"
     # a trial alone with the same preset knows the address, too
     trial = [w for w in STORED if not w.startswith(("nightly.", "precision="))]
     alone = subprocess.run(

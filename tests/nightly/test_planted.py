@@ -70,6 +70,8 @@ def test_a_slower_setting_is_reported_everywhere_until_it_is_accepted(nights: Pl
     plan = nights("--check", *WORDS).stdout
     assert f"baseline: {before} (good)" in plan, "a bad night does not move it"
     assert f"last:     {night.id} (regression: precision=bf16" in plan
+    chosen = nights("--check", *WORDS, f"nightly.baseline={night.id}").stdout
+    assert f"baseline: {night.id} (regression)" in chosen, "one of your choice"
     assert nights("--once", *WORDS).returncode == 3 and nights.last.baseline == before, "it stays reported"
     night = nights.last
     accepted = nights("--accept", "the data grew", *WORDS)

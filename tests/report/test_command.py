@@ -62,6 +62,7 @@ def test_a_sweep_ends_with_its_report(folder: Path):
     store = Store(folder)
     (parent,) = store.parents
     assert described(folder) == (folder / "out/report.md").read_text().splitlines()[2].strip("*")
+    assert printed.splitlines()[-1].endswith(parent.info.run_id)
     note = parent.data.tags["mlflow.note.content"]
     assert "Started 20" in note and f"    {parent.data.tags['fsdp_lab.command']}\n" in note
     assert {"report.html", "report.md", "report.csv", *FILES.values()} <= set(store.artifacts(parent))
