@@ -36,12 +36,24 @@ def parser() -> Iterator[OverridesParser]:
         yield OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
 
 
-@pytest.fixture
-def compose_trial(parser: OverridesParser, tmp_path: Path) -> Callable[[Sequence[str], int], Trial]:
-    """What `run_multirun` makes of a cell; that it is what Hydra itself makes of it is in test_plan.py."""
+@pytest.fixture(scope="module")
+def composer(parser: OverridesParser, tmp_path_factory: pytest.TempPathFactory) -> Composer:
+    """What makes the trials of `run_multirun` from cells; that they are what Hydra itself makes is in test_plan.py."""
     loader = GlobalHydra.instance().config_loader()
     master = loader.load_configuration("config", [], RunMode.MULTIRUN)
-    return Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
+    return Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path_factory.mktemp("composed"))
+
+
+@pytest.fixture
+def compose_trial(composer: Composer, tmp_path: Path) -> Callable[[Sequence[str], int], Trial]:
+    """The trial of a cell, in the test's own folder."""
+
+    def compose(words: Sequence[str], number: int) -> Trial:
+        made = composer(words, number)
+        folder = tmp_path / made.folder.name
+        return Trial(made.index, made.config, made.choices, made.overrides, folder, made.composed)
+
+    return compose
 
 
 # Four steps an epoch; everything in the test's own folder.

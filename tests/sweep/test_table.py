@@ -6,13 +6,8 @@ import io
 from pathlib import Path
 
 import pytest
-from hydra._internal.callbacks import Callbacks
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import HydraContext, RunMode
 from rich.console import Console
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.listeners.table import how_far, trial_table
@@ -36,21 +31,12 @@ def show(sweep: SweepState, width: int) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-@pytest.fixture(scope="module")
-def composed(parser: OverridesParser, tmp_path_factory: pytest.TempPathFactory) -> list[Trial]:
-    """The trials of `TRIALS`."""
-    loader = GlobalHydra.instance().config_loader()
-    master = loader.load_configuration("config", [], RunMode.MULTIRUN)
-    compose = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path_factory.mktemp("trials"))
-    words = [[f"{key}={value}" for key, value in zip(AXES, values, strict=False)] for values in TRIALS]
-    return [compose(typed, number) for number, typed in enumerate(words)]
-
-
 @pytest.fixture
-def sweep(composed: list[Trial]) -> SweepState:
+def sweep(composer: Composer) -> SweepState:
     states = []
-    for trial, (*_, status, loss, speed, mib) in zip(composed, TRIALS, strict=True):
-        state = TrialState(trial, TrialStatus(status))
+    for number, (*values, status, loss, speed, mib) in enumerate(TRIALS):
+        words = [f"{key}={value}" for key, value in zip(AXES, values, strict=True)]
+        state = TrialState(composer(words, number), TrialStatus(status))
         if loss is not None:
             state.metrics = {
                 "epoch": 10, "train/loss": loss + 0.1, "val/loss": loss, "val/accuracy": 0.875,
