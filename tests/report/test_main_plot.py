@@ -11,7 +11,6 @@ import pytest
 from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.data import SweepData, TrialRow
-from fsdp_lab.report.labels import place_labels
 from fsdp_lab.report.main_plot import MainPlot, main_plot
 from fsdp_lab.report.plots import figures
 from fsdp_lab.report.style import GREY, MOST_COLORS
@@ -187,15 +186,6 @@ def test_a_hover_has_four_digits_and_the_interval():
     assert "12.06 GiB at the peak" in text
     assert "123,500 tokens/s" in text and "val loss 1.000" in text and "val accuracy 0.500" in text
     assert traces(made)["run"].text[0].split("<br>")[3] == "12,350 samples/s"
-
-
-def test_labels_stand_beside_their_points_and_cover_nothing():
-    points = {"a": (0.5, 0.5), "b": (0.51, 0.5), "c": (0.99, 0.1), "d": (0.5, 0.52)}
-    result = place_labels(dict.fromkeys(points, "sixteen letters."), points)
-    assert result["a"][1] == "middle left" and result["b"][1] == "middle right" and result["c"][1] == "middle left"
-    assert place_labels({"a": "x"}, {"a": (0.5, 0.5)})["a"][0].strip("\u00a0") == "x"
-    crowd = {str(i): (0.5, 0.5) for i in range(5)}
-    assert [text for text, _ in place_labels(dict.fromkeys(crowd, "long"), crowd).values()].count("") >= 1
 
 
 def test_where_nothing_differs_there_is_no_picture():

@@ -24,27 +24,6 @@ from tests.report.sweeps import ROWS, trial
 from tests.report.sweeps import sweep as made_up
 
 
-def test_a_line_reported_above_the_table_leaves_its_styles_alone(compose_trial: Callable[..., object]):
-    shown = io.StringIO()
-    state = SweepState([TrialState(compose_trial([], 0))], [])  # type: ignore[arg-type]
-    console = Console(state, [], RichConsole(file=shown, force_terminal=True, width=160))
-    with console:
-        console.update()
-        console.log("a [bold]line[/] of somebody's")
-        console.update()
-    assert "waiting" in shown.getvalue() and "[dim]" not in shown.getvalue()
-    assert "a [bold]line[/] of somebody's" in shown.getvalue()
-
-
-def test_a_number_that_a_search_has_drawn_has_six_digits(compose_trial: Callable[..., object]):
-    words = (["optimizer.lr=0.00123456789"], ["optimizer.lr=1e-05"], ["optimizer.lr=0.1"])
-    states = [TrialState(compose_trial(typed, number)) for number, typed in enumerate(words)]  # type: ignore[arg-type]
-    table = trial_table(SweepState(states, []), ["optimizer.lr"], list(enumerate(states)))
-    assert [*table.columns[1].cells] == ["0.00123457", "1e-05", "0.1"]
-    seeds = trial_table(SweepState(states, []), ["model.hidden_dim"], list(enumerate(states)))
-    assert {*seeds.columns[1].cells} == {str(states[0].trial.values["model.hidden_dim"])}
-
-
 def test_the_mark_of_a_speed_is_explained(compose_trial: Callable[..., object]):
     for others, shows_note in ((0.3, True), (0.2, False)):
         state = TrialState(compose_trial([], 0))  # type: ignore[arg-type]
@@ -72,16 +51,6 @@ def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[...
     heads = [column.name for column in trial_table(SweepState([state], []), [], [(0, state)]).columns]
     assert {"epoch", "train loss", "samples/s"} <= {*heads}
     assert not {"tokens/s", "bits/byte"} & {*heads}
-
-
-def test_where_steps_may_end_a_trial_no_total_of_epochs_is_shown(
-    compose_trial: Callable[..., object], capsys: pytest.CaptureFixture[str]
-):
-    for overrides, shown in (([], "epoch 1/2 "), (["training.max_steps=3"], "epoch 1 ")):
-        states = [TrialState(compose_trial(overrides, 0))]  # type: ignore[arg-type]
-        console = Console(SweepState(states, []), [], RichConsole(file=io.StringIO(), width=160))
-        console.epoch(cast(SweepRun, None), 0, {"epoch": 1.0, "train/loss": 2.0})
-        assert shown in capsys.readouterr().out
 
 
 def test_of_many_trials_lines_count_those_that_finish(compose_trial: Callable[..., object]):

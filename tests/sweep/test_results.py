@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.state import TrialState
 
 MIB = 2**20
@@ -40,14 +39,3 @@ def test_workspaces_are_no_error_of_a_forecast(cuda: bool, metrics: dict[str, fl
 def test_what_is_reserved_is_forecast_for_gpus_alone():
     assert state(cuda=True).figures({})["forecast/reserved_bytes"] == 74 * MIB
     assert "forecast/reserved_bytes" not in state(cuda=False).figures({})
-
-
-def test_the_figures_of_an_ended_trial_are_worked_out_again_where_it_changes():
-    ended = state(cuda=False)
-    ended.status, ended.metrics = TrialStatus.finished, {"memory/peak_bytes": 9 * MIB}
-    ended.figures().clear()
-    assert ended.figures()["forecast/error"] == 0
-    ended.metrics = {"memory/peak_bytes": 10 * MIB}
-    assert ended.figures()["forecast/error"] == pytest.approx(-0.1)
-    ended.forecast = None
-    assert ended.figures() == {"memory/peak_bytes": 10 * MIB}

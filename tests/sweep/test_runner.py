@@ -107,6 +107,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.engine.resources.num_gpus", lambda: 0)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("no_gpus")
 def test_what_a_failed_trial_says_is_not_reported_of_its_forecast_too(compose_trial: Compose, tmp_path: Path):
     """Its model reads a value. The others, which this executor lets train, are without a forecast for that reason."""
@@ -118,6 +119,7 @@ def test_what_a_failed_trial_says_is_not_reported_of_its_forecast_too(compose_tr
     assert all("needs one in the forward pass" in reason for _, _, reason in observed)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("no_gpus")
 def test_the_traceback_of_an_error_that_forecasts_find_is_kept(
     compose_trial: Compose, tmp_path: Path, capsys: pytest.CaptureFixture[str]
