@@ -22,7 +22,7 @@ from fsdp_lab.nightly.nights import Night, read_nights
 from tests import forked, trained
 from tests.conftest import ROOT, STORE, command_line
 from tests.folders import Store
-from tests.nightly.conftest import webhook
+from tests.nightly.conftest import IN_TWELVE_HOURS, webhook
 from tests.processes import descendants, still_running
 from tests.servers import lay_store
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.ci
 INLINE = (
     *(w for w in trained.INLINE if not w.startswith(("precision=", "hydra."))), "training.epochs=2",
     "precision=fp32,bf16", "nightly.folder=nights", "nightly.repeats=2", "nightly.tolerance.samples_per_s=0.99",
-    "nightly.others_cpu=1",
+    "nightly.others_cpu=1", *IN_TWELVE_HOURS,
 )  # fmt: skip
 STORED = (*INLINE, "nightly.keep=1", "cluster.storage_path=shared")
 # Two threads that wait for each other lose a factor of ten when something else takes a core for a moment.
