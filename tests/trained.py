@@ -1,8 +1,8 @@
-"""One small sweep that has trained, made once a process and copied for each test that reads or changes its folder."""
+"""One small sweep that has trained, made once a test run and copied for each test that reads or changes its folder."""
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import json
 import shutil
 import sqlite3
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
+from tests import forked
 from tests.conftest import STORE, run_cli
 
 # One trial in the sweep's own process; everything in the test's own folder.
@@ -30,12 +30,17 @@ SWEEP = (
 
 @cache
 def _trained() -> tuple[Path, str]:
-    """The folder in which the sweep ran, and what it printed."""
-    folder = Path(mkdtemp(prefix="fsdp_lab_trained_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    done = run_cli(folder, *SWEEP)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder, done.stdout
+    """The folder in which the sweep ran, and what it printed; the first process that needs it runs it."""
+    folder = forked.shared_folder() / "trained"
+    output = folder.with_suffix(".txt")
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            folder.mkdir()
+            done = run_cli(folder, *SWEEP)
+            assert done.returncode == 0, done.stdout + done.stderr
+            output.write_text(done.stdout)
+    return folder, output.read_text()
 
 
 def printed() -> str:
