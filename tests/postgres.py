@@ -22,7 +22,7 @@ _START_S = 60
 def why_not() -> str:
     """Why there can be no server here; "" where there can."""
     if _program("initdb") is None or _program("postgres") is None:
-        return "PostgreSQL is not installed: make test-cluster installs Debian's postgresql"
+        return "PostgreSQL needs initdb and postgres: as root, make .venv/.cluster installs postgresql"
     return "" if os.geteuid() != 0 or _servant() else "PostgreSQL does not run as root, and there is no other user"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from tests.servers import end, free_port
 
 KEY_ID, SECRET = "fsdplabtestkeyid", "fsdplab-test-secret-0f1e2d3c4b5a"
+ALL_OF_THEM = math.inf
 _ANSWER = '<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Message></Error>'
 
 
@@ -37,7 +39,7 @@ def s3_server(
         deadline = time.monotonic() + 60
         make = [*within, sys.executable, "-c", _MAKE_BUCKET, f"http://{host}:{port}/bucket"]
         while subprocess.run(make, timeout=20, check=False).returncode:
-            assert process.poll() is None and time.monotonic() < deadline, "moto's server does not start"
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "s3.log").read_text()
             time.sleep(0.2)
         yield port
     finally:
@@ -67,13 +69,13 @@ class Faults:
     Attributes:
         delay_s: every answer comes so much later.
         every: one in so many requests is answered 503; 0: none.
-        away: connections are cut without an answer.
+        cuts: so many connections more are cut without an answer; `ALL_OF_THEM`: the server is away.
         forbidden: requests that match this expression (`PUT /bucket/…`) are answered 403; "": none.
         requests: `(method, path)` of all that came.
     """
 
     def __init__(self, port: int) -> None:
-        self.delay_s, self.every, self.away, self.forbidden = 0.0, 0, False, ""
+        self.delay_s, self.every, self.cuts, self.forbidden = 0.0, 0, 0.0, ""
         self.requests: list[tuple[str, str]] = []
         self.behind = port
 
@@ -98,7 +100,8 @@ def faulty(port: int) -> Iterator[tuple[int, Faults]]:
             faults.requests.append((self.command, self.path))
             body = self._body()
             time.sleep(faults.delay_s)
-            if faults.away:
+            if faults.cuts > 0:
+                faults.cuts -= 1
                 self.close_connection = True
                 return
             if refused := faults.refusal(self.command, self.path):

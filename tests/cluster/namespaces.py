@@ -24,8 +24,13 @@ import psutil
 from tests.processes import descendants
 from tests.sweep.conftest import PLAIN, TINY
 
+_SMALL = (*PLAIN, *TINY, "model=mlp", "forecast.enabled=false", "training.epochs=2")
 # A worker with two cores: either node has room for one.
-TWO_NODES = (*PLAIN, *TINY, "model=mlp", "forecast.enabled=false", "training.epochs=2", "cluster.cpus_per_worker=2")
+TWO_NODES = (*_SMALL, "cluster.cpus_per_worker=2")
+# Two workers with a core each: one node has room for both.
+ONE_NODE = (*_SMALL, "cluster.cpus_per_worker=1")
+# A trial over two nodes, then the same one on one of them.
+TWO_NODES_AND_ONE = ("-m", *ONE_NODE, "cluster.placement=spread,strict_pack")
 
 _PORT = 6399
 _START_S = 90

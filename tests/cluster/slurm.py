@@ -26,9 +26,14 @@ _PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
 
 def why_not() -> str:
     """Why Slurm cannot run here; "" where it can."""
-    if missing := [name for name in _PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin:/bin:/sbin") is None]:
-        return f"Slurm needs {', '.join(missing)} (Debian's slurm-wlm and munge; make test-cluster installs them)"
+    if missing := [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]:
+        return f"Slurm needs {', '.join(missing)}: as root, make .venv/.cluster installs slurm-wlm and munge"
     return why_no_namespaces()
+
+
+def _path() -> str:
+    """Where programs are, with those of daemons."""
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 class Slurm:
@@ -135,16 +140,11 @@ def start_munge(lab: Slurm, stack: ExitStack) -> None:
 
 
 def start(lab: Slurm, stack: ExitStack, command: Sequence[str], name: str) -> None:
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     with (lab.folder / f"{name}.out").open("wb") as log:
         process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            cwd=lab.folder,
-            env={**lab.environment, "PATH": path},
+            command, stdout=log, stderr=log, cwd=lab.folder, env={**lab.environment, "PATH": _path()},
             stdin=subprocess.DEVNULL,
-        )
+        )  # fmt: skip
     stack.callback(end, process)
 
 

@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.sweep.store.paths import sweep_address
-from tests.cluster.conftest import S3_PORT
 from tests.cluster.namespaces import TWO_NODES, Cluster, Node, cluster_over
 from tests.cluster.test_nodes import same_losses
-from tests.s3 import s3_server
 from tests.servers import lay_store
 from tests.sweep.conftest import results, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900)]
 
 _EPOCHS = 6
-_BUCKET = "s3://bucket/apart"
 
 
 def epochs(trial: Path) -> list[int]:
@@ -30,23 +27,21 @@ def epochs(trial: Path) -> list[int]:
 
 
 def test_a_sweep_whose_drivers_node_dies_is_finished_by_another_from_storage_alone(
-    cluster: Cluster, on_one_node: dict[str, str], tmp_path: Path
+    cluster: Cluster, bucket: str, on_one_node: dict[str, str], tmp_path: Path
 ):
-    pytest.importorskip("moto", reason="moto is not installed: make test-cluster installs it")
     (here := cluster.local / "here").mkdir()
     (there := tmp_path / "there").mkdir()
     head, other = cluster.nodes
-    with s3_server(tmp_path, S3_PORT, head.address, within=head.command()):
-        sweep = until_power_cut(cluster, here, tmp_path)
-        before = len(epochs(here / "out" / "1"))
-        gone = Path(shutil.move(here, tmp_path / "gone"))  # with the node's disk
-        lay_store(there)
-        with cluster_over([Node(other.name, other.address, 4)], cluster.environment) as new:
-            words = (f"resume={sweep}", "trust=true", f"cluster.address={new.address}")
-            done = subprocess.run(
-                other.command(sys.executable, "-m", "fsdp_lab", *words),
-                env=new.environment, cwd=there, capture_output=True, text=True, timeout=200, check=False,
-            )  # fmt: skip
+    sweep = until_power_cut(cluster, here, f"{bucket}/apart", tmp_path)
+    before = len(epochs(here / "out" / "1"))
+    gone = Path(shutil.move(here, tmp_path / "gone"))  # with the node's disk
+    lay_store(there)
+    with cluster_over([Node(other.name, other.address, 4)], cluster.environment) as new:
+        words = (f"resume={sweep}", "trust=true", f"cluster.address={new.address}")
+        done = subprocess.run(
+            other.command(sys.executable, "-m", "fsdp_lab", *words),
+            env=new.environment, cwd=there, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
     first, (row, *_) = gone / "out" / "0", results(gone)
     assert sorted(json.loads((first / "places.json").read_text())["addresses"]) == [head.address, other.address]
     assert same_losses(row, on_one_node)
@@ -58,7 +53,7 @@ def test_a_sweep_whose_drivers_node_dies_is_finished_by_another_from_storage_alo
     assert f"{sweep}/1/checkpoints/step_" in json.loads((copy / "1" / "facts.json").read_text())["resumed_from"]
 
 
-def until_power_cut(cluster: Cluster, folder: Path, log: Path) -> str:
+def until_power_cut(cluster: Cluster, folder: Path, storage: str, log: Path) -> str:
     """Run a sweep until its second trial trains, look at the first, and cut the power of the head, where the driver is.
 
     Returns:
@@ -66,7 +61,7 @@ def until_power_cut(cluster: Cluster, folder: Path, log: Path) -> str:
     """
     lay_store(folder)
     words = ("-m", *TWO_NODES, f"training.epochs=2,{_EPOCHS}", f"cluster.address={cluster.address}",
-             f"cluster.storage_path={_BUCKET}")  # fmt: skip
+             f"cluster.storage_path={storage}")  # fmt: skip
     with (log / "said.txt").open("w") as printed:
         process = subprocess.Popen(
             cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words), env=cluster.environment, cwd=folder,
@@ -78,4 +73,4 @@ def until_power_cut(cluster: Cluster, folder: Path, log: Path) -> str:
         process.kill()
         process.wait(20)
         cluster.kill(cluster.nodes[0])
-    return str(sweep_address(_BUCKET, folder / "out"))
+    return str(sweep_address(storage, folder / "out"))

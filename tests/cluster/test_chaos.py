@@ -16,7 +16,7 @@ from tests.cluster.namespaces import TWO_NODES, Cluster
 from tests.cluster.test_nodes import words
 from tests.sweep.conftest import has_trained_an_epoch, results, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900)]
 
 _EPOCHS = 60
 

@@ -25,10 +25,9 @@ from tests.workloads.user.project import write_project
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.full,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not importlib.util.find_spec("aiohttp_cors"), reason="no ray[default]: make test-cluster installs it"
-    ),
+    pytest.mark.skipif(not importlib.util.find_spec("aiohttp_cors"), reason="no ray[default]: make .venv/.cluster"),
 ]
 
 _MINE = (

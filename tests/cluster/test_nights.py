@@ -15,7 +15,7 @@ from tests.nightly.test_night import INLINE
 from tests.s3 import SECRET, held_in
 from tests.servers import lay_store
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
 
 SHORT = (*INLINE, "precision=fp32", "nightly.repeats=1", "nightly.keep=1")
 

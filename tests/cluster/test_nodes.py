@@ -1,4 +1,4 @@
-"""A sweep over two nodes with no setting beyond the cluster's address and a folder that both see."""
+"""Sweeps over two nodes with no setting beyond the cluster's address and storage that both see."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.namespaces import TWO_NODES, Cluster
+from tests.cluster.namespaces import ONE_NODE, TWO_NODES_AND_ONE, Cluster
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, TINY, results
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
-def words(cluster: Cluster, folder: Path) -> tuple[str, ...]:
-    """The address, and a folder that both nodes see."""
+def words(cluster: Cluster, folder: Path, storage: str = "") -> tuple[str, ...]:
+    """The cluster's address and storage; default: a folder that both nodes see."""
     lay_store(folder)
-    return f"cluster.address={cluster.address}", f"cluster.storage_path={folder / 'storage'}"
+    return f"cluster.address={cluster.address}", f"cluster.storage_path={storage or folder / 'storage'}"
 
 
-def sweep(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def sweep(cluster: Cluster, folder: Path, *arguments: str, storage: str = "") -> subprocess.CompletedProcess[str]:
     """A sweep that is typed on the first node."""
     return subprocess.run(
-        cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words(cluster, folder), *arguments),
+        cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words(cluster, folder, storage), *arguments),
         env=cluster.environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
 def addresses(folder: Path) -> list[list[str]]:
     """The node of each rank, of every trial in the order of its number."""
-    return [json.loads(file.read_text())["addresses"] for file in sorted(folder.glob("storage/**/places.json"))]
+    return [json.loads(file.read_text())["addresses"] for file in sorted(folder.glob("**/places.json"))]
 
 
 def losses(row: dict[str, str]) -> list[float]:
@@ -44,23 +44,25 @@ def same_losses(row: dict[str, str], other: dict[str, str]) -> bool:
     return losses(row) == pytest.approx(losses(other), rel=2**-23, abs=0)
 
 
-def test_two_nodes_give_the_losses_of_one(cluster: Cluster, on_one_node: dict[str, str], tmp_path: Path):
-    """Host names resolve to the loopback on both, and nobody has named an interface."""
-    done = sweep(cluster, tmp_path, *TWO_NODES)
+def test_two_nodes_give_the_losses_of_one(cluster: Cluster, bucket: str, tmp_path: Path):
+    """Host names resolve to the loopback on both, and nobody has named an interface. The nodes share no folder."""
+    done = sweep(cluster, tmp_path, *TWO_NODES_AND_ONE, storage=f"{bucket}/nodes")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(addresses(tmp_path)[0]) == [node.address for node in cluster.nodes]
-    (there,) = results(tmp_path)
-    assert same_losses(there, on_one_node), (losses(there), losses(on_one_node))
+    assert [len(set(nodes)) for nodes in addresses(tmp_path)] == [2, 1]
+    two, one = results(tmp_path)
+    assert same_losses(two, one), (losses(two), losses(one))
 
 
-def test_workers_are_placed_as_asked(cluster: Cluster, tmp_path: Path):
-    """Either node could hold all of them."""
-    words = ("model=mlp", "forecast.enabled=false", "training.max_steps=1", "cluster.placement=pack,spread,strict_pack")
-    done = sweep(cluster, tmp_path, "-m", *PLAIN, *TINY, *words)
+@pytest.mark.full
+def test_workers_are_placed_as_asked(cluster: Cluster, on_one_node: dict[str, str], tmp_path: Path):
+    """In a folder that both nodes see. Either node could hold all workers."""
+    done = sweep(cluster, tmp_path, "-m", *ONE_NODE, "cluster.placement=pack,spread,strict_pack")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [len(set(nodes)) for nodes in addresses(tmp_path)] == [1, 2, 1]
+    assert all(same_losses(row, on_one_node) for row in results(tmp_path)), results(tmp_path)
 
 
+@pytest.mark.full
 def test_the_ranks_of_a_shard_group_are_on_one_node(cluster: Cluster, tmp_path: Path):
     """Ray alone packs three of the four workers onto the larger node."""
     words = ("model=mlp", "forecast.enabled=false", "training.max_steps=1", "sharding.dp_replicate=2")

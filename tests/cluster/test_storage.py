@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from s3fs import S3FileSystem
 
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.store.disturbed import set_aside
-from tests.s3 import Faults
+from tests.s3 import ALL_OF_THEM, Faults
 
 pytestmark = pytest.mark.cluster
 
@@ -56,10 +55,9 @@ def test_a_store_that_fails_now_and_then_or_is_away_for_a_while_is_asked_again(a
     for number in range(6):
         storage.write(str(number), b"1")
     assert len(storage.files()) == 6
-    faults.every, faults.away = 0, True
-    threading.Timer(3.0, lambda: setattr(faults, "away", False)).start()
+    faults.every, faults.cuts = 0, 3
     storage.write("6", b"1")
-    assert len(storage.files()) == 7
+    assert faults.cuts == 0 and len(storage.files()) == 7
 
 
 def test_refusals_name_the_address_and_what_to_do(address: str, faults: Faults, monkeypatch: pytest.MonkeyPatch):
@@ -70,6 +68,6 @@ def test_refusals_name_the_address_and_what_to_do(address: str, faults: Faults, 
         Storage(address).write("a", b"1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     S3FileSystem.clear_instance_cache()
-    faults.away = True
+    faults.cuts = ALL_OF_THEM
     with pytest.raises(StorageAway, match=f"{address}: the store does not answer"):
         Storage(address).write("a", b"1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from fsdp_lab.sweep.listeners.storage import Outgoing
 from fsdp_lab.sweep.store.paths import sweep_address
 from tests import forked
 from tests.conftest import run_cli
-from tests.s3 import KEY_ID, SECRET, Faults, held_in
+from tests.s3 import ALL_OF_THEM, KEY_ID, SECRET, Faults, held_in
 from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, history, runs, started, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -58,6 +57,7 @@ def leaks(folder: Path, address: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("credentials_at_home")
+@pytest.mark.full
 def test_a_sweep_that_was_killed_resumes_from_storage_alone(address: str, faults: Faults, tmp_path: Path):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
@@ -68,8 +68,7 @@ def test_a_sweep_that_was_killed_resumes_from_storage_alone(address: str, faults
         sweep = sweep_address(address, here / "out")
         assert sweep is not None
         wait_for(lambda: num_reported(faults.behind, sweep, "0"), process)
-        faults.away = True
-        threading.Timer(10.0, lambda: setattr(faults, "away", False)).start()
+        faults.cuts = 12  # of the ranks' and the driver's connections, which wait longer each time
         before = wait_for(lambda: count if (count := num_reported(faults.behind, sweep, "0")) > 1 else None, process)
         process.kill()
     assert before < 8
@@ -90,6 +89,7 @@ def test_a_sweep_that_was_killed_resumes_from_storage_alone(address: str, faults
     assert leaks(tmp_path, address) == []
 
 
+@pytest.mark.full
 def test_a_trial_alone_is_taken_up_elsewhere_when_it_is_trusted(address: str, tmp_path: Path):
     saving = ("checkpoint.mode=async", "checkpoint.keep_best=false", "training.epochs=3")
     nobody = "cluster.address=127.0.0.1:1"  # which a trial in this process does not reach
@@ -123,6 +123,7 @@ def test_a_trial_alone_is_taken_up_elsewhere_when_it_is_trusted(address: str, tm
     assert (reader / "outputs" / "from_storage" / sweep.rpartition("/")[2] / "report.html").exists()
 
 
+@pytest.mark.full
 def test_an_interrupted_sweep_says_how_it_goes_on_here_and_elsewhere(address: str, faults: Faults, tmp_path: Path):
     faults.delay_s = 0.1  # what is sent last is not there at once
     words = ("-m", *ALONE[:-1], "optimizer.lr=1e-3,2e-3", "training.epochs=400", f"cluster.storage_path={address}")
@@ -144,11 +145,11 @@ def test_what_a_store_that_is_away_has_not_taken_is_named_once(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     S3FileSystem.clear_instance_cache()
     outgoing = Outgoing(Storage(address), print)
-    faults.away = True
+    faults.cuts = ALL_OF_THEM
     for name in ("a", "b", "b"):
         outgoing.put(name, b"1")
     assert outgoing.settle(0.5) == ["a", "b"]
-    faults.away = False
+    faults.cuts = 0
     assert outgoing.settle(20.0) == [] and sorted(Storage(address).files()) == ["a", "b"]
 
 
@@ -160,6 +161,7 @@ def test_a_store_that_forbids_is_reported_before_anything_starts(address: str, f
     assert runs(tmp_path)[0] == [], "a sweep that was refused has no run"
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_is_forbidden_fails_its_trial_by_name(address: str, faults: Faults, tmp_path: Path):
     faults.forbidden = "^PUT .*/checkpoints/step_00000008"
     done = run_cli(tmp_path, *ALONE, f"cluster.storage_path={address}")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.namespaces import Cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900)]
 
 _REACH = """
 import sys

@@ -17,7 +17,6 @@ import pytest
 
 from tests import postgres
 from tests.cluster.namespaces import Node, two_namespaces, why_not
-from tests.conftest import ROOT
 from tests.s3 import SECRET, held_in, s3_server, settings
 from tests.servers import mlflow_server
 from tests.sweep.conftest import results
@@ -97,7 +96,6 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    pytest.importorskip("moto", reason="moto is not installed: make test-cluster installs it")
     if reason := why_not() or postgres.why_not():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("tracking")
@@ -113,11 +111,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
             )
         )  # fmt: skip
         yield Shared(nodes, address)
-
-
-def test_the_manual_starts_such_a_server():
-    page = (ROOT / "docs" / "tracking.md").read_text()
-    assert all(words in page for words in ("--artifacts-destination s3://bucket/mlflow", "postgresql+psycopg://"))
 
 
 def test_two_nodes_write_into_one_experiment_at_the_same_time(shared: Shared, tmp_path: Path):
@@ -148,6 +141,7 @@ def test_two_nodes_write_into_one_experiment_at_the_same_time(shared: Shared, tm
     assert shared.objects("model.pt") == 8, "artifacts are in the bucket, by way of the server"
 
 
+@pytest.mark.full
 def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared, tmp_path: Path):
     sweep = shared.start(0, tmp_path, "fsdp_lab", *SWEEP, "tracking.experiment=killed", "report.others_cpu=0.5", *SEEDS)
     until = time.monotonic() + _LIMIT_S
@@ -168,6 +162,7 @@ def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared
     assert "more than 50 % of the cores" in report, "its config comes from the bucket, by way of the server"
 
 
+@pytest.mark.full
 def test_a_night_is_compared_with_the_last_one_and_reported_to_the_store(shared: Shared, tmp_path: Path):
     words = ("--once", *TINY, "precision=fp32,bf16", "tracking.experiment=nights", "nightly.folder=nights")
     loose = ("nightly.repeats=1", "nightly.tolerance.samples_per_s=0.9", "nightly.others_cpu=1")
