@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.servers import free_port
-
 _START_S = 60
 
 
@@ -41,13 +39,13 @@ def _servant() -> pwd.struct_passwd | None:
 
 
 @contextmanager
-def postgres_server(within: Sequence[str] = ()) -> Iterator[str]:
+def postgres_server(port: int, within: Sequence[str] = ()) -> Iterator[str]:
     """The address of an empty database with its password, on the loopback.
 
     Args:
         within: what begins the server's command.
     """
-    folder, password, port = Path(tempfile.mkdtemp(prefix="fsdp_lab_pg_")), secrets.token_hex(8), free_port()
+    folder, password = Path(tempfile.mkdtemp(prefix="fsdp_lab_pg_")), secrets.token_hex(8)
     user: dict[str, Any] = {"cwd": folder, "stdin": subprocess.DEVNULL}
     servant = _servant() if os.geteuid() == 0 else None
     as_servant: list[str] = []

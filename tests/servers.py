@@ -54,6 +54,7 @@ def mlflow_server(
     environment: Mapping[str, str] | None = None,
     store: str | None = None,
     host: str = "127.0.0.1",
+    port: int | None = None,
     within: Sequence[str] = (),
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`(address, process)` of a server; its process group is ended.
@@ -65,7 +66,7 @@ def mlflow_server(
     """
     if store is None:
         lay_store(folder)
-    port = free_port()
+    port = port or free_port()
     command = [
         *within, sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
         "--backend-store-uri", store or f"sqlite:///{folder}/mlflow.db", *options,

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from s3fs import S3FileSystem
 
-from tests.cluster.namespaces import ONE_NODE, Cluster, cluster_over, two_namespaces, why_not
+from tests.cluster.namespaces import ONE_NODE, Cluster, Node, cluster_over, two_namespaces, why_not
 from tests.conftest import run_cli
 from tests.s3 import Faults, faulty, s3_server, settings
 from tests.sweep.conftest import results
@@ -30,15 +30,29 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(scope="session")
-def one_cluster() -> Iterator[Cluster]:
-    """A node with three cores and one with two, as far as Ray knows; they ask who comes for a token. Their S3
-    server is `bucket`."""
+def nodes() -> Iterator[list[Node]]:
+    """Two network namespaces, for all but Slurm."""
     if reason := why_not():
         pytest.skip(reason)
     with two_namespaces() as nodes:
-        variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        with cluster_over(nodes, {**variables, **settings(S3_PORT, nodes[0].address)}) as cluster:
-            yield cluster
+        yield nodes
+
+
+@pytest.fixture(scope="session")
+def bucket(nodes: list[Node], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a bucket that both nodes reach."""
+    head = nodes[0]
+    with s3_server(tmp_path_factory.mktemp("bucket"), S3_PORT, head.address, within=head.command()):
+        yield "s3://bucket"
+
+
+@pytest.fixture(scope="session")
+def one_cluster(nodes: list[Node]) -> Iterator[Cluster]:
+    """A node with three cores and one with two, as far as Ray knows; they ask who comes for a token. Their S3 server
+    is `bucket`."""
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with cluster_over(nodes, {**variables, **settings(S3_PORT, nodes[0].address)}) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -46,14 +60,6 @@ def cluster(one_cluster: Cluster) -> Cluster:
     """The cluster; nodes that the test before has killed are there again."""
     one_cluster.revive()
     return one_cluster
-
-
-@pytest.fixture(scope="session")
-def bucket(one_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a bucket that both nodes reach."""
-    head = one_cluster.nodes[0]
-    with s3_server(tmp_path_factory.mktemp("bucket"), S3_PORT, head.address, within=head.command()):
-        yield "s3://bucket"
 
 
 @pytest.fixture(scope="session")

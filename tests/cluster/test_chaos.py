@@ -16,7 +16,7 @@ from tests.cluster.namespaces import TWO_NODES, Cluster
 from tests.cluster.test_nodes import words
 from tests.sweep.conftest import has_trained_an_epoch, results, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 _EPOCHS = 60
 
@@ -27,14 +27,9 @@ def running(cluster: Cluster, folder: Path, *arguments: str) -> Iterator[subproc
     command = cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words(cluster, folder), *arguments)
     with (folder / "said.txt").open("w") as printed:
         process = subprocess.Popen(
-            command,
-            env=cluster.environment,
-            cwd=folder,
-            stdout=printed,
-            stderr=printed,
-            text=True,
+            command, env=cluster.environment, cwd=folder, stdout=printed, stderr=printed, text=True,
             start_new_session=True,
-        )
+        )  # fmt: skip
     try:
         yield process
     finally:
@@ -62,9 +57,10 @@ def test_a_trial_goes_on_when_its_node_is_back(cluster: Cluster, tmp_path: Path)
     (metrics,) = tmp_path.glob("storage/**/metrics.jsonl")
     epochs = [json.loads(line)["epoch"] for line in metrics.read_text().splitlines()]
     assert epochs == list(range(1, _EPOCHS + 1)), "each once"
-    assert (metrics.parent / "failures.1").is_dir() or list(metrics.parent.glob("failures.*")), "there was a failure"
+    assert list(metrics.parent.glob("failures.*")), "there was a failure"
 
 
+@pytest.mark.full
 def test_a_trial_whose_node_stays_away_names_it(cluster: Cluster, tmp_path: Path):
     node = cluster.nodes[1]
     settings = (f"training.epochs={_EPOCHS}", "cluster.wait_timeout_s=5")
@@ -79,6 +75,7 @@ def test_a_trial_whose_node_stays_away_names_it(cluster: Cluster, tmp_path: Path
     assert f"its node {node.address} (" in json.loads(failure.read_text())["message"]
 
 
+@pytest.mark.full
 def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path: Path):
     node = cluster.nodes[1]
     if node.raylet is not None:
@@ -94,6 +91,7 @@ def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path:
     assert used[0] == [cluster.nodes[0].address] and [node.address] in used[1:], printed(tmp_path)
 
 
+@pytest.mark.full
 def test_a_draining_node_is_reported(cluster: Cluster, tmp_path: Path):
     """It is told while it drains; Ray then takes it away, and the trial that needs it fails by its name."""
     node = cluster.nodes[1]
@@ -117,6 +115,7 @@ _FREE = "ray.util.remove_placement_group(ray.util.get_placement_group('held'))"
 _WAIT = "[1 for group in ray.util.placement_group_table().values() if group['state'] in ('PENDING', 'RESCHEDULING')]"
 
 
+@pytest.mark.full
 def test_a_sweep_that_waits_for_room_is_interrupted_and_resumed(cluster: Cluster, tmp_path: Path):
     """Somebody else has every core; what is interrupted leaves no request behind."""
     assert cluster.ask(_HOLD)

@@ -161,7 +161,6 @@ def test_a_store_that_forbids_is_reported_before_anything_starts(address: str, f
     assert runs(tmp_path)[0] == [], "a sweep that was refused has no run"
 
 
-@pytest.mark.full
 def test_a_checkpoint_that_is_forbidden_fails_its_trial_by_name(address: str, faults: Faults, tmp_path: Path):
     faults.forbidden = "^PUT .*/checkpoints/step_00000008"
     done = run_cli(tmp_path, *ALONE, f"cluster.storage_path={address}")

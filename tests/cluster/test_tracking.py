@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,15 @@ from typing import Any
 import pytest
 
 from tests import postgres
-from tests.cluster.namespaces import Node, two_namespaces, why_not
-from tests.s3 import SECRET, held_in, s3_server, settings
+from tests.cluster.conftest import S3_PORT
+from tests.cluster.namespaces import Node
+from tests.s3 import SECRET, held_in, settings
 from tests.servers import mlflow_server
 from tests.sweep.conftest import results
 
 pytestmark = pytest.mark.cluster
 
-_S3_PORT = 9000  # in a network namespace nobody else has it
+_MLFLOW_PORT, _POSTGRES_PORT = 5000, 5432  # in a network namespace nobody else has them
 _LIMIT_S = 200
 TINY = (
     "engine=inline", "model=mlp", "forecast.enabled=false", "data.num_train=64", "data.num_val=32", "offload=none",
@@ -63,7 +63,7 @@ class Shared:
     def objects(self, name: str) -> int:
         """How many objects of a name the bucket has."""
         command = self.nodes[0].command(sys.executable, "-c", _OBJECTS, name)
-        environment = {**os.environ, **settings(_S3_PORT)}
+        environment = {**os.environ, **settings(S3_PORT, self.nodes[0].address)}
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S, env=environment)
         return int(done.stdout)
 
@@ -95,21 +95,17 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    if reason := why_not() or postgres.why_not():
+def shared(nodes: list[Node], bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    if reason := postgres.why_not():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("tracking")
-    with ExitStack() as stack:
-        nodes = stack.enter_context(two_namespaces())
-        first = nodes[0].command()
-        stack.enter_context(s3_server(folder, _S3_PORT, within=first))
-        store = stack.enter_context(postgres.postgres_server(within=first))
-        address, _ = stack.enter_context(
-            mlflow_server(
-                folder, "--artifacts-destination", "s3://bucket/mlflow", store=store, host=nodes[0].address,
-                within=first, environment=settings(_S3_PORT),
-            )
-        )  # fmt: skip
+    head = nodes[0]
+    with (
+        postgres.postgres_server(_POSTGRES_PORT, within=head.command()) as store,
+        mlflow_server(
+            tmp_path_factory.mktemp("tracking"), "--artifacts-destination", f"{bucket}/mlflow", store=store,
+            host=head.address, port=_MLFLOW_PORT, within=head.command(), environment=settings(S3_PORT, head.address),
+        ) as (address, _),
+    ):  # fmt: skip
         yield Shared(nodes, address)
 
 
