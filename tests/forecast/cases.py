@@ -14,9 +14,12 @@ AXES: dict[str, Sequence[str]] = {
     "optimizer": ("adam", "adamw", "sgd"),
     "training.grad_accum_steps": ("1", "2"),
     "activation_checkpointing": ("none", "full", "every_n", "selective"),
-    "training.max_grad_norm": ("null", "1.0"),
+    "training.max_grad_norm": ("null", "0.1"),
     "sharding.blocks_per_unit": ("1", "2"),
     "sharding.forward_prefetch": ("null", "2"),
+    "sharding.backward_prefetch": ("null", "1"),
+    "init": ("rank0", "meta"),
+    "training.sync_each_microbatch": ("false", "true"),
     "sharding.separate_reduce_scatter_group": ("false", "true"),
     "optimizer.state_dtype": ("fp32", "bf16"),
 }
@@ -33,6 +36,7 @@ _ONLY_PLAIN_WITH_DDP = {
     "offload": "none",
     "reshard_after_forward": "default",
     "sharding.forward_prefetch": "null",
+    "sharding.backward_prefetch": "null",
     "sharding.separate_reduce_scatter_group": "false",
 }
 _PER_BLOCK_ALONE = {"sharding.blocks_per_unit": "1"}
@@ -56,7 +60,9 @@ def has_a_meaning(case: Case) -> bool:
 def overrides(case: Case) -> list[str]:
     """As they are typed, with what some options want besides."""
     more = {
-        "size_based": ["sharding.min_num_params=20000"],
+        "size_based": ["sharding.min_num_params=1000"],
+        "adam": ["optimizer.lr=0.01"],
+        "adamw": ["optimizer.lr=0.01"],
         "to_size": ["reshard_after_forward.size=2"],
     }
     return [f"{key}={value}" for key, value in case.items()] + [

@@ -19,9 +19,9 @@ from fsdp_lab.layout import Layout
 from fsdp_lab.takehome import Setup, write_out
 from fsdp_lab.takehome.imports import Imports, call, fold
 from tests.conftest import ROOT
+from tests.parity import PRECISIONS, SHARDINGS, VIT
 from tests.ranks import config, run_ranks
 from tests.takehome.scripts import train_and_run
-from tests.training.test_parity import PRECISIONS, SHARDINGS, VIT
 from tests.workloads.user.test_training import DATA, FITS, HERE, LOSS, NET
 
 Case = tuple[str, ...]

@@ -16,9 +16,9 @@ import pytest
 from fsdp_lab.layout import Layout
 from fsdp_lab.takehome import Setup, write_out
 from fsdp_lab.takehome.torchtitan import VERSION
+from tests.parity import PRECISIONS
 from tests.ranks import config
 from tests.takehome.test_pytorch import EVERYTHING
-from tests.training.test_parity import PRECISIONS
 
 NAMES: dict[str, Any] = json.loads((Path(__file__).parent / "torchtitan_names.json").read_text())
 TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list}

@@ -6,23 +6,108 @@ scikit-learn's own reader, and the batches are worked out again from seed and ep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.workloads.build import build_model_spec
 
+# A mistake to make on purpose -> the gradients that it takes: those of two ranks added up instead of averaged, of the
+# first of two ranks alone, of the last of two microbatches alone, and the mean of two ranks' means.
+MISTAKES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sum": lambda whole, first, last: 2 * whole,
+    "one_rank": lambda whole, first, last: first,
+    "last_microbatch": lambda whole, first, last: last,
+    "mean_of_means": lambda whole, first, last: (first + last) / 2,
+}
+
 
 @dataclass
 class Run:
+    """What a training learned. `accuracy`: of the validation split, where the script has a measure of it."""
+
     losses: list[float]  # of every step, over the global batch
     weights: dict[str, Tensor]
     val_loss: float
-    val_accuracy: float
+    val_accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Script:
+    """A plain script that trains a workload.
+
+    Attributes:
+        build: the model.
+        split: the items of `train` or `val`.
+        loss: the mean loss of a batch.
+        accuracy: the accuracy on a batch; None: it has none.
+    """
+
+    build: Callable[[], nn.Module]
+    split: Callable[[str], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    accuracy: Callable[[nn.Module, Any], float] | None = None
+
+    def train(self, trial: TrialConfig, wrong: str = "") -> Run:
+        """Train on one process in float32.
+
+        Args:
+            trial: its model, data, optimizer and batches count; the rest does not.
+            wrong: a mistake to make on purpose: one of `MISTAKES`, or `no_clip`.
+        """
+        items = self.split("train")
+        torch.manual_seed(trial.training.seed)
+        model, losses = self.build(), list[float]()
+        optimizer = build_optimizer(model, trial)
+        for indices in batches(trial, len(items)):
+            batch = default_collate([items[i] for i in indices])
+            optimizer.zero_grad()
+            losses.append(self._backward(model, batch, wrong))
+            if trial.training.max_grad_norm is not None and wrong != "no_clip":
+                nn.utils.clip_grad_norm_(model.parameters(), trial.training.max_grad_norm)
+            optimizer.step()
+        weights = {name: value.detach() for name, value in model.state_dict().items()}
+        return Run(losses, weights, *self._validate(model.eval(), trial))
+
+    def _backward(self, model: nn.Module, batch: Any, wrong: str) -> float:
+        """Compute the gradients of a batch, and return its loss."""
+        whole = self.loss(model, batch)
+        learned = whole
+        if wrong in MISTAKES:
+            half = len(_first_tensor(batch)) // 2
+            parts = (tree_map(lambda x, part=part: x[part], batch) for part in (slice(half), slice(half, None)))
+            learned = MISTAKES[wrong](whole, *(self.loss(model, part) for part in parts))
+        learned.backward()
+        return whole.item()
+
+    def _validate(self, model: nn.Module, trial: TrialConfig) -> tuple[float, float | None]:
+        items = self.split("val")
+        count = min(len(items), trial.data.num_val or len(items))
+        batch = default_collate([items[i] for i in range(count)])
+        with torch.no_grad():
+            return self.loss(model, batch).item(), self.accuracy(model, batch) if self.accuracy else None
+
+
+def batches(trial: TrialConfig, count: int) -> list[list[int]]:
+    """Return the items of each step, from seed and epoch."""
+    count, size, steps = min(count, trial.data.num_train or count), trial.training.global_batch_size, []
+    for epoch in range(trial.training.epochs):
+        generator = torch.Generator().manual_seed(trial.training.seed * 1_000_003 + epoch)
+        order = torch.randperm(count, generator=generator)[: count // size * size]
+        steps += [indices.tolist() for indices in order.split(size)]
+    return steps[: trial.training.max_steps]
+
+
+def _first_tensor(batch: Any) -> Tensor:
+    return next(iter(batch.values())) if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
 
 
 @lru_cache(maxsize=1)
@@ -39,6 +124,19 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def resize(images: Tensor, size: int) -> Tensor:
     return F.interpolate(images, size=(size, size), mode="bilinear")
+
+
+class Digits:
+    """The digits of a split, as large as a model takes them."""
+
+    def __init__(self, split: str, size: int) -> None:
+        (self.images, self.labels), self.size = digits()[split == "val"], size
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return resize(self.images[i : i + 1], self.size)[0], self.labels[i]
 
 
 def first_model(config: TrialConfig) -> nn.Module:
@@ -59,44 +157,18 @@ def build_optimizer(model: nn.Module, config: TrialConfig) -> torch.optim.Optimi
     return kind(model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay)
 
 
-def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
-    """The trial on one process in float32.
+def _share_of_right_answers(model: nn.Module, batch: list[Tensor]) -> float:
+    return (model(batch[0]).argmax(1) == batch[1]).float().mean().item()
 
-    Args:
-        wrong: a mistake to make on purpose: `sum` adds the gradients of two ranks up where they are to be
-            averaged, `one_rank` takes those of the first of two ranks alone, `last_microbatch` those of the
-            second half of the batch alone, `no_clip` leaves out the clipping.
-    """
-    (train_x, train_y), (val_x, val_y) = digits()
-    count, batch, size = config.data.num_train or 1437, config.training.global_batch_size, config.model.image_size
-    model = first_model(config)
-    optimizer = build_optimizer(model, config)
-    losses: list[float] = []
-    for epoch in range(config.training.epochs):
-        generator = torch.Generator().manual_seed(config.training.seed * 1_000_003 + epoch)
-        order = torch.randperm(count, generator=generator)
-        for step in range(count // batch):
-            if len(losses) == config.training.max_steps:
-                break
-            index = order[step * batch : (step + 1) * batch]
-            logits, labels = model(resize(train_x[index], size)), train_y[index]
-            each = F.cross_entropy(logits, labels, reduction="none")
-            half = batch // 2
-            counted = {"one_rank": each[:half].mean(), "last_microbatch": each[half:].mean(), "sum": 2 * each.mean()}
-            optimizer.zero_grad()
-            counted.get(wrong, each.mean()).backward()
-            if config.training.max_grad_norm is not None and wrong != "no_clip":
-                nn.utils.clip_grad_norm_(model.parameters(), config.training.max_grad_norm)
-            optimizer.step()
-            losses.append(each.mean().item())
-    model.eval()
-    with torch.no_grad():
-        labels = val_y[: config.data.num_val]
-        logits = model(resize(val_x[: config.data.num_val], size))
-        val_loss = F.cross_entropy(logits, labels).item()
-        val_accuracy = (logits.argmax(1) == labels).float().mean().item()
-    weights = {name: value.detach() for name, value in model.state_dict().items()}
-    return Run(losses, weights, val_loss, val_accuracy)
+
+def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
+    """Train one of our image classifiers on one process in float32; see `Script.train`."""
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    build, split = build_model_spec(config.model).build, partial(Digits, size=config.model.image_size)
+    return Script(build, split, loss, _share_of_right_answers).train(config, wrong)
 
 
 def apart(a: list[float], b: list[float]) -> float:

@@ -1,95 +1,29 @@
-"""A module that knows nothing of sharding trains as it does alone: what breaks in silence elsewhere, case by case."""
+"""A module that knows nothing of sharding: its units, blocks and buffers. What it learns: `test_parity.py`."""
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.training.blocks import batch_norm_notes, check_blocks, find_block_classes
 from fsdp_lab.training.parallelize import sharding_units
-from fsdp_lab.workloads.build import build_model_spec
+from fsdp_lab.workloads.build import build_model_spec, build_workload
 from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.language.pydoc import PydocTokens
+from tests.parity import WORKLOADS
 from tests.ranks import Memo, config, run_ranks
-from tests.training.odd import batches, train_plain, workload
 from tests.workloads.user.odd import Block, Odd
 
-STEPS, SIZE, SEED = 6, 8, 3
 HALVES = ("bf16", "bf16_mixed")
 SHARDINGS = ("ddp", "root", "per_block", "per_layer", "size_based sharding.min_num_params=80")
-CASES = [
-    (f"sharding={sharding}", f"reshard_after_forward={reshard}", f"init={init}")
-    for sharding, reshard, init in product(SHARDINGS, ("always", "never"), ("rank0", "meta"))
-]
-
-
-def words(case: tuple[str, ...]) -> list[str]:
-    return [*" ".join(case).split(), f"training.seed={SEED}", "optimizer=adam", "optimizer.lr=0.02"]
-
-
-def train_sharded(
-    cases: list[tuple[str, ...]], blocks: tuple[type[nn.Module], ...] | None = None
-) -> list[dict[str, Any]]:
-    """Losses over the global batch, final weights, and what is left of the buffer, of each case."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    from fsdp_lab.training.build import build, leaves_some_unused
-    from fsdp_lab.training.distributed import build_parallel_dims, setup_distributed
-    from fsdp_lab.training.loop import train_step
-    from fsdp_lab.training.weights import init_weights
-
-    ranks, results = setup_distributed(), []
-    for case in cases:
-        trial, work = config(*words(case)), workload()
-        work = replace(work, model=replace(work.model, block_classes=blocks))
-        dims = build_parallel_dims(trial.sharding, ranks)
-        unused = leaves_some_unused(work, trial)
-        init = partial(init_weights, config=trial, device=ranks.device)
-        state = build(work.model, trial, dims, ranks.device, materialize=init, find_unused=unused)
-        state.model.train()
-        losses = []
-        for batch in batches(STEPS, SIZE):
-            part = batch.chunk(ranks.world_size)[ranks.rank]
-            loss, _ = train_step(state, work.task, [part], trial, ranks.device)
-            losses.append(dims.sum(loss).item() / ranks.world_size)
-        full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        (angles,) = state.model.buffers()
-        results.append({"losses": losses, "weights": dict(full), "angles": angles})
-    return results
-
-
-def test_it_learns_what_it_learns_alone_in_every_sharding() -> None:
-    """Tied weights, a buffer, dataclasses and dicts, a block called twice, frozen and unused parameters."""
-    losses, weights = train_plain(STEPS, SIZE, lr=0.02, seed=SEED)
-    assert losses[-1] < losses[0]
-    first, _ = run_ranks(2, train_sharded, CASES)
-    for case, got in zip(CASES, first, strict=True):
-        assert max(abs(a - b) for a, b in zip(got["losses"], losses, strict=True)) < 1e-5, (case, got["losses"], losses)
-        assert torch.equal(got["angles"], Odd().angles), case
-        assert got["weights"].keys() == weights.keys(), case
-        for name, weight in weights.items():
-            torch.testing.assert_close(got["weights"][name], weight, rtol=0, atol=2e-5, msg=f"{case} {name}")
-        tied = (got["weights"]["embedding.weight"], got["weights"]["head.weight"])
-        assert torch.equal(*tied), case
-
-
-NESTED = (Block, nn.LayerNorm)  # the norm lies in the block
-
-
-def test_blocks_inside_blocks_learn_what_the_model_learns_alone() -> None:
-    losses, _ = train_plain(STEPS, SIZE, lr=0.02, seed=SEED)
-    cases = [("sharding=per_block",), ("sharding=per_block", "activation_checkpointing=full")]
-    for got in run_ranks(2, train_sharded, cases, NESTED)[0]:
-        assert got["losses"] == pytest.approx(losses, abs=1e-5)
+USER = WORKLOADS["user"].words
+NESTED = (Block, nn.LayerNorm)  # the norm is in the block
 
 
 def test_inner_blocks_come_first() -> None:
@@ -100,11 +34,33 @@ def test_inner_blocks_come_first() -> None:
     assert units == [f"blocks.{n}{leaf}" for n in range(3) for leaf in (".norm", "")]
 
 
+class Watched(Odd):
+    """Remembers what was in its buffer in the last forward pass."""
+
+    last: Tensor
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        Watched.last = self.angles.detach()
+        return super().forward(tokens)
+
+
+def tables(cases: list[list[str]]) -> list[Tensor]:
+    """On one rank: what is in the model's buffer in the last forward pass of each case."""
+    from fsdp_lab.training import train
+
+    results = []
+    for words in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            train(config(*USER, f"model._target_={__name__}.Watched", *words), Path(folder), Memo())
+        results.append(Watched.last)
+    return results
+
+
 def test_buffers_keep_their_precision() -> None:
-    cases = [(f"sharding={sharding}", f"precision={p}") for sharding, p in product(SHARDINGS, HALVES)]
-    cases += [("sharding=per_block", "precision=fp16", "init=meta")]
-    for case, got in zip(cases, run_ranks(1, train_sharded, cases)[0], strict=True):
-        assert torch.equal(got["angles"], Odd().angles) and got["angles"].dtype == torch.float32, case
+    cases = [f"sharding={sharding} precision={p}".split() for sharding, p in product(SHARDINGS, HALVES)]
+    cases.append(["sharding=per_block", "precision=fp16", "precision.init_scale=8", "init=meta"])
+    for case, got in zip(cases, run_ranks(1, tables, cases)[0], strict=True):
+        assert torch.equal(got, Odd().angles) and got.dtype == torch.float32, case
 
 
 def first_losses(cases: list[tuple[str, ...]]) -> list[float]:
@@ -143,7 +99,9 @@ def test_rotary_tables_are_used_in_float32_under_half_precision() -> None:
 
 
 def test_the_step_on_meta_finds_what_has_no_gradient() -> None:
-    assert workload().parameters_without_gradient() == ["unused.weight", "unused.bias"]
+    trial = config(*USER)
+    workload = build_workload(trial.model, trial.data, trial.task)
+    assert workload.parameters_without_gradient() == ["unused.weight", "unused.bias"]
 
 
 @pytest.mark.parametrize(

@@ -1,279 +1,205 @@
-"""A sharded run learns what one unsharded process learns, step by step."""
+"""A sharded run learns what one unsharded process learns, step by step, and holds what was forecast, to the byte.
+
+The rows are in `tests/parity_rows.py`, what trains them in `tests/parity.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache, partial
-from itertools import product
+import importlib.util
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
-from fsdp_lab.config import TrialConfig
-from fsdp_lab.workloads.construct import Blueprint
-from tests.ranks import config, run_ranks, train_all
-from tests.training.reference import Run, apart, first_weights, train_unsharded
-
-Case = tuple[str, ...]
-Results = dict[Case, tuple[list[float], list[dict[str, float]]]]
-
-FP32_TOLERANCE = 1e-5  # measured: 5e-7
-NARROW_TOLERANCE = 2e-4  # measured: 2e-5
-HALF_TOLERANCE = 5e-3  # measured: bf16 1.4e-3, bf16_mixed 1.0e-3, grad_bf16 5e-4, fp16 and fp16_mixed 3.5e-4
-
-# Weight decay inside Adam's gradient, and a large step: without them Adam would forgive a gradient that is
-# wrong by a factor, and four steps would hardly move the ViT, whose head starts at zero.
-VIT = ("optimizer=adam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1")
-MLP = ("model=mlp", "optimizer=sgd")
-
-SHARDINGS: dict[str, Case] = {
-    "ddp": ("sharding=ddp",),
-    "root": ("sharding=root",),
-    "per_block": ("sharding=per_block",),
-    "per_layer": ("sharding=per_layer",),
-    "size_based": ("sharding=size_based", "sharding.min_num_params=10000"),
-}
-SHARDED = [name for name in SHARDINGS if name != "ddp"]
-RESHARDS: list[Case] = [
-    *((f"reshard_after_forward={policy}",) for policy in ("always", "never", "default")),
-    *(("reshard_after_forward=to_size", f"reshard_after_forward.size={size}") for size in (1, 2)),
-]
-TWO_BLOCKS = ("model.num_layers=2",)  # of all combinations: to gather one ahead of another takes no more
-GRID: list[Case] = [
-    (*SHARDINGS[sharding], f"offload={offload}", *reshard, *VIT, *TWO_BLOCKS)
-    for sharding, offload, reshard in product(SHARDINGS, ("none", "cpu", "cpu_unpinned"), RESHARDS)
-    if sharding != "ddp" or offload == "none"
-]
-PRECISIONS = ("bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
-HALF: list[Case] = [
-    (f"precision={p}", *SHARDINGS[s], *MLP) for p, s in product(PRECISIONS, ("per_block", "ddp", "per_layer"))
-]
-CLIP = "training.max_grad_norm=0.1"
-_NO_MATTER = (
-    "training.grad_accum", "training.sync_each", "optimizer.implementation", "optimizer.state_dtype", "data.loader",
-)  # fmt: skip
-NARROW: list[Case] = [(*SHARDINGS[s], "optimizer.state_dtype=bf16", "model=mlp") for s in SHARDINGS]
-EACH = "training.sync_each_microbatch=true"
-FEATURES: list[Case] = [
-    *((*SHARDINGS[s], "training.grad_accum_steps=2", *VIT) for s in SHARDINGS),
-    *((*SHARDINGS[s], "training.grad_accum_steps=2", EACH, *VIT) for s in ("ddp", "per_block")),
-    *((*SHARDINGS[s], CLIP, *MLP) for s in SHARDINGS),
-    *((*SHARDINGS[s], "activation_checkpointing=full", *VIT) for s in SHARDINGS),
-    *((*SHARDINGS[s], "activation_checkpointing=selective", *VIT) for s in ("ddp", "root", "per_block")),
-    *((*SHARDINGS[s], "activation_checkpointing=every_n", *VIT) for s in ("ddp", "per_block")),
-    *((*SHARDINGS[s], "init=meta", *VIT) for s in SHARDINGS),
-    *((*SHARDINGS[s], "memory_profile=peaks", *VIT, *TWO_BLOCKS) for s in SHARDINGS),
-    (*SHARDINGS["per_block"], "sharding.forward_prefetch=2", "sharding.backward_prefetch=1", *VIT),
-    (*SHARDINGS["per_layer"], "sharding.separate_reduce_scatter_group=true", *VIT),
-    (*SHARDINGS["per_block"], "sharding.blocks_per_unit=2", "sharding.forward_prefetch=1", *VIT),
-    (*SHARDINGS["per_block"], "sharding.blocks_per_unit=3", "memory_profile=peaks", "training.epochs=2", *VIT),
-    (*SHARDINGS["per_layer"], "sharding.forward_prefetch=1", "sharding.backward_prefetch=3", *VIT),
-    (*SHARDINGS["per_block"], CLIP, "training.grad_accum_steps=2", "offload=cpu", *MLP),
-    (*SHARDINGS["per_block"], "optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.3"),
-    (*SHARDINGS["per_block"], "optimizer.implementation=foreach", *VIT),
-    (*SHARDINGS["per_block"], "optimizer.implementation=for_loop", *VIT),
-    (*SHARDINGS["per_block"], "data.loader_workers=1", *VIT),
-    (*SHARDINGS["per_block"], "training.epochs=2", "training.seed=5", *VIT),
-]
-FOUR: list[Case] = [
-    (*SHARDINGS["per_block"], *VIT),
-    (*SHARDINGS["ddp"], *VIT),
-    (*SHARDINGS["per_layer"], "training.grad_accum_steps=2", *VIT),
-    (*SHARDINGS["per_block"], "reshard_after_forward=to_size", "reshard_after_forward.size=2", *VIT),
-    (*SHARDINGS["per_block"], "sharding.dp_replicate=2", "sharding.separate_reduce_scatter_group=true", *VIT),
-    (*SHARDINGS["per_layer"], "sharding.dp_replicate=2", "reshard_after_forward=to_size",
-     "reshard_after_forward.size=2", *VIT),
-    (*SHARDINGS["size_based"], "sharding.dp_replicate=2", "reshard_after_forward=to_size",
-     "reshard_after_forward.size=1", "training.grad_accum_steps=2", "init=meta", *VIT),
-    (*SHARDINGS["root"], "sharding.dp_replicate=4", CLIP, *MLP),
-]  # fmt: skip
-ONE: list[Case] = [
-    (*SHARDINGS["per_block"], *VIT),
-    (*SHARDINGS["ddp"], *VIT),
-    (*SHARDINGS["per_layer"], "training.grad_accum_steps=4", *VIT),
-]
+from fsdp_lab.config import TrialConfig, conf_dir
+from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.options import option_values
+from tests.forecast.cases import AXES
+from tests.parity import (
+    CLIP,
+    FP32_TOLERANCE,
+    NEED_TRANSFORMERS,
+    Result,
+    Row,
+    forecast_differences,
+    train_rows,
+    unsharded,
+)
+from tests.parity_rows import HALF, NARROW, ROWS
+from tests.ranks import config
+from tests.training.reference import apart
 
 
-def run(world_size: int, cases: list[Case]) -> Results:
-    by_rank = run_ranks(world_size, train_all, [list(case) for case in cases])
-    for rank, results in enumerate(by_rank):
-        for case, (losses, _), (first, _) in zip(cases, results, by_rank[0], strict=True):
-            assert losses == first, f"rank {rank} reports other losses than rank 0: {case}"
-    return dict(zip(cases, by_rank[0], strict=True))
+def _marked(rows: Sequence[Row], id: str = "") -> Any:
+    """Rows as a parameter, in the latest of their tiers."""
+    tier = max((row.tier for row in rows), key=("test", "ci", "full").index)
+    marks = [] if tier == "test" else [getattr(pytest.mark, tier)]
+    if any(row.workload in NEED_TRANSFORMERS for row in rows):
+        missing = importlib.util.find_spec("transformers") is None
+        marks.append(pytest.mark.skipif(missing, reason="transformers is not installed"))
+    return pytest.param(rows[0] if not id else rows, marks=marks, id=id or str(rows[0]))
+
+
+def row_of(cell: str, workload: str = "mlp") -> Row:
+    (row,) = (row for row in ROWS if (row.workload, row.cell, row.ranks) == (workload, cell, 2))
+    return row
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Results:
-    return run(2, [*GRID, *HALF, *NARROW, *FEATURES])
+def trained(request: pytest.FixtureRequest) -> Callable[[Row], Result]:
+    """Train the rows of the tests that were selected, those of as many ranks in one process group."""
+    items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    chosen = (item.callspec.params for item in items)
+    selected = {row: None for params in chosen for row in params.get("rows", (params.get("row"),)) if row}
+
+    @cache
+    def group(ranks: int) -> dict[Row, Result]:
+        return train_rows([row for row in selected if row.ranks == ranks], ranks)
+
+    return lambda row: group(row.ranks)[row]
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Results:
-    return run(4, FOUR)
+@pytest.mark.parametrize("row", [_marked([row]) for row in ROWS])
+def test_a_sharded_run_learns_what_one_process_learns(trained: Callable[[Row], Result], row: Row) -> None:
+    result, plain = trained(row), unsharded(row)
+    assert len(plain.losses) > 1 and min(plain.losses[1:]) < plain.losses[0], "it learns"
+    difference = apart(result.losses, plain.losses)
+    assert difference <= row.tolerance, f"a step's loss is off by {difference:.2e}\n{result.losses}\n{plain.losses}"
+    assert abs(result.metrics["val/loss"] - plain.val_loss) <= row.tolerance
+    steps = round(len(plain.losses) / config(*row.words).training.epochs)
+    assert result.metrics["train/loss"] == pytest.approx(sum(result.losses[-steps:]) / steps, abs=1e-6)
+    if row.workload == "seq2seq":
+        assert result.metrics["val/perplexity"] == pytest.approx(torch.tensor(plain.val_loss).exp().item(), rel=1e-4)
+        assert "perf/tokens_per_s" not in result.metrics, "rows differ in their tokens"
+    if plain.val_accuracy is not None and row.tolerance <= FP32_TOLERANCE:
+        assert result.metrics["val/accuracy"] == pytest.approx(plain.val_accuracy)
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> Results:
-    return run(1, ONE)
-
-
-# What a float32 run on one process depends on; the other settings must change nothing.
-_MATTERS = ("model", "optimizer", "training", "data")
-
-
-def unsharded(case: Case, wrong: str = "") -> Run:
-    keys = [o for o in case if o.split("=")[0].split(".")[0] in _MATTERS]
-    keys = [o for o in keys if not o.startswith(_NO_MATTER)]
-    return _unsharded(tuple(keys), wrong)
-
-
-@lru_cache
-def _unsharded(keys: Case, wrong: str) -> Run:
-    torch.set_num_threads(1)
-    return train_unsharded(config(*keys), wrong)
-
-
-def name(case: Case) -> str:
-    return " ".join(o for o in case if o not in (*VIT, *TWO_BLOCKS))
-
-
-def assert_same(results: Results, case: Case, tolerance: float) -> None:
-    losses, reported = results[case]
-    plain = unsharded(case)
-    difference = apart(losses, plain.losses)
-    assert difference <= tolerance, f"a step's loss is off by {difference:.2e}\n{losses}\n{plain.losses}"
-    assert abs(reported[-1]["val/loss"] - plain.val_loss) <= tolerance
-    assert reported[-1]["train/loss"] == pytest.approx(sum(losses[-4:]) / 4, abs=1e-9)
-
-
-@pytest.mark.parametrize("case", GRID, ids=name)
-def test_every_sharding_offload_and_reshard(two_ranks: Results, case: Case) -> None:
-    assert_same(two_ranks, case, FP32_TOLERANCE)
-    assert two_ranks[case][1][-1]["val/accuracy"] == pytest.approx(unsharded(case).val_accuracy)
-
-
-@pytest.mark.parametrize("case", FEATURES, ids=name)
-def test_features(two_ranks: Results, case: Case) -> None:
-    assert_same(two_ranks, case, FP32_TOLERANCE)
-
-
-@pytest.mark.parametrize("case", HALF, ids=name)
-def test_half_precision(two_ranks: Results, case: Case) -> None:
-    assert_same(two_ranks, case, HALF_TOLERANCE)
-
-
-def test_moments_in_bfloat16(two_ranks: Results) -> None:
-    """Near the float32 run, apart from it, and the same for every sharding."""
-    first = two_ranks[NARROW[0]][0]
-    for case in NARROW:
-        assert_same(two_ranks, case, NARROW_TOLERANCE)
-        assert apart(two_ranks[case][0], first) <= FP32_TOLERANCE, case
-        assert apart(two_ranks[case][0], unsharded(case).losses) > 1e-6, case
-
-
-@pytest.mark.parametrize("case", FOUR, ids=name)
-def test_four_ranks(four_ranks: Results, case: Case) -> None:
-    assert_same(four_ranks, case, FP32_TOLERANCE)
-
-
-@pytest.mark.parametrize("case", ONE, ids=name)
-def test_one_rank(one_rank: Results, case: Case) -> None:
-    assert_same(one_rank, case, FP32_TOLERANCE)
+@pytest.mark.parametrize("row", [_marked([row]) for row in ROWS if row.has_forecast])
+def test_it_holds_what_was_forecast_to_the_byte(trained: Callable[[Row], Result], row: Row) -> None:
+    peaks = trained(row).peaks[: row.forecast_ranks]
+    assert forecast_differences(row.words, row.ranks, peaks) == []
 
 
 @pytest.mark.parametrize(
-    ("case", "wrong", "tolerance"),
+    "row", [_marked([row]) for row in ROWS if row.workload == "user" and row.tolerance == FP32_TOLERANCE]
+)
+def test_its_weights_are_the_scripts(trained: Callable[[Row], Result], row: Row) -> None:
+    """Also those that are tied, frozen, or have no gradient."""
+    got, expected = trained(row).weights, unsharded(row).weights
+    assert got is not None and got.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(got[name], weight, rtol=0, atol=2e-5, msg=name)
+    assert torch.equal(got["embedding.weight"], got["head.weight"])
+
+
+@pytest.mark.parametrize(
+    "rows",
     [
-        (VIT, "sum", FP32_TOLERANCE),
-        (VIT, "one_rank", FP32_TOLERANCE),
-        (VIT, "last_microbatch", FP32_TOLERANCE),
-        ((*MLP, CLIP), "no_clip", FP32_TOLERANCE),
-        ((*MLP, CLIP), "one_rank", FP32_TOLERANCE),
-        (MLP, "sum", HALF_TOLERANCE),
-        (MLP, "one_rank", HALF_TOLERANCE),
+        _marked([row_of(cell) for cell in (NARROW[0], NARROW[2])], "ddp and per_block"),
+        _marked([row_of(cell) for cell in NARROW], "all"),
     ],
 )
-def test_a_wrong_reduction_would_be_seen(case: Case, wrong: str, tolerance: float) -> None:
-    """The tolerances are worth something: each mistake lies far outside of the one that has to catch it."""
-    assert apart(unsharded(case, wrong).losses, unsharded(case).losses) > 100 * tolerance
+def test_moments_in_bfloat16_are_rounded_alike_in_every_sharding(
+    trained: Callable[[Row], Result], rows: list[Row]
+) -> None:
+    for row in rows:
+        assert apart(trained(row).losses, trained(rows[0]).losses) <= 1e-5, row
+        assert apart(trained(row).losses, unsharded(row).losses) > 1e-6, row
 
 
-@pytest.mark.parametrize("sharding", ["per_block", "per_layer"])
-def test_each_precision_does_its_own_arithmetic(two_ranks: Results, sharding: str) -> None:
+@pytest.mark.parametrize(
+    "rows", [_marked([row_of(cell, "wide mlp") for cell in HALF[s]], s) for s in ("per_block", "per_layer")]
+)
+def test_each_precision_does_its_own_arithmetic(trained: Callable[[Row], Result], rows: list[Row]) -> None:
     """The reduction's dtype is used, not only the computation's: no two of the settings agree."""
-    rows = [two_ranks[(f"precision={p}", *SHARDINGS[sharding], *MLP)][0] for p in PRECISIONS]
-    rows.append(unsharded(MLP).losses)
-    assert all(apart(a, b) > 1e-6 for i, a in enumerate(rows) for b in rows[:i])
+    losses = [*(trained(row).losses for row in rows), unsharded(rows[0]).losses]
+    assert all(apart(a, b) > 1e-6 for i, a in enumerate(losses) for b in losses[:i])
 
 
-def test_the_memory_tracker_changes_no_digit(two_ranks: Results) -> None:
-    for sharding in SHARDINGS:
-        tracked = two_ranks[(*SHARDINGS[sharding], "memory_profile=peaks", *VIT, *TWO_BLOCKS)]
-        plain = two_ranks[(*SHARDINGS[sharding], "offload=none", "reshard_after_forward=default", *VIT, *TWO_BLOCKS)]
-        assert tracked[0] == plain[0], sharding
-        assert tracked[1][-1]["memory/peak_bytes"] > 0
-        assert "memory/peak_bytes" not in plain[1][-1]
+@pytest.mark.parametrize(
+    ("workload", "cell", "wrong"),
+    [
+        ("mlp", "sharding=per_block", "sum"),
+        ("mlp", "sharding=per_block", "one_rank"),
+        ("mlp", "sharding=per_block", "last_microbatch"),
+        ("mlp", f"sharding=ddp {CLIP}", "no_clip"),
+        ("mlp", f"sharding=ddp {CLIP}", "one_rank"),
+        ("wide mlp", HALF["per_block"][0], "sum"),
+        ("wide mlp", HALF["per_block"][0], "one_rank"),
+        ("language", "sharding=per_block", "sum"),
+        ("user", "sharding=per_block", "sum"),
+        ("seq2seq", "sharding=per_block", "mean_of_means"),
+    ],
+)
+def test_a_wrong_reduction_would_be_seen(workload: str, cell: str, wrong: str) -> None:
+    """The tolerances are worth something: each mistake is far outside of the one that has to catch it."""
+    row = Row(workload, cell)
+    assert apart(unsharded(row, wrong).losses, unsharded(row).losses) > 100 * row.tolerance
 
 
-def initial_weights(cases: list[Case]) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """`(full first weights, number of parameters whose values this rank built)` of each case."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    from fsdp_lab.training.build import build
-    from fsdp_lab.training.distributed import build_parallel_dims, setup_distributed
-    from fsdp_lab.training.weights import init_weights
-    from fsdp_lab.workloads.build import build_model_spec
-
-    values, given = Blueprint.values, [0]
-
-    def counted(blueprint: Blueprint) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in values(blueprint):
-            given[0] += 1
-            yield name, value
-
-    Blueprint.values = counted  # type: ignore[method-assign]
-    ranks, results = setup_distributed(), []
-    for case in cases:
-        given[0] = 0
-        trial = config(*case)
-        spec, dims = build_model_spec(trial.model), build_parallel_dims(trial.sharding, ranks)
-        init = partial(init_weights, config=trial, device=ranks.device)
-        state = build(spec, trial, dims, ranks.device, materialize=init)
-        full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        results.append((dict(full), given[0]))
-    return results
+# Keys that no row has, or none of `make test`, and what tests them.
+ELSEWHERE = {
+    "precision=float8": "tests/training/test_float8.py, on a GPU",
+    "precision.float8": "tests/training/test_float8.py, on a GPU",
+    "precision.init_scale": "tests/training/test_optimizer.py",
+    "precision.growth_interval": "tests/training/test_optimizer.py",
+    "task.metrics": "tests/workloads/user/test_training.py",
+    "task.unit": "tests/workloads/user/test_training.py",
+    "optimizer.scale_lr": "tests/training/test_optimizer.py",
+    "lr_schedule.": "tests/training/test_optimizer.py, tests/takehome/test_pytorch.py",
+    "training.timing_warmup_steps": "tests/training/test_speed.py",
+    "repeat": "changes nothing",
+    "compile": "rows of make ci: the compiler takes half a minute",
+    "checkpoint.": "tests/training/test_checkpoint.py",
+    "memory_profile=timeline": "tests/forecast/test_equality.py",
+    "model.": "tests/test_presets.py",
+    "data.": "tests/test_presets.py",
+}
+GROUPS = ("sharding", "precision", "offload", "reshard_after_forward", "optimizer", "task")
 
 
-def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
-    cases = [
-        (*SHARDINGS[s], f"init={init}", *more)
-        for s, init, more in product(
-            SHARDINGS, ("rank0", "meta"), ((), ("training.seed=7", "activation_checkpointing=full"))
-        )
+def test_every_value_of_every_setting_has_a_row_in_make_test() -> None:
+    """A new key or option needs a row, or a line above."""
+    rows = [flatten(config(*row.words)) for row in ROWS if row.tier == "test"]
+    missing = [
+        f"{group}={file.stem}"
+        for group in GROUPS
+        for file in (conf_dir() / group).glob("*.yaml")
+        if not any(_named(group, file.stem).items() <= row.items() for row in rows)
     ]
-    cases += [("offload=cpu", f"init={init}", "model=mlp") for init in ("rank0", "meta")]
-    first, second = run_ranks(2, initial_weights, cases)
-    for case, (got, built_first), (_, built_second) in zip(cases, first, second, strict=True):
-        expected = first_weights(config(*case))
-        assert got.keys() == expected.keys(), case
-        assert all(torch.equal(got[key], expected[key]) for key in expected), case
-        assert built_first == len(expected), case
-        assert built_second == (0 if "init=rank0" in case else len(expected)), case
+    for key, default in flatten(TrialConfig()).items():
+        values = {row[key] for row in rows if key in row}
+        wanted = _members(key)
+        missing += [f"{key}={value}" for value in wanted - values]
+        missing += [f"{key}, other than {default}"] if not wanted and not values - {default} else []
+    assert [each for each in missing if not each.startswith(tuple(ELSEWHERE))] == []
+    assert [prefix for prefix in ELSEWHERE if not any(each.startswith(prefix) for each in missing)] == []
 
 
-def test_the_seed_changes_the_weights() -> None:
-    a, b = (first_weights(TrialConfig()), first_weights(config("training.seed=1")))
-    assert not torch.equal(a["conv_proj.weight"], b["conv_proj.weight"])
+def _named(group: str, option: str) -> dict[str, Any]:
+    """The values by which an option is told from the others of its group."""
+    values = option_values(group, option)
+    known = ("granularity", "policy", "target", "name", "param_dtype", "reduce_dtype", "loss_scaling", "float8")
+    return {f"{group}.{key}": value for key, value in values.items() if key in known}
 
 
-@pytest.mark.ci
-def test_compiled_blocks() -> None:
-    case = (*SHARDINGS["per_block"], "compile=true", "activation_checkpointing=full", *VIT)
-    assert_same(run(2, [case]), case, FP32_TOLERANCE)
+def _members(key: str) -> set[str]:
+    """The names of a key's values, if it takes one of a few."""
+    value: Any = TrialConfig()
+    for name in key.split("."):
+        value = getattr(value, name)
+    return {member.name for member in type(value)} if isinstance(value, Enum) else set()
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("more", ["compile_memory_budget=0.3", "activation_checkpointing=selective"])
-def test_compiled_blocks_that_keep_some_activations(more: str) -> None:
-    case = (*SHARDINGS["per_block"], "compile=true", more, *VIT)
-    assert_same(run(2, [case]), case, FP32_TOLERANCE)
+def test_every_value_is_in_the_pairs_of_make_ci() -> None:
+    for key, values in AXES.items():
+        folder = conf_dir() / key
+        if folder.is_dir():
+            options = {file.stem for file in folder.glob("*.yaml")}
+            assert set(values) == options - {"float8", "cpu_unpinned"}, key
+        elif members := _members(key):
+            assert set(values) == members, key

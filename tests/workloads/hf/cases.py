@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.workloads.language.pydoc import PydocTokens
-from tests.training.reference import digits
+from tests.training.reference import Digits, Script
 from tests.workloads.hf import pairs
-from tests.workloads.test_every_workload import Script
 
 CONFIGS = Path(__file__).parent / "configs"
 LEARN = ("optimizer=adam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1")
@@ -37,17 +36,6 @@ def plain_model(name: str) -> nn.Module:
     return auto.get(name, transformers.AutoModelForCausalLM).from_config(config, dtype=torch.float32)
 
 
-class Digits:
-    def __init__(self, split: str) -> None:
-        self.images, self.labels = digits()[split == "val"]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return self.images[i], self.labels[i]
-
-
 def next_token(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(model(input_ids=rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
 
@@ -63,7 +51,7 @@ def target_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def script(name: str) -> Script:
     parts: dict[str, tuple[Callable[[str], Any], Callable[..., Tensor]]] = {
-        "t5": (pairs.Pairs, target_loss), "vit": (Digits, classified),
+        "t5": (pairs.Pairs, target_loss), "vit": (partial(Digits, size=8), classified),
     }  # fmt: skip
     split, loss = parts.get(name, (partial(PydocTokens, seq_len=16), next_token))
     return Script(partial(plain_model, name), split, loss)

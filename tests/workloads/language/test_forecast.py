@@ -32,6 +32,7 @@ def test_a_rank_of_eight_holds_an_eighth_of_llama3_8b_and_of_its_adamw_states(sh
     assert result["buffer"] == 2 * 8192 * 64 * 4, "the tables of rotations are neither sharded nor cast"
 
 
+@pytest.mark.ci
 def test_of_a_loss_in_parts_the_logits_of_one_part_are_held() -> None:
     """16 rows of 64 tokens on a rank, 32,000 logits of 4 bytes for each. In the backward pass of a part there are three
     such tensors: logits, logarithms of their softmax, and the gradient. Of the whole there are more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.forecast.test_equality import differences
+from tests.parity import differences
 from tests.ranks import run_ranks, train_all
 from tests.training.reference import apart
 

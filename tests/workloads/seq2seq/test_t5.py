@@ -1,57 +1,18 @@
-"""T5 of transformers on pairs of texts: it learns what a plain script of transformers learns, and writes greedily."""
+"""The T5 of `t5_tiny`: its refusals, and its script. What it learns: `tests/training/test_parity.py`."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
-import transformers
-
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries
-from tests.forecast.test_equality import differences
-from tests.ranks import config, run_ranks, train_all
+from tests.parity import WORKLOADS
+from tests.ranks import config, run_ranks
 from tests.takehome.scripts import train_and_run
 from tests.training.reference import apart
-from tests.workloads.hf.cases import LEARN, target_loss
-from tests.workloads.test_every_workload import Script
 
-SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 24, "dropout_rate": 0.0}
-WORDS = [
-    "task=seq2seq", "data.source_len=24", "data.target_len=12", "data.num_train=64", "training.global_batch_size=16",
-    *(f"model.{name}={value}" for name, value in SIZES.items()),
-]  # fmt: skip
-CELLS = ("sharding=ddp", "sharding=root", "sharding=per_block", "sharding=per_block training.grad_accum_steps=2")
-
-
-def t5() -> transformers.T5ForConditionalGeneration:
-    """The model of `t5_tiny` at these sizes, its values written down again."""
-    plain = transformers.T5Config(
-        vocab_size=384, num_layers=2, num_decoder_layers=2, num_heads=4, feed_forward_proj="gated-gelu", pad_token_id=0,
-        eos_token_id=1, decoder_start_token_id=0, tie_word_embeddings=True, **SIZES,
-    )  # fmt: skip
-    return transformers.AutoModelForSeq2SeqLM.from_config(plain, dtype=torch.float32)
-
-
-def test_it_learns_what_a_plain_script_of_transformers_learns() -> None:
-    """Whose own loss is the mean over the labels of the batch."""
-    torch.set_num_threads(1)
-    losses, val_loss = Script(t5, partial(PydocSummaries, source_len=24, target_len=12), target_loss).train(
-        *WORDS, *LEARN
-    )
-    results = run_ranks(2, train_all, [[*WORDS, *LEARN, *cell.split()] for cell in CELLS])[0]
-    for cell, (got, metrics) in zip(CELLS, results, strict=True):
-        assert apart(got, losses) <= 1e-5, (cell, got, losses)
-        assert abs(metrics[-1]["val/loss"] - val_loss) <= 1e-5, cell
-
-
-@pytest.mark.full
-def test_it_holds_what_was_forecast_to_the_byte() -> None:
-    assert differences([[*WORDS, cell] for cell in CELLS[:3]], ranks=1) == []
+WORDS = WORKLOADS["t5_tiny"].words
 
 
 def test_what_the_configuration_lacks_is_reported() -> None:

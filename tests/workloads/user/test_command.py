@@ -129,7 +129,7 @@ def test_a_model_that_cannot_be_forecast_trains_and_resumes_with_no_other_argume
 @pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
-    """What it learns in other shardings is in test_every_workload.py."""
+    """What it learns in other shardings is in tests/training/test_parity.py."""
     words = (*THEIRS, *ONE_CELL, *HERE[2:], "cluster.num_workers=2", "training.epochs=2")
     done = run_cli(project, "-m", *words, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

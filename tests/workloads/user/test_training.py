@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -193,67 +193,42 @@ def test_a_loss_of_pytorchs_own_is_refused_with_what_to_write() -> None:
         task.forward(Net(4), (x, y)[0])
 
 
-def phases(cases: list[tuple[str, ...]]) -> list[list[str]]:
+NO_DATA, NO_MODEL = DOES_NOT_FIT["iterable"][0], DOES_NOT_FIT["no model"][0]
+AUGMENTED = [*NET, f"data._target_={HERE}.data.Augmented", *LOSS, "training.epochs=2", "checkpoint.mode=sync"]
+
+
+def on_one_rank(folder: str) -> tuple[list[list[str]], list[tuple[list[float], list[dict[str, float]]]]]:
+    """The phases of three trials, and what five others learn, the last two in one folder."""
     from fsdp_lab.training import train
 
     collected = []
-    for words in cases:
+    for words in (THEIRS, NO_DATA, NO_MODEL):
         memo = Memo()
-        with tempfile.TemporaryDirectory() as folder, suppress(UserError):
-            train(config(*words, "training.max_steps=1"), Path(folder), memo)
+        with tempfile.TemporaryDirectory() as own, suppress(UserError):
+            train(config(*words, "training.max_steps=1"), Path(own), memo)
         collected.append(memo.phases)
-    return collected
+    trained = train_all([[*AUGMENTED, *more] for more in ([], ["data.loader_workers=1"], ["training.seed=1"])])
+    return collected, [*trained, *train_all([[*AUGMENTED, "training.max_steps=3"], AUGMENTED], folder)]
 
 
-def test_what_may_get_stuck_before_the_first_step_is_distinguished() -> None:
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(1, on_one_rank, str(tmp_path_factory.mktemp("resumed")))[0]
+
+
+def test_what_may_get_stuck_before_the_first_step_is_distinguished(one_rank: Any) -> None:
     """Where one of them fails it is the last that was told."""
-    no_data, no_model = DOES_NOT_FIT["iterable"][0], DOES_NOT_FIT["no model"][0]
-    (reported,) = run_ranks(1, phases, [THEIRS, no_data, no_model])
     every = ["loading the data", "building the model", "initialising the weights (init=rank0)", "loading a checkpoint"]
-    assert reported == [every, every[:1], every[:2]]
+    assert one_rank[0] == [every, every[:1], every[:2]]
 
 
-def test_what_a_data_set_draws_is_the_same_in_any_process_and_after_a_resume(tmp_path: Path) -> None:
+def test_what_a_data_set_draws_is_the_same_in_any_process_and_after_a_resume(one_rank: Any) -> None:
     """Eight steps of two epochs, and the same with a stop after the third."""
-    words = [*NET, f"data._target_={HERE}.data.Augmented", *LOSS, "training.epochs=2", "checkpoint.mode=sync"]
-    here, there, other = run_ranks(
-        1, train_all, [[*words, *more] for more in ([], ["data.loader_workers=1"], ["training.seed=1"])]
-    )[0]
+    here, there, other, (before, _), (after, output) = one_rank[1]
     assert len(here[0]) == 8 and len(set(here[0])) == 8
     assert here[0] == there[0] != other[0] and here[1][-1]["val/loss"] == there[1][-1]["val/loss"]
-    ((before, _),) = run_ranks(1, train_all, [[*words, "training.max_steps=3"]], str(tmp_path))[0]
-    ((after, output),) = run_ranks(1, train_all, [words], str(tmp_path))[0]
     assert before + after == here[0]
     assert output[-1]["val/loss"] == here[1][-1]["val/loss"]
-
-
-def their_own_loss(words: list[str]) -> tuple[dict[str, float], float]:
-    """Train, and compute by hand what the exported weights lose on each of the 31 items of the validation split."""
-    from fsdp_lab.training import train
-    from tests.workloads.user.my_project.data import Corpus
-    from tests.workloads.user.my_project.net import Net, of_each_item
-
-    memo = Memo()
-    with tempfile.TemporaryDirectory() as folder:
-        train(config("data.num_train=null", "data.num_val=null", *words), Path(folder), memo)
-        file = torch.load(Path(folder, "model.pt"), weights_only=True) if os.environ["RANK"] == "0" else None
-    if file is None:
-        return memo.reported[-1], math.nan
-    model = Net(16)
-    model.load_state_dict(file["state_dict"])
-    val = Corpus("val")
-    batch = torch.utils.data.default_collate([val[i] for i in range(len(val))])
-    with torch.no_grad():
-        return memo.reported[-1], of_each_item(model, batch).mean().item()
-
-
-@pytest.mark.parametrize("batch", [6, 60])
-def test_a_validation_counts_every_item_once(batch: int) -> None:
-    """31 items on two ranks, 16 and 15. With 3 at a time the last batch of one rank is padding alone; with 30 the
-    batches of the two differ in size."""
-    words = [*THEIRS, "export=true", "training.epochs=1", f"training.global_batch_size={batch}"]
-    (reported, by_hand), _ = run_ranks(2, their_own_loss, words)
-    assert reported["val/loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_a_validation_weighs_a_batch_by_its_items_whatever_its_first_tensor_is() -> None:
@@ -271,24 +246,6 @@ def test_a_validation_weighs_a_batch_by_its_items_whatever_its_first_tensor_is()
             summed, counted = task.metrics(task.forward(torch.nn.Identity(), batch), batch)["loss"]
             total, count = total + summed.item(), count + counted.item()
     assert (total, count) == (0 + 1 + 2 + 3 + 4, 5)
-
-
-@pytest.mark.parametrize("sharding", ["ddp", "per_block"])
-@pytest.mark.parametrize("batch", [8, 64])
-def test_a_forecast_is_what_is_measured_to_the_byte(sharding: str, batch: int) -> None:
-    more = [
-        f"sharding={sharding}",
-        "memory_profile=peaks",
-        "training.max_steps=2",
-        f"training.global_batch_size={batch}",
-    ]
-    more += ["training.epochs=2"]
-    peaks = forecast_profile(config(*THEIRS, *more), 2, cuda=False).peaks["device"]
-    reported = run_ranks(2, train_each, {"case": THEIRS}, more)[0]["case"]
-    assert isinstance(reported, dict), reported
-    assert {k: v for k, v in peaks.items() if k != "total"} == {
-        k: reported[f"memory/{k}_bytes"] for k in peaks if k != "total"
-    }
 
 
 def test_items_are_read_in_the_thread_that_made_the_data_set() -> None:

@@ -1,0 +1,167 @@
+"""The table of `tests/training/test_parity.py`: which settings of which workloads are compared, and in which tier.
+
+`make test` has each value of each setting and each kind of workload once, `make ci` every sharding with every
+reshard_after_forward and every pair of the other settings, `make test-all` the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from tests.forecast.cases import overrides, pairwise
+from tests.parity import CLIP, NEED_TRANSFORMERS, OF_TRANSFORMERS, PRECISIONS, RESHARDS, SGD, SHARDINGS, Row, Tier
+
+ACCUMULATE = "training.grad_accum_steps=2"
+SIZE_BASED = " ".join(SHARDINGS["size_based"])
+SMALLEST_UNITS = "sharding=size_based sharding.min_num_params=80"  # of the user's modules
+GRID = [
+    "sharding=ddp",
+    *(f"{' '.join(SHARDINGS[s])} {reshard}" for s, reshard in product(SHARDINGS, RESHARDS) if s != "ddp"),
+]
+NARROW = [f"{' '.join(SHARDINGS[s])} optimizer.state_dtype=bf16" for s in SHARDINGS]
+HALF = {s: [f"sharding={s} precision={p} {SGD}" for p in PRECISIONS] for s in ("per_block", "per_layer", "ddp")}
+SETTINGS = (
+    "sharding=per_block init=meta",
+    f"sharding=per_block activation_checkpointing=full {ACCUMULATE}",
+    "sharding=per_layer reshard_after_forward=always",
+)
+IN_HALF = (
+    f"sharding=ddp precision=bf16_mixed {CLIP}",
+    "sharding=per_block precision=bf16 offload=cpu activation_checkpointing=full",
+    f"sharding=root precision=fp16_mixed precision.init_scale=8 {ACCUMULATE}",
+)
+Cells = dict[str, Sequence[str]]
+
+IN_MAKE_TEST: Cells = {
+    "mlp": (
+        f"sharding=ddp {CLIP}",
+        f"sharding=ddp {ACCUMULATE} activation_checkpointing=every_n optimizer.implementation=fused",
+        "sharding=root reshard_after_forward=always offload=cpu init=meta activation_checkpointing=full",
+        "sharding=root reshard_after_forward=default optimizer.implementation=foreach optimizer.beta1=0.8 "
+        "optimizer.beta2=0.95 training.max_steps=3",
+        "sharding=per_block reshard_after_forward=never offload=cpu_unpinned sharding.forward_prefetch=2 "
+        "sharding.backward_prefetch=1",
+        f"sharding=per_block reshard_after_forward=never {SGD} activation_checkpointing=selective",
+        f"sharding=per_block reshard_after_forward=always {CLIP} {ACCUMULATE} sharding.blocks_per_unit=2 "
+        "sharding.separate_reduce_scatter_group=true",
+        "sharding=per_block memory_profile=off data.loader_workers=1 training.seed=5 training.epochs=2",
+        f"sharding=per_layer {RESHARDS[4]} training.sync_each_microbatch=true {ACCUMULATE}",
+        f"{SIZE_BASED} {RESHARDS[3]} init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
+        "optimizer.implementation=for_loop",
+        *NARROW[:1], *NARROW[2:3],
+    ),
+    "wide mlp": HALF["per_block"],
+    "vit": (
+        "sharding=per_block activation_checkpointing=every_n activation_checkpointing_every=1 "
+        "sharding.blocks_per_unit=2",
+        f"sharding=ddp {ACCUMULATE}",
+    ),
+    "language": (
+        "sharding=per_block activation_checkpointing=selective task.loss_chunks=3",
+        "sharding=per_layer reshard_after_forward=always",
+    ),
+    "language, tied": (
+        "sharding=ddp task.loss_chunks=3",
+        "sharding=root reshard_after_forward=always activation_checkpointing=full task.loss_chunks=3",
+    ),
+    "user": (
+        "sharding=ddp",
+        "sharding=root reshard_after_forward=never",
+        "sharding=per_block reshard_after_forward=always init=meta",
+        "sharding=per_layer reshard_after_forward=always",
+        f"{SMALLEST_UNITS} reshard_after_forward=never init=meta",
+        # the norm is inside of the block
+        "sharding=per_block model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] "
+        "activation_checkpointing=full",
+    ),
+    "user, as T5": ("sharding=ddp", "sharding=per_block reshard_after_forward=always"),
+    "net": (
+        # of 31 items on two ranks, 3 at a time: the last batch of one rank is padding alone
+        "sharding=ddp training.global_batch_size=6",
+        # 30 at a time: the last batches of the two differ in size
+        "sharding=per_block training.global_batch_size=60",
+    ),
+    "model_loss": ("sharding=per_block",),
+    "seq2seq": (
+        "sharding=root reshard_after_forward=always",
+        f"sharding=ddp {ACCUMULATE}",
+        "sharding=per_block reshard_after_forward=never training.grad_accum_steps=4 model.as_dict=true",
+    ),
+    "t5_tiny": (f"sharding=per_block {ACCUMULATE}",),
+    **dict.fromkeys(OF_TRANSFORMERS, ("sharding=per_block",)),
+    "hf t5": ("sharding=ddp",),
+}  # fmt: skip
+LATER: Cells = {
+    "mlp": (
+        *GRID, *NARROW,
+        *(" ".join(overrides(case)) for case in pairwise()),
+    ),
+    "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
+    "vit": (
+        *GRID,
+        *(" ".join(overrides(case)) for case in pairwise()[::6]),
+        "sharding=per_block model.num_layers=4 sharding.blocks_per_unit=3 training.epochs=2",
+        "sharding=per_layer model.num_layers=4 sharding.forward_prefetch=1 sharding.backward_prefetch=3",
+        "sharding=per_block model.num_layers=4 activation_checkpointing=every_n",
+        "sharding=per_block compile=true activation_checkpointing=full",
+        "sharding=per_block compile=true activation_checkpointing=selective",
+        "sharding=per_block compile=true compile_memory_budget=0.3",
+    ),
+    "language": (
+        "sharding=root reshard_after_forward=always task.loss_chunks=3 activation_checkpointing=full",
+        "sharding=per_layer reshard_after_forward=never task.loss_chunks=3",
+    ),
+    "language, tied": (
+        *GRID, *SETTINGS[:2], *IN_HALF, "sharding=per_block reshard_after_forward=never task.loss_chunks=3",
+    ),
+    "user": (
+        *(cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID), *SETTINGS[:2], *IN_HALF,
+        *(f"sharding={s} init=meta" for s in ("ddp", "root", "per_layer")),
+    ),
+    "user, as T5": (*GRID[1:4], GRID[8], GRID[11], *SETTINGS[:2]),
+    "net": ("sharding=ddp training.global_batch_size=8", "sharding=per_block training.global_batch_size=64"),
+    "seq2seq": (
+        "sharding=ddp",
+        "sharding=per_block reshard_after_forward=always activation_checkpointing=full model.as_dict=true",
+    ),
+    "t5_tiny": ("sharding=ddp", "sharding=root"),
+    **dict.fromkeys(OF_TRANSFORMERS, ("sharding=ddp", "sharding=root", "sharding=per_block", *SETTINGS)),
+    "hf t5 of even rows": ("sharding=root",),
+}  # fmt: skip
+OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
+AT_NIGHT: Cells = {
+    "mlp": OFFLOADED, "vit": OFFLOADED, "language": GRID, "user, as T5": GRID,
+    **dict.fromkeys(NEED_TRANSFORMERS, (*GRID, *IN_HALF)),
+}  # fmt: skip
+
+ON_FOUR = (
+    f"sharding=per_block {RESHARDS[4]}",
+    "sharding=per_block sharding.dp_replicate=2 sharding.separate_reduce_scatter_group=true",
+    f"{SIZE_BASED} sharding.dp_replicate=2 {RESHARDS[3]} {ACCUMULATE} init=meta",
+    f"sharding=root sharding.dp_replicate=4 {CLIP}",
+)
+ON_FOUR_LATER = (
+    "sharding=per_block",
+    "sharding=ddp",
+    f"sharding=per_layer {ACCUMULATE}",
+    f"sharding=per_layer sharding.dp_replicate=2 {RESHARDS[4]}",
+    f"sharding=per_block sharding.dp_replicate=2 precision=bf16_mixed {ACCUMULATE} {SGD}",
+)
+ON_ONE = ("sharding=per_block", "sharding=ddp")
+ON_ONE_LATER = ("sharding=per_layer training.grad_accum_steps=4",)
+
+
+def _rows() -> Iterator[Row]:
+    tiers: dict[Tier, Cells] = {"test": IN_MAKE_TEST, "ci": LATER, "full": AT_NIGHT}
+    for tier, cells in tiers.items():
+        yield from (Row(workload, cell, tier=tier) for workload, of_one in cells.items() for cell in of_one)
+    for ranks, cell in [*product((4,), ON_FOUR), *product((1,), ON_ONE)]:
+        yield Row("mlp", cell, ranks)
+    for ranks, cell in [*product((4,), ON_FOUR_LATER), *product((1,), ON_ONE_LATER)]:
+        yield from (Row("mlp", cell, ranks, "ci"), Row("vit", cell, ranks, "full"))
+
+
+# A row of two tiers is in the first.
+_FIRST = {(row.workload, frozenset(row.cell.split()), row.ranks): row for row in reversed([*_rows()])}
+ROWS = [*reversed(_FIRST.values())]
