@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,16 @@ def measure(line: Line, bench: Bench) -> Measured:
 
 
 def run_script(script: str) -> list[float]:
-    """Run a script on these ranks, which have joined already, and return the losses of its last epoch."""
+    """Run a script on these ranks, and return the losses of its last epoch.
+
+    The ranks have joined already, and continue after it.
+    """
     import torch.distributed as dist
 
     names: dict[str, Any] = {"__name__": "__main__"}
-    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+    with ExitStack() as patches:
+        for module, name in (dist, "init_process_group"), (dist, "destroy_process_group"), (os, "_exit"):
+            patches.enter_context(mock.patch.object(module, name))
         exec(compile(script, "use_pytorch.py", "exec"), names)
     return names["losses"].tolist()  # type: ignore[no-any-return]
 

@@ -17,8 +17,8 @@ _OWN = (
     "batch", "chosen", "contexts", "converted", "count", "cuda", "device", "dist", "epoch", "example", "generator",
     "i", "inputs", "inside", "items", "labels", "last", "loader", "loss", "losses", "m", "math", "mesh",
     "microbatches", "mine", "model", "module", "numpy", "optimizer", "options", "order", "os", "outputs", "part",
-    "parts", "products", "random", "rank", "re", "saved", "scale", "scaler", "schedule", "step", "to_device",
-    "torch", "total", "total_loss", "units", "world_size", "zlib",
+    "parts", "products", "random", "rank", "re", "saved", "scale", "scaler", "schedule", "step", "sys",
+    "to_device", "torch", "total", "total_loss", "units", "world_size", "zlib",
 )  # fmt: skip
 
 

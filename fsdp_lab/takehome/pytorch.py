@@ -26,7 +26,7 @@ def to_pytorch(setup: Setup) -> str:
         UserError: the task is another package's.
     """
     imports = Imports()
-    imports.module("os", "torch", "torch.distributed as dist", "zlib")
+    imports.module("os", "sys", "torch", "torch.distributed as dist", "zlib")
     body = [
         *_start(setup, imports),
         *model_lines(setup, imports),
@@ -34,7 +34,7 @@ def to_pytorch(setup: Setup) -> str:
         *(_replicate(setup, imports) if setup.is_ddp else _shard(setup, imports)),
         *optimizer_lines(setup, imports),
         *epoch_lines(setup, imports),
-        "dist.destroy_process_group()",
+        *_end(),
     ]
     lines = [*_head(setup), *(part for line in (*imports.lines(), "", *body) for part in fold(line))]
     return "".join(f"{line}\n" for line in lines)
@@ -77,6 +77,20 @@ def _start(setup: Setup, imports: Imports) -> list[str]:
             shape, names = f"({replicas}, world_size // {replicas})", '("dp_replicate", "dp_shard")'
         lines.append(f"mesh = dist.init_device_mesh(device.type, {shape}, mesh_dim_names={names})")
     return lines
+
+
+def _end() -> list[str]:
+    """Return the lines that end the process.
+
+    A thread of gloo releases the tensors of a collective after it has reported the result, and takes the GIL for that.
+    If Python is ending by then, it ends such a thread with `pthread_exit`, which aborts the process
+    ("terminate called without an active exception"). No function of PyTorch waits for these threads.
+    """
+    return [
+        "dist.destroy_process_group()",
+        "if not cuda:  # threads of gloo may still release tensors, which would abort Python as it ends",
+        "    sys.stdout.flush(), os._exit(0)",
+    ]
 
 
 def _prepare_blocks(setup: Setup, imports: Imports) -> list[str]:

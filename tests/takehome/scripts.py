@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import tempfile
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,14 +28,18 @@ def train_and_run(cases: list[list[str]]) -> list[dict[str, Any]]:
         setup = read_setup("Trial 0", trial, memo.known)
         assert setup is not None
         script, names, printed = write_out("pytorch", setup), {"__name__": "__main__"}, io.StringIO()
-        # the ranks have joined already, and stay together for the next script
-        joining = (mock.patch.object(dist, name) for name in ("init_process_group", "destroy_process_group"))
-        with next(joining), next(joining), redirect_stdout(printed):
+        with ExitStack() as patches:
+            # the ranks have joined already, and stay together for the next script
+            for name in ("init_process_group", "destroy_process_group"):
+                patches.enter_context(mock.patch.object(dist, name))
+            leave = patches.enter_context(mock.patch.object(os, "_exit"))
+            patches.enter_context(redirect_stdout(printed))
             exec(compile(script, "use_pytorch.py", "exec"), names)
         results.append(
             {
                 "script": script,
                 "printed": printed.getvalue(),
+                "left": leave.call_args_list == [mock.call(0)],
                 "last": names["losses"].tolist(),  # type: ignore[attr-defined]
                 "trial": losses,
                 "skipped": sum(reported.get("train/skipped_steps", 0) for reported in memo.reported),
