@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fsdp_lab.config import NightlyConfig
 from fsdp_lab.training.__main__ import read_config
 from tests import forked
@@ -108,6 +110,13 @@ def train_all(cases: list[list[str]], folder: str = "") -> list[tuple[list[float
             train(config(*overrides), Path(folder or own), memo, losses.extend)
         results.append((losses, memo.reported))
     return results
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """Return the values of a parametrised argument with which tests of this file run: a fixture trains no others."""
+    own = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params for item in own if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    return list(dict.fromkeys(case[argument] for case in cases if argument in case))
 
 
 if __name__ == "__main__":
