@@ -1,0 +1,92 @@
+"""Trainings with checkpoints, one after the other on the same ranks, and what each of them told."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config import UserError
+from tests.ranks import Memo, config
+
+STEPS = 2  # in an epoch
+# Two blocks: what is saved, loaded and gathered costs by the block, and there has to be more than one.
+SMALL = ("data.num_train=64", "model.num_layers=2")
+SYNC = "checkpoint.mode=sync"
+ASYNC = "checkpoint.mode=async"
+
+
+@dataclass
+class Job:
+    """One training.
+
+    Attributes:
+        folder: of the trial.
+        overrides: of three epochs with the settings of `SMALL`; None: the folder is only prepared.
+        copied: what the folder is copied from before; "": nothing.
+        harmed: what is then done to which file in it.
+    """
+
+    folder: str
+    overrides: Sequence[str] | None
+    copied: str = ""
+    harmed: list[tuple[Callable[[Path], None], str]] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        if self.copied:
+            shutil.copytree(self.copied, self.folder)
+        for harm, file in self.harmed:
+            harm(Path(self.folder, file))
+
+
+@dataclass
+class Reported:
+    """What one training told: losses of its steps, metrics of its epochs, facts, and the error that ended it."""
+
+    losses: list[float]
+    epochs: list[dict[str, float]]
+    facts: dict[str, Any]
+    error: str
+
+
+def train_in(jobs: list[Job]) -> list[Reported]:
+    """Do each job in turn, on this rank."""
+    import torch.distributed as dist
+
+    from fsdp_lab.training import train
+
+    results = []
+    for job in jobs:
+        if dist.get_rank() == 0:
+            job.prepare()
+        dist.barrier()
+        losses: list[float] = []
+        memo, error = Memo(), ""
+        try:
+            if job.overrides is not None:
+                train(config("training.epochs=3", *SMALL, *job.overrides), Path(job.folder), memo, losses.extend)
+        except UserError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        results.append(Reported(losses, memo.reported, memo.known, error))
+    return results
+
+
+def cut(file: Path) -> None:
+    """Keep the first half of a file."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def overwrite(file: Path) -> None:
+    """Replace the bytes of a file by others, as many."""
+    file.write_bytes(b"\x5a" * file.stat().st_size)
+
+
+def names(*steps: int) -> list[str]:
+    """The folders of the checkpoints of these steps."""
+    return [f"step_{step:08d}" for step in steps]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(f.name for f in folder.iterdir())
