@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.profile import CATEGORIES, Event, Holder, Profile
-from tests.ranks import Memo, config, run_ranks, train_all
+from tests.ranks import Memo, config, run_ranks, selected
 
 
 def profile_of(*events: tuple[int, str, str, int], begun: int = 0) -> Profile:
@@ -58,74 +58,93 @@ def test_a_place_that_holds_nothing_has_no_peak():
     assert Profile().peak_index() == -1
 
 
-STEPS = ("training.max_steps=3",)
+STEPS = ("training.max_steps=3", "model.num_layers=2")
+FOLLOWED = {
+    "ddp, fp16": ["sharding=ddp", "precision=fp16"],
+    "root, clipped": ["sharding=root", "training.max_grad_norm=1", "activation_checkpointing=full"],
+    "per_block, accumulated": ["sharding=per_block", "precision=bf16_mixed", "training.grad_accum_steps=2"],
+    "hybrid, grad_bf16": ["sharding=per_block", "sharding.dp_replicate=2", "precision=grad_bf16"],
+}
+ONE_STEP_EPOCHS = ["model=mlp", "sharding=ddp", "training.global_batch_size=128", "training.epochs=3"]
+LEFT = {
+    "peaks": ["memory_profile=peaks"],
+    "timeline": ["memory_profile=timeline"],
+    "off": ["memory_profile=off"],
+    "one step": ["memory_profile=peaks", "training.max_steps=1"],
+    "one step an epoch": ["memory_profile=peaks", "training.max_steps=3", *ONE_STEP_EPOCHS],
+}
+
+
+def leftover(cases: list[list[str]]) -> list[tuple[list[float], list[dict[str, float]], dict[str, str]]]:
+    """Train each case on this rank; its losses, the metrics told, and the profile's files by name."""
+    from fsdp_lab.training import train
+
+    results = []
+    for words in cases:
+        memo, losses = Memo(), list[float]()
+        with tempfile.TemporaryDirectory() as folder:
+            train(config(*words), Path(folder), memo, losses.extend)
+            files = {path.name: path.read_text() for path in Path(folder).glob("memory_*")}
+        results.append((losses, memo.reported, files))
+    return results
+
+
+@pytest.fixture(scope="module")
+def left(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    """Name of the case -> what each of two ranks is left with."""
+    cases = {name: [*STEPS, *words] for name, words in LEFT.items()}
+    for name in selected(request, "followed"):
+        cases |= {f"{name} {p}": [*STEPS, *FOLLOWED[name], f"memory_profile={p}"] for p in ("off", "peaks")}
+    results = run_ranks(2, leftover, list(cases.values()))
+    return {name: list(ranks) for name, *ranks in zip(cases, *results, strict=True)}
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["sharding=per_block", "precision=bf16_mixed", "training.grad_accum_steps=2"],
-        ["sharding=ddp", "precision=fp16"],
-        ["sharding=per_block", "sharding.dp_replicate=2", "precision=grad_bf16"],
-        ["sharding=root", "training.max_grad_norm=1", "activation_checkpointing=full"],
-    ],
-    ids=lambda words: " ".join(words[:2]),
+    "followed", [pytest.param(name, marks=[] if "clipped" in name else pytest.mark.ci) for name in FOLLOWED]
 )
-def test_following_a_step_changes_nothing_that_is_learned(words: list[str]):
-    off, peaks = run_ranks(2, train_all, [[*words, *STEPS, f"memory_profile={p}"] for p in ("off", "peaks")])[0]
+def test_following_a_step_changes_nothing_that_is_learned(left: dict[str, list[Any]], followed: str):
+    off, peaks = left[f"{followed} off"][0], left[f"{followed} peaks"][0]
     assert off[0] == peaks[0], "the losses, to the bit"
     assert off[1][-1]["val/loss"] == peaks[1][-1]["val/loss"]
 
 
-def leftover(words: list[str]) -> tuple[list[dict[str, float]], dict[str, str]]:
-    """Train on this rank; the metrics told, and the profile's files by name."""
-    from fsdp_lab.training import train
-
-    memo = Memo()
-    with tempfile.TemporaryDirectory() as folder:
-        train(config(*STEPS, *words), Path(folder), memo)
-        return memo.reported, {path.name: path.read_text() for path in Path(folder).glob("memory_*")}
-
-
-def test_peaks_are_in_the_metrics_and_on_disk_for_every_rank():
-    first, second = run_ranks(2, leftover, ["memory_profile=peaks"])
-    assert set(first[1]) == {"memory_peaks_rank0.json"} and set(second[1]) == {"memory_peaks_rank1.json"}
-    on_disk = [json.loads(text) for _, files in (first, second) for text in files.values()]
+def test_peaks_are_in_the_metrics_and_on_disk_for_every_rank(left: dict[str, list[Any]]):
+    (_, reported, first), (_, also, second) = left["peaks"]
+    assert set(first) == {"memory_peaks_rank0.json"} and set(second) == {"memory_peaks_rank1.json"}
+    on_disk = [json.loads(text) for files in (first, second) for text in files.values()]
     assert [content["step"] for content in on_disk] == [2, 2]
-    metrics = first[0][-1]
+    metrics = reported[-1]
     totals = [content["peaks"]["device"]["total"] for content in on_disk]
     assert [metrics[f"memory/rank{rank}/peak_bytes"] for rank in (0, 1)] == totals
     assert metrics["memory/peak_bytes"] == max(totals) == sum(metrics[f"memory/{name}_bytes"] for name in CATEGORIES)
     assert metrics["memory/param_bytes"] > 0 < metrics["memory/optimizer_bytes"]
     assert "memory/host_peak_bytes" not in metrics, "on a CPU the device is the host"
-    assert second[0][-1] == metrics, "every rank is told the same"
+    assert also[-1] == metrics, "every rank is told the same"
 
 
-def test_a_timeline_is_a_page_for_every_rank():
-    first, second = run_ranks(2, leftover, ["memory_profile=timeline"])
-    for rank, (_, files) in enumerate((first, second)):
+def test_a_timeline_is_a_page_for_every_rank(left: dict[str, list[Any]]):
+    for rank, (_, _, files) in enumerate(left["timeline"]):
         page = files[f"memory_timeline_rank{rank}.html"]
         assert "encoder.layers.encoder_layer_1.mlp" in page
         assert f"{rank} of 2" in page
         assert "http" not in page.replace("http://www.w3.org", ""), "no network is needed"
 
 
-def test_off_leaves_nothing():
-    ((reported, files),) = run_ranks(1, leftover, ["memory_profile=off"])
-    assert files == {}
-    assert not [key for key in reported[-1] if key.startswith("memory/")]
+def test_off_leaves_nothing(left: dict[str, list[Any]]):
+    for _, reported, files in left["off"]:
+        assert files == {}
+        assert not [key for key in reported[-1] if key.startswith("memory/")]
 
 
-def test_a_run_of_one_step_has_figures_too():
-    ((reported, _),) = run_ranks(1, leftover, ["memory_profile=peaks", "training.max_steps=1"])
+def test_a_run_of_one_step_has_figures_too(left: dict[str, list[Any]]):
+    _, reported, _ = left["one step"][0]
     assert reported[-1]["memory/peak_bytes"] > reported[-1]["memory/param_bytes"] > 0
 
 
-def test_the_peak_is_that_of_the_second_step_where_an_epoch_has_one():
-    words = ["model=mlp", "sharding=ddp", "training.global_batch_size=128", "training.epochs=3"]
-    ((reported, files),) = run_ranks(1, leftover, ["memory_profile=peaks", *words])
+def test_the_peak_is_that_of_the_second_step_where_an_epoch_has_one(left: dict[str, list[Any]]):
+    _, reported, files = left["one step an epoch"][0]
     peaks = json.loads(files["memory_peaks_rank0.json"])["peaks"]["device"]
-    assert peaks == forecast_profile(config(*words), 1, cuda=False).peaks["device"]
+    assert peaks == forecast_profile(config(*ONE_STEP_EPOCHS), 2, cuda=False).peaks["device"]
     first, *later = [figures["memory/peak_bytes"] for figures in reported]
     assert later == [peaks["total"]] * 2 and first < peaks["total"], "the first step has no optimizer state yet"
     assert reported[-1]["memory/optimizer_bytes"] == peaks["optimizer"] > 0
@@ -150,6 +169,7 @@ def run_out(words: list[str]) -> dict[str, Any]:
     return files
 
 
+@pytest.mark.ci
 def test_a_trial_that_dies_of_memory_leaves_the_profile_up_to_there():
     words = ["data=synthetic", "data.num_train=8192", "training.global_batch_size=8192", "model.num_layers=8"]
     (files,) = run_ranks(1, run_out, [*words, "memory_profile=timeline"])
