@@ -12,6 +12,17 @@ from unittest import mock
 
 from tests.ranks import Memo, config
 
+# Weight decay inside Adam's gradient, and a large step: four small ones would hardly move the ViT.
+VIT = ("optimizer=adam", "optimizer.lr=0.01", "optimizer.weight_decay=0.1")
+SHARDINGS: dict[str, tuple[str, ...]] = {
+    "ddp": ("sharding=ddp",),
+    "root": ("sharding=root",),
+    "per_block": ("sharding=per_block",),
+    "per_layer": ("sharding=per_layer",),
+    "size_based": ("sharding=size_based", "sharding.min_num_params=10000"),
+}
+PRECISIONS = ("bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
+
 
 def train_and_run(cases: list[list[str]]) -> list[dict[str, Any]]:
     """Train each case and run its script; the text, what the script printed, and the losses of both."""

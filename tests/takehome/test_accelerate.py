@@ -28,8 +28,8 @@ from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.parallelize import apply_to_blocks, mp_policy, sharding_units
 from fsdp_lab.workloads.build import build_model_spec
-from tests.parity import PRECISIONS, SHARDINGS
 from tests.ranks import config
+from tests.takehome.scripts import PRECISIONS, SHARDINGS
 
 LM = ("task=language", "model=lm_tiny", "data=pydoc")
 
