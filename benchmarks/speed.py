@@ -144,7 +144,8 @@ def calibrate(folder: Path, limit_s: int) -> Path:
 class Judged:
     """`spearman`, and errors as `predicted / measured - 1`, over all settings; `chosen`: model -> the speed of the
     setting that should be fastest, over that of the one that is; `level`: the median of predicted / measured - 1, by
-    which the machine may have changed, and `rest_error` the median error without it."""
+    which the machine may have changed, and `rest_error` the median error without it. `in_order`: model -> whether the
+    measured speeds have the predicted order."""
 
     spearman: float
     median_error: float
@@ -153,6 +154,7 @@ class Judged:
     chosen: dict[str, float]
     level: float
     rest_error: float
+    in_order: dict[str, bool]
 
 
 def judge(some: list[Case], speeds: list[Speed], measured: list[float]) -> Judged:
@@ -161,17 +163,18 @@ def judge(some: list[Case], speeds: list[Speed], measured: list[float]) -> Judge
     errors = np.abs(predicted / taken - 1)
     inside = [speed.low_s <= one <= speed.high_s for speed, one in zip(speeds, measured, strict=True)]
     batches = np.array([case.batch for case in some])
-    chosen = {}
+    chosen, in_order = {}, {}
     for model in sorted({case.model for case in some}):
         own = np.array([case.model == model for case in some])
-        rates = (batches / taken)[own]
-        chosen[model] = float(rates[(batches / predicted)[own].argmax()] / rates.max())
+        rates, expected = (batches / taken)[own], (batches / predicted)[own]
+        chosen[model] = float(rates[expected.argmax()] / rates.max())
+        in_order[model] = bool((rates.argsort() == expected.argsort()).all())
     rank = float(spearmanr(batches / predicted, batches / taken).statistic)
     ratio = predicted / taken
     level = float(np.median(ratio))
     return Judged(
         rank, float(np.median(errors)), float(np.quantile(errors, 0.9)), float(np.mean(inside)), chosen, level - 1,
-        float(np.median(np.abs(ratio / level - 1))),
+        float(np.median(np.abs(ratio / level - 1))), in_order,
     )  # fmt: skip
 
 
@@ -221,6 +224,10 @@ def main() -> int:
     )
     for model, share in judged.chosen.items():
         print(f"{model}: the setting that should be fastest has {share:.1%} of the speed of the fastest")
+    if options.small:
+        print(
+            f"in the predicted order: {', '.join(model for model, same in judged.in_order.items() if same) or 'none'}"
+        )
     print(f"table: {options.out / 'speed.csv'}")
     return 0
 

@@ -54,16 +54,6 @@ def test_parts_are_small_and_join_to_the_same_wheels(tmp_path: Path, packed: tup
         assert path.read_bytes() == (tmp_path / "wheels" / path.name).read_bytes()
 
 
-def test_the_same_wheels_give_the_same_parts(tmp_path: Path, packed: tuple[Path, parts.Manifest]) -> None:
-    folder, manifest = packed
-    for path in (tmp_path / "wheels").iterdir():
-        os.utime(path, (1, 1))
-    again = parts.pack((tmp_path / "wheels").iterdir(), folder, 1000, {"python": HERE})
-    assert again == manifest
-    fewer = parts.pack((tmp_path / "wheels").iterdir(), folder, 4000, {"python": HERE})
-    assert len(list(folder.glob("*.part"))) == len(fewer.parts) < len(manifest.parts)
-
-
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -157,10 +147,10 @@ def test_installs_with_pip(tmp_path: Path, place: str) -> None:
     parts.pack([wheel], tmp_path, 500, {})
     site = tmp_path / "site"
     if place == "--venv":
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(site)], check=True, timeout=100)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(site)], check=True, timeout=300)
     words = ["-m", "benchmarks.check_gpu_ray.install", str(tmp_path), place, str(site)]
     words += ["--staging", str(tmp_path / "staging")]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert list(site.rglob("hello_there.py"))
     assert list(site.rglob("__pycache__/hello_there.*.pyc")) or place == "--venv"
@@ -171,14 +161,6 @@ def test_what_pytorch_brings_stays_at_home() -> None:
     assert wheels.needed(everything, {"torch": "2", "numpy": "2"}, ["Plotly"]) == {"ray": "2"}
     with pytest.raises(ValueError, match="plottly"):
         wheels.needed(everything, {}, ["plottly"])
-
-
-def test_wheel_of_finds_the_pinned_version(tmp_path: Path) -> None:
-    for name in ("scikit_learn-1.8.0-cp312-cp312-manylinux.whl", "scikit_learn-1.9.1-cp312-cp312-manylinux.whl"):
-        (tmp_path / name).touch()
-    assert wheels.wheel_of(tmp_path, "scikit-learn", "1.9.1").name.startswith("scikit_learn-1.9.1")
-    with pytest.raises(wheels.StepError, match="no wheel of ray==2"):
-        wheels.wheel_of(tmp_path, "ray", "2")
 
 
 def test_pack_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -431,14 +413,19 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # Child processes
 
 
-_STRAY = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+_STRAY = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
 
 
 def run_child(tmp_path: Path, source: str, limit_s: float, **more: Any) -> str:
     """`children.run` in a process of its own, which becomes the parent of orphans: what it says."""
-    call = f"children.run([sys.executable, '-c', {source!r}], dict(os.environ), Path('log'), {limit_s}, **{more!r})"
-    text = f"import os, sys\nfrom pathlib import Path\nfrom benchmarks.check_gpu_ray import children\nran = {call}\n"
-    text += "print(ran.status, ran.left, [p.name() for p in children.descendants()])"
+    text = f"""
+import os, sys
+from pathlib import Path
+from benchmarks.check_gpu_ray import children
+children._GRACE_S = 1.0
+ran = children.run([sys.executable, "-c", {source!r}], dict(os.environ), Path("log"), {limit_s}, **{more!r})
+print(ran.status, ran.left, [process.name() for process in children.descendants()])
+"""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", text],
@@ -446,18 +433,18 @@ def run_child(tmp_path: Path, source: str, limit_s: float, **more: Any) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=True,
     )
     return done.stdout.strip()
 
 
 def test_left_process_is_named_and_ended(tmp_path: Path) -> None:
-    assert run_child(tmp_path, _STRAY, 60) == "0 ['sleep'] []"
+    assert run_child(tmp_path, _STRAY, 600) == "0 ['sleep'] []"
 
 
 def test_limit_ends_everything(tmp_path: Path) -> None:
-    assert run_child(tmp_path, f"{_STRAY}; import time; time.sleep(60)", 1) == "None [] []"
+    assert run_child(tmp_path, f"{_STRAY}; import time; time.sleep(600)", 1) == "None [] []"
 
 
 def test_memory_limit_refuses_at_once(tmp_path: Path) -> None:
@@ -465,7 +452,6 @@ def test_memory_limit_refuses_at_once(tmp_path: Path) -> None:
     assert "MemoryError" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.ci
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_out_of_memory_for_real(tmp_path: Path) -> None:
@@ -498,5 +484,5 @@ def test_what_is_not_installed_is_named_without_a_traceback(tmp_path: Path):
     """A Python with nothing but its own library."""
     for name, words in (("check_gpu", "has no PyTorch"), ("check_gpu_ray", "has no torch, torchvision, ray")):
         command = [sys.executable, "-S", "-E", "-m", f"benchmarks.{name}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -1,4 +1,4 @@
-"""A small part of `make bench-speed`: the order of settings whose speeds lie far apart, on this machine."""
+"""What `make bench-speed` says of its numbers, and that it runs; how fast this machine is, is no test's business."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import speed
-from fsdp_lab.cpu_contention import Others
 from fsdp_lab.speed.device import Basis
-from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.predict import Speed
 from tests.conftest import ROOT
 
@@ -28,7 +26,7 @@ def test_predictions_are_judged_by_hand():
     speeds = [made_up(s, s * 0.9, s * 1.1) for s in (3.0, 6.0, 2.0, 4.0)]
     judged = speed.judge(some, speeds, [3.0, 6.5, 5.0, 4.0])
     assert judged.chosen == {"gpt": 1.0, "vit": pytest.approx(0.8)}
-    assert judged.inside == 0.75
+    assert judged.inside == 0.75 and judged.in_order == {"gpt": True, "vit": False}
     errors = sorted([0.0, 6 / 6.5 - 1, 2 / 5 - 1, 0.0], key=abs)
     assert judged.median_error == pytest.approx(np.median(np.abs(errors)))
     assert judged.level == pytest.approx((1 + 6 / 6.5) / 2 - 1), "of 0.4, 0.92, 1 and 1"
@@ -42,25 +40,17 @@ def test_forty_eight_settings_of_two_models_vary_every_axis():
         assert len({getattr(case, axis) for case in some}) > 1, axis
 
 
-def in_order(rows: list[dict[str, str]], seconds: str) -> list[dict[str, str]]:
-    return sorted(rows, key=lambda row: float(row["batch"]) / float(row[seconds]))
-
-
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_settings_whose_speeds_lie_far_apart_are_predicted_in_their_order(tmp_path: Path):
-    """A calibration in a hurry, six predictions, six trials. Within a model the order is that of the batch's cost."""
-    arguments = ["--small", "--rounds", "2", "--calibrate-s", "40", "--out", str(tmp_path)]
+def test_the_benchmark_calibrates_predicts_and_then_measures(tmp_path: Path):
+    arguments = ["--small", "--rounds", "1", "--calibrate-s", "20", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.speed", *arguments]
-    with Others() as others:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
-    if others.share > DISTURBED:
-        pytest.skip(f"others used {others.share:.0%} of the cores: what was measured says nothing of this machine")
     rows = list(csv.DictReader((tmp_path / "speed.csv").open()))
-    assert len(rows) == 6
-    for model in ("gpt", "vit"):
-        own = [row for row in rows if row["model"] == model]
-        assert in_order(own, "predicted_s") == in_order(own, "measured_s")
+    assert [row["model"] for row in rows] == ["gpt"] * 3 + ["vit"] * 3
+    assert all(float(row["low_s"]) <= float(row["predicted_s"]) <= float(row["high_s"]) for row in rows)
+    assert all(float(row["measured_s"]) > 0 for row in rows)
     before = list(csv.DictReader((tmp_path / "predicted.csv").open()))
     assert [row["predicted_s"] for row in before] == [row["predicted_s"] for row in rows], "predicted first"
+    assert "in the predicted order: " in done.stdout
