@@ -21,7 +21,7 @@ def test_the_import_is_cheap():
     script = (
         "import sys, fsdp_lab.api; print(*{n.partition('.')[0] for n in sys.modules} - set(sys.stdlib_module_names))"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=60, check=True,
+    done = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=300, check=True,
                           cwd=Path(api.__file__).parent.parent)  # fmt: skip
     assert set(done.stdout.split()) <= {"fsdp_lab", "__main__"}
 

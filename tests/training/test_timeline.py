@@ -214,7 +214,7 @@ def test_thinned_out_page_keeps_peak_borders_and_end(tmp_path: Path, monkeypatch
 
 
 def test_page_stays_under_two_megabytes(tmp_path: Path) -> None:
-    """400,000 events, all categories, each in a module of its own, with a phase that never lasts."""
+    """100,000 events, all categories, each in a module of its own, with a phase that never lasts."""
     rng = random.Random(1)
     events = [
         Event(
@@ -225,7 +225,7 @@ def test_page_stays_under_two_megabytes(tmp_path: Path) -> None:
             f"encoder.layers.encoder_layer_{i}.self_attention.out_proj",
             ("forward", "backward")[i % 2],
         )
-        for i in range(400_000)
+        for i in range(100_000)
     ]
     profile = Profile(events)
     data = written(profile, tmp_path)
