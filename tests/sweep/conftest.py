@@ -1,8 +1,7 @@
-"""For the pure tests Hydra's compose API; for the others real runs, and how to read what they left."""
+"""For the pure tests Hydra's compose API; for the others real runs. What they left: tests/folders.py."""
 
 from __future__ import annotations
 
-import csv
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from fsdp_lab.compose import Trial, register_schema
 from fsdp_lab.config import conf_dir
 from fsdp_lab.sweep.composer import Composer
 from tests.conftest import STORE, command_line
+from tests.folders import Store, SweepFolder
 from tests.processes import called, descendants
 from tests.servers import lay_store
 
@@ -65,35 +65,25 @@ PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_
 
 
 def store(folder: Path) -> MlflowClient:
-    return MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    return Store(folder).client
 
 
 def runs(folder: Path) -> tuple[list[Run], list[Run]]:
     """`(parents and single trials, children in the order of their folders)`."""
-    client = store(folder)
-    recorded = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    children = [run for run in recorded if "mlflow.parentRunId" in run.data.tags]
-    children.sort(key=lambda run: run.data.tags["fsdp_lab.folder"])
-    return [run for run in recorded if run not in children], children
+    read = Store(folder)
+    return read.parents, read.trials
 
 
 def history(folder: Path, run: Run, key: str) -> list[tuple[int, float]]:
-    """`(step, value)` of every point of a metric, in the order of the steps."""
-    points = store(folder).get_metric_history(run.info.run_id, key)
-    return sorted((point.step, point.value) for point in points)
+    return Store(folder).history(run, key)
 
 
 def artifacts(folder: Path, run: Run, below: str | None = None) -> list[str]:
-    """The paths of all files of a run."""
-    collected = []
-    for entry in store(folder).list_artifacts(run.info.run_id, below):
-        collected += artifacts(folder, run, entry.path) if entry.is_dir else [entry.path]
-    return sorted(collected)
+    return Store(folder).artifacts(run, below)
 
 
 def results(folder: Path) -> list[dict[str, str]]:
-    with (folder / "out" / "results.csv").open() as file:
-        return list(csv.DictReader(file))
+    return SweepFolder(folder / "out").rows
 
 
 @contextmanager
