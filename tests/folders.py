@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,6 +145,30 @@ class Store:
         for entry in self.client.list_artifacts(run.info.run_id, below):
             collected += self.artifacts(run, entry.path) if entry.is_dir else [entry.path]
         return sorted(collected)
+
+    def points(self) -> dict[tuple[str, str, int], list[float]]:
+        """Every value of the metrics of sweeps' trials, by trial, metric and epoch: one each, if none came twice."""
+        points: dict[tuple[str, str, int], list[float]] = {}
+        for trial, key, step, value in self._select(
+            """select t.value, m.key, m.step, m.value from metrics m
+            join tags t on t.run_uuid = m.run_uuid and t.key = 'fsdp_lab.trial'
+            join tags p on p.run_uuid = m.run_uuid and p.key = 'mlflow.parentRunId'"""
+        ):
+            points.setdefault((trial, key, step), []).append(value)
+        return points
+
+    def ends(self) -> list[tuple[str, str]]:
+        """`(trial, status)` of every run, sorted; the trial of a sweep's own run is ""."""
+        ends = self._select(
+            """select coalesce(t.value, ''), r.status from runs r
+            left join tags t on t.run_uuid = r.run_uuid and t.key = 'fsdp_lab.trial'"""
+        )
+        return sorted((str(trial), str(status)) for trial, status in ends)
+
+    def _select(self, query: str) -> list[tuple[Any, ...]]:
+        """Rows of the database itself: a client takes seconds to import and to open one."""
+        with closing(sqlite3.connect(self._folder / "mlflow.db")) as database:
+            return database.execute(query).fetchall()
 
 
 def _parsed(text: str) -> Any:

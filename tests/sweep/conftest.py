@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -84,6 +86,18 @@ def artifacts(folder: Path, run: Run, below: str | None = None) -> list[str]:
 
 def results(folder: Path) -> list[dict[str, str]]:
     return SweepFolder(folder / "out").rows
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in memory where there is some: a database on a disk waits for it at every write."""
+    shared = Path("/dev/shm")
+    in_memory = shared.is_dir() and shutil.disk_usage(shared).free > 2**30
+    folder = Path(tempfile.mkdtemp(prefix="fsdp_lab-", dir=shared if in_memory else tmp_path_factory.getbasetemp()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Real processes killed in the middle of a real trial."""
+"""Sweeps that are killed at every call that changes a file or the store, and then resumed; Ctrl-C; full disks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,120 @@ import pytest
 from fsdp_lab.explain import explain
 from fsdp_lab.files import write_text
 from tests.conftest import run_cli
+from tests.folders import Store, SweepFolder
+from tests.forked import Commands, Done
 from tests.processes import called, descendants, still_running
-from tests.sweep.conftest import (
-    PLAIN,
-    TINY,
-    has_trained_an_epoch,
-    history,
-    results,
-    runs,
-    started,
-    wait_for,
-)
+from tests.servers import lay_store
+from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, history, results, runs, started, wait_for
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(500)]
+KILLED = (Path(__file__).parents[1] / "killed.py").read_text()
+SWEEP = (
+    "fsdp_lab", "-m", "optimizer.lr=1e-3,1e-2", *PLAIN, "data.num_train=64", "data.num_val=32",
+    "training.global_batch_size=32", "training.timing_warmup_steps=0", "training.epochs=2", "engine=inline",
+    "model=mlp", "model.hidden_dim=4", "memory_profile=off", "forecast.enabled=false",
+    "tracking.uri=sqlite:///mlflow.db", "hydra.sweep.dir=out",
+)  # fmt: skip
+# The figures that are the same each time, to the last digit.
+EXACT = ("epoch", "train/loss", "val/loss", "val/accuracy")
+A_KIND = 3  # points of each kind in `make test`
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as running:
+        yield running
+
+
+def killed_at(commands: Commands, folders: Mapping[int, Path], words: Sequence[str]) -> None:
+    """Run a command in each folder, and kill it at the point whose number is the folder's key."""
+    jobs = [(folder, ["-c", KILLED, f"{folder}.points", str(number), *words]) for number, folder in folders.items()]
+    numbers = list(folders)
+    for job, done in commands.run(jobs):
+        assert done.code == -signal.SIGKILL, f"the kill at point {numbers[job]} was not made: {done}"
+
+
+def left_in(folder: Path) -> dict[str, object]:
+    """What the sweep left, without what differs from run to run."""
+    sweep, store = SweepFolder(folder / "out"), Store(folder)
+    points = store.points()
+    return {
+        "status": sweep.statuses,
+        "results": [{key: row[key] for key in EXACT} for row in sweep.rows],
+        "losses": [trial.losses for trial in sweep.trials],
+        "outcomes": [(trial.outcome or {}).get("status") for trial in sweep.trials],
+        "runs": store.ends(),
+        "stored": {point: values for point, values in points.items() if point[1] in EXACT},
+        "stored twice": [point for point, values in points.items() if len(values) > 1],
+    }
+
+
+def resumed(commands: Commands, folders: Mapping[int, Path]) -> dict[int, Done]:
+    """Resume the sweep in each folder, or start it again where it was killed before there was anything to resume."""
+    numbers = list(folders)
+    ends = {
+        numbers[job]: done for job, done in commands.run([(f, ["fsdp_lab", "resume=out"]) for f in folders.values()])
+    }
+    again = [number for number in numbers if not (folders[number] / "out/sweep.json").exists()]
+    for number in again:
+        assert ends[number].code == 2 and "there is no sweep.json" in ends[number].err, ends[number].output
+    ends |= {again[job]: done for job, done in commands.run([(folders[number], SWEEP) for number in again])}
+    return ends
+
+
+@pytest.fixture(scope="module")
+def undisturbed(commands: Commands, memory: Path) -> tuple[list[str], dict[str, object]]:
+    """The points that a sweep passes, and what it leaves when nothing is killed."""
+    folder = memory / "undisturbed"
+    folder.mkdir()
+    lay_store(folder)
+    ((_, done),) = commands.run([(folder, ["-c", KILLED, f"{folder}.points", "0", *SWEEP])])
+    assert done.code == 0, done.output
+    left = left_in(folder)
+    assert left["status"] == ["finished"] * 2 and left["runs"] == [(trial, "FINISHED") for trial in ("", "0", "1")]
+    assert [[epoch for epoch, *_ in losses] for losses in left["losses"]] == [[1, 2]] * 2  # type: ignore[attr-defined]
+    assert left["stored twice"] == []
+    return Path(f"{folder}.points").read_text().splitlines(), left
+
+
+def sample(points: Sequence[str]) -> list[int]:
+    """The numbers of some points of each kind, from the sweep's start to its end."""
+    kinds: dict[str, list[int]] = {}
+    for number, point in enumerate(points, 1):
+        kinds.setdefault(point.split()[0], []).append(number)
+    assert sorted(kinds) == ["append", "commit", "fsync", "rename"]
+    return [of[len(of) * (2 * part + 1) // (2 * A_KIND)] for of in kinds.values() for part in range(A_KIND)]
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sample", "every point"])
+def test_a_sweep_that_is_killed_at_any_point_resumes_as_if_it_had_not_been(
+    commands: Commands, memory: Path, undisturbed: tuple[list[str], dict[str, object]], every: bool
+):
+    """Every epoch once, the losses of an undisturbed sweep, each trial once in MLflow, and a whole results.csv."""
+    points, sound = undisturbed
+    numbers = range(1, len(points) + 1) if every else sample(points)
+    print(f"{len(numbers)} of {len(points)} points")
+    wrong = []
+    for start in range(0, len(numbers), 20):
+        folders = {number: memory / f"killed-{number}" for number in numbers[start : start + 20]}
+        for folder in folders.values():
+            folder.mkdir()
+            lay_store(folder)
+        killed_at(commands, folders, SWEEP)
+        for number, done in resumed(commands, folders).items():
+            left = left_in(folders[number]) if done.code == 0 else {"status": f"exit status {done.code}"}
+            faults = [f"{key}: {left.get(key)}, and not {sound[key]}" for key in sound if left.get(key) != sound[key]]
+            if faults:
+                wrong.append("\n".join([f"{number}, {points[number - 1]}:", *faults, done.output]))
+            shutil.rmtree(folders[number])
+    assert not wrong, f"{len(wrong)} of {len(numbers)} kills:\n\n" + "\n\n".join(wrong)
+
+
+def test_a_kill_beyond_the_last_point_is_noticed(commands: Commands, tmp_path: Path):
+    (folder := tmp_path / "here").mkdir()
+    with pytest.raises(AssertionError, match="the kill at point 1 was not made"):
+        killed_at(commands, {1: folder}, ["fsdp_lab", "--version"])
+
 
 EPOCHS = 8
 LONG = (*PLAIN, *TINY, f"training.epochs={EPOCHS}", "data.num_train=960")
