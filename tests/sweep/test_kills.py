@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -129,51 +130,57 @@ def test_a_kill_beyond_the_last_point_is_noticed(commands: Commands, tmp_path: P
         killed_at(commands, {1: folder}, ["fsdp_lab", "--version"])
 
 
-EPOCHS = 8
-LONG = (*PLAIN, *TINY, f"training.epochs={EPOCHS}", "data.num_train=960")
+# For a run that does not end before something happens to it.
+LONG = (*PLAIN, *TINY, "training.epochs=200", "data.num_train=960")
 
 
 def press_ctrl_c(process: subprocess.Popen[str]) -> None:
     os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
 
 
-def test_an_interrupt_ends_it_in_time_and_leaves_nothing_running(tmp_path: Path):
-    with started(tmp_path, *LONG, "training.epochs=200") as process:
+@pytest.mark.ci
+def test_an_interrupt_ends_it_and_leaves_nothing_running(tmp_path: Path):
+    with started(tmp_path, *LONG) as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process)
         family = descendants(process.pid)
         assert called("raylet/raylet", process.pid)
-        begun = time.monotonic()
         press_ctrl_c(process)
-        stdout, stderr = process.communicate(timeout=200)
-        took = time.monotonic() - begun
+        stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
-    assert took < 30  # the limit is 8 s, and a busy machine has something else to do
-    assert still_running(family, 30) == []
+    assert still_running(family, 60) == []
     (row,) = results(tmp_path)
     assert row["status"] == "interrupted" and int(row["epoch"]) >= 1
     (run,), _ = runs(tmp_path)
     assert run.info.status == "KILLED" and run.data.tags["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("after_s", [1.0, 3.0])
-def test_an_interrupt_while_ray_starts_and_trials_are_forecast_ends_it_in_order(tmp_path: Path, after_s: float):
-    """Seconds after `Ray starts`: while Ray is imported, while it starts, while forecasts run."""
+STATES: dict[str, Callable[[int], object]] = {
+    "Ray is imported": lambda pid: True,
+    "Ray starts its servers": lambda pid: called("gcs_server", pid),
+    "trials are forecast": lambda pid: called("multiprocessing.spawn", pid),
+}
+
+
+@pytest.mark.parametrize(
+    "state", [pytest.param(s, marks=pytest.mark.full if n else pytest.mark.ci) for n, s in enumerate(STATES)]
+)
+def test_an_interrupt_before_the_first_trial_ends_it_in_order(tmp_path: Path, state: str):
     with started(tmp_path, *LONG, "sharding=root,per_block", "-m") as process:
         assert process.stdout
         message = ""
         while "Ray starts" not in message:
             message += process.stdout.readline()
-        time.sleep(after_s)
+        wait_for(lambda: STATES[state](process.pid), process)
         family = descendants(process.pid)
         press_ctrl_c(process)
-        until = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < until:  # Ray's servers may start in this moment yet
+        while process.poll() is None:  # Ray's servers may start in this moment yet
             family += [child for child in descendants(process.pid) if child not in family]
             time.sleep(0.05)
         stdout, stderr = process.communicate(timeout=200)
     assert process.returncode == 130, message + stdout + stderr
-    assert still_running(family, 30) == []
+    assert "trial 0 starts" not in message + stdout
+    assert still_running(family, 60) == []
     assert "Traceback" not in stdout + stderr
 
 
@@ -201,10 +208,17 @@ def test_a_file_that_a_full_disk_does_not_take_is_named_and_leaves_nothing(small
     assert [path.name for path in (small_disk / "a").iterdir()] == ["night.json"]
 
 
-def test_a_full_disk_is_reported_and_ends_the_run(small_disk: Path):
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("engine=inline", "cluster.num_workers=1"), marks=pytest.mark.ci, id="inline"),
+        pytest.param(("cluster.max_failures=0",), marks=pytest.mark.full, id="ray"),
+    ],
+)
+def test_a_full_disk_is_reported_and_ends_the_run(small_disk: Path, words: tuple[str, ...]):
     store = f"tracking.uri=sqlite:///{small_disk.parent}/mlflow.db"
-    tiny = [argument for argument in LONG if not argument.startswith("tracking.uri")]
-    done = run_cli(small_disk, *tiny, store, "checkpoint.keep_last=99", "cluster.max_failures=0", timeout=200)
+    long = [word for word in LONG if not word.startswith("tracking.uri")]
+    done = run_cli(small_disk, *long, "training.epochs=8", store, "checkpoint.keep_last=99", *words, timeout=300)
     output = done.stdout + done.stderr
     assert done.returncode in (1, 2), output
     assert "No space left on device" in output
