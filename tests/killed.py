@@ -1,9 +1,10 @@
 """Runs a command that kills itself at the n-th call that changes its files. Not imported: `tests/sweep/test_kills.py`
-runs this text as `python -c <text> <log> <n> <module> <words>`.
+runs this text as `python -c <text> <log> <point> <module> <words>`.
 
 Counted are renames, fsyncs and appends below the working directory, and commits to SQLite. Before and after each is a
-point, and for an append also where half of it is on the disk. The log gets a line a point. At the n-th point, from 1,
-the process gets SIGKILL; with n=0 it runs to its end.
+point, and for an append also where half of it is on the disk. The log gets a line a point, such as `rename after
+out/sweep.json`. At the given one, a number from 1 or the first such line, the process gets SIGKILL; with 0 it runs to
+its end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def point(what: str, name: str, when: str) -> None:
     with counting:
         passed += 1
         os.write(handle, f"{what} {when} {name}\n".encode())
-        if passed == int(die_at):
+        if die_at in (str(passed), f"{what} {when} {name}"):
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,13 +51,21 @@ def test_who_has_a_lock_is_known_until_it_is_killed(tmp_path: Path):
     assert holder(path) == ""
 
 
-def test_who_waits_gets_it_when_it_is_let_go(tmp_path: Path):
+def test_who_waits_gets_it_when_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Let go while the wait lasts: between two looks."""
     path = tmp_path / ".lock"
-    with held(path) as other:
-        assert other.stdin is not None
-        threading.Timer(1.0, other.stdin.close).start()
+    looks = []
+    with held(path) as other, monkeypatch.context() as patch:
+
+        def wait(seconds: float) -> None:
+            assert other.stdin is not None
+            other.stdin.close()
+            looks.append(other.wait())
+
+        patch.setattr(locks.time, "sleep", wait)
         with exclusive(path, limit_s=60.0):
             assert holder(path).startswith(f"process {os.getpid()},")
+    assert looks == [0]
 
 
 def test_several_share_a_lock_and_nobody_has_it_alone(tmp_path: Path):
@@ -66,7 +73,7 @@ def test_several_share_a_lock_and_nobody_has_it_alone(tmp_path: Path):
     with held(path, "with others"), held(path, "with others") as second:
         assert holder(path) == "", "nobody has it alone"
         share_until_exit(tmp_path / ".lock")
-        with pytest.raises(InUse), exclusive(path, limit_s=0.3):
+        with pytest.raises(InUse), exclusive(path, limit_s=0.1):
             pass
         assert second.poll() is None
 

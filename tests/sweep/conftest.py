@@ -63,6 +63,8 @@ TINY = (
     "data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1",
     "cluster.num_workers=2", STORE, "hydra.run.dir=out", "hydra.sweep.dir=out",
 )  # fmt: skip
+# What runs a command that kills itself, see there.
+KILLED = (Path(__file__).parents[1] / "killed.py").read_text()
 PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
 
 

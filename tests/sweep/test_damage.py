@@ -72,8 +72,15 @@ def test_a_folder_that_has_become_read_only_is_not_called_full(tmp_path: Path):
     assert "its folder is full" not in output
 
 
-@pytest.mark.parametrize("engine", ["inline", "ray"])
-@pytest.mark.parametrize("words", [("-m", "optimizer.lr=1e-3,1e-2"), ("optimizer.lr=1e-3",)], ids=["sweep", "alone"])
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        pytest.param("inline", ("-m", "optimizer.lr=1e-3,1e-2"), id="inline-sweep"),
+        pytest.param("inline", ("optimizer.lr=1e-3",), id="inline-alone", marks=pytest.mark.full),
+        pytest.param("ray", ("-m", "optimizer.lr=1e-3,1e-2"), id="ray-sweep", marks=pytest.mark.full),
+        pytest.param("ray", ("optimizer.lr=1e-3",), id="ray-alone", marks=pytest.mark.full),
+    ],
+)
 def test_a_folder_that_is_removed_in_mid_sweep_ends_it_with_one_message(
     tmp_path: Path, engine: str, words: tuple[str, ...]
 ):

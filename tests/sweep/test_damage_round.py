@@ -1,27 +1,33 @@
-"""Every file of a finished, a failed and a killed sweep, cut, emptied, removed or of another shape: `report`, `resume`
-and the next sweep end with the figures of the undamaged sweep, or with one message that names the file."""
+"""Every file of a finished, a failed and a killed sweep, cut, emptied, removed or of another shape: what reads it, and
+the commands, end with the figures of the undamaged sweep, or with one message that names the file."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import shutil
 import signal
-import sqlite3
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdp_lab import files
+from fsdp_lab.config import UserError
+from fsdp_lab.engine.trial_files import read_failures, read_forecast, read_phase, read_progress
+from fsdp_lab.sweep.store.resume import resume_arguments
+from fsdp_lab.sweep.sweep_data import sweep_in
+from fsdp_lab.training.checkpoint_files import find_latest
 from tests.conftest import STORE
+from tests.folders import Store, SweepFolder
 from tests.forked import Commands, Done
 from tests.servers import lay_store
-from tests.sweep.conftest import PLAIN, has_trained_an_epoch
-
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1500)]
+from tests.sweep.conftest import KILLED, PLAIN
 
 TINY = (
     "data.num_train=64", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=0",
@@ -33,10 +39,12 @@ SWEEPS = {
     "failed": ["checkpoint.resume_from=null,nowhere", "cluster.storage_path=disk"],
     "killed": ["optimizer.lr=1e-3,1e-2,1e-1"],
 }
-REPORTED = "reported.csv"
-SAMPLED = 5  # every fifth case, which is of every kind of damage: four or three of each file
+DIES_AT = "append after out/1/metrics.jsonl"  # in its second trial, with the first epoch
+DAMAGES = ("cut", "emptied", "removed", "other")
+TEXTS = (".json", ".jsonl", ".yaml", ".csv")  # where other content is of the right kind, and says something else
 RESUME = {"finished": "resume=out", "failed": "resume=out", "killed": "resume=last"}
 NEXT = ("fsdp_lab", *TINY, "training.epochs=1", "export=false", "hydra.run.dir=next")
+REPORTED = "reported.csv"
 # The figures that are the same each time, to the last digit.
 EXACT = ("epoch", "train/loss", "val/loss", "val/accuracy")
 FORECAST = {"forecast/peak_bytes": 2.0**20, "forecast/needed_bytes": 2.0**20}
@@ -52,64 +60,42 @@ class Case:
         return f"{self.sweep}: {self.file} {self.damage}"
 
 
-@dataclass(frozen=True)
-class Left:
-    """What the commands left: the status and the exact figures of each trial, and each epoch's by trial."""
-
-    report: list[dict[str, str]]
-    results: list[dict[str, str]]
-    epochs: dict[str, dict[int, dict[str, float]]]
-    stored: dict[tuple[str, str, int], list[float]]
-    following: list[dict[str, str]]
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as running:
+        yield running
 
 
-def left_in(folder: Path, done: dict[str, Done]) -> Left:
-    def rows(program: str, name: str) -> list[dict[str, str]]:
-        return [] if program not in done or done[program].code == 2 else rows_of(folder / name)
-
-    return Left(
-        rows("report", REPORTED),
-        rows("resume", "out/results.csv"),
-        {
-            path.parent.name: epochs_in(path)
-            for top in ("out", "disk")
-            for path in (folder / top).rglob("metrics.jsonl")
-        },
-        points_in(folder / "mlflow.db"),
-        rows("next", "next/results.csv"),
-    )
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    exact = ("trial", "status", "optimizer.lr", "checkpoint.resume_from", *EXACT, *FORECAST, "train loss", "val loss")
-    with path.open(newline="") as file:
-        return [{key: value for key, value in row.items() if key in exact} for row in csv.DictReader(file)]
+@pytest.fixture(scope="module")
+def sweeps(commands: Commands, memory: Path) -> Path:
+    """A folder with the three sweeps: `finished-000` and so on, each with a store of its own."""
+    for name, words in SWEEPS.items():
+        folder = memory / f"{name}-000"
+        folder.mkdir()
+        lay_store(folder)
+        command = ["fsdp_lab", "-m", *TINY, *words]
+        if name == "killed":
+            command = ["-c", KILLED, f"{folder}.points", DIES_AT, *command]
+        ((_, done),) = commands.run([(folder, command)])
+        assert done.code == {"finished": 0, "failed": 1, "killed": -signal.SIGKILL}[name], done.output
+        first = next(path.parent for path in folder.rglob("metrics.jsonl"))
+        (first / "forecast.json").write_text(json.dumps(FORECAST))  # only sweeps on Ray make one
+    return memory
 
 
-def epochs_in(path: Path) -> dict[int, dict[str, float]]:
-    """Each epoch as every line tells it that can be read: the same each time."""
-    epochs: dict[int, dict[str, float]] = {}
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            epoch_line = {key: value for key, value in json.loads(line).items() if key in EXACT}
-        except (ValueError, AttributeError):
-            continue
-        assert epochs.setdefault(epoch_line["epoch"], epoch_line) == epoch_line, (
-            f"{path} tells epoch {epoch_line['epoch']} in two ways"
-        )
-    return epochs
-
-
-def points_in(store: Path) -> dict[tuple[str, str, int], list[float]]:
-    """The values of the exact metrics of the sweep's trials in MLflow, by trial, metric and epoch: one each."""
-    query = """select t.value, m.key, m.step, m.value from metrics m join tags t on t.run_uuid = m.run_uuid
-        join tags p on p.run_uuid = m.run_uuid and p.key = 'mlflow.parentRunId' where t.key = 'fsdp_lab.trial'"""
-    points: dict[tuple[str, str, int], list[float]] = {}
-    with sqlite3.connect(store) as database:
-        for trial, key, step, value in database.execute(query):
-            if key in EXACT:
-                points.setdefault((trial, key, step), []).append(value)
-    return points
+def cases(sweeps: Path) -> list[Case]:
+    """Of two finished trials, each has half of the cases: they are alike."""
+    collected = []
+    for sweep in SWEEPS:
+        base = sweeps / f"{sweep}-000"
+        paths = [path for top in ("out", "disk", "outputs") for path in sorted((base / top).rglob("*"))]
+        for path in filter(Path.is_file, paths):
+            for turn, how in enumerate(DAMAGES):
+                within = path.relative_to(base)
+                alike = sweep == "finished" and len(within.parts) > 2 and within.parts[1] != str(turn % 2)
+                if not alike and (how != "other" or path.suffix in TEXTS):
+                    collected.append(Case(sweep, str(within), how))
+    return collected
 
 
 def damage_file(path: Path, how: str) -> None:
@@ -120,7 +106,118 @@ def damage_file(path: Path, how: str) -> None:
         path.write_bytes({"cut": content[: len(content) // 2], "emptied": b"", "other": b'["other"]\n'}[how])
 
 
-def faults(case: Case, done: dict[str, Done], left: Left, sound: Left) -> Iterator[str]:
+# In this process: what reads the files.
+
+
+def read_all(folder: Path) -> dict[str, Any]:
+    """What each reader of a sweep's files returns: a report's figures, a resume's command line, and the rest; where
+    one refuses, its message."""
+
+    def values(read: Any) -> Any:
+        try:
+            return read()
+        except UserError as error:
+            return f"refused: {error}"
+
+    trials = [trial.files for trial in SweepFolder(folder / "out").trials]
+    return {
+        "report": values(lambda: reported_rows(folder)),
+        "resume": values(lambda: resume_arguments(["resume=last"])[0]),
+        "checkpoints": [str(find_latest(trial / "checkpoints")) for trial in trials],
+        "failures": [read_failures(trial) for trial in trials],
+        "progress": [(read_progress(trial), read_phase(trial)) for trial in trials],
+        "forecast": [read_forecast(trial) for trial in trials],
+    }
+
+
+def reported_rows(folder: Path) -> list[dict[str, str]]:
+    sweep, _, _ = sweep_in(folder / "out")
+    return [
+        {"trial": str(trial.number), "status": str(trial.status), **trial.settings, "epochs": str(len(trial.epochs)),
+         **{key: str(trial.figures.get(key, "")) for key in (*EXACT, *FORECAST)}}
+        for trial in sweep.trials
+    ]  # fmt: skip
+
+
+def wrongly_read(case: Case, read: Mapping[str, Any], sound: Mapping[str, Any], warned: str) -> Iterator[str]:
+    """What is wrong with what was read: it may lack what the damaged file had, if a message names that file."""
+    name = Path(case.file).name
+    for what, value in read.items():
+        if value == sound[what]:
+            continue
+        if case.damage != "removed" and name not in f"{value}{warned}":
+            yield f"{what}: {value}, and no message names {name}"
+        elif isinstance(value, str) and name not in value:
+            yield f"{what}: {value}, which does not name {name}"
+        elif what == "report" and not isinstance(value, str):
+            known = f"{warned}{name if case.damage == 'removed' else ''}"
+            difference = differing(value, sound[what], name, known)
+            yield from [f"report: {difference}"] if difference else []
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_damage_is_named_by_what_reads_a_file(sweep: str, sweeps: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = sweeps / f"{sweep}-000"
+    monkeypatch.chdir(folder)
+    sound = read_all(folder)
+    assert isinstance(sound["report"], list) and sound["report"][0]["epoch"] == "3.0", sound
+    assert sound["resume"][0] == "-m"
+    bad = []
+    of_this = [case for case in cases(sweeps) if case.sweep == sweep]
+    for case in of_this:
+        path = folder / case.file
+        content = path.read_bytes()
+        monkeypatch.setattr(files, "_reported", set())
+        try:
+            damage_file(path, case.damage)
+            with redirect_stderr(io.StringIO()) as warned:
+                read = read_all(folder)
+        except Exception as error:  # noqa: BLE001 - no reader may raise anything but UserError
+            bad.append(f"{case}: {error!r}")
+        else:
+            bad += [f"{case}: {fault}" for fault in wrongly_read(case, read, sound, warned.getvalue())]
+        finally:
+            path.write_bytes(content)
+    print(f"{len(of_this)} cases")
+    assert not bad, f"{len(bad)} of {len(of_this)} cases:\n" + "\n".join(bad)
+    assert read_all(folder) == sound
+
+
+# Through commands.
+
+
+@dataclass(frozen=True)
+class Left:
+    """What the commands left: the status and the exact figures of each trial, and each epoch's by trial."""
+
+    report: list[dict[str, str]]
+    results: list[dict[str, str]]
+    epochs: list[list[tuple[int, float, float]]]
+    stored: dict[tuple[str, str, int], list[float]]
+    following: list[dict[str, str]]
+
+
+def left_in(folder: Path, done: Mapping[str, Done]) -> Left:
+    def rows(program: str, name: str) -> list[dict[str, str]]:
+        return [] if program not in done or done[program].code == 2 else rows_of(folder / name)
+
+    points = Store(folder).points().items()
+    return Left(
+        rows("report", REPORTED),
+        rows("resume", "out/results.csv"),
+        [trial.losses for trial in SweepFolder(folder / "out").trials],
+        {point: values for point, values in points if point[1] in EXACT},
+        rows("next", "next/results.csv"),
+    )
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    exact = ("trial", "status", "optimizer.lr", "checkpoint.resume_from", *EXACT, *FORECAST, "train loss", "val loss")
+    with path.open(newline="") as file:
+        return [{key: value for key, value in row.items() if key in exact} for row in csv.DictReader(file)]
+
+
+def faults(case: Case, done: Mapping[str, Done], left: Left, sound: Left) -> Iterator[str]:
     """What is wrong with what the commands did."""
     name = Path(case.file).name
     for program, end in done.items():
@@ -161,52 +258,6 @@ def differing(expected: list[dict[str, str]], sound: list[dict[str, str]], name:
     return ""
 
 
-def output_of(done: dict[str, Done]) -> str:
-    return "\n".join(f"--- {program}: {end.code}\n{end.output}" for program, end in done.items())
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    with Commands() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def sweeps(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the three sweeps: `finished-000` and so on, each with a store of its own. In memory where there is
-    some: a database on a disk waits for it at every write."""
-    memory = Path("/dev/shm")
-    in_memory = memory.is_dir() and shutil.disk_usage(memory).free > 2**30
-    root = Path(tempfile.mkdtemp(prefix="round-", dir=memory if in_memory else tmp_path_factory.getbasetemp()))
-    try:
-        make_sweeps(commands, root)
-        yield root
-    finally:
-        shutil.rmtree(root)
-
-
-def make_sweeps(commands: Commands, root: Path) -> None:
-    for name, words in SWEEPS.items():
-        folder = root / f"{name}-000"
-        folder.mkdir()
-        lay_store(folder)
-        if name == "killed":
-            start_and_kill(commands, folder, words)
-        else:
-            ((_, done),) = commands.run([(folder, ["fsdp_lab", "-m", *TINY, *words])])
-            assert done.code == (name == "failed"), done.output
-        first = next(path.parent for path in folder.rglob("metrics.jsonl"))
-        (first / "forecast.json").write_text(json.dumps(FORECAST))  # only sweeps on Ray make one
-
-
-def start_and_kill(commands: Commands, folder: Path, words: list[str]) -> None:
-    """Kill it when its second trial has told its first epoch."""
-    second = folder / "out/1"
-    done = commands.run_and_kill(folder, ["fsdp_lab", "-m", *TINY, *words], lambda: has_trained_an_epoch(second))
-    assert done.code == -signal.SIGKILL, done.output
-    assert not (folder / "out/1/outcome.json").exists()
-
-
 def copied(sweeps: Path, sweep: str, number: int) -> Path:
     """A copy that is another sweep's folder in everything: its own path stands wherever the old one did."""
     base, copy = sweeps / f"{sweep}-000", sweeps / f"{sweep}-{number:03}"
@@ -217,28 +268,9 @@ def copied(sweeps: Path, sweep: str, number: int) -> Path:
     return copy
 
 
-def cases(sweeps: Path) -> list[Case]:
-    """Of two finished trials, each has half of the cases: they are alike."""
-    collected = []
-    for sweep in SWEEPS:
-        base = sweeps / f"{sweep}-000"
-        paths = [
-            path for top in ("out", "disk", "outputs") for path in sorted((base / top).rglob("*")) if path.is_file()
-        ]
-        for path in paths:
-            for turn, how in enumerate(("cut", "emptied", "removed", "other")):
-                within = path.relative_to(base)
-                if not path.is_file():
-                    continue
-                if how == "other" and path.suffix not in (".json", ".jsonl", ".yaml", ".csv"):
-                    continue
-                if sweep == "finished" and len(within.parts) > 2 and within.parts[1] != str(turn % 2):
-                    continue
-                collected.append(Case(sweep, str(within), how))
-    return collected
-
-
-def run_all(commands: Commands, folders: list[Path], resumes: list[str], follow: list[bool]) -> list[dict[str, Done]]:
+def run_all(
+    commands: Commands, folders: Sequence[Path], resumes: Sequence[str], follow: Sequence[bool]
+) -> list[dict[str, Done]]:
     """`report`, `resume` and, where wanted, the next sweep in each folder, one after the other."""
     done: list[dict[str, Done]] = [{} for _ in folders]
     for program in ("report", "resume", "next"):
@@ -252,27 +284,47 @@ def run_all(commands: Commands, folders: list[Path], resumes: list[str], follow:
     return done
 
 
-def test_damage_is_mended_or_named(commands: Commands, sweeps: Path):
-    all_cases = cases(sweeps)
-    if not os.environ.get("FSDP_LAB_EVERY"):  # all of them take ten minutes
-        all_cases = all_cases[::SAMPLED]
-    sound: dict[str, Left] = {}
+def output_of(done: Mapping[str, Done]) -> str:
+    return "\n".join(f"--- {program}: {end.code}\n{end.output}" for program, end in done.items())
+
+
+@pytest.fixture(scope="module")
+def sound(commands: Commands, sweeps: Path) -> dict[str, Left]:
+    """What the commands leave of each sweep without damage."""
+    left: dict[str, Left] = {}
     for sweep in SWEEPS:
         folder = copied(sweeps, sweep, 999)
         (done,) = run_all(commands, [folder], [RESUME[sweep]], [True])
         assert [end.code for end in done.values()] == [0, int(sweep == "failed"), 0], output_of(done)
-        sound[sweep] = left_in(folder, done)
-        assert all(len(values) == 1 for values in sound[sweep].stored.values())
-        assert {epoch for epochs in sound[sweep].epochs.values() for epoch in epochs} == {1, 2, 3}
+        left[sweep] = left_in(folder, done)
+        assert all(len(values) == 1 for values in left[sweep].stored.values())
+        assert {epoch for losses in left[sweep].epochs for epoch, *_ in losses} == {1, 2, 3}
+    return left
+
+
+def one_of_each_name(of: Sequence[Case]) -> list[Case]:
+    """A case for each name of a file, in turn of another sweep and with another damage."""
+    names: dict[str, list[Case]] = {}
+    for case in of:
+        names.setdefault(Path(case.file).name, []).append(case)
+    chosen = [names[name][5 * turn % len(names[name])] for turn, name in enumerate(sorted(names))]
+    assert {case.damage for case in chosen} == set(DAMAGES) and {case.sweep for case in chosen} == set(SWEEPS)
+    return chosen
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["each name", "every file"])
+def test_damage_is_repaired_or_named_by_commands(commands: Commands, sweeps: Path, sound: dict[str, Left], every: bool):
+    all_cases = cases(sweeps) if every else one_of_each_name(cases(sweeps))
     bad = []
     for start in range(0, len(all_cases), 40):
         chunk = all_cases[start : start + 40]
         folders = [copied(sweeps, case.sweep, 1 + start + i) for i, case in enumerate(chunk)]
         for folder, case in zip(folders, chunk, strict=True):
             damage_file(folder / case.file, case.damage)
-        ends = run_all(
-            commands, folders, [RESUME[case.sweep] for case in chunk], [case.damage == "emptied" for case in chunk]
-        )
+        follow = [case.damage == "emptied" for case in chunk]
+        ends = run_all(commands, folders, [RESUME[case.sweep] for case in chunk], follow)
         for folder, case, done in zip(folders, chunk, ends, strict=True):
             problems = faults(case, done, left_in(folder, done), sound[case.sweep])
             bad += [f"{case}: {fault}\n{output_of(done)}" for fault in problems]

@@ -13,9 +13,9 @@ from fsdp_lab.sweep.elsewhere import why_here
 _KEPT = "cluster.storage_path=s3://bucket/lab"
 
 
-@pytest.mark.parametrize(
-    ("words", "own", "stays"),
-    [
+def test_a_sweep_in_object_storage_goes_back_only_to_a_store_that_is_there(tmp_path: Path):
+    (tmp_path / "there.db").touch()
+    for words, own, stays in (
         ([_KEPT], False, True),  # outputs/mlflow.db, the default
         ([_KEPT, "tracking.uri=sqlite:///gone.db?timeout=9"], False, True),
         ([_KEPT, "tracking.uri='sqlite:///there.db'"], False, False),
@@ -24,15 +24,10 @@ _KEPT = "cluster.storage_path=s3://bucket/lab"
         ([_KEPT], True, False),  # the folder itself, which nobody copied
         (["cluster.storage_path=kept"], False, False),  # relative: it is there alone
         ([], False, False),
-    ],
-)
-def test_a_sweep_in_object_storage_goes_back_only_to_a_store_that_is_there(
-    words: list[str], own: bool, stays: bool, tmp_path: Path
-):
-    (tmp_path / "there.db").touch()
-    reason = why_here(str(tmp_path), words, own)
-    assert (reason is not None) is stays
-    assert reason is None or f"MLflow store, {tmp_path}/" in reason
+    ):
+        reason = why_here(str(tmp_path), words, own)
+        assert (reason is not None) is stays, (words, own)
+        assert reason is None or f"MLflow store, {tmp_path}/" in reason
 
 
 def test_nothing_goes_on_in_a_copy_that_ray_deletes():

@@ -56,7 +56,8 @@ def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
         (tmp_path / left).unlink()
 
 
-@pytest.mark.parametrize("multirun", [False, True])
+@pytest.mark.ci
+@pytest.mark.parametrize("multirun", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_second_start_changes_nothing_of_the_first_which_can_be_resumed(tmp_path: Path, multirun: bool):
     """While the first runs, and after it was killed."""
     flag = ("-m",) if multirun else ()

@@ -19,9 +19,8 @@ from tests.folders import Store, SweepFolder
 from tests.forked import Commands, Done
 from tests.processes import called, descendants, still_running
 from tests.servers import lay_store
-from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, history, results, runs, started, wait_for
+from tests.sweep.conftest import KILLED, PLAIN, TINY, has_trained_an_epoch, history, results, runs, started, wait_for
 
-KILLED = (Path(__file__).parents[1] / "killed.py").read_text()
 SWEEP = (
     "fsdp_lab", "-m", "optimizer.lr=1e-3,1e-2", *PLAIN, "data.num_train=64", "data.num_val=32",
     "training.global_batch_size=32", "training.timing_warmup_steps=0", "training.epochs=2", "engine=inline",
@@ -122,6 +121,22 @@ def test_a_sweep_that_is_killed_at_any_point_resumes_as_if_it_had_not_been(
                 wrong.append("\n".join([f"{number}, {points[number - 1]}:", *faults, done.output]))
             shutil.rmtree(folders[number])
     assert not wrong, f"{len(wrong)} of {len(numbers)} kills:\n\n" + "\n\n".join(wrong)
+
+
+def test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after(
+    undisturbed: tuple[list[str], dict[str, object]],
+):
+    """A power cut loses what was not synced."""
+    points, _ = undisturbed
+    for number in ("0", "1"):
+        outcome = points.index(f"rename before out/{number}/outcome.json")
+        assert f"fsync after out/{number}/metrics.jsonl" in points[:outcome], "it says how many epochs there are"
+    checkpoints = [f"out/{number}/checkpoints/step_{step:08d}" for number in (0, 1) for step in (2, 4)]
+    for path in ("out/sweep.json", "out/0/outcome.json", "out/1/outcome.json", *checkpoints):
+        folder, _, name = path.rpartition("/")
+        renamed = points.index(f"rename after {path}")
+        assert any(point.startswith(f"fsync after {folder}/.{name}.") for point in points[:renamed]), path
+        assert points[renamed + 1 : renamed + 3] == [f"fsync before {folder}", f"fsync after {folder}"]
 
 
 def test_a_kill_beyond_the_last_point_is_noticed(commands: Commands, tmp_path: Path):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.engine.trial_files import read_latest, read_metrics
 from fsdp_lab.sweep.store.changes import changes_of_config
 from fsdp_lab.sweep.store.record import code_digests
 from fsdp_lab.sweep.store.trials import read_trials
@@ -18,7 +17,9 @@ from fsdp_lab.sweep.sweep_data import sweep_in
 from fsdp_lab.training.checkpoint import CheckpointError, check_meta, check_same_trial
 from fsdp_lab.training.checkpoint_files import read_meta
 from tests.conftest import run_cli
-from tests.sweep.conftest import results
+from tests.folders import SweepFolder
+
+pytestmark = pytest.mark.full
 
 OLD = Path(__file__).parent / "old"
 CHECKPOINT = OLD / "1" / "checkpoints" / "step_00000006"
@@ -59,18 +60,17 @@ def test_it_is_reported():
     sweep, record, config = sweep_in(OLD)
     assert sweep.statuses == ["finished", "waiting"] and sweep.axes == ["sharding"]
     assert [len(trial.epochs) for trial in sweep.trials] == [12, 3]
-    assert sweep.trials[0].figures["val/loss"] == read_latest(OLD / "0")["val/loss"]
+    assert sweep.trials[0].figures["val/loss"] == SweepFolder(OLD).trials[0].losses[-1][2]
     assert record.num_workers == 1 and config.tracking.uri == "sqlite:///mlflow.db"
 
 
-@pytest.mark.ci
 def test_it_is_resumed(folder: Path):
     """One worker trains DDP and FSDP2 alike: what was killed ends where the other trial did."""
     done = run_cli(folder, f"resume={folder / 'out'}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trial 0 starts" not in done.stdout
-    facts = json.loads((folder / "out" / "1" / "facts.json").read_text())
-    assert Path(facts["resumed_from"]).name == CHECKPOINT.name
-    assert [row["status"] for row in results(folder)] == ["finished", "finished"]
-    ddp, per_block = ([e["train/loss"] for e in read_metrics(folder / "out" / n)] for n in "01")
+    left = SweepFolder(folder / "out")
+    assert Path(left.trials[1].facts["resumed_from"]).name == CHECKPOINT.name
+    assert left.statuses == ["finished", "finished"]
+    ddp, per_block = ([loss for _, loss, _ in trial.losses] for trial in left.trials)
     assert len(per_block) == 12 and per_block == pytest.approx(ddp, rel=1e-5)

@@ -7,22 +7,19 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
-from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.trial_files import Outcome, exported, hold_alive, wait_until_alone, write_outcome
-from fsdp_lab.locks import locked
+from fsdp_lab.engine.trial_files import Outcome, wait_until_alone, write_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
 from fsdp_lab.sweep.store.hydra_folder import read_hydra_file, restore_hydra_folder, write_hydra_folder
 from fsdp_lab.sweep.store.override_rules import with_overrides
 from fsdp_lab.sweep.store.paths import storage
-from fsdp_lab.sweep.store.record import Record, begin_folder, find_folder, read_record
+from fsdp_lab.sweep.store.record import Record, begin_folder, read_record
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.store.trials import add_trial, read_trials
 
@@ -40,28 +37,18 @@ def test_a_line_that_a_kill_cut_short_is_no_trial_and_spoils_no_other(tmp_path: 
     assert read_trials(tmp_path) == [(trial.overrides, trial.folder) for trial in trials]
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "emptied", "last"])
-def test_a_trial_that_is_missing_in_the_middle_is_refused_and_named(tmp_path: Path, compose_trial, damage: str):
+def test_a_trial_that_is_missing_in_the_middle_is_refused_and_named(tmp_path: Path, compose_trial):
     for number, words in enumerate(WORDS):
         add_trial(tmp_path, compose_trial(words, number))
     path = tmp_path / "trials.jsonl"
     first, second, third = path.read_text().splitlines(keepends=True)
-    left = {
-        "cut": [first, second[:20] + "\n", third],
-        "gone": [first, third],
-        "emptied": [],
-        "last": [first, second, third[:20]],
-    }[damage]
-    path.write_text("".join(left))
-    missing = {"cut": "1", "gone": "1", "emptied": "0, 1, 2", "last": "2"}[damage]
-    with pytest.raises(UserError, match=rf"resume={tmp_path}: .*trials.jsonl lacks trial {missing} of 3"):
-        read_trials(tmp_path, 3)
-
-
-def test_a_damaged_number_makes_no_endless_message(tmp_path: Path, compose_trial):
-    add_trial(tmp_path, dataclasses.replace(compose_trial(["sharding=root"], 0), index=10**15))
-    with pytest.raises(UserError, match=r"lacks trial 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 … of 1000000000000001"):
-        read_trials(tmp_path)
+    for left, missing in (
+        ([first, second[:20] + "\n", third], "1"), ([first, third], "1"), ([], "0, 1, 2"),
+        ([first, second, third[:20]], "2"),
+    ):  # fmt: skip
+        path.write_text("".join(left))
+        with pytest.raises(UserError, match=rf"resume={tmp_path}: .*trials.jsonl lacks trial {missing} of 3"):
+            read_trials(tmp_path, 3)
 
 
 def test_checkpoints_go_wherever_they_lie_and_whatever_code_they_are_of(tmp_path: Path, compose_trial):
@@ -71,7 +58,8 @@ def test_checkpoints_go_wherever_they_lie_and_whatever_code_they_are_of(tmp_path
     for trial in (own, shared):
         add_trial(tmp_path, trial)
         (storage(trial, tmp_path) / "checkpoints/step_1").mkdir(parents=True)
-        for name in ("model.pt", "metrics.jsonl"):
+        (storage(trial, tmp_path) / "model").mkdir()  # exported in a format of its own
+        for name in ("model/model.safetensors", "model.pt", "metrics.jsonl"):
             (storage(trial, tmp_path) / name).write_text("")
     (tmp_path / "0/.hydra").mkdir()
     (tmp_path / "0/.hydra/config.yaml").write_text("a_key_that_is_no_more: 1")
@@ -120,42 +108,14 @@ def test_a_sweeps_folder_on_the_disk_of_all_nodes_stays_its_own(tmp_path: Path, 
     assert storage(here, tmp_path / "a/sweep") != storage(moved, tmp_path / "a/sweep.1")
 
 
-def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path):
-    """The other one is a process of its own; when it is killed, the folder is free."""
-    script = "import sys, time, pathlib; from fsdp_lab.locks import locked\n"
-    script += "with locked(pathlib.Path(sys.argv[1]), 'k'): print('has it', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "has it\n"
-        message = rf"hydra.sweep.dir={tmp_path} is in use .*process {other.pid}"
-        with pytest.raises(UserError, match=message), locked(tmp_path, "hydra.sweep.dir"):
-            pass
-        other.kill()
-    with locked(tmp_path, "hydra.sweep.dir"):
-        pass
-
-
 def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
     script = "import sys, time, pathlib; from fsdp_lab.engine.trial_files import hold_alive\n"
     script += "hold_alive(pathlib.Path(sys.argv[1])); print('lives', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "lives\n"
-        begun = time.monotonic()
-        assert not wait_until_alone(tmp_path, 0.5)
-        assert time.monotonic() - begun >= 0.5
+        assert not wait_until_alone(tmp_path, 0.1)
         other.kill()
-    assert wait_until_alone(tmp_path, 0.5)
-    hold_alive(tmp_path)
-
-
-def test_a_record_comes_back_as_it_was_and_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    record = Record.of(["-m", "sharding=root,ddp"], True, SweepConfig())
-    assert record.arguments == ["sharding=root,ddp"]
-    record.write(tmp_path)
-    assert read_record(tmp_path) == record
-    assert record.launched_in == os.getcwd()
-    assert find_folder("last", TrackingConfig()) == tmp_path
-    assert find_folder(str(tmp_path), TrackingConfig()) == tmp_path
+    assert wait_until_alone(tmp_path, 60.0)
 
 
 def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -170,25 +130,16 @@ def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.Monkey
     assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
 
 
-@pytest.mark.parametrize(
-    ("resume", "words"),
-    [
+def test_nothing_to_resume_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for resume, words in (
         ("last", "no sweep was started from this folder"),
         ("nowhere", "is not a folder or the id of a run"),
         (".", "there is no sweep.json"),
         ("0" * 32, "this store does not exist yet"),
-    ],
-)
-def test_nothing_to_resume_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, words: str):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=words):
-        resume_arguments([f"resume={resume}"])
-
-
-def test_a_broken_record_is_reported(tmp_path: Path):
-    (tmp_path / "sweep.json").write_text('{"id": ')
-    with pytest.raises(UserError, match=r"sweep.json cannot be read"):
-        read_record(tmp_path)
+    ):
+        with pytest.raises(UserError, match=words):
+            resume_arguments([f"resume={resume}"])
 
 
 def test_a_record_that_only_its_owner_may_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -203,6 +154,8 @@ def test_a_record_that_only_its_owner_may_read_is_reported(tmp_path: Path, monke
 def test_changed_code_is_named():
     record = Record.of([], True, SweepConfig())
     assert changes_of_code(record) == []
+    looked_at_by_others = dataclasses.replace(record, libraries={**record.libraries, "other": "1"})
+    assert changes_of_code(looked_at_by_others) == []
     code = {**record.code, "training/loop.py": "0", "gone.py": "1"}
     other = dataclasses.replace(record, code=code, libraries={**record.libraries, "torch": "2.9.0"})
     files, torch = changes_of_code(other)
@@ -210,27 +163,11 @@ def test_changed_code_is_named():
     assert torch.startswith("torch was 2.9.0 and is ")
 
 
-def test_a_library_that_only_another_version_looks_at_is_no_change():
-    record = Record.of([], True, SweepConfig())
-    assert changes_of_code(dataclasses.replace(record, libraries={**record.libraries, "other": "1"})) == []
-
-
 def test_another_number_of_workers_by_default_is_named():
     record = Record.of([], True, SweepConfig())
     assert changes_of_workers(record, SweepConfig()) == []
     (change,) = changes_of_workers(dataclasses.replace(record, num_workers=8), SweepConfig())
     assert change.startswith("cluster.num_workers=null was 8 workers and is ")
-
-
-def test_a_password_is_not_reported_and_may_be_another(compose_trial):
-    trial = compose_trial(["tracking.uri=http://me:old@host:5000"], 0)
-    write_hydra_folder(trial)
-    other = compose_trial(["tracking.uri=http://me:new@host:5000"], 0).config
-    assert changes_of_config(trial.folder, other) == []
-    other = compose_trial(["tracking.uri=http://me:new@elsewhere:5000"], 0).config
-    assert changes_of_config(trial.folder, other) == [
-        "tracking.uri was http://***@host:5000 and is http://***@elsewhere:5000"
-    ]
 
 
 def test_changed_settings_are_named(compose_trial):
@@ -259,6 +196,7 @@ def test_a_setting_that_is_typed_for_a_trial_whose_config_is_lost_is_refused(com
     assert changes_of_config(trial.folder, trial.config) == []
 
 
+@pytest.mark.full
 def test_a_number_that_is_null_by_now_is_no_change(compose_trial):
     """Versions before wrote `cluster.cpus_per_worker: 1.0` and `data.loader_workers: 0` out where nobody typed them."""
     import yaml
@@ -282,16 +220,6 @@ def test_overrides_take_the_place_of_those_for_the_same_key():
     assert with_overrides(["a=1", "+b=2", "c=3"], ["b=4", "a=5"]) == ["c=3", "b=4", "a=5"]
 
 
-def test_what_write_hydra_folder_leaves_is_what_hydra_composed(compose_trial):
-    import yaml
-
-    trial = compose_trial(["precision=fp16", "objective=[memory/peak_bytes:min]"], 3)
-    write_hydra_folder(trial)
-    config = yaml.safe_load((trial.folder / ".hydra" / "config.yaml").read_text())
-    assert config["precision"]["param_dtype"] == "float16" and config["objective"] == ["memory/peak_bytes:min"]
-    assert json.loads(json.dumps(config)) == config
-
-
 def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: Path, compose_trial):
     """Going on without it would train that trial's number again, into its folder."""
     Record.of([], True, SweepConfig()).write(tmp_path)
@@ -308,38 +236,17 @@ def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: P
         read_trials(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "hydra.yaml"])
-def test_hydras_files_are_known_to_be_cut_short_wherever_that_is(tmp_path: Path, compose_trial, name: str):
-    """A cut YAML file can be read, and lacks keys: their defaults would be taken for the trial's values."""
+def test_hydras_files_are_known_to_be_cut_short_wherever_that_is(compose_trial):
+    """A cut YAML file can be read, and lacks keys: their defaults would be used as the trial's values."""
     trial = compose_trial(["optimizer.lr=0.1"], 0)
-    write_hydra_folder(trial)
-    path = trial.folder / ".hydra" / name
-    whole = path.read_text()
-    assert read_hydra_file(trial.folder, name)
-    last = whole.index("\nreport:") if name == "config.yaml" else whole.index("\n  verbose:")
-    for length in [*range(0, last + 2, 7), last + 1, len(whole) - 1]:
-        path.write_text(whole[:length])
-        assert read_hydra_file(trial.folder, name) is None, whole[:length][-40:]
-    restore_hydra_folder(trial)
-    assert path.read_text() == whole
-
-
-def test_a_storage_folder_whose_name_is_damaged_is_refused(tmp_path: Path, compose_trial):
-    trial = compose_trial(["sharding=root", f"cluster.storage_path={tmp_path}/disk"], 0)
-    begin_folder(tmp_path, [trial])
-    name = (tmp_path / ".storage").read_text()
-    for damaged in ("", name[: len(name) // 2]):
-        (tmp_path / ".storage").write_text(damaged)
-        with pytest.raises(UserError, match=r"\.storage is damaged or missing"):
-            storage(trial, tmp_path)
-
-
-def test_an_exported_folder_goes_with_the_checkpoints(tmp_path: Path, compose_trial):
-    begin_folder(tmp_path / "sweep", [compose_trial(["sharding=root"], 0)])
-    (tmp_path / "sweep/0/model").mkdir(parents=True)
-    (tmp_path / "sweep/0/model/model.safetensors").write_text("")
-    (tmp_path / "sweep/0/metrics.jsonl").write_text("")
-    assert exported(tmp_path / "sweep/0") == tmp_path / "sweep/0/model"
-    (tmp_path / "sweep/trials.jsonl").write_text(json.dumps({"overrides": [], "folder": "0"}))
-    drop_checkpoints(tmp_path / "sweep")
-    assert exported(tmp_path / "sweep/0") is None and (tmp_path / "sweep/0/metrics.jsonl").exists()
+    for name, last_key in (("config.yaml", "\nreport:"), ("hydra.yaml", "\n  verbose:")):
+        write_hydra_folder(trial)
+        path = trial.folder / ".hydra" / name
+        whole = path.read_text()
+        assert read_hydra_file(trial.folder, name)
+        last = whole.index(last_key)
+        for length in [*range(0, last + 2, 7), last + 1, len(whole) - 1]:
+            path.write_text(whole[:length])
+            assert read_hydra_file(trial.folder, name) is None, whole[:length][-40:]
+        restore_hydra_folder(trial)
+        assert path.read_text() == whole

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -38,9 +39,8 @@ WORKLOADS = Known(
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
+# What people type for sweeps.
+TYPED = (
         "optimizer.lr=1e-3,1e-2", "+optimizer.lr=0.1", "++optimizer.lr=0.1", "~experiment", "sharding=root,ddp",
         "sharding=choice(root,'ddp')", "+experiment=zero2_zero3", "sharding=glob(*)", "hydra.sweep.dir='a b/c'",
         "hydra.run.dir=out", "hydra.sweep.subdir=${hydra.job.num}", "hydra.sweeper.params.sharding=null",
@@ -48,16 +48,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a 
         "optimizer.lr='tag(log,interval(1e-4,1e-2))'", "data.root=${data.name}", "hydra.sweep.dir=o/${now:%Y-%m}",
         "tracking.uri=http://host:5000", "objective=[memory/peak_bytes:min,val/loss:min]", "data.root=../data",
         "cluster.job.nodes=2",
-    ],
 )  # fmt: skip
-@pytest.mark.parametrize("own", [True, False])
-def test_what_is_typed_for_sweeps_is_taken_from_a_file(word: str, own: bool):
-    assert refusal(word, known_words(), own) is None
-
-
-@pytest.mark.parametrize(
-    ("word", "rule"),
-    [
+# What could run code, or read what is not the sweep's, with the rule against it.
+HOSTILE: tuple[tuple[object, str], ...] = (
         ("--experimental-rerun=x.pickle", "a file may not hold command-line options"),
         ("--config-dir=.", "a file may not hold command-line options"),
         ("-cd", "a file may not hold command-line options"),
@@ -83,12 +76,32 @@ def test_what_is_typed_for_sweeps_is_taken_from_a_file(word: str, own: bool):
         (r"data.root=$\{oc.decode\:x\}", "a file may interpolate only keys"),
         ("optimizer.lr=${now:%Y},${oc.dict.keys:x}", "a file may interpolate only keys"),
         (["optimizer.lr=1"], "it is not a text"),
-    ],
 )  # fmt: skip
-@pytest.mark.parametrize("own", [True, False])
-def test_what_could_run_code_is_not_taken_from_a_file(word: object, rule: str, own: bool):
-    observed = refusal(word, known_words(), own)
-    assert observed is not None and rule in observed
+# Whether a word makes us talk to another machine.
+LEADS_AWAY = {
+    "tracking.uri=sqlite:///outputs/mlflow.db": False,
+    "tracking.uri='sqlite:////data/x y.db'": False,
+    "tracking.uri=http://host": True,
+    "tracking.uri=postgresql://host/db": True,
+    "tracking.uri=${oc.env:X}": True,
+    "tracking.uri=sqlite:///a,http://host": True,
+    "tracking.uri=databricks": True,
+    "cluster.address=ray://host:10001": True,
+    r"tracking.uri=sqlite\:///mlflow.db": False,
+    "cluster.address=null": False,
+    "tracking.experiment=http://host": False,
+}
+
+
+def test_a_file_may_hold_what_is_typed_for_sweeps_and_nothing_that_could_run_code():
+    refused = [(word, why) for word in TYPED for own in (True, False) if (why := refusal(word, known_words(), own))]
+    assert not refused
+    wrong = [
+        (word, why) for word, rule in HOSTILE for own in (True, False)
+        if rule not in str(why := refusal(word, known_words(), own))
+    ]  # fmt: skip
+    assert not wrong
+    assert {word: leads_away(word) for word in LEADS_AWAY} == LEADS_AWAY
 
 
 def test_a_variable_of_the_environment_is_read_for_its_owner_alone():
@@ -97,37 +110,16 @@ def test_a_variable_of_the_environment_is_read_for_its_owner_alone():
     assert "a file may interpolate only keys" in str(refusal(word, known_words(), own=False))
 
 
-@pytest.mark.parametrize("word", ["model._target_=mine.Net", "model.head={_target_:mine.Head}", "task.loss=mine.loss"])
-def test_code_that_a_users_own_folder_names_runs_and_is_shown(
-    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert names_code(word, WORKLOADS) and not names_code("model.depth=3", WORKLOADS)
-    assert "only a folder of your own" in str(refusal(word, WORKLOADS, own=False))
+def test_code_that_a_users_own_folder_names_runs_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert not names_code("model.depth=3", WORKLOADS)
+    for word in ("model._target_=mine.Net", "model.head={_target_:mine.Head}", "task.loss=mine.loss"):
+        assert names_code(word, WORKLOADS)
+        assert "only a folder of your own" in str(refusal(word, WORKLOADS, own=False))
     trust.check_words([word, "model.depth=3", word], tmp_path / "sweep.json", "resume", True, WORKLOADS)
     assert capsys.readouterr().out == f"runs your code, which {tmp_path}/sweep.json names: {word}\n"
     several = [word, f"{word}1", f"{word}2"]
     trust.check_words(several, tmp_path / "trials.jsonl", "resume", True, WORKLOADS, shown=[word])
     assert capsys.readouterr().out == f"runs your code, which {tmp_path}/trials.jsonl names: {word}1, {word}2\n"
-
-
-@pytest.mark.parametrize(
-    ("word", "away"),
-    [
-        ("tracking.uri=sqlite:///outputs/mlflow.db", False),
-        ("tracking.uri='sqlite:////data/x y.db'", False),
-        ("tracking.uri=http://host", True),
-        ("tracking.uri=postgresql://host/db", True),
-        ("tracking.uri=${oc.env:X}", True),
-        ("tracking.uri=sqlite:///a,http://host", True),
-        ("tracking.uri=databricks", True),
-        ("cluster.address=ray://host:10001", True),
-        (r"tracking.uri=sqlite\:///mlflow.db", False),
-        ("cluster.address=null", False),
-        ("tracking.experiment=http://host", False),
-    ],
-)
-def test_which_words_have_us_talk_to_another_machine(word: str, away: bool):
-    assert leads_away(word) is away
 
 
 @pytest.fixture
@@ -143,7 +135,7 @@ def lay_sweep(compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         where = folder / "0" if multirun else folder
         object.__setattr__(trial, "folder", where)
         object.__setattr__(trial, "overrides", [STORE, *trial_words])
-        begin_folder_of(folder)
+        folder.mkdir(mode=0o755)
         begin_folder(folder, [trial])
         write_hydra_folder(trial)
         write_outcome(where, Outcome(TrialStatus.finished, None, 1.0))
@@ -154,10 +146,6 @@ def lay_sweep(compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return folder
 
     return lay
-
-
-def begin_folder_of(folder: Path) -> None:
-    folder.mkdir(mode=0o755)
 
 
 def report(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -172,8 +160,7 @@ class _Pickled:
         return os.mkdir, (self.made,)
 
 
-@pytest.mark.parametrize("how", ["rerun", "callback", "sweeper", "path", "config_dir", "axis", "trial"])
-def test_a_resume_runs_no_code_that_the_folder_names(how: str, lay_sweep, tmp_path: Path):
+def test_a_resume_runs_no_code_that_the_folder_names(lay_sweep, tmp_path: Path):
     """Each of these did: it made `made`. The folder is the user's own, for example out of an archive."""
     made = tmp_path / "made"
     evil = f"# @package _global_\nhydra:\n  callbacks:\n    x:\n      _target_: os.mkdir\n      path: {made}\n"
@@ -181,22 +168,24 @@ def test_a_resume_runs_no_code_that_the_folder_names(how: str, lay_sweep, tmp_pa
     (tmp_path / "experiment/evil.yaml").write_text(evil)
     (tmp_path / "job.pickle").write_bytes(pickle.dumps(_Pickled(made)))
     path = os.path.relpath(tmp_path / "experiment/evil", conf_dir() / "experiment")
-    words = {
-        "rerun": [f"--experimental-rerun={tmp_path}/job.pickle"],
-        "callback": ["+hydra.callbacks.x._target_=os.mkdir", f"+hydra.callbacks.x.path={made}"],
-        "sweeper": ["hydra.sweeper._target_=os.mkdir", f"+hydra.sweeper.path={made}"],
-        "path": [f"experiment={path}"],
-        "config_dir": [f"--config-dir={tmp_path}", "experiment=evil"],
-        "axis": [f"hydra.sweeper.params.experiment={path}"],
-        "trial": [],
-    }[how]
-    folder = lay_sweep(words, ["+hydra.callbacks.x._target_=os.mkdir"] if how == "trial" else [])
-    done = run_cli(tmp_path, "resume=out")
-    assert not made.exists()
-    assert done.returncode == 2, done.stdout + done.stderr
-    held = "trials.jsonl holds +hydra.callbacks" if how == "trial" else f"sweep.json holds {words[0]}"
-    assert f"resume={folder}: {held}" in done.stderr and "add it to the command after resume=...:" in done.stderr
-    assert "Traceback" not in done.stderr
+    words = (
+        [f"--experimental-rerun={tmp_path}/job.pickle"],
+        ["+hydra.callbacks.x._target_=os.mkdir", f"+hydra.callbacks.x.path={made}"],
+        ["hydra.sweeper._target_=os.mkdir", f"+hydra.sweeper.path={made}"],
+        [f"experiment={path}"],
+        [f"--config-dir={tmp_path}", "experiment=evil"],
+        [f"hydra.sweeper.params.experiment={path}"],
+    )
+    of_trial = "+hydra.callbacks.x._target_=os.mkdir"
+    for of_sweep in (*words, []):
+        folder = lay_sweep(of_sweep, [] if of_sweep else [of_trial])
+        done = run_cli(tmp_path, "resume=out")
+        assert not made.exists()
+        assert done.returncode == 2, done.stdout + done.stderr
+        held = f"sweep.json holds {of_sweep[0]}" if of_sweep else f"trials.jsonl holds {of_trial}"
+        assert f"resume={folder}: {held}" in done.stderr and "add it to the command after resume=...:" in done.stderr
+        assert "Traceback" not in done.stderr
+        shutil.rmtree(folder)
 
 
 def test_a_word_that_is_typed_again_is_taken(lay_sweep, tmp_path: Path):
@@ -208,20 +197,22 @@ def test_a_word_that_is_typed_again_is_taken(lay_sweep, tmp_path: Path):
     assert done.returncode == 0 and "seed: 7" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("what", [".", "sweep.json", "trials.jsonl", "0/.hydra/config.yaml", "0/checkpoints"])
 @needs_root
-def test_what_another_user_wrote_is_refused_unless_trusted(what: str, lay_sweep, tmp_path: Path):
+def test_what_another_user_wrote_is_refused_unless_trusted(lay_sweep, tmp_path: Path):
     folder = lay_sweep()
     (folder / "0/checkpoints").mkdir()
-    os.chown(folder / what, SOMEBODY, SOMEBODY)
-    for done, key in ((run_cli(tmp_path, "resume=out"), "resume"), (report(tmp_path, "sweep=out"), "sweep")):
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert f"{key}={folder}: {folder / what} belongs to user {SOMEBODY}" in done.stderr
-        assert "trust=true" in done.stderr and "Traceback" not in done.stderr
+    for what in (".", "sweep.json", "trials.jsonl", "0/.hydra/config.yaml", "0/checkpoints"):
+        os.chown(folder / what, SOMEBODY, SOMEBODY)
+        for done, key in ((run_cli(tmp_path, "resume=out"), "resume"), (report(tmp_path, "sweep=out"), "sweep")):
+            assert done.returncode == 2, done.stdout + done.stderr
+            assert f"{key}={folder}: {folder / what} belongs to user {SOMEBODY}" in done.stderr
+            assert "trust=true" in done.stderr and "Traceback" not in done.stderr
+        assert resume_arguments(["resume=out", "trust=true"])[2] is False
+        os.chown(folder / what, 0, 0)
+    assert "trust=yes" in run_cli(tmp_path, "resume=out", "trust=yes").stderr
+    os.chown(folder, SOMEBODY, SOMEBODY)
     done = run_cli(tmp_path, "resume=out", "trust=true")
     assert done.returncode == 0 and "nothing is left to do" in done.stdout, done.stdout + done.stderr
-    assert report(tmp_path, "sweep=out", "trust=true").returncode == 0
-    assert "use true or false" in run_cli(tmp_path, "resume=out", "trust=yes").stderr
 
 
 @needs_root
@@ -338,6 +329,7 @@ def listener() -> Iterator[tuple[str, list[str]]]:
     server.shutdown()
 
 
+@pytest.mark.ci
 @needs_root
 def test_the_token_goes_to_no_address_of_somebody_elses_folder(
     lay_sweep, listener: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -431,7 +423,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", ["-m", "-c"])
+@pytest.mark.ci
+@pytest.mark.parametrize("start", ["-m", pytest.param("-c", marks=pytest.mark.full)])
 def test_no_module_of_the_folder_that_is_entered_is_imported(start: str, tmp_path: Path):
     """Neither here nor in processes that are started from here; also where the search path is relative."""
     word = plant(tmp_path / "launched")
@@ -447,7 +440,7 @@ def test_no_module_of_the_folder_that_is_entered_is_imported(start: str, tmp_pat
     assert done.returncode == 0 and "fine" in done.stdout, done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_resume_in_the_folder_it_was_launched_in_imports_nothing_from_there(tmp_path: Path):
     """With Ray's processes and a forecast's: started in `launched`, resumed from elsewhere."""
     from tests.sweep.conftest import PLAIN, TINY
