@@ -25,6 +25,16 @@ def called(word: str, pid: int | None = None) -> list[psutil.Process]:
     return collected
 
 
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """Every process of this machine that was started with that variable in its environment, or forked by one."""
+    collected = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(name) == value:
+                collected.append(process)
+    return collected
+
+
 def still_running(processes: Iterable[psutil.Process], seconds: float) -> list[str]:
     """The names of those that run on after so many seconds; a zombie has ended."""
     names = []

@@ -80,7 +80,7 @@ def mlflow_server(
         )  # fmt: skip
     try:
         deadline = time.monotonic() + 90
-        while not (_answers(port) if not within else _answers_within(within, host, port)):
+        while not (answers(port) if not within else _answers_within(within, host, port)):
             waiting = process.poll() is None and time.monotonic() < deadline
             assert waiting, (folder / "server.log").read_text()
             time.sleep(0.2)
@@ -89,7 +89,7 @@ def mlflow_server(
         end(process)
 
 
-def _answers(port: int) -> bool:
+def answers(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as response:
             return bool(response.status == 200)

@@ -1,0 +1,125 @@
+"""A sweep of trials that begin an epoch only when a test says so: states that it can wait for, and kill in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.conftest import command_line
+from tests.folders import SweepFolder
+from tests.processes import called, marked
+from tests.sweep import gated
+
+MODEL = "model._target_=gated.Gated"
+SETTINGS = ("data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1",
+            "precision=fp32", "sharding=per_block", "offload=none", "reshard_after_forward=always")  # fmt: skip
+LIMIT_S = 120  # for a state to be reached: beyond it something hangs
+_MARK = "FSDP_LAB_GATED"  # in the environment of the sweep's processes
+
+
+def wait_for(condition: Callable[[], Any], explain: Callable[[], str]) -> Any:
+    """What the condition gives, as soon as it is something."""
+    end = time.monotonic() + LIMIT_S
+    while not (result := condition()):
+        assert time.monotonic() < end, explain()
+        time.sleep(0.02)
+    return result
+
+
+class GatedSweep:
+    """A sweep that is started in a folder, and again after its driver has ended.
+
+    Args:
+        folder: of the sweep, which is `out` in it.
+        temporary: for Ray's files; short, since the paths of its sockets have to be.
+    """
+
+    def __init__(self, folder: Path, temporary: Path) -> None:
+        self.folder, self.temporary = folder, temporary
+        self.sessions: list[Path] = []  # Ray's folder of each start
+        self.killed: list[str] = []
+        for name in ("at", "go"):
+            (folder / name).mkdir()
+        shutil.copy(Path(gated.__file__), folder)
+
+    @property
+    def sweep(self) -> SweepFolder:
+        return SweepFolder(self.folder / "out")
+
+    def start(self, *words: str) -> None:
+        environment = {**os.environ, _MARK: str(self.folder), "RAY_TMPDIR": str(self.temporary)}
+        with (self.folder / "log").open("ab") as log:
+            self.driver = subprocess.Popen(
+                command_line(*words), cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def start_trials(self, count: int, *words: str) -> None:
+        numbers = ",".join(map(str, range(count)))
+        self.start("-m", MODEL, *SETTINGS, f"model.trial={numbers}", "hydra.sweep.dir=out",
+                   "forecast.enabled=false", *words)  # fmt: skip
+
+    def rank(self, trial: int, epoch: int, rank: int = 0) -> psutil.Process:
+        """Wait until a trial has begun an epoch, with all epochs before in its folder; the process of a rank."""
+        at = self.folder / "at" / f"{trial}.{epoch}.{rank}"
+
+        def begun() -> psutil.Process | None:
+            assert self.driver.poll() is None, self.log()
+            text = at.read_text() if at.exists() else ""
+            with suppress(psutil.NoSuchProcess):
+                return psutil.Process(int(text)) if text.endswith("\n") else None
+            return None
+
+        process: psutil.Process = wait_for(begun, self.log)
+        assert [number for number, *_ in self.sweep.trials[trial].losses] == list(range(1, epoch))
+        return process
+
+    def let_go(self, trial: int, *epochs: int) -> None:
+        for epoch in epochs:
+            (self.folder / "go" / f"{trial}.{epoch}").touch()
+
+    def kill(self, name: str, victims: Sequence[psutil.Process]) -> None:
+        """Kill the processes, of which there has to be one."""
+        assert victims, f"there is no {name} to kill: {self.log()}"
+        for victim in victims:
+            victim.kill()
+        self.killed.append(name)
+
+    def named(self, word: str) -> list[psutil.Process]:
+        return called(word, self.driver.pid)
+
+    def processes(self) -> list[psutil.Process]:
+        return marked(_MARK, str(self.folder))
+
+    def note_session(self) -> None:
+        (new,) = set((self.temporary / "ray").glob("session_2*")) - set(self.sessions)
+        self.sessions.append(new)
+
+    def wait(self) -> int:
+        """Wait for the driver's end; its exit status."""
+        return self.driver.wait(LIMIT_S)
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+
+@contextmanager
+def gated_sweep(folder: Path) -> Iterator[GatedSweep]:
+    """A sweep that is not started yet; in the end nothing of it runs on."""
+    temporary = Path(tempfile.mkdtemp(prefix="r"))
+    sweep = GatedSweep(folder, temporary)
+    try:
+        yield sweep
+    finally:
+        for process in sweep.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(temporary, ignore_errors=True)
