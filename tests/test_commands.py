@@ -117,7 +117,7 @@ RUN = {
     "python -m fsdp_lab experiment=ray_template data.root=<folder that holds FashionMNIST/raw> data.download=false":
         "tests/test_presets.py::test_an_option_trains_for_two_steps",
     "python -m fsdp_lab.predict run=<its MLflow run id> data.root=<the same folder>":
-        "tests/sweep/test_sweep.py::test_the_exported_model_predicts_what_the_trial_measured",
+        "tests/sweep/test_outcomes.py::test_a_trial_alone_is_a_plain_run_whose_model_predicts_what_it_measured",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Where an exported model is scored; what it scores is compared with the trial in tests/sweep/test_sweep.py."""
+"""Where an exported model is scored; what it scores is compared with the trial in tests/sweep/test_outcomes.py."""
 
 from __future__ import annotations
 

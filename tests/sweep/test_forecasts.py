@@ -102,6 +102,7 @@ source: made up
 """
 
 
+@pytest.mark.full
 def test_only_the_most_promising_settings_are_measured_and_the_prediction_stands_beside_them(tmp_path: Path):
     """Eight passes over 8 images each take several times as long as one over 64."""
     (tmp_path / "cpu.yaml").write_text(CPU)

@@ -1,0 +1,148 @@
+"""A user's model whose fate in training is a setting. A sweep imports it from its own folder, which gets a copy."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_lab.config import UserError
+
+PASS = 6  # in which most fates happen: in the second of its epochs of four steps
+HUGE = 1e6
+
+
+class Fate(nn.Module):
+    """A small network for 64 pixels.
+
+    Args:
+        fate: the name of a function below.
+        mark: in the environment of the sweep's processes.
+    """
+
+    def __init__(self, fate: str, mark: str) -> None:
+        super().__init__()
+        self.fate, self.mark = globals()[fate], mark
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 10)
+        self.passes = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        x = images.flatten(1)
+        for block in self.blocks:
+            x = block(x)
+        x = self.head(x)
+        if not _in_training(images):
+            return x
+        if self.training:
+            self.passes += 1
+        return self.fate(self, x)
+
+
+def _in_training(images: Tensor) -> bool:
+    """Whether this is not the look at a model before it trains, with tensors that hold nothing."""
+    return type(images) is Tensor and images.device.type == "cpu" and dist.is_initialized()
+
+
+def finishes(model: Fate, x: Tensor) -> Tensor:
+    """Rank 0 writes once who listens where, and who may enter the sweep's folders for temporary files."""
+    if dist.get_rank() == 0 and model.training and model.passes == PASS:
+        folders = Path(tempfile.gettempdir()).glob("fsdp_lab_*")
+        modes = [f"{folder.stat().st_mode & 0o777:o}" for folder in folders]
+        Path("seen.json").write_text(json.dumps({"listeners": _listeners(model.mark), "modes": modes}))
+    return x
+
+
+def hangs(model: Fate, x: Tensor) -> Tensor:
+    """Rank 1 waits for nothing, and rank 0 for rank 1."""
+    if dist.get_rank() == 1 and model.passes == PASS:
+        threading.Event().wait()
+    return x
+
+
+def raises(model: Fate, x: Tensor) -> Tensor:
+    """Rank 0 fails in each attempt, and rank 1 waits for it."""
+    if dist.get_rank() == 0:
+        raise RuntimeError("the first step fails")
+    return x
+
+
+def refused(model: Fate, x: Tensor) -> Tensor:
+    """It raises an error of which fsdp_lab says that the user has to correct it."""
+    raise UserError("model.fate=refused is refused")
+
+
+def killed(model: Fate, x: Tensor) -> Tensor:
+    """Rank 1 is killed once. What it has started runs on, and in a session of its own."""
+    if dist.get_rank() == 1 and model.passes == PASS and not Path("killed").exists():
+        Path("killed").touch()
+        subprocess.Popen(["sleep", "600"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def killed_again(model: Fate, x: Tensor) -> Tensor:
+    """Rank 1 is killed in each attempt."""
+    if dist.get_rank() == 1 and model.passes == PASS:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def crashes(model: Fate, x: Tensor) -> Tensor:
+    """Rank 0 ends as faulty native code does, in each attempt."""
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return x
+
+
+def exits(model: Fate, x: Tensor) -> Tensor:
+    """Code ends the process as if all were well, in each attempt."""
+    os._exit(0)
+
+
+def runs_out_of_memory(model: Fate, x: Tensor) -> Tensor:
+    """PyTorch's allocator finds no memory on rank 1."""
+    if dist.get_rank() == 1 and model.passes == PASS:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    return x
+
+
+def fills_the_host(model: Fate, x: Tensor) -> Tensor:
+    """The host's memory is in use as long as this process lives, by the reading that a test has planted."""
+    Path("full").write_text(str(os.getpid()))
+    threading.Event().wait()
+    return x
+
+
+def diverges(model: Fate, x: Tensor) -> Tensor:
+    """The loss is no number."""
+    return x * math.nan
+
+
+def falls_behind(model: Fate, x: Tensor) -> Tensor:
+    """The loss is far above all others. After an epoch it waits to be stopped."""
+    if model.passes == PASS:
+        threading.Event().wait()
+    return x * HUGE
+
+
+def _listeners(mark: str) -> list[tuple[str, str]]:
+    """`(process, address)` of each socket of the sweep that takes connections: its driver's, Ray's and the ranks'."""
+    top = psutil.Process()
+    while mark in top.environ():  # the command itself is a fork, and has the environment of its parent
+        top = top.parent() or top
+    family = (
+        (process.name(), process.net_connections(kind="inet")) for process in (top, *top.children(recursive=True))
+    )
+    return [(name, c.laddr.ip) for name, connections in family for c in connections if c.status == psutil.CONN_LISTEN]
