@@ -1,41 +1,16 @@
-"""A Ray that is started here is nobody else's, and neither are the ranks of its trials."""
+"""A Ray that is started here is nobody else's, and neither are ranks. A whole sweep is in tests/sweep/test_fates.py."""
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fsdp_lab.engine.rendezvous import interface_of
-from tests.processes import descendants
-from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, ranks_of, started, wait_for
+from tests import forked
 
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-
-_LISTENERS = """
-import psutil
-from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine.cluster import start_ray, stop_ray
-start_ray(ClusterConfig())
-family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-for process in family:
-    for connection in process.net_connections(kind="inet"):
-        if connection.status == "LISTEN":
-            print(process.name(), connection.laddr.ip)
-stop_ray()
-"""
-
-
-def test_every_server_of_a_local_ray_listens_on_the_loopback_only():
-    out = subprocess.run([sys.executable, "-c", _LISTENERS], capture_output=True, text=True, timeout=120, check=True)
-    addresses = {line.split()[-1] for line in out.stdout.splitlines()}
-    assert addresses, out.stderr
-    assert addresses <= LOOPBACK
-
 
 _OTHERS = """
 import os, ray, subprocess, sys
@@ -51,10 +26,13 @@ token = os.environ["RAY_AUTH_TOKEN"]
 grep = ["grep", "-rl", token, session, os.environ["HOME"]]
 print("in files:" + subprocess.run(grep, capture_output=True, text=True).stdout)
 own = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
-for others in ({}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"}):
-    command = [sys.executable, "-c", run, context.gcs_address]
-    done = subprocess.run(command, capture_output=True, text=True, env=own | others)
-    print("other:" + done.stdout.strip())
+command = [sys.executable, "-c", run, context.gcs_address]
+started = [
+    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own | others)
+    for others in ({}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"})
+]
+for process in started:
+    print("other:" + process.communicate()[0].strip())
 stop_ray()
 """
 
@@ -72,40 +50,6 @@ def test_nobody_runs_a_task_on_a_local_ray_without_its_token(tmp_path: Path):
     assert out.stdout.split("\n") == ["ran", "in files:", "other:", "other:", "other:", ""], out.stderr
 
 
-def listening(processes: list[psutil.Process]) -> set[tuple[str, str]]:
-    """`(process, address)` of every socket that takes connections."""
-    connections = [(p.name(), c) for p in processes for c in p.net_connections(kind="inet")]
-    return {(name, c.laddr.ip) for name, c in connections if c.status == psutil.CONN_LISTEN}
-
-
-@pytest.mark.timeout(300)
-def test_no_rank_of_a_trial_listens_beyond_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Neither PyTorch's store nor gloo. The file by which the ranks meet is nobody else's, and gone afterwards."""
-    temporary = Path(short := tempfile.mkdtemp(prefix="t"))  # Ray's sockets lie in it: their paths have to be short
-    monkeypatch.setenv("TMPDIR", short)
-    long = (
-        *PLAIN,
-        *TINY,
-        "training.epochs=300",
-        "checkpoint.mode=async",
-        "checkpoint.every_epochs=100",
-        "forecast.enabled=false",
-    )
-    with started(tmp_path, *long) as process:
-        wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process, 240)
-        assert len(ranks_of(process)) == 2
-        result = listening([psutil.Process(process.pid), *descendants(process.pid)])
-        (folder,) = temporary.glob("fsdp_lab_*")
-        (inside,) = (path for path in folder.iterdir() if path.is_dir())  # of the trial; the rest is a socket
-        assert len(list(inside.iterdir())) == 1 and folder.stat().st_mode & 0o777 == 0o700
-        process.send_signal(2)
-        process.communicate(timeout=60)
-    assert {"rank0", "rank1"} <= {name for name, _ in result}, "the ranks were looked at"
-    assert {address for _, address in result} <= LOOPBACK, result
-    assert not list(temporary.glob("fsdp_lab_*"))
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
 _ALONE = """
 import psutil, torch, torch.distributed as dist
 from fsdp_lab.training.distributed import setup_distributed
@@ -121,14 +65,12 @@ for connection in psutil.Process().net_connections(kind="inet"):
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_a_group_of_one_listens_nowhere_beyond_the_loopback(launched: bool):
+def test_a_group_of_one_listens_nowhere_beyond_the_loopback(launched: bool, tmp_path: Path):
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
     environment = {key: value for key, value in os.environ.items() if key not in names}
     environment |= {"RANK": "0", "WORLD_SIZE": "1"} if launched else {}
-    out = subprocess.run(
-        [sys.executable, "-c", _ALONE], capture_output=True, text=True, timeout=120, check=True, env=environment
-    )
-    alone, *addresses = out.stdout.splitlines()
+    out = forked.run(tmp_path, "-c", _ALONE, environment=environment)
+    alone, *addresses = out.stdout.splitlines() or [out.stderr]
     assert alone == "0 1"
     assert set(addresses) <= LOOPBACK
 
@@ -149,14 +91,12 @@ for connection in psutil.Process().net_connections(kind="inet"):
 
 
 @pytest.mark.parametrize("chosen", [None, "lo,eth9"])
-def test_ranks_on_one_other_node_meet_at_its_loopback(chosen: str | None):
+def test_ranks_on_one_other_node_meet_at_its_loopback(chosen: str | None, tmp_path: Path):
     """PyTorch's store takes the socket that is made for it; an interface that the user names stays."""
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": chosen} if chosen else {}
-    out = subprocess.run(
-        [sys.executable, "-c", _BY_PORT], capture_output=True, text=True, timeout=120, check=True, env=environment
-    )
-    interfaces, *result = out.stdout.splitlines()
+    out = forked.run(tmp_path, "-c", _BY_PORT, environment=environment)
+    interfaces, *result = out.stdout.splitlines() or [out.stderr]
     assert interfaces == f"lo {chosen or '=lo'}"
     assert "127.0.0.1 True" in result
     assert {line.split()[0] for line in result} <= LOOPBACK

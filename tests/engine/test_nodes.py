@@ -10,6 +10,7 @@ import pytest
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.engine.nodes import Node, NodeWatch, answers, groups_that_fit, lost
+from fsdp_lab.engine.rendezvous import gpu_index
 from fsdp_lab.engine.resources import check_one_node
 from fsdp_lab.engine.why import unplaced_message
 from tests.sweep.conftest import PLAIN, TINY
@@ -77,7 +78,26 @@ def test_strict_pack_needs_a_node_that_holds_all():
         check_one_node(cluster, {"CPU": 3.0}, rays)
 
 
-@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("own", "visible", "index"),
+    [(3, "2,3", 1), ("GPU-b", "GPU-a,GPU-b", 1), (0, "0", 0), (2, None, 2), (5, "2,3", None)],
+)
+def test_the_index_of_a_workers_gpu(
+    own: int | str, visible: str | None, index: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Ray's answer stands in: there is no GPU here."""
+    monkeypatch.setattr("ray.get_gpu_ids", lambda: [own])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if index is None:
+        with pytest.raises(RuntimeError, match=r"GPU 5 .* not in CUDA_VISIBLE_DEVICES=2,3"):
+            gpu_index()
+    else:
+        assert gpu_index() == index
+
+
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_trials_are_packed_by_their_own_needs(cli):
     """Of four on two cores: those with one worker run side by side, each with two alone."""

@@ -20,7 +20,7 @@ from fsdp_lab.engine.failures import kind_of, record_failure
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.engine.mirror import Receiver
 from fsdp_lab.engine.rank import FolderReporter, Work, join_ranks, train_and_record
-from fsdp_lab.engine.rank_process import RankFailed
+from fsdp_lab.engine.rank_process import RankFailed, RankOutOfMemory
 from fsdp_lab.engine.trial_files import (
     append_line,
     clear_left_over,
@@ -173,6 +173,15 @@ def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_is_removed_before_the_training_is_not_made_again(tmp_path: Path):
+    """While the ranks meet: until then PyTorch is imported, for a second or more."""
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match="trial is gone: it was removed or moved before the training began"):
+        train_and_record(TrialConfig(), folder, 0, FolderReporter(folder, 0, "digits"), join=folder.rmdir)
+    assert not folder.exists()
+
+
 def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path):
     """As a trial does that goes on from a checkpoint: those before it as they were, a later one with new times."""
     file = tmp_path / "metrics.jsonl"
@@ -216,9 +225,10 @@ def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):
     [
         (FileNotFoundError("/out/3 is not on node7"), "error", "rank 1: FileNotFoundError: /out/3 is not on node7"),
         (RankFailed("its process exited with status 3"), "killed", "rank 1: its process exited with status 3"),
+        (RankOutOfMemory("killed"), "oom", "rank 1: its process was killed: the host is out of memory"),
         (RayActorError(), "killed", "rank 1: its process ended without an error, as if killed"),
     ],
-    ids=["raised in Ray's worker", "raised for its rank", "Ray's worker killed"],
+    ids=["raised in Ray's worker", "raised for its rank", "killed for lack of memory", "Ray's worker killed"],
 )
 def test_why_a_worker_ended_is_told(
     error: Exception, kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,9 +29,9 @@ from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, sta
 set_environment()  # the second Ray Train is the one that is asked
 
 
-@pytest.mark.parametrize("name", [*CONTROLLER, *OTHERS], ids=lambda name: f"{name.module}.{name.name}")
-def test_ray_has_the_name_as_we_use_it(name: Name):
-    assert name.lacks() is None, f"this Ray lacks {name.lacks()}: see fsdp_lab/engine/ray_private.py"
+def test_ray_has_each_name_as_we_use_it():
+    lacking = [lacks for name in (*CONTROLLER, *OTHERS) if (lacks := name.lacks()) is not None]
+    assert lacking == [], "see fsdp_lab/engine/ray_private.py"
 
 
 def test_ray_calls_what_it_gives_to_a_job_as_we_do():
@@ -154,6 +154,7 @@ def test_a_worker_that_is_killed_while_its_trial_starts_is_tried_again():
     assert other.make_decision(training_failed_error=ControllerError(OSError())).value == "RAISE"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_process_of_tunes_that_ray_kills_for_want_of_memory_is_an_actor_that_died():
     """And not an exception that ends the sweep, as Tune has it."""
@@ -192,7 +193,7 @@ def a_name_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hide"), prepend=os.pathsep)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("a_name_is_hidden")
 def test_without_a_name_a_trial_is_tried_again_and_stopped_as_with_it(tmp_path: Path):

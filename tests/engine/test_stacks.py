@@ -10,36 +10,43 @@ import pytest
 
 from fsdp_lab.engine.stacks import find_stuck, last_stack, long_s
 
-# A rank whose user's code waits for a lock that nobody gives back, in a thread as Ray's, after a phase that was long.
+# A rank whose user's code waits for a lock, in a thread as Ray's, until its log has a dump of that; after a phase that
+# was long. When it has ended, it lives on for longer than a dump takes.
 RANK = """
-import sys, threading
+import sys, threading, time
 from pathlib import Path
 from fsdp_lab.engine.stacks import StackDump
 from fsdp_lab.engine.rank import FolderReporter, redirect_output
 
-folder = Path(sys.argv[1])
-stacks = StackDump(0.5)
+folder, lock = Path(sys.argv[1]), threading.Lock()
+log = folder / "logs" / "rank0.log"
+stacks = StackDump(0.25)
 reporter = FolderReporter(folder, 0, "digits", stacks)
 
+def wait_for_dumps(count):
+    while log.read_text().count("Timeout (0:00:00.25") < count:
+        time.sleep(0.01)
+
 def init_weights():
-    lock = threading.Lock()
     lock.acquire()
-    lock.acquire(timeout=3)
 
 def train_and_record():
     reporter.phase("loading the data")
-    threading.Event().wait(1)
+    wait_for_dumps(1)
     for step in range(1, 4):
         reporter.step(step)
     reporter.phase("initialising the weights")
     init_weights()
     stacks.end()
-    threading.Event().wait(1)
+    time.sleep(0.5)
 
-redirect_output(folder / "logs" / "rank0.log")
+redirect_output(log)
 print("Timeout (of the user's own)")
+lock.acquire()
 thread = threading.Thread(target=train_and_record)
 thread.start()
+wait_for_dumps(2)
+lock.release()
 thread.join()
 """
 WAITS = """Timeout (0:00:01)!
@@ -63,12 +70,12 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_stuck_rank_dumps_its_stack_once_for_each_phase_and_its_place_is_found(trial: Path):
     log = trial / "logs" / "rank0.log"
-    assert log.read_text().count("Timeout (0:00:00.5") == 2, "none after its end"
+    assert log.read_text().count("Timeout (0:00:00.25") == 2, "none after its end"
     functions = [function for _, _, function in last_stack(log)]
     assert functions[:2] == ["init_weights", "train_and_record"]
     result = find_stuck(trial)
     assert result is not None
-    line = 1 + RANK.splitlines().index("    lock.acquire(timeout=3)")
+    line = 1 + RANK.splitlines().index("    lock.acquire()")
     assert str(result) == f"rank 0 is at <string>:{line} in init_weights; its stack is in {log}"
 
 
