@@ -7,6 +7,8 @@ from typing import Any
 import optuna
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
+LIMIT = 1e3
+
 
 class Counts(optuna.samplers.BaseSampler):
     """Counts through the categories, the first key fastest."""
@@ -33,19 +35,16 @@ def build_sampler(seed: int) -> optuna.samplers.BaseSampler:
     return Counts()
 
 
-class StopsAt(FIFOScheduler):
-    """Stops every trial whose second epoch is worse than the best second epoch so far."""
+class StopsAbove(FIFOScheduler):
+    """Stops every trial whose first epoch is above a limit."""
 
     def __init__(self, metric: str) -> None:
         super().__init__()
-        self.of, self.best = metric, float("inf")
+        self.of = metric
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        if result["epoch"] != 2:
-            return TrialScheduler.CONTINUE
-        worse, self.best = result[self.of] > self.best, min(result[self.of], self.best)
-        return TrialScheduler.STOP if worse else TrialScheduler.CONTINUE
+        return TrialScheduler.STOP if result[self.of] > LIMIT else TrialScheduler.CONTINUE
 
 
 def build_scheduler(config: Any, watched: dict[str, Any]) -> TrialScheduler:
-    return StopsAt(watched["metric"])
+    return StopsAbove(watched["metric"])

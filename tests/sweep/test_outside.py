@@ -1,13 +1,11 @@
-"""A sampler and a scheduler of another package run a sweep like our own."""
+"""A sampler of another package runs a sweep like our own; a scheduler does in test_fates.py."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
+from tests import forked
 from tests.conftest import ROOT, STORE
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, results
@@ -16,24 +14,20 @@ TINY = (
     "model=mlp", "data=synthetic", "data.num_train=16", "data.num_val=8", "training.global_batch_size=8",
     "checkpoint.mode=off", "export=false", "memory_profile=off", "forecast.enabled=false", STORE, "hydra.sweep.dir=out",
 )  # fmt: skip
+SCRIPT = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from fsdp_lab.__main__ import main
+from fsdp_lab.config.registry import register
+register("search.name", "counts", "tests.sweep.outside")
+main()
+"""
 
 
 def run_registered(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command line, in a process that has registered what `tests.sweep.outside` defines."""
     lay_store(folder)
-    script = (
-        "import sys\n"
-        "from fsdp_lab.__main__ import main\n"
-        "from fsdp_lab.config.registry import register\n"
-        "register('search.name', 'counts', 'tests.sweep.outside')\n"
-        "register('scheduler.name', 'strict', 'tests.sweep.outside')\n"
-        f"sys.argv = ['fsdp_lab', '-m', *{[*TINY, *PLAIN, *words]!r}]\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "main()\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=240, check=False
-    )
+    return forked.run(folder, "-c", SCRIPT, "-m", *TINY, *PLAIN, *words)
 
 
 def test_a_sampler_of_another_package_suggests_the_trials(tmp_path: Path):
@@ -50,11 +44,3 @@ def test_a_name_that_is_not_registered_is_refused(tmp_path: Path):
     done = run_registered(tmp_path, "engine=inline", "search.name=count", "optimizer.lr=0.1,0.01")
     assert done.returncode == 2
     assert "search.name=count is not an option. Choose one of: grid, random, optuna, counts." in done.stderr
-
-
-@pytest.mark.ci
-def test_a_scheduler_of_another_package_stops_trials(tmp_path: Path):
-    words = ["scheduler.name=strict", "optimizer.lr=0.01,1e-12", "training.epochs=60", "cluster.num_workers=1"]
-    done = run_registered(tmp_path, *words, "cluster.cpus_per_worker=2", "optimizer=sgd")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["status"] for row in results(tmp_path)] == ["finished", "stopped"], "the second one learns nothing"

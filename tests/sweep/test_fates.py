@@ -1,0 +1,275 @@
+"""One sweep on Ray whose trials end in every way: each is recorded, takes no other down and leaves nothing behind.
+
+The trials have two ranks each, and run two at a time. `fates.py` has the model that decides how each ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from mlflow.entities import Run
+
+from fsdp_lab.config import NightlyConfig, from_dict
+from fsdp_lab.metrics import declared, is_mib_key
+from tests import forked
+from tests.conftest import ROOT, STORE
+from tests.folders import Store, SweepFolder, TrialFolder
+from tests.processes import marked, still_running
+from tests.ranks import Memo, run_ranks
+from tests.servers import lay_store
+from tests.sweep import fates
+
+pytestmark = pytest.mark.timeout(400)
+
+MARK = "FSDP_LAB_FATES"  # in the environment of the sweep's processes
+EPOCHS, STEPS = 3, 4
+TIMEOUT_S = 8
+STATUS = {
+    "finishes": "finished", "hangs": "failed", "raises": "failed", "killed": "finished", "killed_again": "failed",
+    "runs_out_of_memory": "oom", "refused": "failed", "falls_behind": "stopped", "crashes": "failed",
+    "diverges": "diverged", "exits": "failed",
+}  # fmt: skip
+FATES = list(STATUS)
+SWEEP = (
+    "-m", "model._target_=fates.Fate", f"model.fate={','.join(FATES)}", f"model.mark={MARK}", "sharding=per_block",
+    "precision=fp32", "offload=none", "reshard_after_forward=always", f"training.epochs={EPOCHS}",
+    f"data.num_train={STEPS * 32}", "data.num_val=32", "training.global_batch_size=32",
+    "training.timing_warmup_steps=1", "cluster.num_workers=2", "cluster.cpus_per_worker=0.5", "cluster.max_failures=1",
+    f"trial_timeout_s={TIMEOUT_S}", "scheduler.name=strict", "scheduler.metric=train/loss:min",
+    "forecast.enabled=false", "hydra.sweep.dir=out", STORE,
+)  # fmt: skip
+SCRIPT = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from fsdp_lab.__main__ import main
+from fsdp_lab.config.registry import register
+register("scheduler.name", "strict", "tests.sweep.outside")
+main()
+"""
+LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+class Swept(NamedTuple):
+    """The sweep when it has ended. `temporary`: the folder for temporary files that it was given."""
+
+    folder: Path
+    temporary: Path
+    code: int
+    out: str
+    err: str
+    left: list[str]
+
+    @property
+    def sweep(self) -> SweepFolder:
+        return SweepFolder(self.folder / "out")
+
+    def trial(self, fate: str) -> TrialFolder:
+        return self.sweep.trials[FATES.index(fate)]
+
+    def row(self, fate: str) -> dict[str, str]:
+        return self.sweep.rows[FATES.index(fate)]
+
+    @property
+    def runs(self) -> dict[str, Run]:
+        """The run of each fate, in order."""
+        by_folder = {Path(run.data.tags["fsdp_lab.folder"]).name: run for run in Store(self.folder).trials}
+        assert len(by_folder) == len(FATES)
+        return {fate: by_folder[str(number)] for number, fate in enumerate(FATES)}
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swept]:
+    folder = tmp_path_factory.mktemp("fates")
+    temporary = tempfile.mkdtemp(prefix="t")  # Ray's sockets are in it, and their paths have to be short
+    shutil.copy(Path(fates.__file__), folder)
+    lay_store(folder)
+    environment = {**os.environ, MARK: str(folder), "TMPDIR": temporary}
+    done = forked.run(folder, "-c", SCRIPT, *SWEEP, seconds=390, environment=environment)
+    left = still_running(marked(MARK, str(folder)), 15)
+    yield Swept(folder, Path(temporary), done.returncode, done.stdout, done.stderr, left)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def test_every_trial_has_the_status_of_its_fate(swept: Swept):
+    assert dict(zip(FATES, swept.sweep.statuses, strict=True)) == STATUS, swept.out + swept.err
+    for fate, status in STATUS.items():
+        outcome = swept.trial(fate).outcome
+        assert outcome is not None and outcome["status"] == status, fate
+
+
+def test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback(swept: Swept):
+    assert swept.code == 1
+    assert "Traceback" not in swept.out + swept.err
+    for number, status in enumerate(STATUS.values()):
+        assert f"trial {number} {status}" in swept.out
+
+
+MESSAGES = {
+    "hangs": (f"no progress for trial_timeout_s={TIMEOUT_S} s since step", "rank 1 is at", "fates.py", " in hangs"),
+    "raises": ("rank 0", "RuntimeError: the first step fails", "fates.py"),
+    "killed_again": ("rank 1", "its process", "as if killed"),
+    "runs_out_of_memory": ("rank 1", "OutOfMemoryError: CUDA out of memory"),
+    "refused": ("model.fate=refused is refused",),
+    "crashes": ("rank 0", "its process", "11 (SIGSEGV)"),
+    "diverges": ("rank", "the loss of step 1 is nan"),
+    "exits": ("rank", "its process", "status 0"),
+    "finishes": (), "killed": (), "falls_behind": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_the_error_names_what_happened_and_where(swept: Swept, fate: str):
+    error = swept.row(fate)["error"]
+    assert [words for words in MESSAGES[fate] if words not in error] == [], error
+    assert bool(error) == (STATUS[fate] not in ("finished", "stopped"))
+    assert "\n" not in error and error in swept.out.replace("\n", " ")
+    assert swept.runs[fate].data.tags.get("error", "")[:40] == error[:40]
+
+
+def test_a_crash_in_native_code_has_its_stack_in_the_log(swept: Swept):
+    log = (swept.trial("crashes").path / "logs" / "rank0.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in log and "fates.py" in log
+
+
+def test_only_what_another_attempt_may_mend_is_tried_again(swept: Swept):
+    """Once: `cluster.max_failures=1`. The failures of the first attempt are set aside."""
+    attempts = {fate: 1 + len(list(swept.trial(fate).path.glob("failures.*"))) for fate in FATES}
+    again = ("raises", "killed", "killed_again", "crashes", "exits")
+    assert attempts == {fate: 2 if fate in again else 1 for fate in FATES}
+
+
+def test_a_killed_trial_resumes_from_its_checkpoint_and_learns_the_same(swept: Swept):
+    undisturbed, killed = swept.trial("finishes"), swept.trial("killed")
+    assert [epoch for epoch, *_ in killed.losses] == list(range(1, EPOCHS + 1))
+    assert killed.losses == undisturbed.losses
+    assert killed.facts["resumed_from"] and not undisturbed.facts["resumed_from"]
+    models = [torch.load(trial.path / "model.pt", weights_only=True) for trial in (undisturbed, killed)]
+    torch.testing.assert_close(models[0], models[1], rtol=0, atol=0)
+
+
+def test_a_trial_has_the_epochs_that_it_reported_and_a_model_if_it_finished(swept: Swept):
+    epochs = {fate: len(swept.trial(fate).epochs) for fate in FATES}
+    assert epochs == {
+        "finishes": EPOCHS, "hangs": 1, "raises": 0, "killed": EPOCHS, "killed_again": 2, "runs_out_of_memory": 1,
+        "refused": 0, "falls_behind": 1, "crashes": 0, "diverges": 0, "exits": 0,
+    }  # fmt: skip
+    for fate, status in STATUS.items():
+        assert (swept.trial(fate).path / "model.pt").exists() == (status == "finished"), fate
+        assert int(swept.row(fate)["epoch"] or 0) == epochs[fate]
+
+
+def test_nothing_runs_on_and_no_temporary_file_is_left(swept: Swept):
+    """Neither a process of Ray's nor what a killed rank had started."""
+    assert (swept.folder / "killed").exists() and swept.left == []
+    assert list(swept.temporary.glob("fsdp_lab_*")) == list(swept.temporary.glob("ray/session_2*")) == []
+
+
+def test_nobody_listens_beyond_the_loopback(swept: Swept):
+    """Neither Ray's servers nor the ranks with PyTorch's store and gloo."""
+    seen = json.loads((swept.folder / "seen.json").read_text())
+    listeners = seen["listeners"]
+    assert {"raylet", "gcs_server", "rank0", "rank1"} <= {name for name, _ in listeners}
+    assert {address for _, address in listeners} <= LOOPBACK, listeners
+    assert set(seen["modes"]) <= {"700"}, "a folder in which ranks meet is nobody else's"
+
+
+# What a finished trial leaves.
+
+
+def plain_run(values: dict[str, Any], folder: Path) -> list[dict[str, float]]:
+    from fsdp_lab.training import train
+
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    memo = Memo()
+    train(from_dict(NightlyConfig, values), folder / "plain", memo)
+    return memo.reported
+
+
+def test_the_losses_are_those_of_a_run_without_ray(swept: Swept):
+    config = swept.trial("finishes").config
+    config["scheduler"]["name"] = "fifo"  # which stops nothing either
+    plain = run_ranks(2, plain_run, config, swept.folder)[0]
+    store = Store(swept.folder)
+    for key in ("train/loss", "val/loss", "val/accuracy"):
+        expected = [metrics[key] for metrics in plain]
+        assert [value for _, value in store.history(swept.runs["finishes"], key)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_folder_is_as_hydra_leaves_one(swept: Swept):
+    out = swept.folder / "out"
+    multirun = yaml.safe_load((out / "multirun.yaml").read_text())
+    assert {a for a in SWEEP if a != "-m" and "hydra." not in a} <= set(multirun["hydra"]["overrides"]["task"])
+    assert {d.name for d in out.iterdir() if d.name.isdigit()} == {str(number) for number in range(len(FATES))}
+    for number, fate in enumerate(FATES):
+        trial = swept.trial(fate)
+        assert trial.config["model"]["fate"] == fate and "hydra" not in trial.config
+        hydra = yaml.safe_load((trial.path / ".hydra" / "hydra.yaml").read_text())["hydra"]
+        assert hydra["job"]["num"] == number and hydra["runtime"]["choices"]["sharding"] == "per_block"
+        overrides = yaml.safe_load((trial.path / ".hydra" / "overrides.yaml").read_text())
+        assert f"model.fate={fate}" in overrides and "sharding=per_block" in overrides
+        assert {log.name for log in (trial.path / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+
+
+def test_results_csv_has_a_row_a_trial(swept: Swept):
+    for number, (row, (fate, run)) in enumerate(zip(swept.sweep.rows, swept.runs.items(), strict=True)):
+        assert (row["trial"], row["model.fate"], row["run_id"]) == (str(number), fate, run.info.run_id)
+        assert Path(row["folder"]) == swept.folder / "out" / str(number)
+        if row["status"] == "finished":
+            assert float(row["val/loss"]) == pytest.approx(run.data.metrics["val/loss"])
+            assert float(row["seconds"]) > 0 and float(row["perf/samples_per_s"]) > 0
+
+
+def test_mlflow_has_one_parent_and_a_run_a_trial(swept: Swept):
+    store = Store(swept.folder)
+    (parent,), children = store.parents, list(swept.runs.values())
+    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
+    assert (parent.info.status, parent.data.tags["num_trials"]) == ("FAILED", str(len(FATES)))
+    assert "model.fate=finishes,hangs" in parent.data.tags["mlflow.source.name"]
+    ended = {"finished": "FINISHED", "stopped": "KILLED"}
+    assert [run.data.tags["status"] for run in children] == list(STATUS.values())
+    assert [run.info.status for run in children] == [ended.get(status, "FAILED") for status in STATUS.values()]
+    assert store.artifacts(parent) == [
+        "multirun.yaml", "report.csv", "report.html", "report.md", "results.csv",
+        "use_accelerate.yaml", "use_pytorch.py", "use_torchtitan.toml",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fate", ["finishes", "killed"])
+def test_mlflow_has_every_epoch_once(swept: Swept, fate: str):
+    store, run = Store(swept.folder), swept.runs[fate]
+    for key in ("train/loss", "val/loss", "val/accuracy", "perf/samples_per_s", "memory/peak_bytes"):
+        assert [step for step, _ in store.history(run, key)] == list(range(1, EPOCHS + 1)), key
+    assert store.history(run, "train/step") == [(epoch, STEPS * epoch) for epoch in range(1, EPOCHS + 1)]
+    assert {"memory/rank0/peak_bytes", "memory/rank1/peak_bytes", "checkpoint/save_s"} <= run.data.metrics.keys()
+    assert [key for key in run.data.metrics if not (is_mib_key(key) or declared(key))] == []
+
+
+def test_mlflow_has_parameters_tags_and_the_data(swept: Swept):
+    for run in (swept.runs["finishes"], swept.runs["killed"]):
+        given = {"sharding": "per_block", "offload": "none", "precision": "fp32", "reshard_after_forward": "always"}
+        others = {"model._target_": "fates.Fate", "data": "digits", "data.num_train": "128", "optimizer.lr": "0.001"}
+        assert {**given, **others}.items() <= run.data.params.items()
+        tags = run.data.tags
+        assert {"host", "device", "version.torch", "version.ray", "version.mlflow"} <= tags.keys()
+        assert re.fullmatch(r"[0-9a-f]{40}", tags["mlflow.source.git.commit"]) and tags["world_size"] == "2"
+        (data,) = run.inputs.dataset_inputs
+        assert data.dataset.name == "digits" and data.dataset.digest
+
+
+def test_mlflow_has_the_files_of_trials(swept: Swept):
+    store = Store(swept.folder)
+    finished, failed = store.artifacts(swept.runs["finishes"]), store.artifacts(swept.runs["raises"])
+    assert {"config/config.yaml", "config/overrides.yaml", "model/model.pt"} <= set(finished)
+    assert {"failures/rank0.json", "config/config.yaml"} <= set(failed)
