@@ -154,7 +154,7 @@ def test_a_killed_trial_resumes_from_its_checkpoint_and_learns_the_same(swept: S
     assert [epoch for epoch, *_ in killed.losses] == list(range(1, EPOCHS + 1))
     assert killed.losses == undisturbed.losses
     assert killed.facts["resumed_from"] and not undisturbed.facts["resumed_from"]
-    models = [torch.load(trial.path / "model.pt", weights_only=True) for trial in (undisturbed, killed)]
+    models = [torch.load(trial.path / "model.pt", weights_only=True)["state_dict"] for trial in (undisturbed, killed)]
     torch.testing.assert_close(models[0], models[1], rtol=0, atol=0)
 
 

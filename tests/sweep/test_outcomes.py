@@ -69,10 +69,10 @@ def test_a_trial_of_which_a_rank_is_suspended_is_ended_and_the_next_one_runs(tmp
     with gated_sweep(tmp_path) as sweep:
         lay_store(tmp_path)
         sweep.start_trials(2, "training.epochs=2", "trial_timeout_s=10", "cluster.num_workers=2", STORE)
-        sweep.rank(0, 2)
+        sweep.let_go(0, 1)
         sweep.rank(0, 2, rank=1).suspend()
-        for trial in (0, 1):
-            sweep.let_go(trial, 1, 2)
+        sweep.let_go(0, 2)
+        sweep.let_go(1, 1, 2)
         assert sweep.wait() == 1, sweep.log()
         assert sweep.sweep.statuses == ["failed", "finished"]
         assert "no progress for trial_timeout_s=10 s since step" in sweep.sweep.rows[0]["error"]
