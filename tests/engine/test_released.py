@@ -137,7 +137,7 @@ def test_when_the_ranks_do_not_meet(runner: Runner, config: dict[str, Any], tmp_
 
 
 def test_when_the_first_step_fails_on_one_rank(runner: Runner, config: dict[str, Any], tmp_path: Path):
-    config["model"] = {"_target_": "tests.engine.failing.FailsOnRank0"}
+    config["model"] = {"_target_": "tests.sweep.fates.Fate", "fate": "raises", "mark": ""}
     runner.run(tmp_path, config)
     assert "the first step fails" in error_of(tmp_path)
 
