@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fsdp_lab.config import all_keys
 from fsdp_lab.config.suggest import closest
 
@@ -27,13 +25,11 @@ MEANT = {
 }
 
 
-@pytest.mark.parametrize(("typed", "meant"), MEANT.items())
-def test_the_key_that_was_meant_is_found(typed: str, meant: str):
-    group = [key for key in all_keys() if key.startswith(meant.partition(".")[0] + ".")]
-    assert closest(typed, all_keys()) == meant
-    assert closest(typed, group or all_keys()) == meant
+def test_the_key_that_was_meant_is_found():
+    for typed, meant in MEANT.items():
+        group = [key for key in all_keys() if key.startswith(meant.partition(".")[0] + ".")]
+        assert (closest(typed, all_keys()), closest(typed, group or all_keys())) == (meant, meant), typed
 
 
-@pytest.mark.parametrize("typed", ["bogus", "foo", "x", ""])
-def test_nothing_is_guessed_of_a_word_that_is_like_none(typed: str):
-    assert closest(typed, all_keys()) is None
+def test_nothing_is_guessed_of_a_word_that_is_like_none():
+    assert [typed for typed in ("bogus", "foo", "x", "") if closest(typed, all_keys()) is not None] == []
