@@ -9,6 +9,8 @@ import shutil
 import signal
 import stat
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,75 +60,6 @@ def test_the_script_types_what_was_typed_without_what_slurm_was_asked_for(tmp_pa
         subprocess.run(["shellcheck", str(script)], check=True, timeout=60)
     done = run_cli(tmp_path, *SWEEP, "cluster=slurm", "cluster.job.submit=false")
     assert done.returncode == 2 and "hydra.sweep.dir=out is a job's folder" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "message"),
-    [
-        (("cluster=slurm",), {}, "sbatch is not on PATH"),
-        (("cluster=slurm",), {"SLURM_JOB_ID": "7"}, "inside allocation 7, on a machine outside it"),
-        (
-            ("cluster=slurm", "cluster.job.sbatch=[--gpu]"),
-            {},
-            "cluster.job.sbatch='--gpu' is not a long option of sbatch",
-        ),
-        (("cluster=slurm", "cluster.job.sbatch=[nodes:3]"), {}, "sets this option itself; set cluster.job.nodes."),
-        (("cluster=slurm", "cluster.job.sbatch=[qos:a,qos:b]"), {}, "has qos more than once"),
-        (("cluster=slurm", "cluster.job.sbatch=qos:a"), {}, "into brackets: cluster.job.sbatch=[qos:a]."),
-        (("cluster=slurm", "cluster.job.gpus=8"), {}, "Did you mean cluster.job.gpus_per_node?"),
-        (
-            ("cluster=slurm", "cluster.num_workers=16", "cluster.job.gpus_per_node=8"),
-            {},
-            "needs 16 GPUs, and the job has 8 (cluster.job.nodes=1 × cluster.job.gpus_per_node=8); set "
-            "cluster.job.nodes=2 or fewer workers",
-        ),
-        (
-            ("cluster=slurm", "cluster.num_workers=32", "cluster.job.nodes=2", "cluster.job.cpus_per_node=4"),
-            {},
-            "needs 16 cores on each node (cluster.cpus_per_worker=1), and the job has cluster.job.cpus_per_node=4; set "
-            "cluster.job.cpus_per_node=16 or fewer workers",
-        ),
-        (
-            (
-                "cluster=slurm",
-                "cluster.job.nodes=2",
-                "cluster.job.cpus_per_node=5",
-                "cluster.cpus_per_worker=4",
-                "cluster.num_workers=3",
-                "training.global_batch_size=66",
-            ),
-            {},
-            "cluster.job.cpus_per_node=8 or fewer workers",  # two of the workers share a node
-        ),
-        (
-            ("cluster=slurm", "cluster.job.gpus_per_node=8", "cluster.job.sbatch=[gres:gpu:a100:8]"),
-            {},
-            "cluster.job.sbatch=[gres:gpu:a100:8] and cluster.job.gpus_per_node=8 both request GPUs",
-        ),
-        ((*POD, VOLUME, "cluster.job.sbatch=[time:60]"), {}, "cluster.job.sbatch is for cluster=slurm"),
-        ((*POD, VOLUME, "cluster.job.symmetric_run=true"), {}, "cluster.job.symmetric_run is for cluster=slurm"),
-        (("cluster=slurm", "cluster.job.image=x:1"), {}, "cluster.job.image is for cluster=kuberay"),
-        (("cluster=slurm", VOLUME), {}, "cluster.job.volume is for cluster=kuberay"),
-        (("cluster.job.nodes=2",), {}, "cluster.job.nodes=2 with cluster=local, which is this machine alone; add"),
-        (
-            ("cluster=kuberay",),
-            {},
-            "without cluster.job.image and cluster.job.cpus_per_node and cluster.job.memory_gib_per_node",
-        ),
-        (POD, {}, "files in the pods are deleted with them"),
-        ((*POD, "cluster.job.volume=claim"), {}, "is not <claim>:<path>"),
-        (("cluster=slurm", "tracking.uri=http://me:word@host"), {}, "tracking.uri=... holds a password"),
-        (("cluster=slum",), {}, "cluster=slum is not an option. Choose one of: address, kuberay, local, slurm."),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], message: str
-):
-    own = ("sharding=per_block", "cluster.num_workers=2", "hydra.run.dir=out", *arguments)
-    done = forked.run(tmp_path, "fsdp_lab", *own, environment={"PATH": str(tmp_path), **variables})
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and message in line and "word" not in line.replace("password", "")
-    assert not (tmp_path / "out" / "job" / "job.sbatch").exists()
 
 
 def test_a_resume_of_a_job_that_has_not_run_says_how_to_submit_it(tmp_path: Path):
@@ -236,6 +169,28 @@ def test_what_sbatch_answers(tmp_path: Path, script: str, code: int, message: st
         )
 
 
+@pytest.fixture(scope="module")
+def script_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
+    """`script_with(options, folder)`: the batch script that a trial writes with options of sbatch, in a folder."""
+
+    @cache
+    def made_in(options: str) -> Path:
+        folder = tmp_path_factory.mktemp("script")
+        words = ("sharding=per_block", "cluster.num_workers=2", "cluster=slurm", "cluster.job.submit=false")
+        words = (*words, f"cluster.job.sbatch=[{options}]", f"hydra.run.dir={folder}/out")
+        assert forked.run(folder, "fsdp_lab", *words).returncode == 0
+        return folder
+
+    def script_with(options: str, folder: Path) -> Path:
+        made = made_in(options)
+        shutil.copytree(made / "out", folder / "out")
+        script = folder / "out" / "job" / "job.sbatch"
+        script.write_text(script.read_text().replace(str(made), str(folder)))
+        return script
+
+    return script_with
+
+
 @pytest.mark.parametrize(
     ("options", "epoch", "queue", "message"),
     [
@@ -246,12 +201,9 @@ def test_what_sbatch_answers(tmp_path: Path, script: str, code: int, message: st
     ],
 )
 def test_before_its_time_limit_a_job_is_requeued_if_it_gets_further(
-    tmp_path: Path, options: str, epoch: bool, queue: str, message: str
+    script_with: Callable[[str, Path], Path], tmp_path: Path, options: str, epoch: bool, queue: str, message: str
 ):
-    own = ("sharding=per_block", "cluster.num_workers=2", "cluster=slurm", "cluster.job.submit=false")
-    words = (*own, f"cluster.job.sbatch=[{options}]", f"hydra.run.dir={tmp_path}/out")
-    assert forked.run(tmp_path, "fsdp_lab", *words).returncode == 0
-    script = tmp_path / "out" / "job" / "job.sbatch"
+    script = script_with(options, tmp_path)
     text = script.read_text()
     assert ("#SBATCH --requeue" in text) == (not options)
     fake(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; {queue}")

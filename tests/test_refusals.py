@@ -1,0 +1,90 @@
+"""What is wrong on a command line is refused at once, with one message that names key and value: by the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from fsdp_lab.config import CombinationError
+from tests.refusals import (
+    FORECAST,
+    GOLDEN,
+    PASSWORD,
+    SWEEP,
+    TRIAL,
+    Answer,
+    Refusal,
+    answer_rule,
+    answers,
+    combinations,
+    messages,
+    refusals,
+    rules,
+    whole_messages,
+    written,
+)
+
+
+@pytest.fixture(scope="module")
+def given() -> list[Answer]:
+    """What a trial and a forecast answer, and a sweep to what it alone refuses."""
+    return [*answers(refusals(), [TRIAL, FORECAST]), *answers(only_swept(), [SWEEP])]
+
+
+def only_swept() -> list[Refusal]:
+    return [row for row in refusals() if row.commands == (SWEEP,)]
+
+
+def check(given: Iterable[Answer]) -> None:
+    """Check every answer, and report all that are wrong: each is one line, the same for every command."""
+    names = {row.words: row.names for row in [*refusals(), *rules(), *combinations()]}
+    expected, wrong = whole_messages(), []
+    for answer in given:
+        lacks = [name for name in names[answer.words] if name not in answer.message]
+        refused = (answer.status, answer.out, answer.message) == (2, "", f"{expected.get(answer.words)}\n")
+        if lacks or not refused or answer.imported or answer.left:
+            wrong.append(f"{answer}, expected {expected.get(answer.words)}, lacks {lacks}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_command_refuses_at_once_and_names_key_and_value(given: list[Answer]):
+    """In one line, before anything slow is imported and without a folder; and a forecast in the words of a trial."""
+    assert {answer.command for answer in given} == {TRIAL, FORECAST, SWEEP}
+    check(given)
+
+
+@pytest.mark.ci
+def test_a_sweep_refuses_what_a_trial_does():
+    swept = answers([row for row in refusals() if row not in only_swept()], [SWEEP])
+    assert len(swept) > 40
+    check(swept)
+
+
+@pytest.mark.ci
+def test_a_command_refuses_what_a_rule_does():
+    check(answers([*rules(), *combinations()], [FORECAST]))
+
+
+@pytest.mark.parametrize(("rows", "left_out"), [(rules, False), (combinations, True)])
+def test_rules_name_key_and_value(rows: Callable[[], Iterable[Refusal]], left_out: bool):
+    """And which of them a grid leaves out, as a combination without a meaning."""
+    wrong = []
+    for row in rows():
+        error = answer_rule(row)
+        if any(name not in str(error) for name in row.names) or isinstance(error, CombinationError) != left_out:
+            wrong.append(f"{row}: {error!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_whole_messages_are_those_of_the_file(given: list[Answer]):
+    """`python -m tests.refusals` writes it anew: look at what has changed."""
+    found = messages(given)
+    assert written(found) == GOLDEN.read_text()
+    assert whole_messages() == found and all("\n" not in message for message in found.values())
+
+
+def test_no_message_repeats_a_password(given: list[Answer]):
+    found = messages(given)
+    assert sum(PASSWORD in words for words in found) > 3
+    assert [message for message in found.values() if PASSWORD in message] == []
