@@ -45,9 +45,6 @@ SMALLER = {
     "python -m fsdp_lab -m task=language": {"offload": "none", "reshard_after_forward": "always"},
     "experiment=precision_and_offload": {"precision": "fp32,bf16"},
 }
-# Forecasts of six and twelve large settings, each of several minutes: as they stand with FSDP_LAB_EVERY=1.
-MINUTES = ("model=vit_l_16", "activation_checkpointing=none,selective,full")
-EVERY = "FSDP_LAB_EVERY" in os.environ
 
 _LAST = f"{HERE}::test_the_last_sweep_is_resumed_and_reported"
 _PRINTED = f"{HERE}::test_keys_and_the_configuration_are_printed"
@@ -144,23 +141,28 @@ def owner(command: Command) -> str:
 
 
 def run_by(test: str) -> list[Any]:
-    """Return a parameter for each different command that a test here runs, as its first page has it."""
+    """Return a parameter for each different command that a test here runs, as its first page has it.
+
+    The first of each kind runs in `make ci`: of each module, with and without -m, for each cluster manager. All others
+    run in `make test-all`.
+    """
     found: dict[str, Command] = {}
     for command in all_commands():
         if not command.reason and owner(command) == f"{HERE}::{test}":
             found.setdefault(command.text, command)
+    first = {(c.words[2], "-m" in c.words[3:], _manager(c)): c for c in reversed(found.values())}.values()
     return [
         pytest.param(
-            command, id=f"{command.page}: {text[:80]}", marks=[pytest.mark.ci] if as_it_stands(command) else []
+            command,
+            id=f"{command.page}: {text[:80]}",
+            marks=pytest.mark.ci if command in first else pytest.mark.full,
         )
         for text, command in found.items()
     ]
 
 
-def as_it_stands(command: Command) -> bool:
-    """Return whether a forecast whose output a page shows is made in full, the longest on demand."""
-    takes_minutes = any(part in command.text for part in MINUTES)
-    return "fsdp_lab.forecast" in command.text and bool(command.output) and (EVERY or not takes_minutes)
+def _manager(command: Command) -> str:
+    return next((word for word in command.words if word in ("cluster=slurm", "cluster=kuberay")), "")
 
 
 def test_every_command_is_run_by_a_test_or_marked():
@@ -181,14 +183,27 @@ def test_a_mark_says_why():
 
 
 def test_every_test_that_is_named_exists():
-    named = {owner(command) for command in all_commands()} - {""} | set(RUN.values())
-    for test in sorted(named):
+    gone = []
+    for test in {owner(command) for command in all_commands()} - {""} | set(RUN.values()):
         file, _, function = test.partition("::")
-        assert re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE), test
+        if not ((ROOT / file).exists() and re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE)):
+            gone.append(f"{test} {_where_now(function)}")
+    assert not gone, "\n".join(
+        [f"name in RUN or owner(), in {HERE}, the tests that run these commands now:", *sorted(gone)]
+    )
+
+
+def _where_now(function: str) -> str:
+    """Return where a test of this name is, for a message."""
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if f"\ndef {function}(" in file.read_text()]
+    places = ", ".join(str(file.relative_to(ROOT)) for file in files)
+    return f"is in {places}" if places else "has another name, or none"
 
 
 def test_no_test_is_named_for_a_command_that_is_on_no_page():
-    assert set(RUN) - {command.text for command in all_commands()} == set()
+    assert set(RUN) - {command.text for command in all_commands()} == set(), (
+        "remove these lines of RUN, or correct them"
+    )
 
 
 def replaced(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
@@ -225,17 +240,18 @@ def lay_models(folder: Path) -> None:
     (folder / "my_text" / "a.txt").write_text("red blue " * 3000)
 
 
-@pytest.mark.timeout(1600 if EVERY else 600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("command", run_by("test_a_forecast_of_a_page_runs"))
 def test_a_forecast_of_a_page_runs(command: Command, tmp_path: Path):
+    """One whose output the page shows as it is printed: six and twelve large settings take minutes."""
     if "my_models" in command.text:
         lay_models(tmp_path)
-    words = command.words[2:] if as_it_stands(command) else made_small(command)
+    words = command.words[2:] if command.output else made_small(command)
     done = forked.run(tmp_path, *words, seconds=1500, environment={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 0, done.stderr
     assert (found := list(tmp_path.glob("outputs/**/forecast.csv"))), done.stdout
     assert len(found[0].read_text().splitlines()) > 1
-    if as_it_stands(command):
+    if command.output:
         assert is_in(command.output, done.stdout), f"{command.place} prints:\n{done.stdout}"
 
 
@@ -273,6 +289,7 @@ def test_a_job_of_a_page_is_written(command: Command, tmp_path: Path):
     assert len(list(tmp_path.glob(f"outputs/**/job/{written}"))) == 1
 
 
+@pytest.mark.ci
 def test_make_sweep_types_what_the_page_says(tmp_path: Path):
     typed = subprocess.run(["make", "-n", "sweep"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
     words = next(after for line in typed.stdout.splitlines() if (after := line.partition(" -m fsdp_lab ")[2]))
@@ -295,6 +312,7 @@ def test_keys_and_the_configuration_are_printed(tmp_path: Path):
     assert yaml.safe_load(printed["job"])["sharding"]["granularity"] == "per_block"
 
 
+@pytest.mark.ci
 def test_the_last_sweep_is_resumed_and_reported(tmp_path: Path):
     """The sweep of the quickstart, in a folder of its own, whatever its time."""
     (sweep,) = (c for c in all_commands() if c.page == "docs/quickstart.md" and "sharding=ddp,root,per_block" in c.text)
@@ -313,6 +331,7 @@ def test_the_last_sweep_is_resumed_and_reported(tmp_path: Path):
     assert "fully_shard" in printed["python -m fsdp_lab.report sweep=last use=pytorch"]
 
 
+@pytest.mark.full
 def test_the_entropy_is_that_of_the_page(tmp_path: Path):
     (command,) = [each for each in all_commands() if owner(each).endswith("::test_the_entropy_is_that_of_the_page")]
     done = forked.run(tmp_path, "-c", command.words[2])

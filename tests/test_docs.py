@@ -38,12 +38,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 def test_the_script_runs(project: Path) -> None:
     command = [sys.executable, "train.py"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 def test_the_sweep_runs(project: Path) -> None:
     done = run_cli(project, *COMMANDS[0], *INLINE, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,11 +53,13 @@ def test_the_sweep_runs(project: Path) -> None:
         assert [(row["sharding"], row["status"]) for row in csv.DictReader(lines)].count(("ddp", "finished")) == 2
 
 
+@pytest.mark.ci
 def test_the_option_runs(project: Path) -> None:
     done = run_cli(project, *COMMANDS[2], *INLINE, "training.max_steps=1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.ci
 def test_the_preset_runs(project: Path) -> None:
     done = run_cli(project, *COMMANDS[3], *INLINE, "training.max_steps=1", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,35 +73,7 @@ def test_the_preset_runs(project: Path) -> None:
     assert command.lstrip().removeprefix("to train it: ").startswith("python -m fsdp_lab --config-dir=conf_of_mine ")
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "words", "message"),
-    [
-        (
-            "task/tab.yaml",
-            "loss: a.b\n\tunit: samples\n",
-            ["task=tab"],
-            "conf_of_mine/task/tab.yaml:2 is not valid YAML: ",
-        ),
-        ("experiment/no.yaml", "defaults:\n  - override /model: mine\n", ["experiment=no"], "`# @package _global_`"),
-        (
-            "experiment/no.yaml",
-            "# @package _global_\nmodel:\n  _target_: my_project.net.Net\n  width: 4\n",
-            ["experiment=no"],
-            "or `override /model: custom` to the defaults of a preset",
-        ),
-    ],
-)
-def test_what_the_options_lack_is_one_line(
-    project: Path, file: str, content: str, words: list[str], message: str
-) -> None:
-    path = project / "conf_of_mine" / file
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(content)
-    done = run_cli(project, "--config-dir=conf_of_mine", *words)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode in (1, 2) and line.startswith("fsdp_lab: ") and message in line
-
-
+@pytest.mark.ci
 def test_the_forecast_runs(project: Path) -> None:
     done = forked.run(project, "fsdp_lab.forecast", *COMMANDS[1], "forecast.folder=f")
     assert done.returncode == 0, done.stderr
@@ -111,21 +87,23 @@ def commands_of(page: str) -> list[tuple[str, list[str]]]:
     return [(each[2], each[3:]) for each in ours]
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        pytest.param(module, words, id=f"{page}: {' '.join(words)}")
-        for page in COMPOSED
-        for module, words in commands_of(page)
-        if not any(part in word for part in _NOT_COMPOSED for word in words)
-    ],
-)
-def test_the_words_on_a_page_are_known_and_fit_each_other(module: str, words: list[str]):
+def test_the_words_on_pages_are_known_and_fit_each_other():
+    typed = [words for page in COMPOSED for _, words in commands_of(page)]
+    typed = [words for words in typed if not any(part in word for part in _NOT_COMPOSED for word in words)]
+    assert len(typed) > 10
+    assert {" ".join(words): wrong for words in typed if (wrong := refused(words))} == {}
+
+
+def refused(words: list[str]) -> str:
+    """Return why the words of a command make no trial; "" if they do."""
     swept, typed = "-m" in words, [word for word in words if word != "-m"]
     if any(word.startswith("search=") for word in typed):  # an interval is no cell: its ends are
         typed = [word for word in typed if "interval(" not in word]
-    plan, _ = plan_forecasts(typed, multirun=swept)
-    assert plan.trials and not any("my_project" in word for word in typed)
+    try:
+        plan, _ = plan_forecasts(typed, multirun=swept)
+    except Exception as error:  # noqa: BLE001 - every one is a finding
+        return f"{type(error).__name__}: {error}"
+    return "" if plan.trials else "no trial"
 
 
 def test_each_figure_stands_with_the_command_that_prints_its_values():
@@ -140,9 +118,13 @@ def test_each_figure_stands_with_the_command_that_prints_its_values():
         assert f"(figures/{axis}.svg)" in page and (ROOT / "docs" / "figures" / f"{axis}.svg").is_file()
 
 
-@pytest.mark.parametrize("page", [page for page in all_pages() if "![" in (ROOT / page).read_text()])
-def test_each_picture_stands_in_a_section_with_the_command_that_makes_it(page: str):
-    for section in re.split(r"^#", (ROOT / page).read_text(), flags=re.MULTILINE):
-        for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", section):
-            assert re.search(r"^(\$ )?(python|make) |`(python -m|make) [^`]+`", section, re.MULTILINE), picture
-            assert (ROOT / page).parent.joinpath(picture).is_file(), picture
+def test_each_picture_stands_in_a_section_with_the_command_that_makes_it():
+    pictures, wrong = 0, []
+    for page in all_pages():
+        for section in re.split(r"^#", (ROOT / page).read_text(), flags=re.MULTILINE):
+            command = re.search(r"^(\$ )?(python|make) |`(python -m|make) [^`]+`", section, re.MULTILINE)
+            for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", section):
+                pictures += 1
+                if not command or not (ROOT / page).parent.joinpath(picture).is_file():
+                    wrong.append(f"{page}: {picture}")
+    assert pictures > 5 and not wrong, wrong

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 # What torch and torchvision declare, by the names that are imported; and ourselves.
@@ -71,6 +73,7 @@ os._exit(0)  # gloo's threads may outlive the interpreter
 """
 
 
+@pytest.mark.ci
 def test_one_step_with_torch_and_torchvision_alone(tmp_path: Path) -> None:
     """An import hook stands for an environment that has only these two: nothing else is found."""
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path)]
