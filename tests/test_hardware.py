@@ -163,10 +163,7 @@ def test_a_driver_that_is_too_old_is_reported_with_both_versions(fake_nvml: Fake
     monkeypatch.setattr(hardware, "_pytorch_version_file", lambda: "cuda = '13.0'\n")
     with pytest.raises(UserError) as raised:
         check_driver()
-    assert str(raised.value) == (
-        "this machine has 2 GPUs, but their driver 535.104 supports CUDA 12.2 at most and PyTorch is built for CUDA "
-        "13.0; update the driver to one that supports CUDA 13, or install a PyTorch built for CUDA 12."
-    )
+    assert all(part in str(raised.value) for part in ("2 GPUs", "driver 535.104", "CUDA 12.2", "CUDA 13.0"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_driver()
 

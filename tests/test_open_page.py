@@ -6,38 +6,41 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
+import webbrowser
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.open_page import open_page
 from tests.conftest import ROOT
+from tests.servers import free_port
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def test_the_page_is_opened_once_its_server_listens(monkeypatch: pytest.MonkeyPatch):
+    happened: list[str] = []
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        happened.append(f"asked {address[1]}")
+        if len(happened) < 3:
+            raise ConnectionRefusedError
+        return socket.socket()
+
+    monkeypatch.setenv("BROWSER", "true")
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(webbrowser, "open", lambda address: happened.append(f"opened {address}") or True)
+    assert open_page("http://127.0.0.1:5012/#/runs")
+    assert happened == ["asked 5012"] * 3 + ["opened http://127.0.0.1:5012/#/runs"]
 
 
-def test_the_page_is_opened_once_its_server_listens(tmp_path: Path):
-    browser, seen, port = tmp_path / "browser", tmp_path / "seen", free_port()
+def test_the_browser_gets_the_whole_address(tmp_path: Path):
+    browser, seen = tmp_path / "browser", tmp_path / "seen"
     browser.write_text(f'#!/bin/sh\necho "$1" > {seen}\n')
     browser.chmod(0o700)
-    address = f"http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning"
-    command = [sys.executable, "-m", "fsdp_lab.open_page", address]
-    opener = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "BROWSER": str(browser)})
-    try:
-        time.sleep(2)
-        assert opener.poll() is None and not seen.exists()
-        with socket.create_server(("127.0.0.1", port)):
-            assert opener.wait(timeout=30) == 0
-        assert seen.read_text().strip() == address
-    finally:
-        opener.kill()
-        opener.wait()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/#/experiments?workflowType=machine_learning"
+        command = [sys.executable, "-m", "fsdp_lab.open_page", address]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "BROWSER": str(browser)}, timeout=60, check=True)
+    assert seen.read_text().strip() == address
 
 
 def test_nothing_is_opened_without_a_desktop(monkeypatch: pytest.MonkeyPatch):
@@ -53,11 +56,7 @@ def test_nothing_is_opened_without_a_desktop(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BROWSER", "true")
-    asked: list[bool] = []
-    waits = threading.Thread(target=lambda: asked.append(open_page(f"http://127.0.0.1:{free_port()}", patience_s=0.5)))
-    waits.start()
-    waits.join(timeout=20)
-    assert asked == [False]
+    assert not open_page(f"http://127.0.0.1:{free_port()}", patience_s=0.01)
 
 
 def test_make_ui_opens_the_view_of_training_runs():
