@@ -102,11 +102,8 @@ def test_what_is_installed_here_is_fine():
 @root_only
 def test_small_shared_memory_is_found():
     finding = in_child(lambda: mount_small("/dev/shm", "16m"), machine.check_shared_memory)
-    assert (
-        finding.level == "note"
-        and finding.observation.startswith("/dev/shm has 16 MiB")
-        and "--shm-size" in finding.remedy
-    )
+    assert finding.level == "note" and finding.observation.startswith("/dev/shm has 16 MiB")
+    assert "--shm-size" in finding.remedy
 
 
 @root_only
@@ -143,11 +140,8 @@ def test_a_folder_or_a_store_below_one_that_cannot_be_read_is_found(tmp_path: Pa
     nobody = partial(os.setuid, _NOBODY)
     for check in (lambda: machine.check_folder(hidden / "mine"), lambda: check_store(store(hidden / "mlflow.db"))):
         finding = in_child(nobody, check)
-        assert (
-            finding.level == "wrong"
-            and str(hidden) in finding.observation
-            and "cannot be written" in finding.observation
-        )
+        assert finding.level == "wrong" and str(hidden) in finding.observation
+        assert "cannot be written" in finding.observation
 
 
 @pytest.mark.parametrize("uri", ["postgresql://h:abc/db", "http://[::1/x", "postgresql://me:pa/ss@h/db"])
@@ -221,11 +215,8 @@ def test_cached_files_count_as_free_memory(tmp_path: Path):
 def test_a_group_with_few_processes_is_found():
     with group("pids", max=300) as folder:
         finding = in_child(lambda: enter(folder), lambda: machine.check_processes(read_limits()))
-    assert (
-        finding.level == "note"
-        and finding.observation.startswith("299 more of 300")
-        and "--pids-limit" in finding.remedy
-    )
+    assert finding.level == "note" and finding.observation.startswith("299 more of 300")
+    assert "--pids-limit" in finding.remedy
 
 
 def test_limits_of_groups_of_version_2(tmp_path: Path):
@@ -291,11 +282,8 @@ def test_a_store_is_looked_at_and_left_as_it_is(tmp_path: Path):
 def test_a_store_that_is_no_database_is_found(tmp_path: Path):
     (tmp_path / "mlflow.db").write_text("no database, but long enough to look like a header of one" * 20)
     finding = check_store(store(tmp_path / "mlflow.db"))
-    assert (
-        finding.level == "wrong"
-        and "file is not a database" in finding.observation
-        and "move it away" in finding.remedy
-    )
+    assert finding.level == "wrong" and "file is not a database" in finding.observation
+    assert "move it away" in finding.remedy
 
 
 def test_a_store_with_a_damaged_page_is_found(tmp_path: Path):
@@ -426,11 +414,8 @@ def test_a_server_or_a_cluster_that_is_not_there_is_found():
 def test_a_driver_that_is_too_old_is_found(fake_nvml: Callable[..., None]):
     fake_nvml(gpus=2, cuda=11040)
     finding = libraries.check_gpus()
-    assert (
-        finding.level == "wrong"
-        and "supports CUDA 11.4 at most" in finding.observation
-        and "update the driver" in finding.remedy
-    )
+    assert finding.level == "wrong" and "supports CUDA 11.4 at most" in finding.observation
+    assert "update the driver" in finding.remedy
 
 
 def test_a_pytorch_that_does_not_see_the_gpus_is_found(fake_nvml: Callable[..., None]):
