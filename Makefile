@@ -24,11 +24,11 @@ ci:                         ## everything that guards a promise, as CI runs it: 
 # What `make ci` runs after `make test`. Clusters share ports and network namespaces, so those tests run one after another.
 test-ci: $(VENV)/.docs $(VENV)/.cluster
 	$(PYTEST) -m "ci and not (full or cluster or ui)" $(ARGS)
-	$(PY) -m pytest -m "cluster and not full" $(ARGS)
+	$(PY) -m pytest tests/cluster -m "cluster and not full" $(ARGS)
 
 test-all: $(VENV)/.docs $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, oldest versions, the browser, speeds: every night
 	$(PYTEST) -m "not (cluster or ui)" $(ARGS)
-	$(PY) -m pytest -m cluster $(ARGS)
+	$(PY) -m pytest tests/cluster -m cluster $(ARGS)
 	FSDP_LAB_UI=1 $(PY) -m pytest -m ui $(ARGS)
 	$(PY) -m tests.faults
 	$(PY) -m tests.oldest

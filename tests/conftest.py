@@ -93,15 +93,12 @@ def fake_nvml(nvml_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     hardware._machine.cache_clear()
 
 
-# The files that take longest, in minutes of `make test`, `make test-long` or `make test-cluster`; those of one or two
-# tests first, of which xdist gives a worker several at a time.
+# The files that take longest start first, so that no worker of pytest waits for one at the end.
 LONGEST = (
-    "benchmarks/test_speed.py", "sweep/test_chaos.py", "sweep/test_damage_round.py", "engine/test_ray_private.py",
-    "test_fuzz.py", "nightly/test_night.py", "sweep/test_outcomes.py", "sweep/test_forecasts.py",
-    "sweep/test_repeats.py", "engine/test_loopback.py", "benchmarks/test_check_gpu.py", "test_presets.py",
-    "training/test_parity.py", "sweep/test_sweep.py", "forecast/test_equality.py", "training/test_checkpoint.py",
-    "workloads/test_every_workload.py", "workloads/user/test_command.py", "workloads/hf/test_models.py",
-    "forecast/test_forecast.py", "engine/test_cluster.py", "cluster/test_chaos.py", "cluster/test_sweep.py",
+    "sweep/test_chaos.py", "sweep/test_fates.py", "sweep/test_damage_round.py", "nightly/test_night.py",
+    "sweep/test_outcomes.py", "training/test_parity.py", "sweep/test_kills.py", "test_presets.py",
+    "sweep/test_forecasts.py", "engine/test_cluster.py", "test_commands.py", "test_refusals.py",
+    "forecast/test_forecast.py", "training/test_checkpoint.py", "workloads/user/test_command.py",
 )  # fmt: skip
 
 
@@ -114,10 +111,10 @@ def _begins(item: pytest.Item) -> int:
 def _no_browser() -> str:
     """Why the tests in a browser are left out; "" where they run."""
     if os.environ.get("FSDP_LAB_UI") != "1":
-        return "in a browser: make test-ui"
+        return "in a browser: make test-all"
     if not importlib.util.find_spec("playwright"):
-        return "no browser: playwright is not installed, make test-ui does it"
-    return "" if shutil.which("chromium") else "no browser: chromium is not installed, make test-ui does it"
+        return "no browser: playwright is not installed, make test-all does it"
+    return "" if shutil.which("chromium") else "no browser: chromium is not installed, make test-all does it"
 
 
 def _tier(item: pytest.Item) -> str:

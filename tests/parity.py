@@ -107,7 +107,7 @@ def _seq2seq() -> Workload:
 T5_SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 24, "dropout_rate": 0.0}
 
 
-def _t5() -> nn.Module:
+def t5() -> nn.Module:
     """The model of `t5_tiny` at these sizes, its values written down again."""
     import transformers
 
@@ -124,7 +124,7 @@ def _t5_tiny() -> Workload:
     batches = ("data.num_train=64", "training.global_batch_size=16")
     words = ("task=seq2seq", "data.source_len=24", "data.target_len=12", *batches, *sizes)
     pairs = partial(PydocSummaries, source_len=24, target_len=12)
-    return Workload(words, Script(_t5, pairs, hf.target_loss).train)
+    return Workload(words, Script(t5, pairs, hf.target_loss).train)
 
 
 def _t5_of_even_rows() -> Workload:

@@ -117,7 +117,7 @@ def test_it_is_redacted_wherever_it_can_appear(uri: str, tmp_path: Path, capsys:
     console = Console(SweepState([], [("val/loss", "min")]), [])
     console.log(error)
     output.append(capsys.readouterr().out)
-    # each still says which address it was, but for the facts' device: all of them hold it
+    # each names the host, or shows that something was left out
     assert [text for text in output if PASSWORD in text or not ("host" in text or "***" in text)] == []
 
 

@@ -18,7 +18,6 @@ from fsdp_lab.takehome import Setup, write_out
 from fsdp_lab.takehome.torchtitan import VERSION
 from tests.parity import PRECISIONS
 from tests.ranks import config
-from tests.takehome.scripts import PRECISIONS
 from tests.takehome.test_pytorch import EVERYTHING
 
 NAMES: dict[str, Any] = json.loads((Path(__file__).parent / "torchtitan_names.json").read_text())

@@ -1,4 +1,4 @@
-"""What people see of a sweep in MLflow, asked of the page itself: `make test-ui`."""
+"""What people see of a sweep in MLflow, asked of the page itself: `make test-all`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ui.conftest import INSTANT, Lab, row, unfold
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Error, Page, expect
 else:
-    _api = pytest.importorskip("playwright.sync_api", reason="no browser: playwright is not installed: make test-ui")
+    _api = pytest.importorskip("playwright.sync_api", reason="no browser: playwright is not installed: make test-all")
     Error, expect = _api.Error, _api.expect
     expect.set_options(timeout=30_000)
 

@@ -22,7 +22,7 @@ from tests.ui.conftest import Lab
 if TYPE_CHECKING:
     from playwright.sync_api import Page, expect
 else:
-    _api = pytest.importorskip("playwright.sync_api", reason="no browser: playwright is not installed: make test-ui")
+    _api = pytest.importorskip("playwright.sync_api", reason="no browser: playwright is not installed: make test-all")
     expect = _api.expect
 
 pytestmark = [pytest.mark.ui, pytest.mark.timeout(1200)]  # the first waits for a sweep

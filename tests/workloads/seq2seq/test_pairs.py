@@ -19,9 +19,9 @@ from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries, passages, read, sec
 from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
 from tests.ranks import config
 from tests.workloads.language.test_config import composed
-from tests.workloads.seq2seq.test_sharded import HERE
 
 # "Life is like a box of chocolates.", as the documentation of transformers' ByT5 gives it by hand: each byte plus 3.
+HERE = "tests.workloads.seq2seq.net"
 LIFE = "Life is like a box of chocolates."
 
 

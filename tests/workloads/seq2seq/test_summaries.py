@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 from fsdp_lab import predict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries
+from tests.parity import t5
 from tests.workloads.seq2seq.test_pairs import ROWS, word_tokenizer, write_csv
-from tests.workloads.seq2seq.test_t5 import t5
 
 PYDOC = {"_target_": "fsdp_lab.workloads.seq2seq.pydoc.PydocSummaries", "source_len": 24, "target_len": 12}
 WIKIHOW = {**PYDOC, "_target_": "fsdp_lab.workloads.seq2seq.wikihow.WikiHow", "root": "/home/somebody/.ssh"}
