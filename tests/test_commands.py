@@ -112,7 +112,7 @@ RUN = {
     "python -m fsdp_lab experiment=t5_wikihow": _SUMMARIES,
     "python -m fsdp_lab.predict run=<run_id in results.csv>": _SUMMARIES,
     "python -m fsdp_lab experiment=ray_template data.root=<folder that holds FashionMNIST/raw> data.download=false":
-        "tests/test_presets.py::test_an_option_trains_for_two_steps",
+        "tests/test_presets.py::test_every_option_trains_for_two_steps",
     "python -m fsdp_lab.predict run=<its MLflow run id> data.root=<the same folder>":
         "tests/sweep/test_outcomes.py::test_a_trial_alone_is_a_plain_run_whose_model_predicts_what_it_measured",
 }  # fmt: skip

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import save_file
 
 from fsdp_lab.config import UserError
-from tests.ranks import Memo, config, run_ranks
+from tests.ranks import Memo, config, run_ranks, selected
 from tests.workloads.hf.cases import CONFIGS, LEARN, WORDS, plain_model, script
 
 SHARDINGS = ("ddp", "root", "per_block")
@@ -111,8 +111,7 @@ def on_ranks(
     request: pytest.FixtureRequest, written: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> OnRanks:
     """In one group of processes; of the exports only those whose tests run."""
-    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    cells = [each["cell"] for each in chosen if "cell" in each]
+    cells = selected(request, "cell")
     folder = tmp_path_factory.mktemp("exported")
     words = [[*from_folder(name, written[name][0]), f"sharding={sharding}"] for name, sharding in READ]
     return OnRanks(folder, *run_ranks(2, do_both, cells, str(folder), words)[0])
