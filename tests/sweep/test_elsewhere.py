@@ -38,7 +38,7 @@ def test_nothing_goes_on_in_a_copy_that_ray_deletes():
 def test_a_store_that_may_take_a_minute_to_answer_is_named_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    pytest.importorskip("s3fs", reason="s3fs is not installed: make test-cluster installs it")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: make test installs it")
     monkeypatch.chdir(tmp_path)
     for name, value in (("ENDPOINT_URL", "http://127.0.0.1:1"), ("MAX_ATTEMPTS", "1"), ("ACCESS_KEY_ID", "a"),
                         ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", "us-east-1")):  # fmt: skip
