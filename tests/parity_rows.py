@@ -99,14 +99,10 @@ LATER: Cells = {
     ),
     "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
     "vit": (
-        *GRID,
-        *(" ".join(overrides(case)) for case in pairwise()[::6]),
         "sharding=per_block model.num_layers=4 sharding.blocks_per_unit=3 training.epochs=2",
         "sharding=per_layer model.num_layers=4 sharding.forward_prefetch=1 sharding.backward_prefetch=3",
         "sharding=per_block model.num_layers=4 activation_checkpointing=every_n",
         "sharding=per_block compile=true activation_checkpointing=full",
-        "sharding=per_block compile=true activation_checkpointing=selective",
-        "sharding=per_block compile=true compile_memory_budget=0.3",
     ),
     "language": (
         "sharding=root reshard_after_forward=always task.loss_chunks=3 activation_checkpointing=full",
@@ -126,13 +122,19 @@ LATER: Cells = {
         "sharding=per_block reshard_after_forward=always activation_checkpointing=full model.as_dict=true",
     ),
     "t5_tiny": ("sharding=ddp", "sharding=root"),
-    **dict.fromkeys(OF_TRANSFORMERS, ("sharding=ddp", "sharding=root", "sharding=per_block", *SETTINGS)),
+    **dict.fromkeys(OF_TRANSFORMERS, ("sharding=ddp", "sharding=root", "sharding=per_block")),
     "hf t5 of even rows": ("sharding=root",),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
-    "mlp": OFFLOADED, "vit": OFFLOADED, "language": GRID, "user, as T5": GRID,
-    **dict.fromkeys(NEED_TRANSFORMERS, (*GRID, *IN_HALF)),
+    "mlp": OFFLOADED, "language": GRID, "user, as T5": GRID,
+    "vit": (
+        *GRID, *OFFLOADED,
+        *(" ".join(overrides(case)) for case in pairwise()[::6]),
+        "sharding=per_block compile=true activation_checkpointing=selective",
+        "sharding=per_block compile=true compile_memory_budget=0.3",
+    ),
+    **dict.fromkeys(NEED_TRANSFORMERS, (*GRID, *SETTINGS, *IN_HALF)),
 }  # fmt: skip
 
 ON_FOUR = (

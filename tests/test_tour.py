@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT
 
 pytest.importorskip("nbclient", reason="make docs and make ci install it")
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.full
 
 # Behind the notebook's own cells, in its kernel.
 _CHECKS = """

@@ -148,7 +148,7 @@ shutil.rmtree(folder)
 """
 
 
-@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("server", [pytest.param("raylet", marks=pytest.mark.full), "gcs_server"])
 def test_a_server_of_rays_that_ended_is_named(server: str):

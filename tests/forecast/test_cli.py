@@ -226,11 +226,9 @@ def test_an_interrupt_keeps_the_forecasts_that_are_made(forecast: Command, tmp_p
     assert done.returncode == 130 and "interrupted before a forecast was made" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGTERM, marks=pytest.mark.ci), pytest.param(signal.SIGINT, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_interrupts_the_processes_of_a_grid(tmp_path: Path, number: int):
     axes = ["sharding=ddp,root,per_block", "precision=fp32,bf16_mixed", "optimizer=sgd,adam", "model=vit_b_16"]
     command = [sys.executable, "-m", "fsdp_lab.forecast", "-m", *axes, "offload=none", "reshard_after_forward=always"]

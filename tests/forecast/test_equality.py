@@ -110,7 +110,7 @@ def test_every_single_change_of_a_step_is_forecast_in_its_order(cases: list[list
     for rank, measured in enumerate(run_ranks(2, timelines, cases)):
         for words, seen in zip(cases, measured, strict=True):
             observed = changes(forecast_profile(config(*words), 2, cuda=False, rank=rank))
-            assert len(seen) > 100
+            assert len(seen) > 50
             if "sharding=ddp" in words and words[-1] == INVOLVED[-1]:
                 seen, observed = in_any_order_of_frees(seen), in_any_order_of_frees(observed)
             assert observed == seen, f"rank {rank} {' '.join(words)}"

@@ -212,6 +212,7 @@ class Interrupts:
         assert self.run("--continue").returncode == 0
 
 
+@pytest.mark.full
 def test_an_interrupted_night_goes_on_whatever_interrupted_it(two: TwoNights, tmp_path: Path):
     """By SIGTERM, with other code in between, by a kill, with the store away."""
     night = Interrupts(tmp_path)

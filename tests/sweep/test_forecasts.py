@@ -15,7 +15,7 @@ from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
 from tests.sweep.conftest import TINY, artifacts, results, runs
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 AXES = ("sharding=per_block", "precision=fp16", "offload=none", "training.epochs=1", "memory_profile=timeline")
 GIB = 2**30

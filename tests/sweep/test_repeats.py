@@ -258,7 +258,7 @@ def test_a_sweep_repeats_by_itself_and_a_resume_goes_on(tmp_path: Path):
     assert "nothing is left to do" in nothing.stdout, output_of(nothing)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_under_ray_a_round_waits_for_the_one_before_and_the_sweep_ends(tmp_path: Path):
     """Tune asks for the next trial while one runs: it is told to wait, and at last that there are no more."""
     plain = [word for word in PLAIN if not word.startswith("sharding")]

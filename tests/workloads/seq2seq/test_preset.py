@@ -15,7 +15,7 @@ from tests.conftest import STORE, run_cli
 pytest.importorskip("transformers")
 
 
-@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_it_trains_keeps_the_best_epoch_and_summarises(tmp_path: Path) -> None:
     """A learning rate that grows makes the last epoch worse than the one before."""

@@ -140,7 +140,7 @@ def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
     assert forecast_of["forecast/peak_bytes"] == metrics["memory/peak_bytes"]
 
 
-@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_constructor_that_hangs_is_ended_and_named(project: Path) -> None:
     stuck = ("model._target_=my_project.net.Stuck", "model.width=16", *DATA, *LOSS, "forecast.enabled=false")
