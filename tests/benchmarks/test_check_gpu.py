@@ -183,6 +183,8 @@ from pathlib import Path
 from benchmarks.check_gpu.lines import Bench, Result
 from benchmarks.check_gpu.state import State
 from fsdp_lab.files import write_json
+
+pytestmark = pytest.mark.ci
 job = json.loads(Path(sys.argv[1]).read_text())
 folder = Path(job["bench"]["folder"])
 for line in job["ids"]:

@@ -422,6 +422,8 @@ def run_child(tmp_path: Path, source: str, limit_s: float, **more: Any) -> str:
 import os, sys
 from pathlib import Path
 from benchmarks.check_gpu_ray import children
+
+pytestmark = pytest.mark.ci
 children._GRACE_S = 1.0
 ran = children.run([sys.executable, "-c", {source!r}], dict(os.environ), Path("log"), {limit_s}, **{more!r})
 print(ran.status, ran.left, [process.name() for process in children.descendants()])

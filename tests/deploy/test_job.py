@@ -27,6 +27,8 @@ from tests.conftest import run_cli
 from tests.deploy.schemas import schema
 from tests.sweep.conftest import PLAIN, TINY, wait_for
 
+pytestmark = pytest.mark.ci
+
 SWEEP = ("-m", *PLAIN, *TINY, "optimizer.lr=1e-3,2e-3")
 POD = ("cluster=kuberay", "cluster.job.image=registry.example.com/lab:1", "cluster.job.cpus_per_node=4",
        "cluster.job.memory_gib_per_node=8", "cluster.job.nodes=3", "cluster.job.gpus_per_node=1")  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 AXES: dict[str, Sequence[str]] = {
     "sharding": ("ddp", "root", "per_block", "per_layer", "size_based"),
@@ -74,20 +75,19 @@ def pairs(case: Case) -> set[Pair]:
     return set(itertools.combinations(case.items(), 2))
 
 
+@cache
 def pairwise(seed: int = 0) -> list[Case]:
-    """Cases in which every two values of different axes that can stand together do so at least once.
+    """Return cases in which every two values of different axes that can stand together do so at least once.
 
-    Greedy: the best of some random cases, again and again.
+    Greedy: of some random cases with the first pair that is missing, the one with the most that are missing.
     """
     rng = random.Random(seed)
     left = set(filter(can_stand_together, _every_pair()))
     chosen = []
     while left:
-        some = [_random_case(rng) for _ in range(200)]
-        best = max(some, key=lambda case: len(pairs(case) & left))
-        if pairs(best) & left:
-            chosen.append(best)
-            left -= pairs(best)
+        some = [_random_case(rng, min(left)) for _ in range(20)]
+        chosen.append(max(some, key=lambda case: len(pairs(case) & left)))
+        left -= pairs(chosen[-1])
     return chosen
 
 
@@ -96,9 +96,9 @@ def _every_pair() -> Iterator[Pair]:
         yield from (((a, x), (b, y)) for x, y in itertools.product(of_a, of_b))
 
 
-def _random_case(rng: random.Random) -> Case:
+def _random_case(rng: random.Random, pair: Pair) -> Case:
     while True:
-        case = {axis: rng.choice(values) for axis, values in AXES.items()}
+        case = {axis: rng.choice(values) for axis, values in AXES.items()} | dict(pair)
         if has_a_meaning(case):
             return case
 

@@ -147,6 +147,7 @@ BAD_INPUT = (
 )
 
 
+@pytest.mark.ci
 def test_bad_input_is_reported_before_anything_runs(nights: PlantedNights):
     nights.sweep = lambda folder: pytest.fail("it runs")
     moment = nights.clock.now() - 86400.0

@@ -12,6 +12,8 @@ from fsdp_lab.speed.predict import predict
 from fsdp_lab.speed.program import Kind, Operator, Stream
 from tests.ranks import config
 
+pytestmark = pytest.mark.ci
+
 
 def operator(name: str, reads: dict[int, int], writes: dict[int, int], module: str = "blocks.0") -> Operator:
     kind = Kind.matmul if name == "mm" else Kind.memory

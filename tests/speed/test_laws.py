@@ -17,6 +17,8 @@ from fsdp_lab.speed.program import Kind, Operator, Stream
 from fsdp_lab.speed.streams import Schedule, schedule
 from tests.ranks import config
 
+pytestmark = pytest.mark.ci
+
 A100 = load_device(Path(__file__).parents[2] / "conf" / "device" / "a100_80gb.yaml")
 LM = [
     "model=lm_tiny",

@@ -133,6 +133,7 @@ def disturb(folder: Path, by: float, numbers: range = range(trained.COUNT)) -> N
 LIMIT = ("report.others_cpu=0.25", "resume_anyway=true")
 
 
+@pytest.mark.ci
 def test_exactly_what_was_disturbed_is_measured_again_and_its_record_kept(folder: Path):
     disturb(folder, 0.0)
     disturb(folder, 0.9, range(1, 2))

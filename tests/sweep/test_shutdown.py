@@ -15,6 +15,8 @@ from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.sweep import shutdown
 from fsdp_lab.tracking import Tracker
 
+pytestmark = pytest.mark.ci
+
 class Client:
     def create_run(self, *args, **kwargs):
         print("create_run by", threading.current_thread().name, flush=True)

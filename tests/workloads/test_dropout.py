@@ -10,6 +10,8 @@ from tests.parity import VIT, WORKLOADS
 from tests.ranks import run_ranks, train_all
 from tests.training.reference import apart
 
+pytestmark = pytest.mark.ci
+
 Losses = list[float]
 
 WORDS = [*WORKLOADS["user"].words, *VIT, "model.dropout=0.5", "training.global_batch_size=8"]

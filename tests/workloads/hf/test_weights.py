@@ -117,6 +117,7 @@ def on_ranks(
     return OnRanks(folder, *run_ranks(2, do_both, cells, str(folder), words)[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cell", [*EXPORTED, *(pytest.param(cell, marks=pytest.mark.full) for cell in OTHERS)])
 def test_from_pretrained_reads_what_a_trial_exported(on_ranks: OnRanks, cell: tuple[str, str]) -> None:
     """It tells the validation split with the loss that was measured at the trial's end."""
@@ -167,6 +168,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     return {name: (folder / name, model) for name, model in models.items()}
 
 
+@pytest.mark.ci
 def test_ranks_read_what_transformers_wrote_to_the_bit(written: dict[str, Any], on_ranks: OnRanks) -> None:
     """What is in bfloat16 into float32."""
     for (name, sharding), got in zip(READ, on_ranks.weights, strict=True):

@@ -149,6 +149,7 @@ def test_the_files_of_a_cluster_are_looked_for_on_its_nodes(tmp_path: Path) -> N
     check(composed("data=text", f"data.root={tmp_path}/there", "cluster.address=127.0.0.1:6379"))
 
 
+@pytest.mark.ci
 def test_a_folder_without_text_ends_the_command_before_ray(
     tmp_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -8,6 +8,8 @@ from tests.parity import differences
 from tests.ranks import run_ranks, train_all
 from tests.training.reference import apart
 
+pytestmark = pytest.mark.ci
+
 WORDS = ["task=language", "data.seq_len=64", "data.num_train=640", "data.num_val=64", "training.global_batch_size=8",
          "optimizer.lr=0.005"]  # fmt: skip
 CASES = (
