@@ -30,6 +30,8 @@ from benchmarks.check_gpu.subjects import all_lines
 from tests.conftest import ROOT
 from tests.ranks import config
 
+pytestmark = pytest.mark.ci
+
 CPU = Machine("cpu", "a CPU", 0, 2, "-", "-", "2.15", "-", "-", "-", "3.11")
 GPU = Machine("cuda", "NVIDIA H200", 1, 16, "580.1", "9.0", "2.11", "13.0", "2.28", "91500", "3.12", 140 * 2**30)
 
@@ -183,8 +185,6 @@ from pathlib import Path
 from benchmarks.check_gpu.lines import Bench, Result
 from benchmarks.check_gpu.state import State
 from fsdp_lab.files import write_json
-
-pytestmark = pytest.mark.ci
 job = json.loads(Path(sys.argv[1]).read_text())
 folder = Path(job["bench"]["folder"])
 for line in job["ids"]:

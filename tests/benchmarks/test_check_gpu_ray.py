@@ -18,6 +18,8 @@ from benchmarks.check_gpu_ray.lines import Line, State, Verdict, exit_status, ta
 from benchmarks.check_gpu_ray.machine import Machine
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.ci
+
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 PASSED, FAILED, NOT_MEASURED = Verdict.passed, Verdict.failed, Verdict.not_measured
 CPU = Machine((), "", {"torch": "2.15.0"}, "abc1234", "d1g3st", 16 * 2**30, 2)
@@ -422,8 +424,6 @@ def run_child(tmp_path: Path, source: str, limit_s: float, **more: Any) -> str:
 import os, sys
 from pathlib import Path
 from benchmarks.check_gpu_ray import children
-
-pytestmark = pytest.mark.ci
 children._GRACE_S = 1.0
 ran = children.run([sys.executable, "-c", {source!r}], dict(os.environ), Path("log"), {limit_s}, **{more!r})
 print(ran.status, ran.left, [process.name() for process in children.descendants()])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import forked
+
+pytestmark = pytest.mark.ci
 
 # A store whose client hangs, whatever signal comes, as one in native code does.
 _HANGS = """
@@ -14,8 +18,6 @@ from pathlib import Path
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.sweep import shutdown
 from fsdp_lab.tracking import Tracker
-
-pytestmark = pytest.mark.ci
 
 class Client:
     def create_run(self, *args, **kwargs):
