@@ -16,23 +16,27 @@ help:                       ## this list
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed    ## the tests that guard every value of every axis, in five minutes
-	$(PYTEST) -m "not (ci or full or cluster or ui)" $(ARGS)
+	$(PYTEST) -m "not (ci or full or cluster or ui or gpu)" $(ARGS)
 
-ci:                         ## everything that guards a promise, as CI runs it: tests, lint, docs, kills, clusters; twenty minutes
+ci:                         ## what CI runs: make test, lint, docs, kills, damage, clusters; twenty minutes
 	.ci/run
 
-# What `make ci` runs after `make test`. Clusters share ports and network namespaces, so those tests run one after another.
+# What `make ci` runs after `make test`; no failure keeps the rest from running. Clusters share ports and network namespaces, so those tests run one after another.
 test-ci: $(VENV)/.docs $(VENV)/.cluster
-	$(PYTEST) -m "ci and not (full or cluster or ui)" $(ARGS)
-	$(PY) -m pytest tests/cluster -m "cluster and not full" $(ARGS)
+	@failed=0; \
+	$(PYTEST) -m "ci and not (full or cluster or ui or gpu)" $(ARGS) || failed=1; \
+	$(PY) -m pytest tests/cluster -m "cluster and not full" $(ARGS) || failed=1; \
+	exit $$failed
 
 test-all: $(VENV)/.docs $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, oldest versions, the browser, speeds: every night
-	$(PYTEST) -m "not (cluster or ui)" $(ARGS)
-	$(PY) -m pytest tests/cluster -m cluster $(ARGS)
-	FSDP_LAB_UI=1 $(PY) -m pytest -m ui $(ARGS)
-	$(PY) -m tests.faults
-	$(PY) -m tests.oldest
-	$(MAKE) bench
+	@failed=0; \
+	$(PYTEST) -m "not (cluster or ui)" $(ARGS) || failed=1; \
+	$(PY) -m pytest tests/cluster -m cluster $(ARGS) || failed=1; \
+	FSDP_LAB_UI=1 $(PY) -m pytest -m ui $(ARGS) || failed=1; \
+	$(PY) -m tests.faults || failed=1; \
+	$(PY) -m tests.oldest || failed=1; \
+	$(MAKE) bench || failed=1; \
+	exit $$failed
 
 # Slurm, PostgreSQL and network namespaces need root to install and to run; without it their tests are skipped by name.
 APT = apt-get install -y -qq --no-install-recommends
@@ -40,7 +44,7 @@ $(VENV)/.cluster: $(VENV)/.installed
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,jobs]"
 	@test $$(id -u) != 0 || { command -v sbatch && ls /usr/lib/postgresql/*/bin/initdb; } >/dev/null 2>&1 \
 	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(APT) postgresql slurm-wlm munge; }
-	@touch $@
+	@test $$(id -u) != 0 || touch $@
 
 $(VENV)/.browser: $(VENV)/.installed
 	@command -v chromium >/dev/null || { test $$(id -u) = 0 || sudo=sudo; $$sudo apt-get update -qq \

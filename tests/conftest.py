@@ -103,7 +103,7 @@ LONGEST = (
 
 
 def _begins(item: pytest.Item) -> int:
-    """Which file begins when: at the end nobody is to wait for a long one."""
+    """Return the place of a test's file: long files start first."""
     name = item.nodeid.partition("::")[0].removeprefix("tests/")
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
@@ -124,6 +124,7 @@ def _tier(item: pytest.Item) -> str:
     return "ci" if item.get_closest_marker("ci") or item.get_closest_marker("cluster") else "test"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers = config.stash.setdefault(TIERS, {})
     for item in items:

@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -31,6 +32,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import psutil
+
 _ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 300
 _START_S = 180  # of the server: half a minute of imports where other tests use the cores
@@ -44,6 +47,7 @@ _IMPORTED = (
     "fsdp_lab.workloads.language.text", "fsdp_lab.workloads.vision.classification", "fsdp_lab.workloads.vision.mlp",
     "fsdp_lab.workloads.vision.vit", "fsdp_lab.workloads.vision.digits", "hydra_plugins.fsdp_lab_sweeper.sweeper",
 )  # fmt: skip
+_AT_IMPORT = dict(os.environ)  # before any test changes it
 # One thread for OpenMP: two that wait for each other on a busy core lose a factor of ten. MLflow reads its own as it is
 # imported, and would start a thread that reports to its makers.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -54,6 +58,7 @@ def shared_folder() -> Path:
     """Return the folder that all workers of a test run share, removed at its end. The first process makes it."""
     if "FSDP_LAB_TESTS" not in os.environ:
         os.environ["FSDP_LAB_TESTS"] = tempfile.mkdtemp(prefix="fsdp_lab_tests_")
+        os.environ["FSDP_LAB_TESTS_PID"] = str(os.getpid())
         atexit.register(shutil.rmtree, os.environ["FSDP_LAB_TESTS"], ignore_errors=True)
     return Path(os.environ["FSDP_LAB_TESTS"])
 
@@ -119,6 +124,7 @@ class Commands:
         together: bool = False,
     ) -> None:
         given = dict(os.environ if environment is None else environment)
+        assert _read_at_start(given) == _AT_START, "too late for a fork: use `run`"
         named = [[str(folder), list(words)] for folder, words in jobs]
         message = {"jobs": named, "environment": given, "seconds": seconds, "together": together}
         self._connection.write(json.dumps(message) + "\n")
@@ -139,7 +145,8 @@ def _connect() -> socket.socket:
         end = time.monotonic() + _START_S
         if not address.exists():
             command = [sys.executable, "-m", "tests.forked", str(address)]
-            server = subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **_ENVIRONMENT}, start_new_session=True)
+            environment = {**_AT_IMPORT, **_ENVIRONMENT, **_of_this_run()}
+            server = subprocess.Popen(command, cwd=_ROOT, env=environment, start_new_session=True)
         while not address.exists():
             assert server.poll() is None, f"the server of commands ended with {server.returncode}"
             assert time.monotonic() < end, f"the server of commands did not start within {_START_S} s"
@@ -147,6 +154,10 @@ def _connect() -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(address))
     return connection
+
+
+def _of_this_run() -> dict[str, str]:
+    return {name: os.environ[name] for name in ("FSDP_LAB_TESTS", "FSDP_LAB_TESTS_PID")}
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
@@ -209,7 +220,7 @@ class _Running:
 
 
 def serve(address: str) -> None:
-    """Answer all connections, each in a fork of this process, until the test run has removed its folder."""
+    """Answer all connections, each in a fork of this process, until the test run has ended."""
     for name in _IMPORTED:
         importlib.import_module(name)
     assert "ray" not in sys.modules, "it has read the environment of this process, not that of a command"
@@ -220,21 +231,25 @@ def serve(address: str) -> None:
     listener.listen()
     listener.settimeout(1.0)
     os.rename(f"{address}.new", address)  # it is there once it answers
-    while os.path.exists(address):
+    owner = int(os.environ["FSDP_LAB_TESTS_PID"])
+    while os.path.exists(address) and psutil.pid_exists(owner):
         with suppress(TimeoutError):
             connection, _ = listener.accept()
             if not os.fork():
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 listener.close()
                 connection.setblocking(True)
-                _attend(connection.makefile("rw"))
-                os._exit(0)
+                try:
+                    _attend(connection)
+                finally:
+                    os._exit(0)
             connection.close()
+    shutil.rmtree(Path(address).parent, ignore_errors=True)  # where a run was killed
 
 
-def _attend(connection: IO[str]) -> None:
+def _attend(client: socket.socket) -> None:
     """Answer one connection until its other side ends."""
-    for line in connection:
+    for line in client.makefile("r"):
         message = json.loads(line)
         running: dict[int, _Running] = {}
         at_once = len(message["jobs"]) if message["together"] else os.cpu_count() or 1
@@ -242,22 +257,27 @@ def _attend(connection: IO[str]) -> None:
             job = _Running(number, tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115 - `printed` does
             if pid := os.fork():
                 running[pid] = job
-                print(json.dumps([number, pid]), file=connection, flush=True)
+                client.sendall((json.dumps([number, pid]) + "\n").encode())
             else:
+                os.close(client.fileno())  # what it starts and leaves behind must not keep the connection
                 signal.setitimer(signal.ITIMER_REAL, message["seconds"])
                 _command(folder, words, message["environment"], job)
             if len(running) >= at_once:
-                _answer(running, connection, message["together"])
+                _answer(running, client, message["together"])
         while running:
-            _answer(running, connection, message["together"])
+            _answer(running, client, message["together"])
 
 
-def _answer(running: dict[int, _Running], connection: IO[str], together: bool) -> None:
-    """Wait for the next command that ends, and report how it did."""
-    pid, status = os.wait()
-    job = running.pop(pid)
-    code = os.waitstatus_to_exitcode(status)
-    print(json.dumps([job.number, code, *job.printed()]), file=connection, flush=True)
+def _answer(running: dict[int, _Running], client: socket.socket, together: bool) -> None:
+    """Wait for the next command that ends, and report how it did. Without a client that waits, kill them all."""
+    while not (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        if select.select([client], [], [], 0.01)[0] and not client.recv(1, socket.MSG_PEEK):
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(1)
+    job = running.pop(ended[0])
+    code = os.waitstatus_to_exitcode(ended[1])
+    client.sendall((json.dumps([job.number, code, *job.printed()]) + "\n").encode())
     if together and code:
         for other in running:
             os.kill(other, signal.SIGKILL)

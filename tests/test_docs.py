@@ -87,6 +87,7 @@ def commands_of(page: str) -> list[tuple[str, list[str]]]:
     return [(each[2], each[3:]) for each in ours]
 
 
+@pytest.mark.ci
 def test_the_words_on_pages_are_known_and_fit_each_other():
     typed = [words for page in COMPOSED for _, words in commands_of(page)]
     typed = [words for words in typed if not any(part in word for part in _NOT_COMPOSED for word in words)]

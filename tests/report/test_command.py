@@ -18,6 +18,8 @@ from tests import forked, trained
 from tests.conftest import STORE, run_cli
 from tests.folders import Store
 
+pytestmark = pytest.mark.ci
+
 
 def report(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return forked.run(cwd, "fsdp_lab.report", *arguments)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests import forked
 from tests.conftest import ROOT, STORE
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, results
+
+pytestmark = pytest.mark.ci
 
 TINY = (
     "model=mlp", "data=synthetic", "data.num_train=16", "data.num_val=8", "training.global_batch_size=8",

@@ -89,6 +89,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return dict(zip(names, run_ranks(2, train_and_run, [list(CASES[name]) for name in names])[0], strict=True))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", NAMES)
 def test_the_script_gives_the_losses_of_the_trial(results: dict[str, dict[str, Any]], name: str) -> None:
     assert_same_losses(results[name])
@@ -96,12 +97,14 @@ def test_the_script_gives_the_losses_of_the_trial(results: dict[str, dict[str, A
     assert len(results[name]["script"].splitlines()) <= longest
 
 
+@pytest.mark.ci
 def test_the_losses_of_other_settings_differ(results: dict[str, dict[str, Any]]) -> None:
     """What is compared depends on what the script says: a setting that it left out would be seen."""
     first = [tuple(result["last"][:3]) for result in results.values()]
     assert len(set(first)) >= len(first) - 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["fp16, offload, schedule"])
 def test_a_step_that_overflows_is_skipped_as_in_the_trial(results: dict[str, dict[str, Any]], name: str) -> None:
     result = results[name]

@@ -48,6 +48,9 @@ def row_of(cell: str, workload: str = "mlp") -> Row:
     return row
 
 
+pytestmark = pytest.mark.timeout(3600)  # its first test trains all rows
+
+
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest) -> Callable[[Row], Result]:
     """Train the rows of the tests that were selected, those of as many ranks in one process group."""

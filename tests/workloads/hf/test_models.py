@@ -11,6 +11,7 @@ from tests.ranks import config
 from tests.workloads.hf.cases import WORDS
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.ci), "bf16_mixed"])
 def test_a_forecast_for_gpus_needs_no_value(precision: str) -> None:
     for words in WORDS.values():
