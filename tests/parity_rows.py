@@ -109,7 +109,7 @@ LATER: Cells = {
         "sharding=per_layer reshard_after_forward=never task.loss_chunks=3",
     ),
     "language, tied": (
-        *GRID, *SETTINGS[:2], *IN_HALF, "sharding=per_block reshard_after_forward=never task.loss_chunks=3",
+        *SETTINGS[:2], *IN_HALF, "sharding=per_block reshard_after_forward=never task.loss_chunks=3",
     ),
     "user": (
         *(cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID), *SETTINGS[:2], *IN_HALF,
@@ -127,7 +127,7 @@ LATER: Cells = {
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
-    "mlp": OFFLOADED, "language": GRID, "user, as T5": GRID,
+    "mlp": OFFLOADED, "language": GRID, "language, tied": GRID, "user, as T5": GRID,
     "vit": (
         *GRID, *OFFLOADED,
         *(" ".join(overrides(case)) for case in pairwise()[::6]),
