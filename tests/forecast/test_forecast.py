@@ -335,7 +335,7 @@ def test_a_forecast_process_that_is_killed_costs_nothing_but_time():
     forecasts = forecast_all([Request.of(trial, 2) for trial in trials], kill_one)
     assert killed
     assert [forecast.error for forecast in forecasts] == [None] * 3
-    assert forecasters() == []
+    assert still_running(forecasters(), 60) == []
 
 
 @pytest.mark.ci
@@ -351,7 +351,7 @@ def test_a_search_forecasts_one_after_the_other_and_loses_one_with_its_process()
         assert forecaster.result(after, small).peaks == expected
         unwanted = forecaster.submit(heavy)
     assert "not made" in str(forecaster.result(unwanted, heavy).error)
-    assert forecasters() == []
+    assert still_running(forecasters(), 60) == []
 
 
 @pytest.mark.full
