@@ -8,11 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fsdp_lab.report.speed import Basis, Interval, Run, Speeds
-
-
-def logs_of(interval: Interval) -> list[float]:
-    return [math.log(x) for x in (interval.value, interval.low, interval.high)]
+from fsdp_lab.report.speed import Basis, Run, Speeds
 
 
 def test_two_groups_by_hand():

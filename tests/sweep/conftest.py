@@ -142,12 +142,3 @@ def has_trained_an_epoch(trial: Path) -> bool:
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The Ray Train workers among the descendants."""
     return called("RayTrainWorker", process.pid)
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes that train among the descendants, by rank."""
-    named = []
-    for child in descendants(process.pid):
-        with suppress(psutil.NoSuchProcess):
-            named.append((child.name(), child))
-    return [child for name, child in sorted(named, key=lambda pair: pair[0]) if name in ("rank0", "rank1")]
