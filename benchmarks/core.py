@@ -5,13 +5,13 @@ torchrun --nproc-per-node 2 -m benchmarks.core <folder> key=value ...
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
 
 from fsdp_lab.config import TrialConfig, part
-from fsdp_lab.engine.rank import FolderReporter
-from fsdp_lab.engine.stacks import StackDump
+from fsdp_lab.engine.inline import InlineReporter
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.training.train import train
 
@@ -19,5 +19,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     config = part(read_config(None, sys.argv[2:]), TrialConfig)
-    train(config, folder, FolderReporter(folder, int(os.environ["RANK"]), config.data.name, StackDump(600.0)))
+    own = folder if os.environ["RANK"] == "0" else Path(tempfile.mkdtemp())  # of which only rank 0's is looked at
+    train(config, folder, InlineReporter(own, config.data.name))
     dist.destroy_process_group()

@@ -29,7 +29,7 @@ def run(count: int, folder: str) -> list[tuple[float, float]]:
     before: list[float] = []
     inside = 0.0
     resident: list[float] = []
-    train = inline.train_and_record
+    train = inline.train_rank
 
     run_inline = inline.run_inline
 
@@ -68,7 +68,7 @@ def run(count: int, folder: str) -> list[tuple[float, float]]:
         return start_sweep(plan)  # type: ignore[arg-type]
 
     with (
-        mock.patch.object(inline, "train_and_record", timed),
+        mock.patch.object(inline, "train_rank", timed),
         mock.patch.object(executor, "run_inline", timed_reports),
         mock.patch.object(multirun, "plan_sweep", timed_plan),
         mock.patch.object(start, "start_sweep", timed_start),

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import fsdp_lab.installed  # noqa: F401
 
-if __name__ == "__main__":
-    from fsdp_lab import quick_imports
-
-    quick_imports.begin()
-
 # isort: split
 import atexit
 import io
@@ -236,5 +231,4 @@ def print_axes(arguments: list[str], search_words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    quick_imports.end()  # before trials are composed, which leaves garbage
     main()

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import psutil
 
-from fsdp_lab.hardware import RAYLET
+from fsdp_lab.hardware import WORKER_CPUS
 
 _EVERY_S = 1.0
 _IDLE = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is within user's already
@@ -70,13 +70,11 @@ class Window:
 
 
 def launchers() -> list[psutil.Process]:
-    """Return the processes that started the ranks of this node: those of a trial or torchrun, else this process."""
+    """Return the process that started the ranks of this node: the raylet or torchrun, else this process."""
     me = psutil.Process()
     with suppress(psutil.Error, ValueError):
         parent = me.parent()
-        if parent is not None and RAYLET in os.environ:
-            return [parent, psutil.Process(int(os.environ[RAYLET]))]
-        if parent is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        if parent is not None and (WORKER_CPUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
             return [parent]
     return [me]
 

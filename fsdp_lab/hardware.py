@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.limits import read_limits
+
 _LIBRARY = "libnvidia-ml.so.1"
 _TEXT_BYTES = 96  # NVML's longest: a device's name or UUID
 _MAX_CPUS_PER_WORKER = 16
@@ -26,8 +28,6 @@ _MAX_LOADER_WORKERS = 4
 _LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB where nobody asks for more
 # Cores that a launcher gave to this process; see `worker_cpus`.
 WORKER_CPUS = "FSDP_LAB_WORKER_CPUS"
-# The process id of the raylet of a rank's worker, in the environment of the rank.
-RAYLET = "FSDP_LAB_RAYLET"
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,10 @@ def _pytorch_version_file() -> str:
 
 
 def num_cpus() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many whole cores this process may use: by its affinity and its cgroup's quota, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = read_limits().cpus
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def cpu_name() -> str:
@@ -313,8 +315,9 @@ def cpu_name() -> str:
 
 
 def host_memory() -> int:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the bytes of this machine's memory that this process may use: its cgroup may limit them."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(total, read_limits().memory or total)
 
 
 def cpus_per_gpu() -> float:

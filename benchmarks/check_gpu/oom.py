@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.check_gpu.lines import Bench, Line, Measured
+from benchmarks.check_gpu.run import Run
 from benchmarks.check_gpu.settings import Setting, trial
 
 _GPU_BYTES = 512 * 2**20  # what the trial may have of a GPU: ViT-B's parameters and their gradients do not fit
@@ -55,14 +55,13 @@ def outcome(setting: Setting) -> tuple[str, str]:
 
     The status is what `fsdp_lab.engine.job.outcome_of` says, which cannot be imported here: it needs psutil.
     """
-    from fsdp_lab.engine.rank import FolderReporter, train_and_record
-    from fsdp_lab.engine.trial_files import read_failures
+    from fsdp_lab.engine.failures import RankFailure
+    from fsdp_lab.engine.rank import train_rank
 
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with suppress(Exception):  # raised for the platform to try again; what counts is on disk
-            train_and_record(trial(setting), folder, 0, FolderReporter(folder, 0, "synthetic"))
-        failures = read_failures(folder)
-        if failures:
-            return failures[0]["kind"], failures[0]["message"]
-        return ("finished", "") if (folder / "metrics.jsonl").exists() else ("no outcome", "")
+        folder, run = Path(name), Run()
+        try:
+            train_rank(trial(setting), folder, 0, run)
+        except RankFailure as failure:
+            return failure.kind, failure.message
+        return ("finished", "") if run.epochs else ("no outcome", "")

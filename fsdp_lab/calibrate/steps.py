@@ -10,7 +10,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from fsdp_lab import quick_imports
 from fsdp_lab.calibrate.fit import Fitted, Sample, Steps, known_error
 from fsdp_lab.calibrate.rank import SMALL, undisturbed
 from fsdp_lab.calibrate.reference import Reference
@@ -89,7 +88,6 @@ def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator] | str:
     from fsdp_lab.forecast.forecast import forecast_step
     from fsdp_lab.training.__main__ import read_config
 
-    quick_imports.end()
     words, workers, cuda = question
     try:
         return forecast_step(read_config(None, [*SMALL, *words]), workers, cuda, traced=True).program

@@ -20,6 +20,7 @@ from fsdp_lab.hardware import (
     pytorch_cuda,
     pytorch_version,
 )
+from fsdp_lab.limits import read_limits
 
 FLOAT8_SINCE = (8, 9)
 _SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
@@ -170,8 +171,15 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
             fewer = f"cluster.job.cpus_per_node={math.ceil(needed)} for the Slurm job, {fewer or 'or '}"
         raise ConfigError(
             f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker={each:g} each), this "
-            f"machine has {cores}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."
+            f"machine has {cores}{_by_quota(cores)}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."
         )
+
+
+def _by_quota(cores: int) -> str:
+    quota = read_limits().cpus
+    return (
+        f" by the quota of this process's cgroup ({quota:g} cores)" if quota is not None and int(quota) <= cores else ""
+    )
 
 
 def check_forecast(config: SweepConfig) -> None:

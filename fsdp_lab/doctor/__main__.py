@@ -24,7 +24,6 @@ from fsdp_lab.config import UserError, read_words
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.doctor.finding import Finding, lines
 from fsdp_lab.doctor.libraries import check_gpus, check_libraries, check_python, check_torch
-from fsdp_lab.doctor.limits import read_limits
 from fsdp_lab.doctor.machine import (
     check_cores,
     check_folder,
@@ -36,6 +35,7 @@ from fsdp_lab.doctor.machine import (
     check_temporary,
 )
 from fsdp_lab.doctor.services import check_cluster, check_store
+from fsdp_lab.limits import read_limits
 from fsdp_lab.redact import redact
 from fsdp_lab.status import ExitCode
 

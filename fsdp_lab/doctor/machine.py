@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fsdp_lab.config.machine import default_num_workers
 from fsdp_lab.doctor.finding import GIB, Finding, gib
-from fsdp_lab.doctor.limits import Limits
 from fsdp_lab.hardware import host_memory, num_cpus, shared_memory
+from fsdp_lab.limits import Limits
 
 _LEAST_MEMORY = 3 * GIB  # the driver, Ray and two workers of the default trial had 2.7 GiB to themselves
 _LEAST_SHARED_MEMORY = GIB  # below, `data.loader_workers` is 0 by default
@@ -44,7 +44,7 @@ def check_cores(limits: Limits) -> Finding:
 def check_memory(limits: Limits) -> Finding:
     """Report how much of the host's memory is free, for the machine and for this process's group."""
     total, free = host_memory(), _free_memory()
-    if limits.memory is not None and limits.memory < total:
+    if limits.memory is not None and limits.memory <= total:
         total, free = limits.memory, min(free, limits.memory_free or 0)
     observation = f"{gib(free)} free of {gib(total)}"
     if free < _LEAST_MEMORY:

@@ -17,13 +17,12 @@ from typing import Any
 import psutil
 
 from fsdp_lab import hardware
-from fsdp_lab.config import UserError
+from fsdp_lab.config import UserError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
-from fsdp_lab.engine.rank_server import start_server, stop_server
 from fsdp_lab.engine.ray_job import is_rays_copy
+from fsdp_lab.engine.ray_private import check_version
 from fsdp_lab.engine.ray_token import check_token, is_refusal, set_own_token, wrong_token
-from fsdp_lab.engine.rendezvous import end_meetings, keep_meetings_here
 from fsdp_lab.engine.session import claim_session, keep_session
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
@@ -42,7 +41,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which writes every printed line into a worker's log twice
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_preload_python_modules": "fsdp_lab.engine.worker_start",
+    "RAY_process_group_cleanup_enabled": "1",  # what a killed worker has started ends with it
     "RAY_worker_niceness": "0",  # Ray's 15 lets whatever else the machine does go first: speeds would be lower
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "30",  # for a stopped trial to let go of its workers, before the next
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the driver has its own
@@ -87,12 +86,12 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
     import ray
 
+    check_version()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if cluster.address is None:
         adopt_orphans()
         cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
-        each = cluster.cpus_per_worker or hardware.default_cpus_per_worker(cpus if gpus else 0, gpus)
-        start_server(keep_meetings_here(), max(1, int(each)))
+        preload_imports(cluster, cpus, gpus)
         # "local" and not None, which would join a Ray that somebody else started on this machine
         # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
         context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
@@ -108,6 +107,19 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
             refused = is_refusal(printed() + str(error))
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
     wait_for_nodes(cluster)
+
+
+def preload_imports(cluster: ClusterConfig, cpus: int, gpus: int) -> None:
+    """Let the workers that Ray keeps ready import what ranks need, if trials leave cores free for it.
+
+    Args:
+        cluster: the trials' workers.
+        cpus: of this machine.
+        gpus: of this machine.
+    """
+    each = cluster.cpus_per_worker or hardware.default_cpus_per_worker(cpus if gpus else 0, gpus)
+    if each * (cluster.num_workers or default_num_workers()) < cpus:
+        os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
 
 
 def wait_for_nodes(cluster: ClusterConfig) -> None:
@@ -214,8 +226,6 @@ def stop_ray() -> None:
     if shutdown is not None:  # else Ctrl-C came while Ray was being imported
         shutdown()
     end_descendants()
-    stop_server()
-    end_meetings()
     while _own_folders:
         folder = _own_folders.pop()
         if lost is None:

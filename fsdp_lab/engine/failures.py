@@ -13,17 +13,35 @@ from fsdp_lab.engine.trial_files import no_space
 from fsdp_lab.files import write_json
 
 
-def record_failure(folder: Path, rank: int, error: BaseException, kind: str, has_log: bool = True) -> None:
-    """Write `failures/rank<r>.json`, and the error into the rank's log, with a traceback unless it is a user's error.
+class RankFailure(Exception):
+    """An error of a rank, as plain values: it crosses process boundaries, where the error's own class may be unknown.
 
-    A trial without its own log writes only the file.
+    Attributes:
+        rank: that failed.
+        kind: `oom`, `peer` (only another rank's failure), `user`, `diverged`, `timeout`, `killed` or `error`.
+        message: a line for people.
+        traceback: of the error; "": none.
+        time: when it failed, in seconds since 1970 by its node's clock; by default now.
     """
-    if not has_log:
-        pass  # the sweep prints the message, and where the traceback is
-    elif kind == "user" or not folder.is_dir():  # the message says it all; of a folder that is gone, the sweep tells
-        print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr, flush=True)
-    elif kind != "diverged":
-        traceback.print_exception(error)
+
+    def __init__(self, rank: int, kind: str, message: str, traceback: str = "", at: float | None = None) -> None:
+        self.rank, self.kind, self.message, self.traceback = rank, kind, message, traceback
+        self.time = time.time() if at is None else at
+        super().__init__(rank, kind, message, traceback, self.time)  # by which pickle makes it again
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def failure_of(error: BaseException, rank: int, kind: str, folder: Path) -> RankFailure:
+    """Return the failure of a rank that raised an error.
+
+    Args:
+        error: that was raised.
+        rank: of this process.
+        kind: see `RankFailure`.
+        folder: the trial's, for the message about a full disk.
+    """
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the step
     message = f"rank {rank}{where}: {type(error).__name__}: {text.strip()[:300]}"
@@ -33,23 +51,23 @@ def record_failure(folder: Path, rank: int, error: BaseException, kind: str, has
         message += f" ({line})"
     if "No space left on device" in str(error):
         message = f"rank {rank}: {no_space(folder)}"
-    write_failure(folder, rank, kind, message, "".join(traceback.format_exception(error)))
+    return RankFailure(rank, kind, message, "".join(traceback.format_exception(error)))
 
 
-def write_failure(folder: Path, rank: int, kind: str, message: str, text: str) -> None:
-    """Write `failures/rank<r>.json`; does nothing if the disk is full or the folder is gone.
+def print_failure(failure: RankFailure) -> None:
+    """Print an error into the rank's log: its traceback, or only the message of a user's error."""
+    if failure.kind == "user":
+        print(failure.message, file=sys.stderr, flush=True)
+    elif failure.kind != "diverged":
+        print(failure.traceback, end="", file=sys.stderr, flush=True)
 
-    Args:
-        folder: the trial's.
-        rank: that failed.
-        kind: `oom`, `peer`, `user`, `diverged` or `error`.
-        message: a line.
-        text: the traceback; "": none.
-    """
-    failure = {"rank": rank, "kind": kind, "message": message, "traceback": text, "time": time.time()}
-    with suppress(OSError):  # the disk is full, or the folder gone: the driver looks at it when it finds nothing
+
+def record_failure(folder: Path, failure: RankFailure) -> None:
+    """Write `failures/rank<r>.json`; does nothing if the disk is full or the folder is gone."""
+    with suppress(OSError):  # the driver looks at the disk when it finds no outcome
         (folder / "failures").mkdir(exist_ok=True)
-        write_json(folder / "failures" / f"rank{rank}.json", failure, parents=False)
+        content = {name: getattr(failure, name) for name in ("rank", "kind", "message", "traceback", "time")}
+        write_json(folder / "failures" / f"rank{failure.rank}.json", content, parents=False)
 
 
 def kind_of(error: BaseException) -> str:

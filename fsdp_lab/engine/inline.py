@@ -3,31 +3,70 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.config import TrialConfig
+from fsdp_lab.engine.failures import RankFailure, failure_of, record_failure
+from fsdp_lab.engine.files_of_ranks import Uploads
 from fsdp_lab.engine.job import outcome_of
-from fsdp_lab.engine.mirror import Sender
-from fsdp_lab.engine.rank import FolderReporter, refuse_unseen_gpu, train_and_record
-from fsdp_lab.engine.trial_files import Outcome, read_failures, set_aside_failures, write_outcome
-from fsdp_lab.engine.why import first_line
+from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
+from fsdp_lab.engine.trial_files import (
+    Outcome,
+    Progress,
+    TrialWriter,
+    read_failures,
+    set_aside_failures,
+    write_outcome,
+    write_progress,
+)
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.storage import Storage
 
+_PROGRESS_S = 1.0  # between two writes of a step
 
-class InlineReporter(FolderReporter):
-    """Writes into the trial's folder, and calls `on_epoch` after each epoch."""
 
-    def __init__(self, folder: Path, data_name: str, on_epoch: Callable[[], None]) -> None:
-        super().__init__(folder, 0, data_name)
-        self.on_epoch = on_epoch
+class InlineReporter:
+    """Writes into the trial's folder.
 
-    def wake(self, epoch: float) -> None:
-        """Call `on_epoch`."""
-        self.on_epoch()
+    Args:
+        folder: the trial's.
+        data_name: of the data set, a fact of the trial.
+        on_epoch: called when the folder has the metrics of another epoch.
+    """
+
+    def __init__(self, folder: Path, data_name: str, on_epoch: Callable[[], None] = lambda: None) -> None:
+        self._folder, self._data_name, self._on_epoch = folder, data_name, on_epoch
+        self._writer, self._progress, self._written = TrialWriter(folder), Progress(), 0.0
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        """Write `facts.json`, with the name of the data set."""
+        self._writer.facts({**facts, "data": self._data_name})
+
+    def phase(self, name: str) -> None:
+        """Record the phase."""
+        self._progress.phase(name)
+        self._write()
+
+    def step(self, step: int) -> None:
+        """Record the step, at most once a second."""
+        leaves_phase = "phase" in self._progress.content
+        self._progress.step(step)
+        if leaves_phase or time.monotonic() - self._written > _PROGRESS_S:
+            self._write()
+
+    def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
+        """Write the metrics. Raises as `TrialWriter.epoch`."""
+        self._writer.epoch(metrics)
+        self._progress.reported()
+        self._write()
+        self._on_epoch()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        write_progress(self._folder, self._progress.content)
 
 
 def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], storage: str | None = None) -> None:
@@ -44,25 +83,29 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
     """
     begun = time.time()
     set_aside_failures(folder)  # of a start before this one
+    uploads: Uploads | None = None
+
+    def on_report() -> None:
+        if uploads is not None:
+            uploads.send()
+        on_epoch()
+
     try:
-        sender = Sender(Storage(storage), folder) if storage else None
-
-        def on_report() -> None:
-            if sender:
-                sender.send()
-            on_epoch()
-
+        uploads = Uploads(Storage(storage), folder, 0) if storage else None
+        join = (lambda: refuse_unseen_gpu(0)) if num_gpus() else lambda: None
         reporter = InlineReporter(folder, config.data.name, on_report)
         try:
-            join = (lambda: refuse_unseen_gpu(0)) if num_gpus() else lambda: None
-            train_and_record(config, folder, 0, reporter, has_log=False, storage=storage, join=join)
+            train_rank(config, folder, 0, reporter, storage=storage, join=join)
         finally:
-            if sender:
-                sender.end()
-        outcome = outcome_of(read_failures(folder))
+            if uploads is not None:
+                uploads.send()
+    except RankFailure as failure:
+        record_failure(folder, failure)
+        if failure.kind in ("error", "oom", "peer"):
+            with suppress(OSError):
+                (folder / "error.txt").write_text(failure.traceback)
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
-        with suppress(OSError):
-            (folder / "error.txt").write_text(traceback.format_exc())
-        outcome = outcome_of(read_failures(folder) or [{"kind": "error", "message": first_line(error)}])
+        record_failure(folder, failure_of(error, 0, "error", folder))
     with suppress(OSError):
+        outcome = outcome_of(read_failures(folder))
         write_outcome(folder, Outcome(outcome.status, outcome.error, time.time() - begun))

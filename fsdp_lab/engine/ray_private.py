@@ -1,8 +1,7 @@
 """Every private name of Ray that is used, and the behaviour without it.
 
-`tests/engine/test_ray_private.py` tries each name. With a Ray that lacks a name in `CONTROLLER`, training uses Ray's
-public interface (`fit_by_ray` in `job.py`), which takes some seconds longer for each trial. The entries of `OTHERS`
-describe the effect of their absence.
+`tests/engine/test_ray_private.py` tries each name. A Ray that lacks a name in `CONTROLLER` is refused. The entries of
+`OTHERS` describe the effect of their absence.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from fsdp_lab.config import UserError
 from fsdp_lab.private import Name
 
+SUPPORTED = "2.55 to 2.60"
 _TRAIN = "ray.train.v2._internal"
 
 
@@ -44,6 +45,7 @@ CONTROLLER = (
     ),
     Name(f"{_TRAIN}.execution.worker_group", "WorkerGroup._get_worker_runtime_env", ("custom_runtime_env",)),
     Name(f"{_TRAIN}.execution.worker_group", "WorkerGroup.poll_status", ("timeout",)),
+    Name(f"{_TRAIN}.execution.worker_group", "WorkerGroup.execute_single_async", ("rank", "fn")),
     Name(f"{_TRAIN}.execution.worker_group.placement_group_handle", "DefaultPlacementGroupHandle", ("pg",)),
     Name("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer._create_default_callbacks", ("self",)),
     Name(
@@ -52,6 +54,7 @@ CONTROLLER = (
         ("self", "scaling_policy"),
     ),
 )
+_ANSWER_S = 10.0
 _NO_PLACE, _NO_START = "WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"
 # Without it the ranks of a shard group may be on several nodes.
 _SHARED_BUNDLES = (
@@ -99,6 +102,8 @@ OTHERS = (
     *_MEMORY_KILLS,
     *_TRIAL_PROCESSES,
     *_JOB,
+    # without it the driver prints a paragraph about each killed worker
+    Name("ray._private.worker", "print_to_stdstream", ("data", "ignore_prefix")),
     # Tune's processes start anew instead of coming from those that Ray keeps ready
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
@@ -112,12 +117,19 @@ def missing(names: Sequence[Name] = CONTROLLER) -> list[str]:
     return [lacking for name in names if (lacking := name.lacks()) is not None]
 
 
-def slower(missing: Sequence[str]) -> str:
-    """Return a message for the user about missing names."""
-    import ray
+def check_version() -> None:
+    """Refuse a Ray that trials cannot run on.
 
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return f"Ray {ray.__version__} lacks {missing[0]}{more}; trials start a few seconds slower"
+    Raises:
+        UserError: it lacks a name in `CONTROLLER`.
+    """
+    if lacking := missing():
+        import ray
+
+        raise UserError(
+            f"Ray {ray.__version__} lacks {lacking[0]}, with which trials run; install a Ray from {SUPPORTED}, or use "
+            "engine=inline."
+        )
 
 
 class Rules(Protocol):
@@ -133,8 +145,19 @@ class Rules(Protocol):
         """See `Attempts.retry`."""
 
 
+class Watcher(Protocol):
+    """Watches the workers of a trial: see `job.Watch`."""
+
+    group: Callable[[], Any]
+
+
 def fit_here(
-    settings: dict[str, Any], group_name: str, attempts: Rules, workers_per_node: int, ray_is_ours: bool
+    settings: dict[str, Any],
+    group_name: str,
+    attempts: Rules,
+    watch: Watcher,
+    workers_per_node: int,
+    ray_is_ours: bool,
 ) -> None:
     """Run `TorchTrainer(**settings)` with its controller in this process, which has imported Ray Train already.
 
@@ -144,6 +167,7 @@ def fit_here(
         settings: see `job.trainer_settings`.
         group_name: of the workers' placement groups, with a number for each attempt; any process can free them by it.
         attempts: the rules for another attempt.
+        watch: gets `group`, which returns the worker group.
         workers_per_node: so many, in the order of their ranks, are on one node.
         ray_is_ours: Ray was started here: there is no autoscaler, and workers have their environment from the driver.
     """
@@ -172,6 +196,7 @@ def fit_here(
                 settings["scaling_policy"] = no_autoscaler()(self.scaling_config)
             controller = Controller(**settings)
             failures.group = controller.get_worker_group
+            watch.group = controller.get_worker_group
             asyncio.run(controller.run())
             return controller.get_result()
 
@@ -258,6 +283,26 @@ def no_autoscaler() -> Any:
             pass
 
     return NoAutoscaler
+
+
+def ask_first_rank(group: Any, question: Callable[[], Any]) -> Any:
+    """Return what rank 0's worker answers; None without workers, or if it does not answer within some seconds."""
+    import ray
+
+    if group is None:
+        return None
+    try:
+        return ray.get(group.execute_single_async(0, question), timeout=_ANSWER_S)
+    except (ray.exceptions.RayError, ValueError):  # they are being started or ended, or one is stuck
+        return None
+
+
+def session_folder() -> str | None:
+    """Return the folder of this node's Ray for temporary files, which goes with Ray; None: not known."""
+    from ray._private import worker
+
+    node = getattr(worker, "_global_node", None)
+    return node.get_session_dir_path() if node is not None else None
 
 
 def failed_to_be_placed(error: Exception) -> bool:
@@ -358,6 +403,13 @@ def survive_memory_kills() -> None:
 
     task_failed.survives_memory_kills = True  # type: ignore[attr-defined]
     RayActorManager._actor_task_failed = task_failed  # type: ignore[method-assign]
+
+
+def quiet_worker_deaths() -> None:
+    """Stop Ray from printing a paragraph about each killed worker: the trial's error is one line."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
 def quiet_tune() -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,20 +129,10 @@ def release_placement_group(folder: Path) -> None:
     from ray.util import placement_group_table, remove_placement_group
     from ray.util.placement_group import PlacementGroup
 
-    (mark,) = placement_group_mark(folder).items()
     for number, group in placement_group_table().items():
         ours = group["name"].rpartition("#")[0] == str(folder)
-        marked = any(mark in bundle.items() for bundle in group["bundles"].values())
-        if (ours or marked) and group["state"] != "REMOVED":
+        if ours and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
-
-
-def placement_group_mark(folder: Path) -> dict[str, float]:
-    """Return a resource that identifies the workers of the trial in a folder, if their placement group has no name.
-
-    It is up to one MiB of the memory that Ray counts, of which there are thousands.
-    """
-    return {"memory": float(1 + zlib.crc32(str(folder).encode()) % 2**20)}
 
 
 def driver_node() -> dict[str, float]:

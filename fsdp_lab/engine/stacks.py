@@ -13,7 +13,7 @@ _REARM_S = 1.0  # steps may take less than starting faulthandler's thread does
 _TAIL_BYTES = 2**20
 _HEAD = "Timeout ("  # of a dump
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-_TRAINS = "in train_and_record"  # a frame of the thread that trains
+_TRAINS = "in train_rank"  # a frame of the thread that trains
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/|<frozen")
 
 

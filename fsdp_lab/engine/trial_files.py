@@ -2,11 +2,11 @@
 
 | file | who writes it | what |
 | --- | --- | --- |
-| `facts.json` | rank 0 | device, data digest, notes; written when training starts |
+| `facts.json` | the trial's own process | device, data digest, notes, as rank 0 reports them when training starts |
 | `places.json` | the trial's own process | the node of each rank, by Ray's name and its address |
-| `progress.json` | rank 0 | the step or the phase that has begun, and when: steps at most once a second |
-| `metrics.jsonl` | rank 0 | a line of metrics an epoch |
-| `failures/rank<r>.json` | a rank that fails | message, traceback; `failures.<n>/`: those of an earlier attempt |
+| `progress.json` | the trial's own process | the step or the phase that has begun, and when, looked up once a second |
+| `metrics.jsonl` | the trial's own process | a line of metrics an epoch, as rank 0 reports them |
+| `failures/rank<r>.json` | the trial's own process | message, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | how it ended: with it, a trial has a result |
 | `forecast.json` | the driver | its forecast |
 | `turnaround.json` | the driver | seconds from the last report on its slot to its first step |
@@ -175,21 +175,30 @@ def missing_epochs(folder: Path, outcome: Outcome) -> list[int]:
     return [epoch for epoch in range(1, 1 + max(outcome.epochs or 0, *reported, 0)) if epoch not in reported]
 
 
-class EpochLines:
-    """The lines of `metrics.jsonl`, which rank 0 writes: each epoch once, in order.
+class TrialWriter:
+    """Writes what rank 0 reports into the trial's folder: the facts, and each epoch once, in order.
 
     A trial that resumes from a checkpoint reports earlier epochs again, and a kill may have cut a line.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "metrics.jsonl"
+        self._folder, self._file = folder, folder / "metrics.jsonl"
         self._reported: dict[int, dict[str, float]] | None = None
         self._is_whole = True
 
-    def keep(self, metrics: dict[str, float]) -> None:
-        """Append the metrics of an epoch, or replace its line."""
+    def facts(self, facts: dict[str, Any]) -> None:
+        """Write `facts.json`."""
+        write_json(self._folder / "facts.json", facts, parents=False)
+
+    def epoch(self, metrics: dict[str, float]) -> None:
+        """Append the metrics of an epoch, or replace its line.
+
+        Raises:
+            FileNotFoundError: the folder was removed. Ray may have made it again: it holds no `facts.json` then.
+        """
+        (self._folder / "facts.json").stat()
         if self._reported is None:
-            self._reported = {int(metrics["epoch"]): metrics for metrics in read_metrics(self._file.parent)}
+            self._reported = {int(metrics["epoch"]): metrics for metrics in read_metrics(self._folder)}
             lines = self._file.read_bytes().splitlines() if self._file.exists() else []
             self._is_whole = len(lines) == len(self._reported)
         epoch = int(metrics["epoch"])
@@ -204,36 +213,35 @@ class EpochLines:
 
 
 class Progress:
-    """The progress of a trial, written by rank 0 for the process that waits for it."""
+    """What a rank is doing: the phase or the step that has begun, and when.
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "progress.json"
-        self._content: dict[str, float | str] = {}
-        self._written = 0.0
+    Attributes:
+        content: what `progress.json` holds, see `read_progress`; replaced, never changed, as another thread reads it.
+    """
+
+    def __init__(self) -> None:
+        self.content: dict[str, float | str] = {}
 
     def phase(self, name: str) -> None:
         """Record the beginning of work other than a step."""
-        self._content |= {"phase": name, "time": time.time()}
-        self._write()
+        self.content = {**self.content, "phase": name, "time": time.time()}
 
     def step(self, step: int) -> None:
         """Record the beginning of an optimizer step, counted from 1."""
         now = time.time()
-        leaves_phase = self._content.pop("phase", None) is not None
-        self._content = {"first_step": now, "from_step": step, **self._content, "step": step, "time": now}
-        self._write(at_most_every=0.0 if leaves_phase else 1.0)
+        before = {key: value for key, value in self.content.items() if key != "phase"}
+        self.content = {"first_step": now, "from_step": step, **before, "step": step, "time": now}
 
     def reported(self) -> None:
-        """Record that an epoch was reported."""
-        self._content["reported"] = self._content["time"] = time.time()
-        self._write()
+        """Record that an epoch is reported."""
+        now = time.time()
+        self.content = {**self.content, "reported": now, "time": now}
 
-    def _write(self, at_most_every: float = 0.0) -> None:
-        if time.monotonic() - self._written < at_most_every:
-            return
-        self._written = time.monotonic()
-        with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-            write_json(self._file, self._content, parents=False)
+
+def write_progress(folder: Path, content: dict[str, float | str]) -> None:
+    """Write `progress.json`."""
+    with suppress(OSError):  # a full disk ends a trial where it loses results, not here
+        write_json(folder / "progress.json", content, parents=False)
 
 
 def read_progress(folder: Path) -> dict[str, float]:

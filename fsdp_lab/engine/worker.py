@@ -1,51 +1,154 @@
-"""The function of Ray Train's workers: each has its rank trained in a process of its own, and passes on the reports."""
+"""The function of Ray Train's workers: it trains a rank in Ray's own worker, which reports to the driver."""
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab import quick_imports
-from fsdp_lab.engine.mirror import Sender, scratch_folder
-from fsdp_lab.engine.rank import Work
-from fsdp_lab.engine.rank_process import RankFailed, RankOutOfMemory, how_it_ended, rank_process
-from fsdp_lab.engine.rendezvous import gpu_index, take_meeting
+from fsdp_lab.config import TrialConfig, from_dict
+from fsdp_lab.engine.failures import RankFailure, failure_of, print_failure
+from fsdp_lab.engine.files_of_ranks import Uploads, scratch_folder
+from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
+from fsdp_lab.engine.rendezvous import gpu_index, join, leave
+from fsdp_lab.engine.stacks import StackDump, long_s
+from fsdp_lab.engine.trial_files import Progress, hold_alive
+from fsdp_lab.hardware import WORKER_CPUS
 from fsdp_lab.storage import Storage
+
+_progress = Progress()  # of this worker's rank
 
 
 def train_worker(job: dict[str, Any]) -> None:
-    """Have a rank trained: the function of Ray Train.
+    """Train a rank: the function of Ray Train.
 
     Ray gets no checkpoint: its manager would refuse a run whose older ones were removed.
 
+    Args:
+        job: `Job.as_dict`.
+
     Raises:
-        RankFailed: the rank did not train to the end. `Attempts` decides whether the workers start again.
+        RankFailure: the rank did not train to the end. `Attempts` decides whether the workers start again.
     """
     import ray.train
 
-    quick_imports.end()
     rank = ray.train.get_context().get_world_rank()
-    meeting, listener = take_meeting()
-    with own_folder(job, rank) as (folder, sender):
-        work = Work(job, rank, str(folder), meeting, gpu_index() if job["use_gpu"] else None)
-        with rank_process(asdict(work), listener) as process:
-            for epoch in process.epochs():
-                if sender is not None:
-                    sender.send()  # the driver is to find the epoch
-                ray.train.report({"epoch": epoch})
-            status, done = process.wait(), process.done
-    if process.out_of_memory:
-        raise RankOutOfMemory(f"rank {rank} was killed: the host is out of memory")
-    if not done or status:
-        raise RankFailed(how_it_ended(status))
+    stacks = StackDump(long_s(job["timeout_s"]))
+    try:
+        with own_folder(job, rank) as (folder, uploads):
+            prepare_process(job, folder, rank)
+            config = from_dict(TrialConfig, job["config"])
+            reporter = RayReporter(config.data.name, stacks, uploads)
+            reporter.phase("importing PyTorch and joining the other workers")
+            try:
+                train_rank(
+                    config, folder, rank, reporter,
+                    on_cpu=not job["use_gpu"], storage=job["storage"], join=lambda: join_ranks(job, rank),
+                )  # fmt: skip
+            except RankFailure as failure:
+                print_failure(failure)
+                raise
+        leave()
+    except RankFailure:
+        raise
+    except BaseException as error:
+        raise failure_of(error, rank, "error", Path(job["folder"])) from error
+    finally:
+        stacks.end()
+
+
+class RayReporter:
+    """Reports to the driver through Ray Train. Every rank takes part, because a report of Ray's waits for all ranks.
+
+    Phases and steps are not reported: the trial's own process reads them by `read_worker_progress`.
+
+    Args:
+        data_name: of the data set, a fact of the trial.
+        stacks: dumps this rank's stack when a phase or a step lasts too long.
+        uploads: sends this rank's files; None: they are in the trial's folder.
+    """
+
+    def __init__(self, data_name: str, stacks: StackDump, uploads: Uploads | None) -> None:
+        self._data_name, self._stacks, self._uploads = data_name, stacks, uploads
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        """Report the facts, with the name of the data set."""
+        self._report(facts={**facts, "data": self._data_name})
+
+    def phase(self, name: str) -> None:
+        """Record the phase, and restart the count for a stack dump."""
+        self._stacks.phase()
+        _progress.phase(name)
+
+    def step(self, step: int) -> None:
+        """Record the step, and restart the count for a stack dump."""
+        self._stacks.step()
+        _progress.step(step)
+
+    def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
+        """Report the metrics of an epoch, after this rank's files have been sent."""
+        if self._uploads is not None:
+            self._uploads.send()
+        _progress.reported()
+        self._report(metrics=metrics)
+
+    def _report(self, **content: dict[str, Any]) -> None:
+        import ray.train
+
+        ray.train.report({**content, "progress": _progress.content})
+
+
+def read_worker_progress() -> dict[str, float | str]:
+    """Return the progress of the rank of this worker. Ray calls it in another thread than the one that trains."""
+    return _progress.content
+
+
+def prepare_process(job: dict[str, Any], folder: Path, rank: int) -> None:
+    """Give this process the working directory, the log and the lock of a rank."""
+    if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
+        os.chdir(job["launched_in"])
+    os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
+    hold_alive(folder)
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it would print every report
+    redirect_output(folder / "logs" / f"rank{rank}.log")
+    faulthandler.enable()
+
+
+def join_ranks(job: dict[str, Any], rank: int) -> None:
+    """Choose the GPU that Ray gave to this rank, and join the process group.
+
+    Raises:
+        UserError: PyTorch does not see the GPU, on which NCCL would fail.
+    """
+    from fsdp_lab.training.distributed import choose_gpu
+
+    if job["use_gpu"]:
+        refuse_unseen_gpu(rank)
+        choose_gpu(gpu_index())
+    join()
+
+
+def redirect_output(path: Path) -> None:
+    """Redirect everything that this process prints, from C too, to a file of the trial."""
+    path.parent.mkdir(exist_ok=True)  # not the trial's: it may have been removed
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 @contextmanager
-def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Sender | None]]:
+def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads | None]]:
     """Yield the folder that a rank writes into, and what sends its files if it is not the trial's.
 
     Raises:
@@ -53,12 +156,11 @@ def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Sender | 
     """
     if job["storage"] is not None:
         with scratch_folder() as scratch:
-            sender = Sender(Storage(job["storage"]), scratch)
-            sender.begin(rank)
+            uploads = Uploads(Storage(job["storage"]), scratch, rank)
             try:
-                yield scratch, sender
+                yield scratch, uploads
             finally:
-                sender.end()
+                uploads.send()
         return
     folder = Path(job["folder"])
     if not folder.is_dir():

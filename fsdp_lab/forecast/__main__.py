@@ -41,11 +41,6 @@ from __future__ import annotations
 
 import fsdp_lab.installed  # noqa: F401
 
-if __name__ == "__main__":
-    from fsdp_lab import quick_imports
-
-    quick_imports.begin()
-
 # isort: split
 import signal
 import sys
@@ -266,5 +261,4 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
 
 
 if __name__ == "__main__":
-    quick_imports.end()  # before trials are composed, which leaves garbage
     sys.exit(main())

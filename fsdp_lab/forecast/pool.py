@@ -13,8 +13,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
-from fsdp_lab import quick_imports
-
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
@@ -130,7 +128,6 @@ def _how(exit_code: int | None) -> str:
 
 
 def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> None:
-    quick_imports.begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError):

@@ -11,7 +11,6 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdp_lab import quick_imports
 from fsdp_lab.config import SweepConfig, UserError, memory_settings, speed_settings
 from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.forecast.capacity import Forecast, on_capacity
@@ -80,7 +79,6 @@ def forecast_one(request: Request) -> Forecast:
 def _forecast(request: Request) -> Forecast:
     from fsdp_lab.forecast.forecast import forecast
 
-    quick_imports.end()
     return forecast(
         request.config,
         request.num_workers,

@@ -25,11 +25,6 @@ from __future__ import annotations
 
 import fsdp_lab.installed  # noqa: F401
 
-if __name__ == "__main__":
-    from fsdp_lab import quick_imports
-
-    quick_imports.begin()
-
 # isort: split
 import shlex
 import signal
@@ -220,5 +215,4 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 if __name__ == "__main__":
-    quick_imports.end()  # before trials are composed, which leaves garbage
     sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.deploy.job import note_progress
-from fsdp_lab.engine.failures import write_failure
+from fsdp_lab.engine.failures import RankFailure, record_failure
 from fsdp_lab.engine.trial_files import (
     Outcome,
     clear_attempt,
@@ -419,7 +419,7 @@ class SweepRun:
         self.states[number].move(TrialStatus.starting)
         self.prepare(number)
         if traceback:
-            write_failure(self.folder_of(number), 0, "user", error, traceback)
+            record_failure(self.folder_of(number), RankFailure(0, "user", error, traceback))
         self._end_unstarted(number, TrialStatus.failed, error)
 
     def _end_unstarted(self, number: int, status: TrialStatus, error: str) -> None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from fsdp_lab.engine.cluster import end_descendants
-from fsdp_lab.engine.rendezvous import end_meetings
 from fsdp_lab.status import ExitCode
 
 _LIMIT_S = 8.0  # then what hangs is left behind
@@ -64,7 +63,6 @@ class ShutdownGuard:
                 self._sweep.close(interrupted=True)
             finally:
                 end_descendants()
-                end_meetings()
                 os._exit(ExitCode.interrupted)
 
 

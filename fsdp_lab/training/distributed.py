@@ -115,6 +115,12 @@ def join_by_store(store: dist.Store, backend: str, rank: int, world_size: int, t
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
+def leave_process_group() -> None:
+    """Leave the process group, whose threads may otherwise outlive the interpreter and then abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @dataclass(frozen=True)
 class ParallelDims:
     """How the ranks divide the work: `dp_replicate` groups of `dp_shard` shards of `tp` tensor-parallel ranks.

@@ -27,8 +27,8 @@ from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.doctor import libraries, machine
 from fsdp_lab.doctor.__main__ import findings
 from fsdp_lab.doctor.finding import Finding, lines
-from fsdp_lab.doctor.limits import Limits, read_limits
 from fsdp_lab.doctor.services import check_cluster, check_store
+from fsdp_lab.limits import Limits, read_limits
 from tests.conftest import ROOT
 
 _NOBODY = 65534

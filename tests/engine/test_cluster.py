@@ -21,7 +21,7 @@ from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.cpu_contention import launchers
 from fsdp_lab.engine.cluster import code_environment
 from fsdp_lab.engine.resources import check_capacity, cpus_per_worker_on, resolve_cpus_per_worker
-from fsdp_lab.hardware import RAYLET
+from fsdp_lab.hardware import WORKER_CPUS
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import process_tree, ray_head
 from tests.nvml import variables
@@ -298,12 +298,10 @@ def test_code_of_ours_and_of_others_needs_no_environment():
     assert code_environment(["torch.nn.Linear", "fsdp_lab.workloads.user.task.model_loss"]) is None
 
 
-def test_the_ranks_and_the_raylet_of_the_node_are_ours_when_others_are_counted(monkeypatch: pytest.MonkeyPatch):
+def test_the_ranks_of_the_node_are_ours_when_others_are_counted(monkeypatch: pytest.MonkeyPatch):
     """Otherwise the other ranks of a trial would count as others, and no speed under Ray would decide anything."""
-    with subprocess.Popen(["sleep", "100"]) as raylet:
-        monkeypatch.setenv(RAYLET, str(raylet.pid))
-        assert [process.pid for process in launchers()] == [os.getppid(), raylet.pid]
-        raylet.kill()
-    monkeypatch.delenv(RAYLET)
+    monkeypatch.setenv(WORKER_CPUS, "1.0")  # a worker of Ray, whose parent is the raylet
+    assert [process.pid for process in launchers()] == [os.getppid()]
+    monkeypatch.delenv(WORKER_CPUS)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert [process.pid for process in launchers()] == [os.getpid()]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.engine.rendezvous import interface_of
 from tests import forked
 
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
@@ -76,12 +75,13 @@ def test_a_group_of_one_listens_nowhere_beyond_the_loopback(launched: bool, tmp_
 
 
 _BY_PORT = """
-import os, psutil, torch, torch.distributed as dist
+import os, psutil, ray, torch, torch.distributed as dist
 from fsdp_lab.engine import rendezvous
-from fsdp_lab.training.distributed import join_by_tcp_store
-address, port = rendezvous.open_port(one_node=True)
-rendezvous.set_interface(address)
-join_by_tcp_store(address, port, rendezvous._port.pop().detach(), "gloo", 0, 1, 20.0)
+ray.util.get_node_ip_address = lambda: "127.0.0.1"
+rendezvous.set_launcher_variables = lambda backend: (0, 1)
+address, port = rendezvous.open_port()
+rendezvous.meet_at_port(address, port, "gloo")
+rendezvous.join()
 dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
 print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
 for connection in psutil.Process().net_connections(kind="inet"):
@@ -91,8 +91,8 @@ for connection in psutil.Process().net_connections(kind="inet"):
 
 
 @pytest.mark.parametrize("chosen", [None, "lo,eth9"])
-def test_ranks_on_one_other_node_meet_at_its_loopback(chosen: str | None, tmp_path: Path):
-    """PyTorch's store takes the socket that is made for it; an interface that the user names stays."""
+def test_ranks_on_several_nodes_meet_at_the_address_by_which_ray_knows_the_first(chosen: str | None, tmp_path: Path):
+    """The loopback stands for the node's address. An interface that the user names stays."""
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": chosen} if chosen else {}
     out = forked.run(tmp_path, "-c", _BY_PORT, environment=environment)
@@ -100,8 +100,3 @@ def test_ranks_on_one_other_node_meet_at_its_loopback(chosen: str | None, tmp_pa
     assert interfaces == f"lo {chosen or '=lo'}"
     assert "127.0.0.1 True" in result
     assert {line.split()[0] for line in result} <= LOOPBACK
-
-
-def test_the_interface_is_the_one_that_has_the_address():
-    assert interface_of("127.0.0.1") in ("lo", "lo0")
-    assert interface_of("192.0.2.1") is None, "behind address translation no interface has the node's address"

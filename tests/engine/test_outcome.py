@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
-from fsdp_lab.config import TrialConfig
+from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine import job
 from fsdp_lab.engine.attempts import note_deaths
-from fsdp_lab.engine.failures import kind_of, record_failure
-from fsdp_lab.engine.inline import run_inline
-from fsdp_lab.engine.mirror import Receiver
-from fsdp_lab.engine.rank import FolderReporter, Work, join_ranks, train_and_record
-from fsdp_lab.engine.rank_process import RankFailed, RankOutOfMemory
+from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, record_failure
+from fsdp_lab.engine.files_of_ranks import receive
+from fsdp_lab.engine.inline import InlineReporter, run_inline
+from fsdp_lab.engine.rank import train_rank
 from fsdp_lab.engine.trial_files import (
     append_line,
     clear_left_over,
@@ -30,6 +30,7 @@ from fsdp_lab.engine.trial_files import (
     read_outcome,
     why_unwritten,
 )
+from fsdp_lab.engine.worker import join_ranks
 from fsdp_lab.storage import Storage
 
 
@@ -84,12 +85,13 @@ def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pyt
     """Ray's part stands in: what is looked at is what is made of the failures that it leaves."""
 
     def fit(*_: object) -> None:
-        record_failure(tmp_path, 1, RuntimeError("Connection reset by peer"), "peer")
-        record_failure(tmp_path, 0, torch.OutOfMemoryError("CUDA out of memory"), "oom")
+        record_failure(tmp_path, failure_of(RuntimeError("Connection reset by peer"), 1, "peer", tmp_path))
+        record_failure(tmp_path, failure_of(torch.OutOfMemoryError("CUDA out of memory"), 0, "oom", tmp_path))
         raise RuntimeError("a worker failed")
 
     monkeypatch.setattr(job, "fit", fit)
-    job.run_job(job.Job({}, str(tmp_path), 2, 1.0, False, ".", None, 600.0, 1, True), lambda metrics: None)
+    config = to_dict(TrialConfig())
+    job.run_job(job.Job(config, str(tmp_path), 2, 1.0, False, ".", None, 600.0, 1, True), lambda metrics: None)
     outcome = read_outcome(tmp_path)
     assert outcome is not None
     assert outcome.status == "oom" and outcome.error == "rank 0: OutOfMemoryError: CUDA out of memory"
@@ -102,21 +104,22 @@ def test_a_gpu_that_pytorch_does_not_see_is_reported(
     fake_nvml(gpus=4, driver="580.65.06", cuda=13000)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
-    reporter = FolderReporter(tmp_path, 1, "digits")
-    work = Work({}, 1, str(tmp_path), {}, gpu=1)
+    reporter = InlineReporter(tmp_path, "digits")
     chosen = list[int]()
     monkeypatch.setattr("fsdp_lab.training.distributed.choose_gpu", chosen.append)
-    monkeypatch.setattr("fsdp_lab.engine.rank.join", lambda meeting: None)
+    monkeypatch.setattr("fsdp_lab.engine.worker.gpu_index", lambda: 1)
+    monkeypatch.setattr("fsdp_lab.engine.worker.join", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    train_and_record(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks(work))
+    train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks({"use_gpu": True}, 1))
     assert list(tmp_path.iterdir()) == [] and chosen == [1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    train_and_record(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks(work))
-    (failure,) = read_failures(tmp_path)
-    assert (failure["rank"], failure["kind"]) == (1, "user") and chosen == [1]
+    with pytest.raises(RankFailure) as raised:
+        train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks({"use_gpu": True}, 1))
+    failure = raised.value
+    assert (failure.rank, failure.kind) == (1, "user") and chosen == [1]
     for words in ("rank 1 on ", "torch.cuda.is_available() is False", f"torch.version.cuda={torch.version.cuda}",
                   "CUDA_VISIBLE_DEVICES=2,3", "NVML counts 2 (580.65.06, up to CUDA 13.0)"):  # fmt: skip
-        assert words in failure["message"]
+        assert words in failure.message
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -124,10 +127,11 @@ def test_a_gpu_that_nobody_counted_is_reported(on_cpu: bool, monkeypatch: pytest
     """Without a word the trial would train on the CPU, beside a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
-    train_and_record(TrialConfig(), tmp_path, 0, FolderReporter(tmp_path, 0, "digits"), on_cpu=on_cpu)
-    failures = [(failure["kind"], failure["message"]) for failure in read_failures(tmp_path)]
-    assert [kind for kind, _ in failures] == (["user"] if on_cpu else [])
-    assert all("PyTorch sees GPUs" in text and "NVIDIA_DRIVER_CAPABILITIES" in text for _, text in failures)
+    with pytest.raises(RankFailure) if on_cpu else nullcontext() as raised:
+        train_rank(TrialConfig(), tmp_path, 0, InlineReporter(tmp_path, "digits"), on_cpu=on_cpu)
+    if raised is not None:
+        assert raised.value.kind == "user"
+        assert "PyTorch sees GPUs" in str(raised.value) and "NVIDIA_DRIVER_CAPABILITIES" in str(raised.value)
 
 
 def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
@@ -163,7 +167,7 @@ def test_what_the_last_epoch_has_not_keeps_its_latest_value(tmp_path: Path):
 
 def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path):
     """Ray makes the folder of a removed trial again, for its own files."""
-    reporter = FolderReporter(tmp_path, 0, "digits")
+    reporter = InlineReporter(tmp_path, "digits")
     reporter.facts({"device": "cpu"})
     reporter.epoch({"epoch": 1.0}, None)
     for path in tmp_path.iterdir():
@@ -177,22 +181,22 @@ def test_a_folder_that_is_removed_before_the_training_is_not_made_again(tmp_path
     """While the ranks meet: until then PyTorch is imported, for a second or more."""
     folder = tmp_path / "trial"
     folder.mkdir()
-    with pytest.raises(FileNotFoundError, match="trial is gone: it was removed or moved before the training began"):
-        train_and_record(TrialConfig(), folder, 0, FolderReporter(folder, 0, "digits"), join=folder.rmdir)
+    with pytest.raises(RankFailure, match="trial is gone: it was removed or moved before the training began"):
+        train_rank(TrialConfig(), folder, 0, InlineReporter(folder, "digits"), join=folder.rmdir)
     assert not folder.exists()
 
 
 def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path):
     """As a trial does that goes on from a checkpoint: those before it as they were, a later one with new times."""
     file = tmp_path / "metrics.jsonl"
-    reporter = FolderReporter(tmp_path, 0, "digits")
+    reporter = InlineReporter(tmp_path, "digits")
     reporter.facts({})
     for epoch in (1, 2, 3):
         reporter.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
     before = file.read_bytes()
     with file.open("a") as lines:
         lines.write('{"epoch": 4, "val')  # a kill
-    again = FolderReporter(tmp_path, 0, "digits")
+    again = InlineReporter(tmp_path, "digits")
     for epoch in (1, 2):
         again.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
         assert file.read_bytes() == before
@@ -204,7 +208,7 @@ def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path)
 
 def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3}\n')
-    reporter = FolderReporter(tmp_path, 0, "digits")
+    reporter = InlineReporter(tmp_path, "digits")
     reporter.facts({})
     for epoch in (1, 2, 3):
         reporter.epoch({"epoch": epoch}, None)
@@ -223,12 +227,15 @@ def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (FileNotFoundError("/out/3 is not on node7"), "error", "rank 1: FileNotFoundError: /out/3 is not on node7"),
-        (RankFailed("its process exited with status 3"), "killed", "rank 1: its process exited with status 3"),
-        (RankOutOfMemory("killed"), "oom", "rank 1: its process was killed: the host is out of memory"),
+        (
+            pickle.loads(pickle.dumps(RankFailure(1, "error", "rank 1: FileNotFoundError: /out/3"))),
+            "error",
+            "rank 1: FileNotFoundError: /out/3",
+        ),
+        (OutOfMemoryError("killed"), "oom", "rank 1: its process was killed: the host is out of memory"),
         (RayActorError(), "killed", "rank 1: its process ended without an error, as if killed"),
     ],
-    ids=["raised in Ray's worker", "raised for its rank", "killed for lack of memory", "Ray's worker killed"],
+    ids=["raised by a rank", "killed by Ray for lack of memory", "killed"],
 )
 def test_why_a_worker_ended_is_told(
     error: Exception, kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -240,17 +247,16 @@ def test_why_a_worker_ended_is_told(
 
 
 def test_files_from_storage_do_not_make_a_removed_folder_again(tmp_path: Path):
-    """A local folder stands for the bucket: which files come, and when, does not depend on the store."""
+    """A local folder stands for the bucket: which files come does not depend on the store."""
     there, trial = tmp_path / "there", tmp_path / "trial"
     (there / "logs").mkdir(parents=True)
     trial.mkdir()
-    receiver = Receiver(Storage(f"file://{there}"), trial)
-    for name in ("progress.json", "logs/rank0.log"):
+    for name in ("model.pt", "facts.json", "logs/rank0.log"):
         (there / name).write_text("{}")
-    receiver.receive()
-    assert (trial / "progress.json").exists() and (trial / "logs" / "rank0.log").exists()
+    receive(Storage(f"file://{there}"), trial)
+    files = sorted(str(path.relative_to(trial)) for path in trial.rglob("*") if path.is_file())
+    assert files == ["logs/rank0.log", "model.pt"], "the driver writes the facts itself"
     shutil.rmtree(trial)
-    (there / "progress.json").write_text('{"step": 2}')
     with suppress(OSError):
-        receiver.receive()
+        receive(Storage(f"file://{there}"), trial)
     assert not trial.exists()

@@ -1,30 +1,30 @@
-"""Ray's private names are those that we know, each as we use it; and without them trials still train."""
+"""Ray's private names are those that we know, each as we use it; a Ray without them is refused."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ray.tune.execution import tune_controller
 
+from fsdp_lab.config import UserError
+from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.ray_private import (
     CONTROLLER,
     JOB_VARIABLE,
     OTHERS,
     RUNTIME_ENV_FOLDER,
+    SUPPORTED,
+    check_version,
     failed_to_start,
     failure_policy,
     keep_trial_processes,
     missing,
-    slower,
 )
 from fsdp_lab.private import Name
-from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for, workers_of
 
 set_environment()  # the second Ray Train is the one that is asked
 
@@ -51,8 +51,6 @@ def test_ray_calls_what_it_gives_to_a_job_as_we_do():
 )
 def test_what_is_missing_is_named(name: Name, lacking: str):
     assert missing([name, *CONTROLLER]) == [lacking]
-    line = slower([lacking])
-    assert line.startswith("Ray 2.") and line.endswith(f" lacks {lacking}; trials start a few seconds slower")
 
 
 # An actor that Ray kills while a task of Tune's manager waits for it: at a limit far below what is in use.
@@ -163,53 +161,9 @@ def test_a_process_of_tunes_that_ray_kills_for_want_of_memory_is_an_actor_that_d
     assert done.stdout.split()[-2:] == ["RayActorError", "OutOfMemoryError"], done.stdout + done.stderr
 
 
-# Adds a name that no Ray has, in every process of the sweep.
-_HIDE = """
-import importlib.abc, importlib.machinery, sys
-
-class Hide(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name != "fsdp_lab.engine.ray_private":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            module.CONTROLLER += (module.Name("ray.train", "hidden"),)
-            module.missing.__defaults__ = (module.CONTROLLER,)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Hide())
-"""
-
-
-@pytest.fixture
-def a_name_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hide").mkdir()
-    (tmp_path / "hide" / "sitecustomize.py").write_text(_HIDE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hide"), prepend=os.pathsep)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("a_name_is_hidden")
-def test_without_a_name_a_trial_is_tried_again_and_stopped_as_with_it(tmp_path: Path):
-    """A worker of the first trial is killed, and the scheduler stops the second. The machine holds the workers of one:
-    places that the first attempt left behind would keep the second from starting."""
-    words = ("optimizer.lr=1e-3,1e-9", "training.epochs=8", "data.num_train=960", "scheduler=asha",
-             "scheduler.grace_epochs=1", "scheduler.reduction_factor=2", "forecast.enabled=false", "-m")  # fmt: skip
-    with started(tmp_path, *PLAIN, *TINY, *words) as process:
-        wait_for(lambda: has_trained_an_epoch(tmp_path / "out" / "0"), process, 250)
-        workers_of(process)[0].kill()
-        stdout, stderr = process.communicate(timeout=320)
-    assert process.returncode == 0, stdout + stderr
-    (line,) = [line for line in stdout.splitlines() if "lacks" in line]
-    assert line.endswith("lacks ray.train.hidden; trials start a few seconds slower")
-    first, second = results(tmp_path)
-    assert (first["status"], first["epoch"]) == ("finished", "8")
-    assert list((tmp_path / "out" / "0").glob("failures.*/rank*.json"))
-    assert second["status"] == "stopped" and 1 <= int(second["epoch"]) < 8
-    assert not list((tmp_path / "out" / "1").glob("failures*"))
+def test_a_ray_without_a_name_is_refused_with_the_supported_versions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_private, "missing", lambda: ["ray.train.NotThere"])
+    with pytest.raises(UserError) as refused:
+        check_version()
+    for words in ("lacks ray.train.NotThere", f"install a Ray from {SUPPORTED}", "engine=inline"):
+        assert words in str(refused.value)

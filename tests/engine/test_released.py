@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(200)]
 
 # Runs one job a line in an actor, as Tune does, and answers when all of the cluster's cores are free.
 _RUN_JOBS = """
-import contextlib, json, sys, time
+import json, sys, time
 from fsdp_lab.engine.cluster import start_ray
 from fsdp_lab.config.sweep import ClusterConfig
 start_ray(ClusterConfig(address=sys.argv[1]))
@@ -40,11 +40,12 @@ import ray
 class Tune:
     def run(self, given, meeting):
         from fsdp_lab.engine import job
-        met = job.meeting_folder
+        from fsdp_lab.engine.rendezvous import meet_at_file
+        arrange = job.arrange_meeting
         if meeting:
-            job.meeting_folder = lambda: contextlib.nullcontext(meeting)
+            job.arrange_meeting = lambda group, one_node, backend: group.execute(meet_at_file, meeting, backend)
         job.run_job(job.Job(**given), lambda metrics: None)
-        job.meeting_folder = met
+        job.arrange_meeting = arrange
 
 tune = Tune.remote()
 for line in sys.stdin:

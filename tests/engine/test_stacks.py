@@ -16,12 +16,12 @@ RANK = """
 import sys, threading, time
 from pathlib import Path
 from fsdp_lab.engine.stacks import StackDump
-from fsdp_lab.engine.rank import FolderReporter, redirect_output
+from fsdp_lab.engine.worker import RayReporter, redirect_output
 
 folder, lock = Path(sys.argv[1]), threading.Lock()
 log = folder / "logs" / "rank0.log"
 stacks = StackDump(0.25)
-reporter = FolderReporter(folder, 0, "digits", stacks)
+reporter = RayReporter("digits", stacks, None)
 
 def wait_for_dumps(count):
     while log.read_text().count("Timeout (0:00:00.25") < count:
@@ -30,7 +30,7 @@ def wait_for_dumps(count):
 def init_weights():
     lock.acquire()
 
-def train_and_record():
+def train_rank():
     reporter.phase("loading the data")
     wait_for_dumps(1)
     for step in range(1, 4):
@@ -43,7 +43,7 @@ def train_and_record():
 redirect_output(log)
 print("Timeout (of the user's own)")
 lock.acquire()
-thread = threading.Thread(target=train_and_record)
+thread = threading.Thread(target=train_rank)
 thread.start()
 wait_for_dumps(2)
 lock.release()
@@ -57,7 +57,7 @@ Thread 0x00007f918c0fb6c0 (most recent call first):
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2805 in broadcast
   File "/v/site-packages/torch/distributed/c10d_logger.py", line 81 in wrapper
   File "/home/me/fsdp_lab/training/weights.py", line 94 in _fill
-  File "/home/me/fsdp_lab/engine/rank.py", line 161 in train_and_record
+  File "/home/me/fsdp_lab/engine/rank.py", line 48 in train_rank
 """
 
 
@@ -72,7 +72,7 @@ def test_a_stuck_rank_dumps_its_stack_once_for_each_phase_and_its_place_is_found
     log = trial / "logs" / "rank0.log"
     assert log.read_text().count("Timeout (0:00:00.25") == 2, "none after its end"
     functions = [function for _, _, function in last_stack(log)]
-    assert functions[:2] == ["init_weights", "train_and_record"]
+    assert functions[:2] == ["init_weights", "train_rank"]
     result = find_stuck(trial)
     assert result is not None
     line = 1 + RANK.splitlines().index("    lock.acquire()")

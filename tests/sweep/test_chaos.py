@@ -75,7 +75,7 @@ def test_a_sweep_survives_every_kill(sweep: GatedSweep, server: Server):
     _kill_all_of_the_first_trial(sweep, server)
     _kill_ray_and_the_driver_under_the_second(sweep)
     assert sweep.killed == [
-        "rank", "worker of Ray", "MLflow server", "controller", "server of ranks", "raylet", "driver"
+        "rank 0", "rank 1", "MLflow server", "controller", "actor by which ranks report", "raylet", "driver"
     ]  # fmt: skip
     assert sweep.sweep.statuses == ["finished"] * len(TRIALS), sweep.log()
     _check_runs(sweep, server)
@@ -87,11 +87,11 @@ def test_a_sweep_survives_every_kill(sweep: GatedSweep, server: Server):
 
 def _kill_all_of_the_first_trial(sweep: GatedSweep, server: Server) -> None:
     """Each time the driver lives on, and another attempt resumes from the epochs that are written."""
-    sweep.kill("rank", [sweep.rank(0, 1)])
+    sweep.kill("rank 0", [sweep.rank(0, 1)])
     sweep.note_session()
     sweep.let_go(0, 1)
     sweep.rank(0, 2)
-    sweep.kill("worker of Ray", sweep.named("RayTrainWorker")[:1])
+    sweep.kill("rank 1", [sweep.rank(0, 2, rank=1)])
     sweep.let_go(0, 2)
     sweep.rank(0, 3)
     server.kill()
@@ -107,7 +107,7 @@ def _kill_all_of_the_first_trial(sweep: GatedSweep, server: Server) -> None:
 def _kill_ray_and_the_driver_under_the_second(sweep: GatedSweep) -> None:
     """Each resume goes on from the epochs that are written."""
     sweep.rank(1, 1)
-    sweep.kill("server of ranks", sweep.named("fsdp_lab.engine.rank_server"))
+    sweep.kill("actor by which ranks report", sweep.named("SynchronizationActor"))
     sweep.let_go(1, 1)
     sweep.rank(1, 2)
     sweep.kill("raylet", sweep.named("raylet/raylet"))

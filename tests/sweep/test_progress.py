@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.engine.trial_files import Progress
+from fsdp_lab.engine.trial_files import Progress, write_progress
 from fsdp_lab.files import write_json
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
@@ -29,7 +29,7 @@ WAITS = """Timeout (0:00:01)!
 Thread 0x00007f918c0fb6c0 (most recent call first):
   File "/v/site-packages/torch/distributed/distributed_c10d.py", line 2805 in broadcast
   File "/home/me/fsdp_lab/training/weights.py", line 94 in _fill
-  File "/home/me/fsdp_lab/engine/rank.py", line 161 in train_and_record
+  File "/home/me/fsdp_lab/engine/rank.py", line 48 in train_rank
 """
 
 
@@ -58,8 +58,24 @@ def sweep(compose_trial: Compose, tmp_path: Path) -> SweepRun:
     return run
 
 
+class Reported(Progress):
+    """What a rank does, as the trial's own process writes it into the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        write_progress(self._folder, self.content)
+
+    def step(self, step: int) -> None:
+        super().step(step)
+        write_progress(self._folder, self.content)
+
+
 def test_a_phase_of_the_worker_is_shown_with_how_long_it_lasts(clock: Callable[[float], None], tmp_path: Path):
-    watch, progress = Watch(), Progress(tmp_path)
+    watch, progress = Watch(), Reported(tmp_path)
     assert str(watch.look(0, tmp_path)) == "starting its workers"
     progress.phase("initialising the weights (init=rank0)")
     assert str(watch.look(0, tmp_path)) == "initialising the weights (init=rank0)"
@@ -71,7 +87,7 @@ def test_a_step_is_shown_with_all_steps_and_the_time_that_they_will_take(
     clock: Callable[[float], None], tmp_path: Path
 ):
     """Resumed at step 11: four steps in 8 s, and 16 are left."""
-    watch, progress = Watch(), Progress(tmp_path)
+    watch, progress = Watch(), Reported(tmp_path)
     progress.step(11)
     assert str(watch.look(0, tmp_path)) == "step 11", "how many there are is not known yet"
     write_json(tmp_path / "facts.json", {"num_steps": 31})
@@ -84,7 +100,7 @@ def test_a_step_is_shown_with_all_steps_and_the_time_that_they_will_take(
 def test_what_lasts_unusually_long_is_reported_once_with_the_place_of_the_stuck_rank(
     clock: Callable[[float], None], tmp_path: Path
 ):
-    watch, progress = Watch(), Progress(tmp_path)
+    watch, progress = Watch(), Reported(tmp_path)
 
     def unusual() -> str | None:
         return watch.unusual(0, watch.look(0, tmp_path), tmp_path, timeout_s=100.0)
@@ -136,7 +152,7 @@ def test_with_repeat_auto_the_time_left_is_that_of_the_round(sweep: SweepRun, cl
     ):
         shown = io.StringIO()
         console = Console(sweep.state, ["training.seed"], RichConsole(file=shown, force_terminal=True, width=80))
-        progress = Progress(sweep.folder_of(0))
+        progress = Reported(sweep.folder_of(0))
         write_json(sweep.folder_of(0) / "facts.json", {"num_steps": 9})
         for step in (1, 2, 3):
             clock(2)
@@ -150,7 +166,7 @@ def test_with_repeat_auto_the_time_left_is_that_of_the_round(sweep: SweepRun, cl
 def test_the_display_shows_what_the_worker_says(sweep: SweepRun, clock: Callable[[float], None]):
     shown = io.StringIO()
     console = Console(sweep.state, ["training.seed"], RichConsole(file=shown, force_terminal=True, width=80))
-    Progress(sweep.folder_of(0)).phase("building the model")
+    Reported(sweep.folder_of(0)).phase("building the model")
     with console:
         console.tick(sweep)
         clock(52)

@@ -89,8 +89,7 @@ class RayTuneExecutor:
         if sweep.config.cluster.address is None:
             ray_private.keep_ready_processes()
         ray_private.survive_memory_kills()
-        if missing := ray_private.missing():
-            sweep.log(ray_private.slower(missing))
+        ray_private.quiet_worker_deaths()
         typed = MAX_STARTING in os.environ
         try:
             build_tuner(sweep).fit()

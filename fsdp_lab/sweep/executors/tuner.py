@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
@@ -9,15 +10,16 @@ from contextlib import suppress
 from typing import Any
 
 from ray import tune
+from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
-from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict
+from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, stops_on, to_dict
+from fsdp_lab.config.registry import module_of
 from fsdp_lab.engine import ray_private, resources
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
 from fsdp_lab.engine.trial_files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.executors.folder_scheduler import FolderScheduler, build_scheduler
 from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun
@@ -46,7 +48,7 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
         tune.with_resources(trial_function, {"memory": 1, **resources.driver_node()}),
         tune_config=tune.TuneConfig(
             search_alg=NextTrial(sweep, catalog),
-            scheduler=FolderScheduler(sweep, build_scheduler(sweep.config)),
+            scheduler=build_scheduler(sweep.config),
             num_samples=-1,
             reuse_actors=True,
             trial_name_creator=lambda trial: f"trial_{trial.config['number']}",
@@ -61,6 +63,14 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
             failure_config=tune.FailureConfig(max_failures=sweep.config.cluster.max_failures),
         ),
     )
+
+
+def build_scheduler(config: SweepConfig) -> TrialScheduler:
+    """Return Ray Tune's scheduler for `scheduler=...`, which counts the epochs that a trial has trained."""
+    metric, mode = stops_on(config)
+    module = importlib.import_module(module_of("scheduler.name", config.scheduler.name))
+    scheduler: TrialScheduler = module.build_scheduler(config, {"time_attr": "epoch", "metric": metric, "mode": mode})
+    return scheduler
 
 
 class NextTrial(Searcher):

@@ -22,6 +22,9 @@ from fsdp_lab.sweep.store.paths import copy_of
 from fsdp_lab.wording import count
 
 _OF_TRIALS = (
+    "facts.json",
+    "metrics.jsonl",
+    "progress.json",
     "forecast.json",
     "turnaround.json",
     "error.txt",
@@ -99,7 +102,7 @@ class Outgoing:
 
 
 class StorageCopy(Listener):
-    """Keeps a copy of the sweep's folder in storage, except for files that trials' processes put there themselves."""
+    """Keeps a copy of the sweep's folder in storage, except for checkpoints and large files: ranks put those there."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
@@ -160,12 +163,20 @@ class StorageCopy(Listener):
         if self._outgoing and sweep.states[number].resuming:
             self._outgoing.put(self._below(sweep, number, "outcome.json"), None)
 
+    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        """Put the epochs of the trial."""
+        if self._outgoing:
+            for name in ("facts.json", "metrics.jsonl"):
+                with suppress(FileNotFoundError):
+                    path = sweep.folder_of(number) / name
+                    self._outgoing.put(self._below(sweep, number, name), content_of(path))
+
     def ended(self, sweep: SweepRun, number: int) -> None:
         """Put the results of the trial."""
         if self._outgoing:
             self._mark(sweep, number)  # one that is skipped never began
             folder = sweep.folder_of(number)
-            for path in (*sorted(folder.glob("failures.*/*")), *(folder / name for name in _OF_TRIALS)):
+            for path in (*sorted(folder.glob("failures*/*")), *(folder / name for name in _OF_TRIALS)):
                 with suppress(FileNotFoundError):
                     self._outgoing.put(self._below(sweep, number, str(path.relative_to(folder))), content_of(path))
 

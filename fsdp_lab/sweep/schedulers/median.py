@@ -9,6 +9,15 @@ from ray.tune.schedulers import MedianStoppingRule, TrialScheduler
 from fsdp_lab.config import SweepConfig
 
 
+class Median(MedianStoppingRule):
+    """The median rule of Ray Tune, which fails in every other trial when one ends before its first epoch."""
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        """Count a trial that has reported the metric."""
+        if self._metric in result:
+            super().on_trial_complete(tune_controller, trial, result)
+
+
 def build_scheduler(config: SweepConfig, watched: dict[str, Any]) -> TrialScheduler:
     """Return the median stopping rule, after the grace epochs."""
-    return MedianStoppingRule(grace_period=config.scheduler.grace_epochs, min_samples_required=2, **watched)
+    return Median(grace_period=config.scheduler.grace_epochs, min_samples_required=2, **watched)

@@ -1,0 +1,94 @@
+"""The large files of ranks in object storage, for workers without a common disk: profiles, models and logs.
+
+A rank writes into a scratch folder on its node, as it would into the trial's, and puts its files at each epoch and at
+its end. The trial's own process gets them when the trial has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from fsdp_lab.locks import InUse, exclusive, share_until_exit
+from fsdp_lab.storage import Storage, StorageAway
+
+_PATTERNS = ("logs/rank*.log", "memory_*_rank*", "model/*", "model.pt", "profile_*")
+_PATIENCE_S = 300.0  # for a store that is away at the end of a trial
+_PAUSE_S = 2.0
+_SCRATCH = "fsdp_lab_scratch_"
+_BEGINNING_S = 60.0  # in which a folder may not be locked yet
+
+
+class Uploads:
+    """Puts a rank's files into the trial's storage. The log continues that of an earlier attempt.
+
+    Raises:
+        StorageRefused: see there.
+        StorageAway: see there.
+    """
+
+    def __init__(self, storage: Storage, folder: Path, rank: int) -> None:
+        self._storage, self._folder = storage, folder
+        self._sent: dict[str, tuple[int, int]] = {}
+        log = folder / "logs" / f"rank{rank}.log"
+        log.parent.mkdir()
+        with suppress(FileNotFoundError):
+            storage.get(f"logs/{log.name}", log)
+
+    def send(self) -> None:
+        """Put every file that has changed. Raises as the constructor."""
+        for path in sorted(self._folder.rglob("*")):
+            name = str(path.relative_to(self._folder))
+            if path.is_file() and _is_of_ranks(name):
+                status = path.stat()
+                stamp = (status.st_mtime_ns, status.st_size)
+                if self._sent.get(name) != stamp:
+                    self._storage.put(path, name)
+                    self._sent[name] = stamp
+
+
+def receive(storage: Storage, folder: Path) -> None:
+    """Get the files of ranks into the trial's folder, waiting for a store that is away.
+
+    Raises:
+        StorageRefused: see there.
+        StorageAway: it does not answer for five minutes.
+    """
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            for name in filter(_is_of_ranks, storage.files()):
+                path = folder / name
+                if path.parent != folder:  # the trial's own may have been removed
+                    path.parent.mkdir(exist_ok=True)
+                storage.get(name, path)
+            return
+        except StorageAway:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+def _is_of_ranks(name: str) -> bool:
+    hidden = any(part.startswith(".") for part in name.split("/"))
+    return not hidden and any(fnmatch(name, pattern) for pattern in _PATTERNS)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a folder on this node's disk for this process alone. Folders of killed processes are removed."""
+    for stale in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with suppress(OSError, InUse):
+            status = stale.stat()
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _BEGINNING_S:
+                with exclusive(stale / ".alive"):
+                    shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as made:
+        share_until_exit(Path(made, ".alive"))
+        yield Path(made)
