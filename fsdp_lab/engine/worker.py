@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import socket
 import sys
@@ -115,7 +114,6 @@ def prepare_process(job: dict[str, Any], folder: Path, rank: int) -> None:
         os.chdir(job["launched_in"])
     os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
     hold_alive(folder)
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it would print every report
     redirect_output(folder / "logs" / f"rank{rank}.log")
     faulthandler.enable()
 

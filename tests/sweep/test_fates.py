@@ -160,7 +160,8 @@ def test_a_killed_trial_resumes_from_its_checkpoint_and_learns_the_same(swept: S
 
 def test_a_trial_has_the_epochs_that_it_reported_and_a_model_if_it_finished(swept: Swept):
     epochs = {fate: len(swept.trial(fate).epochs) for fate in FATES}
-    assert epochs == {
+    assert epochs["killed_again"] in (1, 2), "a report just before a kill may be lost; its checkpoint has the epoch"
+    assert epochs | {"killed_again": 2} == {
         "finishes": EPOCHS, "hangs": 1, "raises": 0, "killed": EPOCHS, "killed_again": 2, "runs_out_of_memory": 1,
         "refused": 0, "falls_behind": 1, "crashes": 0, "diverges": 0, "exits": 0,
     }  # fmt: skip
