@@ -9,7 +9,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
 STEPS = 4  # of an epoch
 
 

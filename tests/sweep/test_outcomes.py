@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import forked
@@ -79,34 +80,19 @@ def test_a_trial_of_which_a_rank_is_suspended_is_ended_and_the_next_one_runs(tmp
         assert still_running(sweep.processes(), 15) == []
 
 
-# Of the memory of the host nothing is free as long as the process in the file `full` lives.
-_PLANTED = """
-import psutil
-from pathlib import Path
-
-def virtual_memory(read=psutil.virtual_memory, file=Path({folder!r}, "full")):
-    memory, process = read(), file.read_text() if file.exists() else ""
-    is_full = process and psutil.pid_exists(int(process))
-    return memory._replace(available=0 if is_full else memory.total)
-
-psutil.virtual_memory = virtual_memory
-"""
-
-
 @pytest.mark.full
 def test_out_of_memory_on_the_host_is_an_outcome_without_a_second_attempt(tmp_path: Path):
-    """The reading of the host's memory is planted, in every process of the sweep."""
-    plant = tmp_path / "plant"
-    plant.mkdir()
-    (plant / "sitecustomize.py").write_text(_PLANTED.format(folder=str(tmp_path)))
+    """A rank takes memory until Ray's monitor kills it, at a limit that is 2 GiB above what is in use now."""
     shutil.copy(Path(fates.__file__), tmp_path)
     lay_store(tmp_path)
-    path = os.pathsep.join([str(plant), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    memory = psutil.virtual_memory()
+    threshold = (memory.total - memory.available + 2 * 2**30) / memory.total
+    environment = {**os.environ, "RAY_memory_usage_threshold": f"{threshold:.4f}", MARK: str(tmp_path)}
     tiny = [word for word in TINY if not word.startswith("cluster.")]
     words = ["-m", *tiny, *PLAIN, "model._target_=fates.Fate", "model.fate=fills_the_host,finishes",
              f"model.mark={MARK}", "cluster.num_workers=1", "cluster.cpus_per_worker=2",
              "forecast.enabled=false"]  # fmt: skip
-    done = forked.run(tmp_path, "fsdp_lab", *words, environment={**os.environ, "PYTHONPATH": path, MARK: str(tmp_path)})
+    done = forked.run(tmp_path, "fsdp_lab", *words, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     sweep, store = SweepFolder(tmp_path / "out"), Store(tmp_path)
     assert sweep.statuses == ["oom", "finished"]
