@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.engine.failures import RankFailure, record_failure
 from fsdp_lab.engine.nodes import dead_node_of
-from fsdp_lab.engine.ray_private import failed_to_be_placed
 from fsdp_lab.engine.resources import release_placement_group
 from fsdp_lab.engine.trial_files import read_failures, read_progress, set_aside_failures, wait_until_alone
 
@@ -27,10 +27,14 @@ class Attempts:
     Args:
         folder: the trial's.
         begins: called when the workers of an attempt are about to start.
+
+    Attributes:
+        group: returns Ray Train's worker group; None: there is none.
     """
 
     def __init__(self, folder: Path, begins: Callable[[], None]) -> None:
         self.folder, self._begins = folder, begins
+        self.group: Callable[[], Any] = lambda: None
         self._kernel_kills_before = _kernel_kills()
 
     def begin(self) -> None:
@@ -98,6 +102,20 @@ def how_it_ended(folder: Path, rank: int) -> str:
         if crashes := _CRASH.findall(log.read_text(errors="replace")):
             return f"its process crashed: {crashes[-1]}; its stack is in {log}"
     return "its process ended without an error, as if killed"
+
+
+def failed_to_be_placed(error: Exception) -> bool:
+    """Whether workers waited for their places as long as they may, and there were none."""
+    return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError"
+
+
+def failed_to_start(error: Exception) -> bool:
+    """Return whether workers ended after they were created and before they trained."""
+    from ray.exceptions import OutOfMemoryError, RayActorError
+
+    failure = getattr(error, "controller_failure", None)
+    started = type(failure).__name__ != "WorkerGroupStartupFailedError"
+    return not started or isinstance(failure, (RayActorError, OutOfMemoryError))
 
 
 def _kernel_kills() -> int:

@@ -188,10 +188,11 @@ def fit(job: Job, reports: Reports) -> None:
     folder = Path(job.folder)
     watch = Watch(folder, job.timeout_s, job.wait_timeout_s)
     attempts = Attempts(folder, watch.begin)
+    watch.ask = lambda: ray_private.ask_first_rank(attempts.group(), read_worker_progress)
     try:
         with watch.watching():
             ray_private.fit_here(
-                trainer_settings(job, reports), job.folder, attempts, watch, job.workers_per_node, job.ray_is_ours
+                trainer_settings(job, reports), job.folder, attempts, job.workers_per_node, job.ray_is_ours
             )
         reports.finish()
     except BaseException:  # Tune ends a trial by SystemExit
@@ -271,13 +272,13 @@ class Watch:
         wait_timeout_s: added before the first step of an attempt, when workers may wait for resources.
 
     Attributes:
-        group: returns Ray Train's worker group; None: there is none.
+        ask: returns what rank 0 is doing, None if it does not answer.
     """
 
     def __init__(self, folder: Path, timeout_s: float | None, wait_timeout_s: float) -> None:
         self._folder, self._timeout_s, self._wait_timeout_s = folder, timeout_s, wait_timeout_s
         self._over = threading.Event()
-        self.group: Callable[[], Any] = lambda: None
+        self.ask: Callable[[], dict[str, float | str] | None] = lambda: None
         self.begin()
 
     def begin(self) -> None:
@@ -299,7 +300,7 @@ class Watch:
     def _watch(self) -> None:
         looked = time.monotonic()
         while not self._over.wait(1.0):
-            progress = ray_private.ask_first_rank(self.group(), read_worker_progress)
+            progress = self.ask()
             now = time.monotonic()
             passed, looked = min(now - looked, _LONGEST_LOOK_S), now
             self.look(progress, passed)

@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from fsdp_lab.engine.attempts import failed_to_be_placed, failed_to_start
 from fsdp_lab.engine.nodes import Node, lost, nodes_asked, words_for
-from fsdp_lab.engine.ray_private import failed_to_be_placed, failed_to_start
 from fsdp_lab.engine.trial_files import read_failures
 from fsdp_lab.wording import count
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-from ray.tune.execution import tune_controller
 
 from fsdp_lab.config import UserError
 from fsdp_lab.engine import ray_private
+from fsdp_lab.engine.attempts import failed_to_start
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.ray_private import (
-    CONTROLLER,
     JOB_VARIABLE,
-    OTHERS,
+    NAMES,
     RUNTIME_ENV_FOLDER,
     SUPPORTED,
     check_version,
-    failed_to_start,
     failure_policy,
-    keep_trial_processes,
-    missing,
 )
 from fsdp_lab.private import Name
 
@@ -30,7 +25,7 @@ set_environment()  # the second Ray Train is the one that is asked
 
 
 def test_ray_has_each_name_as_we_use_it():
-    lacking = [lacks for name in (*CONTROLLER, *OTHERS) if (lacks := name.lacks()) is not None]
+    lacking = [lacks for name in NAMES if (lacks := name.lacks()) is not None]
     assert lacking == [], "see fsdp_lab/engine/ray_private.py"
 
 
@@ -49,8 +44,14 @@ def test_ray_calls_what_it_gives_to_a_job_as_we_do():
         (Name("ray.train", "RunConfig", ("name", "colour")), "ray.train.RunConfig(colour)"),
     ],
 )
-def test_what_is_missing_is_named(name: Name, lacking: str):
-    assert missing([name, *CONTROLLER]) == [lacking]
+def test_a_ray_without_a_name_is_refused_with_the_supported_versions(
+    name: Name, lacking: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray_private, "NAMES", (*NAMES, name))
+    with pytest.raises(UserError) as refused:
+        check_version()
+    for words in (f"lacks {lacking},", f"install a Ray from {SUPPORTED}", "engine=inline"):
+        assert words in str(refused.value)
 
 
 # An actor that Ray kills while a task of Tune's manager waits for it: at a limit far below what is in use.
@@ -90,40 +91,11 @@ print(*(type(at).__name__ for error in errors for at in (error, error.__cause__)
 """
 
 
-def test_tune_keeps_as_many_processes_of_ended_trials_as_run_side_by_side(monkeypatch: pytest.MonkeyPatch):
-    """Tune's own cache, as its controller makes it, with words in the place of processes."""
-    monkeypatch.setattr(tune_controller, "_ObjectCache", tune_controller._ObjectCache)  # restored afterwards
-    reuse = tune_controller.TuneController._maybe_reuse_cached_actor
-    monkeypatch.setattr(tune_controller.TuneController, "_maybe_reuse_cached_actor", reuse)
-    as_it_is = tune_controller._ObjectCache(may_keep_one=True)
-    assert [as_it_is.cache_object("cpu", name) for name in "abc"] == [True, False, False]
-    for count in (5, 3):  # a second sweep of one process replaces the number of the first
-        keep_trial_processes(count)
-    kept = tune_controller._ObjectCache(may_keep_one=True)
-    assert [kept.cache_object("cpu", name) for name in "abcd"] == [True, True, True, False]
-    assert list(kept.flush_cached_objects()) == []
-    assert [kept.pop_cached_object("cpu") for _ in range(4)] == ["a", "b", "c", None]
-    kept.cache_object("cpu", "e")
-    assert list(kept.flush_cached_objects(force_all=True)) == ["e"], "at the end none stays"
-
-
-def test_tune_leaves_a_trial_whose_own_process_starts_to_that(monkeypatch: pytest.MonkeyPatch):
-    """Else a process that becomes free ends one that has almost started; with short trials there are never enough."""
-    monkeypatch.setattr(tune_controller, "_ObjectCache", tune_controller._ObjectCache)
-    controller = tune_controller.TuneController
-    monkeypatch.setattr(controller, "_maybe_reuse_cached_actor", lambda self, trial: f"{trial} takes it")
-    for _ in range(2):
-        keep_trial_processes(2)
-    state = SimpleNamespace(_trial_to_actor={"starting": 1, "resetting": 2}, _resetting_trials={"resetting"})
-    takes = [controller._maybe_reuse_cached_actor(state, trial) for trial in ("starting", "resetting", "new")]
-    assert takes == [False, "resetting takes it", "new takes it"]
-
-
 class NoRules:
     """Rules for attempts that leave all to Ray."""
 
     def __init__(self) -> None:
-        self.retries = 0
+        self.retries, self.group = 0, lambda: None
 
     def begin(self) -> None:
         """Do nothing."""
@@ -159,11 +131,3 @@ def test_a_process_of_tunes_that_ray_kills_for_want_of_memory_is_an_actor_that_d
     done = subprocess.run([sys.executable, "-c", _KILLED_FOR_MEMORY], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-2:] == ["RayActorError", "OutOfMemoryError"], done.stdout + done.stderr
-
-
-def test_a_ray_without_a_name_is_refused_with_the_supported_versions(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ray_private, "missing", lambda: ["ray.train.NotThere"])
-    with pytest.raises(UserError) as refused:
-        check_version()
-    for words in ("lacks ray.train.NotThere", f"install a Ray from {SUPPORTED}", "engine=inline"):
-        assert words in str(refused.value)

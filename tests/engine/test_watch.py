@@ -32,15 +32,15 @@ def test_a_monotonic_clock_that_went_on_in_a_sleep_ends_no_trial(ended: list[Pat
     watch, progress = Watch(tmp_path, timeout_s=900.0, wait_timeout_s=600.0), Progress()
     progress.step(1)
 
-    def answer(group: object, question: object) -> dict[str, float | str]:
+    def ask() -> dict[str, float | str]:
         nonlocal asked
         asked, clock[0] = asked + 1, clock[0] + (2000.0 if asked == 2 else 1.0)
         if asked == 6:
             watch._over.set()
         return progress.content
 
+    watch.ask = ask
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job.ray_private, "ask_first_rank", answer)
         patch.setattr(job.time, "monotonic", lambda: clock[0])
         patch.setattr(watch._over, "wait", lambda seconds: watch._over.is_set())
         watch._watch()

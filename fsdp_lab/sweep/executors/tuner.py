@@ -41,7 +41,6 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
     for config in configs:
         catalog.of(config)  # told before the first begins
     side_by_side = max(catalog.side_by_side(config) for config in configs)
-    ray_private.keep_trial_processes(side_by_side)
     os.environ.setdefault(MAX_STARTING, str(min(side_by_side, _MOST_STARTING)))
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
