@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from fsdp_lab import hardware
-from fsdp_lab.config import UserError, default_num_workers
+from fsdp_lab.config import UserError
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.ray_job import is_rays_copy
@@ -92,7 +92,8 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     if cluster.address is None:
         adopt_orphans()
         cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
-        preload_imports(cluster, cpus, gpus)
+        if gpus and cpus >= 2 * gpus:  # a core for each rank's imports is free while the trial before it trains
+            os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
         # "local" and not None, which would join a Ray that somebody else started on this machine
         # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
         context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
@@ -108,19 +109,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
             refused = is_refusal(printed() + str(error))
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
     wait_for_nodes(cluster)
-
-
-def preload_imports(cluster: ClusterConfig, cpus: int, gpus: int) -> None:
-    """Let the workers that Ray keeps ready import what ranks need, if trials leave cores free for it.
-
-    Args:
-        cluster: the trials' workers.
-        cpus: of this machine.
-        gpus: of this machine.
-    """
-    each = cluster.cpus_per_worker or hardware.default_cpus_per_worker(cpus if gpus else 0, gpus)
-    if each * (cluster.num_workers or default_num_workers()) < cpus:
-        os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
 
 
 def wait_for_nodes(cluster: ClusterConfig) -> None:
