@@ -27,7 +27,9 @@ def sweep() -> list[float]:
     command = [sys.executable, "-m", "fsdp_lab", "-m", "sharding=per_block", "precision=fp32", "offload=none"]
     command += ["reshard_after_forward=default", f"training.seed=range({_TRIALS})", "training.epochs=6"]
     command += ["cluster.num_workers=1", f"cluster.cpus_per_worker={os.cpu_count()}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # as on a machine with GPUs (`engine/cluster.py`): the trial leaves a core for the imports of the next one
+    ahead = {"RAY_preload_python_modules": "torchvision.models,fsdp_lab.training"}
+    environment = {**os.environ, **ahead, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         command += [f"hydra.sweep.dir={folder}/out", f"tracking.uri=sqlite:///{folder}/m.db"]
         subprocess.run(command, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL, env=environment)
