@@ -28,7 +28,7 @@ class Layout:
 
 
 def read_layout(values: Any) -> Layout | None:
-    """Return the layout in a trial's facts; None if an earlier version wrote them, or they are damaged."""
+    """Return the layout in a trial's facts; None if they are damaged."""
     try:
         return Layout(**values)
     except TypeError:

@@ -61,7 +61,6 @@ class Key:
         named_by_option: the name of a group's option implies the value, as `sharding=ddp` implies
             `sharding.granularity`.
         is_param: it is logged as an MLflow parameter of the trial.
-        before_null: the value that earlier versions wrote, whose default was a number instead of null.
         named: the name that users type, if it is not the field's.
         example: a value that a message may suggest if the default is null.
     """
@@ -73,7 +72,6 @@ class Key:
     changes_speed: bool = True
     named_by_option: bool = False
     is_param: bool = True
-    before_null: Any = None
     named: str | None = None
     example: Any = None
 

@@ -171,7 +171,7 @@ class ClusterConfig:
 
     num_workers: Optional[int] = key(None, at_least_one)
     """Workers (ranks) of a trial; null: the node's GPUs, or 2 on a CPU."""
-    cpus_per_worker: Optional[float] = key(None, positive, before_null=1.0, example=1)
+    cpus_per_worker: Optional[float] = key(None, positive, example=1)
     """Cores of a worker; null: 1 on a CPU, on GPU nodes the node's cores / its GPUs, 1 to 16."""
     placement: Placement = key(Placement.pack)
     """Put workers, or hybrid sharding's groups of them, on few nodes, on many, or on one node only."""

@@ -263,7 +263,7 @@ class DataConfig(DataGroup):
     """Use only the first so many training samples; null: all."""
     num_val: Optional[int] = key(None, at_least_one)
     """Use only the first so many validation samples; null: all."""
-    loader_workers: Optional[int] = key(None, not_negative, may_differ=Between.CHECKPOINT, before_null=0)
+    loader_workers: Optional[int] = key(None, not_negative, may_differ=Between.CHECKPOINT)
     """Loader processes of each worker; null: 0 on a CPU, on a GPU the worker's cores minus one, at most 4."""
 
     def check(self) -> None:

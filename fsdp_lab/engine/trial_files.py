@@ -47,7 +47,7 @@ class Outcome:
         status: its last one.
         error: one line for people; None: it did not fail.
         seconds: from its begin to its end; None: not known.
-        epochs: the last epoch in `metrics.jsonl` at the end; None: an earlier version wrote the outcome.
+        epochs: the last epoch in `metrics.jsonl` at the end; None: not known.
     """
 
     status: TrialStatus

@@ -158,7 +158,7 @@ def read_measured(content: Mapping[str, Any], where: str) -> Measured:
     """
     try:
         if content.get("version") != _VERSION:
-            raise ValueError("an earlier version wrote it")
+            raise ValueError(f"version is not {_VERSION}")
         operators = {
             str(name): {str(dtype): Line(*map(float, line)) for dtype, line in lines.items()}
             for name, lines in content["operators"].items()

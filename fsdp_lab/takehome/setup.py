@@ -73,7 +73,7 @@ class Setup:
 
 
 def read_setup(name: str, config: TrialConfig, facts: Mapping[str, Any] | None) -> Setup | None:
-    """Return the setup of a trial from its facts; None if facts are missing, or an earlier version wrote them."""
+    """Return the setup of a trial from its facts; None if facts are missing."""
     facts = facts or {}
     layout = read_layout(facts.get("layout"))
     numbers = {

@@ -186,7 +186,7 @@ def _without_slashes(command: str) -> str:
 
 def command_of(tags: Mapping[str, str]) -> str:
     """Return the command that a run was started with, by its tags; "" if they have none."""
-    return tags.get(COMMAND_TAG) or tags.get("mlflow.source.name", "")  # where earlier versions had it
+    return tags.get(COMMAND_TAG, "")
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:

@@ -31,7 +31,9 @@ def damage(checkpoint: Path) -> str | None:
         return f"it has no {META}"
     except ValueError as error:
         return f"its {META} cannot be read ({error})"
-    for name, size in meta.get("files", {}).items():  # earlier versions wrote no sizes
+    if not isinstance(files := meta.get("files"), dict):
+        return f"its {META} names no files"
+    for name, size in files.items():
         try:
             actual = (checkpoint / name).stat().st_size
         except FileNotFoundError as error:

@@ -38,13 +38,15 @@ class FsdpLabSweeper(Sweeper):
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Run a sweep of fsdp_lab, or of another Hydra application as a plain batch."""
-        from fsdp_lab.config import NightlyConfig
+        """Run a sweep of fsdp_lab.
+
+        Raises:
+            ConfigError: another Hydra application uses this sweeper.
+        """
+        from fsdp_lab.config import ConfigError, NightlyConfig
 
         if not issubclass(OmegaConf.get_type(self.config) or object, NightlyConfig):
-            from fsdp_lab.sweep.generic_sweeper import run_generic_sweep
-
-            return run_generic_sweep(self, self.hydra_context, self.task_function, self.config, self.params, arguments)
+            raise ConfigError("hydra/sweeper=fsdp_lab sweeps only fsdp_lab's configuration; use hydra/sweeper=basic.")
         from fsdp_lab.sweep.multirun import run_multirun
 
         return run_multirun(self.hydra_context, self.config, self.params, arguments)

@@ -25,7 +25,6 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.training.__main__ import read_config
-from tests import trained
 from tests.conftest import run_cli
 from tests.sweep.conftest import PLAIN, TINY, results
 from tests.sweep.test_resume import forget, output_of
@@ -329,16 +328,9 @@ def test_the_first_run_and_several_are_no_mistake():
 
 
 @pytest.mark.ci
-def test_a_trial_alone_may_be_any_repeat_and_an_old_sweep_of_one_is_resumed(tmp_path: Path):
+def test_a_trial_alone_may_be_any_repeat(tmp_path: Path):
     alone = run_cli(tmp_path, "repeat=3", "--cfg", "job")
     assert alone.returncode == 0 and re.search(r"^repeat: 3 ", alone.stdout, re.MULTILINE), output_of(alone)
-    trained.copy_trained(tmp_path)
-    for name in ("sweep.json", "trials.jsonl"):  # as earlier versions wrote it
-        path = tmp_path / "out" / name
-        path.write_text(path.read_text().replace('"report.others_cpu=1"', '"report.others_cpu=1", "repeat=3"'))
-    again = run_cli(tmp_path, "resume=out", "resume_anyway=true")
-    assert again.returncode == 0, output_of(again)
-    assert "nothing is left to do: all 4 trials have a result" in again.stdout
 
 
 def test_one_trial_has_nothing_to_repeat(tmp_path: Path):

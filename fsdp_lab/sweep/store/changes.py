@@ -68,12 +68,11 @@ def changes_of_config(trial_folder: Path, config: SweepConfig, typed: Sequence[s
         before = resolved(saved_config(values))
     except ConfigError as error:
         return [f"{path}: {error}"]
-    there, here, keys = _settings(before), _settings(config), keys_of(SweepConfig)
+    there, here = _settings(before), _settings(config)
     return [
         f"{key} was {there.get(key)} and is {here.get(key)}"
         for key in dict.fromkeys([*here, *there])
-        if there.get(key) != (value := here.get(key))
-        and not (value is None and key in keys and there.get(key) == keys[key].before_null)
+        if there.get(key) != here.get(key)
     ]
 
 

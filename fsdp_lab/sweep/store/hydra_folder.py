@@ -41,7 +41,7 @@ def read_hydra_file(trial_folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def saved_config(values: dict[str, Any]) -> SweepConfig:
-    """Read a trial's `.hydra/config.yaml`, in which Hydra, and earlier versions, leave the keys of the nights too.
+    """Read a trial's `.hydra/config.yaml`, in which Hydra leaves the keys of the nights too.
 
     Raises:
         ConfigError: a key or a value that is none any more.
