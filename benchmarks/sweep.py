@@ -20,7 +20,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-MOST_RATIO = 1.15
+MOST_RATIO = 1.2
 MOST_TRIAL_S = 0.1
 _LIMIT_S = 900
 _HERE = Path(__file__).parent

@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 from scipy import stats
 
-LEAST_RATIO = 0.98
+LEAST_RATIO = 0.95
 WIDTH = 0.02  # of the 95 % interval
 _TURN_S = 4.0
 _LEFT_OUT_S = 0.5  # of each turn

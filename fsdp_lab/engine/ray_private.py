@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from fsdp_lab.config import UserError
 from fsdp_lab.private import Name
 
-SUPPORTED = "2.55 to 2.60"
+SUPPORTED = "2.56 to 2.60"
 _ANSWER_S = 10.0
 # Of a driver that `ray job submit` started: a variable that says so, and the folder of the files that it came with.
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
