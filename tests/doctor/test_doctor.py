@@ -29,6 +29,7 @@ from fsdp_lab.doctor.__main__ import findings
 from fsdp_lab.doctor.finding import Finding, lines
 from fsdp_lab.doctor.services import check_cluster, check_store
 from fsdp_lab.limits import Limits, read_limits
+from tests.cgroups import enter, group
 from tests.conftest import ROOT
 
 _NOBODY = 65534
@@ -68,28 +69,6 @@ def mount_small(folder: Path | str, size: str) -> None:
     unshare(_NEW_MOUNTS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
-
-
-@contextmanager
-def group(controller: str, **limits: int) -> Iterator[Path]:
-    """A control group of version 1, for processes that write their number into its `cgroup.procs`."""
-    folder = Path("/sys/fs/cgroup", controller, f"fsdp_lab_test_{os.getpid()}")
-    try:
-        folder.mkdir()
-        for name, value in limits.items():
-            (folder / f"{controller}.{name}").write_text(str(value))
-    except OSError as error:
-        with suppress(OSError):
-            folder.rmdir()
-        pytest.skip(f"no control group of version 1 can be made here: {error}")
-    try:
-        yield folder
-    finally:
-        folder.rmdir()
-
-
-def enter(folder: Path) -> None:
-    (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def test_what_is_installed_here_is_fine():

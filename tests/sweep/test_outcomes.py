@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests import forked
-from tests.conftest import STORE, run_cli
+from tests.cgroups import enter, group
+from tests.conftest import STORE, command_line, run_cli
 from tests.folders import Store, SweepFolder
 from tests.processes import marked, still_running
 from tests.servers import lay_store
@@ -81,22 +84,32 @@ def test_a_trial_of_which_a_rank_is_suspended_is_ended_and_the_next_one_runs(tmp
 
 
 @pytest.mark.full
-def test_out_of_memory_on_the_host_is_an_outcome_without_a_second_attempt(tmp_path: Path):
-    """A rank takes memory until Ray's monitor kills it, at a limit that is 2 GiB above what is in use now."""
+@pytest.mark.parametrize("by", ["Ray's monitor", "the limit of a container"])
+def test_out_of_memory_is_an_outcome_without_a_second_attempt(by: str, tmp_path: Path):
+    """A rank takes 4 GiB. Ray's monitor allows 2 GiB more than is in use now, or a control group 4 GiB in all."""
     shutil.copy(Path(fates.__file__), tmp_path)
     lay_store(tmp_path)
-    memory = psutil.virtual_memory()
-    threshold = (memory.total - memory.available + 2 * 2**30) / memory.total
-    environment = {**os.environ, "RAY_memory_usage_threshold": f"{threshold:.4f}", MARK: str(tmp_path)}
+    environment = {**os.environ, MARK: str(tmp_path)}
     tiny = [word for word in TINY if not word.startswith("cluster.")]
     words = ["-m", *tiny, *PLAIN, "model._target_=fates.Fate", "model.fate=fills_the_host,finishes",
              f"model.mark={MARK}", "cluster.num_workers=1", "cluster.cpus_per_worker=2",
              "forecast.enabled=false"]  # fmt: skip
-    done = forked.run(tmp_path, "fsdp_lab", *words, environment=environment)
+    with ExitStack() as stack:
+        limits: list[Path] = []
+        if by == "Ray's monitor":
+            memory = psutil.virtual_memory()
+            environment["RAY_memory_usage_threshold"] = f"{1 - (memory.available - 2 * 2**30) / memory.total:.4f}"
+        else:
+            limits.append(stack.enter_context(group("memory", limit_in_bytes=4 * 2**30)))
+        done = subprocess.run(
+            command_line(*words), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400,
+            preexec_fn=lambda: [enter(folder) for folder in limits],
+        )  # fmt: skip
+        assert still_running(marked(MARK, str(tmp_path)), 15) == []
     assert done.returncode == 0, done.stdout + done.stderr
     sweep, store = SweepFolder(tmp_path / "out"), Store(tmp_path)
-    assert sweep.statuses == ["oom", "finished"]
-    assert "rank 0" in sweep.rows[0]["error"] and "the host is out of memory" in sweep.rows[0]["error"]
+    assert sweep.statuses == ["oom", "finished"], done.stdout
+    assert "rank 0" in sweep.rows[0]["error"] and "out of memory" in sweep.rows[0]["error"]
     assert not list(sweep.trials[0].path.glob("failures.*")), "there was one attempt"
     run = store.trials[0]
     assert (run.info.status, run.data.tags["status"]) == ("FAILED", "oom")
