@@ -14,7 +14,7 @@ class Median(MedianStoppingRule):
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Count a trial that has reported the metric."""
-        if self._metric in result:
+        if self.metric in result:
             super().on_trial_complete(tune_controller, trial, result)
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import UserError
-from fsdp_lab.engine.failures import record_failure
-from fsdp_lab.engine.trial_files import read_failures
+from fsdp_lab.engine.failures import failure_of
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import tensors_of
@@ -354,9 +353,8 @@ def test_an_item_that_a_loaders_process_cannot_read_is_one_message(tmp_path: Pat
     loader = torch.utils.data.DataLoader(split, sampler=[torch.tensor([9])], batch_size=None, num_workers=1)
     with pytest.raises(UserError) as caught:
         next(iter(loader))
-    record_failure(tmp_path, 0, caught.value, "user")
-    (failure,) = read_failures(tmp_path)
-    assert failure["message"].startswith("data: item 9 cannot be read: ValueError: item 9 is broken (")
+    failure = failure_of(caught.value, 0, "user", tmp_path)
+    assert failure.message.startswith("data: item 9 cannot be read: ValueError: item 9 is broken (")
 
 
 def test_a_digest_is_of_the_ends_of_the_data() -> None:
