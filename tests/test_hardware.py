@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab import hardware
-from fsdp_lab.config import UserError
+from fsdp_lab.config import ConfigError, UserError, machine
 from fsdp_lab.config.machine import check_driver, check_float8, check_pytorch, default_num_workers
+from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.forecast.devices import gpu_memory
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
+from fsdp_lab.limits import Limits
 from tests.nvml import variables
 from tests.ranks import config
 
@@ -280,3 +282,22 @@ def test_float8_without_torchao_says_how_to_install_it(fake_nvml: FakeNvml, monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"precision=float8 needs torchao.*pip install 'fsdp_lab\[float8\]'"):
         check_float8(config("precision=float8"))
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (0.5, 1), (1.5, 1), (4.0, 4), (64.0, 8)])
+def test_cores_are_those_that_the_control_group_allows(
+    quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(hardware, "read_limits", lambda: Limits(cpus=quota))
+    assert hardware.num_cpus() == cores
+
+
+def test_a_request_above_the_quota_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    for module in (hardware, machine):
+        monkeypatch.setattr(module, "read_limits", lambda: Limits(cpus=1.5))
+    with pytest.raises(ConfigError) as refused:
+        machine.check_local_capacity(ClusterConfig(num_workers=2), 2)
+    message = str(refused.value)
+    for words in ("cluster.num_workers=2", "has 1 by the quota", "(1.5 cores)", "cluster.cpus_per_worker=0.5"):
+        assert words in message

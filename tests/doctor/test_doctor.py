@@ -168,6 +168,13 @@ def test_a_group_with_little_time_is_found():
 
 
 @root_only
+def test_a_group_with_a_quota_has_that_many_cores():
+    with group("cpu", cfs_quota_us=100_000) as folder:
+        finding = in_child(lambda: enter(folder), lambda: machine.check_cores(read_limits()))
+    assert finding.observation.startswith("1 for this process")
+
+
+@root_only
 def test_a_group_with_little_memory_is_found():
     with group("memory", limit_in_bytes=512 * 2**20) as folder:
         finding = in_child(lambda: enter(folder), lambda: machine.check_memory(read_limits()))
