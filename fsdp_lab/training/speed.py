@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from fsdp_lab.cpu_contention import Window
 
 
-# Dense matrix peaks in FLOP/s by the device's whole name: those of `conf/device`, which owns them. A GPU machine may
-# have no YAML reader, so they stand here again, and a test compares the two. Other variants of a chip have other peaks:
-# what is not here has no MFU. float32 is without TF32, which PyTorch leaves off.
+# Dense matrix peaks in FLOP/s by the device's whole name. `conf/device` owns those of its GPUs; a GPU machine may have
+# no YAML reader, so they are here again, and a test compares the two. The others are from NVIDIA's data sheets. Other
+# variants of a chip have other peaks: what is not here has no MFU. float32 is without TF32, which PyTorch leaves off.
 def _peaks(half: float, single: float) -> dict[Dtype, float]:
     return {Dtype.bfloat16: half, Dtype.float16: half, Dtype.float32: single}
 
@@ -39,6 +39,12 @@ PEAK_FLOPS = {
     "NVIDIA B200": _peaks(2.25e15, 80e12),
     "NVIDIA L40S": _peaks(362e12, 91.6e12),
     "AMD Instinct MI300X": _peaks(1.3074e15, 163.4e12),
+    "NVIDIA A100-PCIE-40GB": _peaks(312e12, 19.5e12),
+    "NVIDIA A100 80GB PCIe": _peaks(312e12, 19.5e12),
+    "NVIDIA A10G": _peaks(70e12, 35e12),
+    "NVIDIA GH200 480GB": _peaks(989e12, 67e12),
+    "NVIDIA H100 NVL": _peaks(835.5e12, 60e12),
+    "NVIDIA L4": _peaks(121e12, 30.3e12),
 }
 
 
