@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fsdp_lab.speed.device import Device, DeviceKind
-from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.speed.device import Device, DeviceKind, Reached
+from fsdp_lab.speed.program import Kind, Operator, Stream, num_nodes
 
 _TILE = (128, 128)  # of a matrix product's result, which one core computes
-# The rate of attention backwards relative to forwards: 25-35 % and 30-50 % of the peak ("FlashAttention-2", Dao, 2023,
-# section 1).
-_BACKWARD = 0.75
+# The rate of attention backwards relative to forwards. FlashAttention: 25-35 % and 30-50 % of the peak
+# ("FlashAttention-2", Dao, 2023, section 1). cuDNN: 518 and 600 TFLOP/s with heads of 128 and 8,192 tokens
+# ("FlashAttention-3", Shah et al., 2024, figures 5 and 6).
+_BACKWARD, _CUDNN_BACKWARD = 0.75, 0.86
+_HALVES = ("bfloat16", "float16")
 
 
 class _Path(NamedTuple):
@@ -77,10 +79,21 @@ def _by_figures(operator: Operator, device: Device) -> float:
     if operator.kind is Kind.memory or not operator.flops:
         return memory
     if operator.kind is Kind.attention:
-        reached = most.attention * efficiency.attention * (_BACKWARD if operator.name.endswith("_backward") else 1.0)
+        reached = _attention_reaches(operator, most) * efficiency.attention
     else:
         reached = most.matmul * efficiency.matmul
     if operator.shape is not None and operator.kind is Kind.matmul:
+def _attention_reaches(operator: Operator, most: Reached) -> float:
+    """Return the share of the peak that a microbenchmark of the operator's kernel reaches.
+
+    Since its builds with cuDNN 9.15.1, PyTorch prefers cuDNN's to FlashAttention on Hopper and Blackwell (sm90, sm100).
+    """
+    backward = operator.name.endswith("_backward")
+    if most.cudnn_attention is not None and "flash" in operator.name and operator.dtype in _HALVES:
+        return most.cudnn_attention * (_CUDNN_BACKWARD if backward else 1.0)
+    return most.attention * (_BACKWARD if backward else 1.0)
+
+
         reached *= occupied(operator.shape, device.num_cores)
     return max(operator.flops / (device.peak(operator.dtype) * reached), memory)
 

@@ -43,11 +43,13 @@ class Reached:
         matmul: of arithmetic, by large matrix products.
         attention: of arithmetic, by fused attention.
         memory: of bandwidth, by copies.
+        cudnn_attention: of arithmetic, by cuDNN's attention, which PyTorch then prefers; None: FlashAttention-2 runs.
     """
 
     matmul: float = 1.0
     attention: float = 1.0
     memory: float = 1.0
+    cudnn_attention: float | None = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,8 @@ def load_device(path: Path) -> Device:
     content = {key: value for key, value in content.items() if key not in _OPTIONAL or value is not None}
     parts = {"reached": Reached, "efficiency": Efficiency} | {key: KnownError for key in _ERRORS if key in content}
     for key, of in parts.items():
-        content[key] = of(**_checked(content[key], {each.name for each in fields(of)}, f"{path.name}: {key}"))
+        names = {each.name for each in fields(of)}
+        content[key] = of(**_checked(content[key], names, f"{path.name}: {key}", {"cudnn_attention"}))
     for key, choices in (("kind", DeviceKind), ("basis", Basis)):
         try:
             content[key] = choices(content[key])

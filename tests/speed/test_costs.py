@@ -46,6 +46,25 @@ def test_attention_is_slower_backwards():
     assert seconds(backwards, ROUND) == pytest.approx(seconds(forwards, ROUND) * 40 / 30)
 
 
+def test_hopper_and_blackwell_run_the_attention_of_cudnn():
+    """80 instead of 40 % of the peak by microbenchmarks, of which a step reaches a quarter; backwards 86 % of that.
+
+    In float32, which cuDNN's attention does not compute, and with a mask, other kernels run.
+    """
+    device = replace(ROUND, reached=Reached(attention=0.4, cudnn_attention=0.8))
+    flash = replace(
+        operator(Kind.attention, flops=4e12, dtype="bfloat16"), name="aten._scaled_dot_product_flash_attention"
+    )
+    assert seconds(flash, device) == pytest.approx(4e12 / (1e14 * 0.8 * 0.25))
+    backwards = replace(flash, name=f"{flash.name}_backward")
+    assert seconds(backwards, device) == pytest.approx(seconds(flash, device) / 0.86)
+    masked = replace(flash, name="aten._scaled_dot_product_efficient_attention")
+    assert seconds(masked, device) == pytest.approx(4e12 / (1e14 * 0.4 * 0.25))
+    assert seconds(replace(flash, dtype="float32"), device) == pytest.approx(4e12 / (1e13 * 0.4 * 0.25))
+    older = replace(device, reached=replace(device.reached, cudnn_attention=None))
+    assert seconds(flash, older) == 2 * seconds(flash, device)
+
+
 def test_bandwidth_bounds_the_rest():
     assert seconds(operator(Kind.memory, num_bytes=1e9), ROUND) == pytest.approx(0.002)
     assert seconds(operator(Kind.matmul, flops=1e6, num_bytes=1e9, dtype="bfloat16"), ROUND) == pytest.approx(0.002)
