@@ -22,7 +22,7 @@ _CLOSE = 5e-4  # of the step: bars that are nearer to each other than this are d
 # As a reader calls them.
 _LANES = {
     Stream.compute: "compute", Stream.copy_in: "copy-in of gathers", Stream.gather: "all-gather",
-    Stream.scatter: "reduce-scatter", Stream.host: "host",
+    Stream.scatter: "reduce-scatter", Stream.all_reduce: "all-reduce", Stream.host: "host",
 }  # fmt: skip
 
 

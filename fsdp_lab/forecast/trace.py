@@ -64,7 +64,7 @@ class StepTrace(TorchDispatchMode):
         self._numbers: Any = WeakIdKeyDictionary()
         self._next = 0
         self._ranges: list[str] = []
-        self._reduced = False  # since the reduction of a unit began: its collective has been issued
+        self._reducing: Stream | None = None  # of the last collective that the reduction of this unit has issued
 
     @contextmanager
     def following(self, where: Callable[[], tuple[str, str]]) -> Iterator[None]:
@@ -78,17 +78,7 @@ class StepTrace(TorchDispatchMode):
 
         def recorded(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else _world()
-            tensors = [tensor]
-            self.add(
-                ALL_REDUCE,
-                Kind.reduce,
-                Stream.scatter,
-                tensors,
-                tensors,
-                _bytes(tensor),
-                dtype=_dtype(tensors),
-                group=ranks,
-            )
+            self._all_reduce(tensor, ranks)
             return reduce(tensor, *args, group=group, **kwargs)
 
         self._where, self._fake_mode = where, active_fake_mode()
@@ -108,7 +98,8 @@ class StepTrace(TorchDispatchMode):
         name = str(func.overloadpacket)
         if name == RANGE_ENTERS:
             self._ranges.append(args[0])
-            self._reduced &= not args[0].startswith(FSDP_REDUCES)
+            if args[0].startswith(FSDP_REDUCES):
+                self._reducing = None
         elif name.startswith(RANGE_LEAVES):
             del self._ranges[-1:]
         elif name in _COLLECTIVES:
@@ -130,10 +121,18 @@ class StepTrace(TorchDispatchMode):
         kind = _COLLECTIVES[name]
         first, others = tensors_of(args[0]), tensors_of(args[1:])
         written = tensors_of(result) if name.startswith("_c10d") else first
-        self._reduced = True
         stream = Stream.gather if kind is Kind.gather else Stream.scatter
+        self._reducing = stream
         num_bytes = max(map(_bytes, [*first, *others]))
         self.add(name, kind, stream, others or first, written, num_bytes, dtype=_dtype(first), group=_ranks(args))
+
+    def _all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> None:
+        """Record an all-reduce: FSDP2 has a stream for that of replicas, DDP reduces on the stream of scatters."""
+        stream = Stream.all_reduce if self._range().startswith(FSDP_REDUCES) else Stream.scatter
+        self._reducing = stream
+        self.add(
+            ALL_REDUCE, Kind.reduce, stream, [tensor], [tensor], _bytes(tensor), dtype=_dtype([tensor]), group=group
+        )
 
     def _record(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = tensors_of((args, kwargs))
@@ -167,12 +166,16 @@ class StepTrace(TorchDispatchMode):
         """Return the stream on which FSDP2 runs an operator, by the profiler ranges that it marks."""
         if self._host is not None and all(t.device == self._host for t in (*read, *written)):
             return Stream.host
-        innermost = next((r for r in reversed(self._ranges) if r.startswith("FSDP::")), "")
-        if innermost.startswith(FSDP_REDUCES) and self._reduced:
-            return Stream.scatter
+        innermost = self._range()
+        if innermost.startswith(FSDP_REDUCES) and self._reducing is not None:
+            return self._reducing
         if innermost.startswith(FSDP_GATHERS) and not innermost.startswith(FSDP_COPIES_OUT):
             return Stream.copy_in
         return Stream.compute
+
+    def _range(self) -> str:
+        """Return the innermost of FSDP2's profiler ranges; "" outside of all."""
+        return next((name for name in reversed(self._ranges) if name.startswith("FSDP::")), "")
 
     def _crosses(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
         on_host = {t.device == self._host for t in (*read, *written)}

@@ -54,12 +54,8 @@ def host_seconds(program: Sequence[Operator], device: Device) -> list[float]:
 def _was_measured(operator: Operator, device: Device) -> bool:
     """Return whether a calibration, which covers one node, includes the operator."""
     if operator.kind.is_collective:
-        return device.kind is DeviceKind.cpu or _num_nodes(operator, device) == 1
+        return device.kind is DeviceKind.cpu or num_nodes(operator.group, device.node_size) == 1
     return operator.kind is not Kind.transfer and operator.stream is not Stream.host
-
-
-def _num_nodes(operator: Operator, device: Device) -> int:
-    return len({rank // device.node_size for rank in operator.group})
 
 
 def _by_figures(operator: Operator, device: Device) -> float:
@@ -83,6 +79,10 @@ def _by_figures(operator: Operator, device: Device) -> float:
     else:
         reached = most.matmul * efficiency.matmul
     if operator.shape is not None and operator.kind is Kind.matmul:
+        reached *= occupied(operator.shape, device.num_cores)
+    return max(operator.flops / (device.peak(operator.dtype) * reached), memory)
+
+
 def _attention_reaches(operator: Operator, most: Reached) -> float:
     """Return the share of the peak that a microbenchmark of the operator's kernel reaches.
 
@@ -92,10 +92,6 @@ def _attention_reaches(operator: Operator, most: Reached) -> float:
     if most.cudnn_attention is not None and "flash" in operator.name and operator.dtype in _HALVES:
         return most.cudnn_attention * (_CUDNN_BACKWARD if backward else 1.0)
     return most.attention * (_BACKWARD if backward else 1.0)
-
-
-        reached *= occupied(operator.shape, device.num_cores)
-    return max(operator.flops / (device.peak(operator.dtype) * reached), memory)
 
 
 def occupied(shape: tuple[int, int, int, int], num_cores: int) -> float:
@@ -125,7 +121,7 @@ def collective_seconds(operator: Operator, device: Device) -> float:
     ranks = len(operator.group)
     if ranks <= 1:
         return 0.0
-    nodes = _num_nodes(operator, device)
+    nodes = num_nodes(operator.group, device.node_size)
     passes = 2 if operator.kind is Kind.reduce else 1
     sending = passes * operator.num_bytes * (ranks - 1) / ranks / _bandwidth(device, ranks, nodes)
     between = nodes - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,8 +30,8 @@ _COLLECTIVES = frozenset({Kind.gather, Kind.scatter, Kind.reduce})
 class Stream(StrEnum):
     """A queue whose operators run one after the other.
 
-    FSDP2 copies what it gathers into one buffer on `copy_in`, and has streams for its collectives; DDP reduces on
-    `scatter`. `host` is the CPU, which works on offloaded tensors.
+    FSDP2 copies what it gathers into one buffer on `copy_in`, and has a stream for each kind of its collectives; DDP
+    reduces on `scatter`. `host` is the CPU, which works on offloaded tensors.
     """
 
     compute = "compute"
@@ -38,6 +39,7 @@ class Stream(StrEnum):
     copy_in = "copy_in"
     gather = "gather"
     scatter = "scatter"
+    all_reduce = "all_reduce"
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,8 @@ class Operator:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+
+
+def num_nodes(group: Sequence[int], node_size: int) -> int:
+    """Return over how many nodes the ranks of a group are spread."""
+    return len({rank // node_size for rank in group})

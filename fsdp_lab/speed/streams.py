@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.speed.program import Kind, Operator, Stream, num_nodes
 
 _COPIES_GRADIENTS = ("chunk_cat", "chunk_cat_mixed_dtype")  # into what a scatter sends
 
@@ -51,10 +51,12 @@ def schedule(
     launches: Sequence[float],
     separate_scatter: bool = False,
     synchronous: bool = False,
+    node_size: int = 0,
 ) -> Schedule:
     """Return when each operator runs: after its launch, its stream's previous operator, and its data dependencies.
 
-    It waits for writes of what it reads and overwrites, and for reads of what it overwrites. FSDP2 adds three rules:
+    It waits for writes of what it reads and overwrites, and for reads of what it overwrites. Groups that cross between
+    nodes take turns on the network. FSDP2 adds three rules:
 
     - Gathers and scatters of a process group share its communicator, unless `separate_scatter` is set.
     - In the forward pass a gather waits until the one before the last has been copied out, to limit memory.
@@ -66,11 +68,13 @@ def schedule(
         launches: seconds that the host takes to issue each operator.
         separate_scatter: reductions have a communicator of their own.
         synchronous: the host waits for each operator, as on a CPU; a thread of gloo's sends DDP's reductions.
+        node_size: devices of a node; 0: there is one node.
     """
     free: dict[Stream, float] = defaultdict(float)
     written: dict[int, float] = {}
     last_read: dict[int, float] = {}
     communicators: dict[tuple[object, ...], float] = defaultdict(float)
+    network: dict[tuple[int, ...], float] = {}
     scattered = [0.0]
     copied_out: list[float] = []
     issued = 0.0
@@ -85,6 +89,9 @@ def schedule(
         communicator = (operator.group, separate_scatter and stream is Stream.scatter)
         if operator.kind.is_collective:
             waits.append(communicators[communicator])
+        crosses = bool(node_size) and operator.kind.is_collective and num_nodes(operator.group, node_size) > 1
+        if crosses:
+            waits += [end for group, end in network.items() if group != operator.group]
         if operator.name.endswith(_COPIES_GRADIENTS) and stream is Stream.compute:
             waits.append(scattered[-1])
         if stream is Stream.copy_in and operator.phase == "forward" and len(copied_out) > 1:
@@ -93,6 +100,8 @@ def schedule(
         end = begin + duration
         if operator.kind.is_collective:
             communicators[communicator] = end
+        if crosses:
+            network[operator.group] = end
         if operator.kind is Kind.scatter:
             scattered.append(end)
         if operator.name.endswith("split_with_sizes_copy"):

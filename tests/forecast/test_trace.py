@@ -84,7 +84,13 @@ def test_ddp_reduces_each_gradient_once():
 def test_hybrid_sharding_scatters_within_and_reduces_between_its_groups():
     operators = program(*HYBRID)
     assert {o.group for o in operators if o.kind is Kind.scatter} == {(0, 1)}
-    assert {o.group for o in operators if o.kind is Kind.reduce and o.phase == "backward"} == {(0, 2)}
+    replicas = [o for o in operators if o.kind is Kind.reduce and o.phase == "backward"]
+    assert {o.group for o in replicas} == {(0, 2)}
+    assert {o.stream for o in replicas} == {Stream.all_reduce}, "FSDP2 has a stream for it"
+    narrow = program(*HYBRID, "precision=grad_bf16")
+    after = {o.stream for o in narrow[narrow.index(next(o for o in narrow if o.kind is Kind.reduce)) :]
+             if o.phase == "backward" and o.name == "aten._to_copy" and o.stream is not Stream.compute}  # fmt: skip
+    assert after == {Stream.all_reduce}, "where the reduced gradients are cast, too"
 
 
 class Reductions(TorchDispatchMode):
