@@ -57,6 +57,9 @@ class ForecastConfig:
     which adds the speed."""
     capacity_gib: Optional[float] = key(None, positive, example=24)
     """Memory of one device; null: this machine's GPU or the data sheet's, else no limit."""
+    network_gbit: Optional[float] = key(None, positive, example=400)
+    """Gbit/s that a node sends to others, all its adapters together, for forecasts over several nodes; null: assumed,
+    as in the data sheet."""
     prune: bool = key(False)
     """Skip trials that cannot fit."""
     keep: Optional[str] = key(None, _is_count_or_share, example="5")

@@ -9,6 +9,8 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
   forecast.device              auto (GPUs if this machine has any), cpu, cuda, or a device: a name in conf/device, such
                                as h100_sxm, or the path of such a file. A device adds its memory and the speed
   forecast.capacity_gib        memory of one device: adds whether a setting fits
+  forecast.network_gbit        Gbit/s of a node, all its adapters together; null: the device's file assumes it, and ranges
+                               over several nodes cover half and twice of that
   forecast.largest_microbatch  true: adds the largest number of images that one worker can take at once
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>
   forecast.keep                a number or a share: lists the trials that a sweep with this key would start. Finished
@@ -102,6 +104,7 @@ def main() -> int:
 def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
     from fsdp_lab.forecast.kept import kept_rows, kept_sentences
+    from fsdp_lab.forecast.network import network_verdict
     from fsdp_lab.forecast.plot import write_plot, write_scaling  # these import PyTorch: typos are reported before
     from fsdp_lab.forecast.recommend import speed_verdict
     from fsdp_lab.forecast.table import forecast_table, in_order, write_csv
@@ -147,7 +150,8 @@ def run(plan: Plan, swept: list[str]) -> int:
     remedies = room_remedies(requests, swept)
     for sentence in speed_verdict(rows, swept, first.report.speed_tolerance, remedies):
         console.print(Text(sentence, style="bold" if "Predicted fastest" in sentence else ""))
-    more = [blocks_against_root(rows, swept), root_again(rows, swept)]
+    more = [*network_verdict(rows, swept, first.report.speed_tolerance)]
+    more += [blocks_against_root(rows, swept), root_again(rows, swept)]
     if keep is not None and len(trials) > 1:
         cells = [_as_shown(t, row, swept) for t, row in zip(trials, every, strict=True)]
         more += kept_sentences(cells, requests, swept, keep, effect)

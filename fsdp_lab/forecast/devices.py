@@ -13,7 +13,7 @@ from fsdp_lab.files import report_damaged
 from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.observations import read_observations
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
-from fsdp_lab.speed.device import Device, DeviceKind, load_device
+from fsdp_lab.speed.device import Device, DeviceKind, load_device, on_network
 from fsdp_lab.speed.fitted import believed, digest
 from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.refine import Observation, refine
@@ -31,13 +31,16 @@ def for_cuda(config: SweepConfig) -> bool:
 def data_sheet(config: SweepConfig) -> Device | None:
     """Return the device that `forecast.device` names; None without a data sheet.
 
-    `auto` is this machine's GPU if it has a calibration or a data sheet, or its CPU if that has a calibration.
+    `auto` is this machine's GPU if it has a calibration or a data sheet, or its CPU if that has a calibration. With
+    `forecast.network_gbit` its nodes have that network.
 
     Raises:
         ConfigError: its file is no data sheet.
     """
-    claimed = _claimed(config)
-    return None if claimed is None else believed(claimed)
+    claimed, gbit = _claimed(config), config.forecast.network_gbit
+    if claimed is None or gbit is None:
+        return None if claimed is None else believed(claimed)
+    return on_network(believed(claimed), gbit)
 
 
 def device_notes(config: SweepConfig, num_workers: int) -> list[str]:

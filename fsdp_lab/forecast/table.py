@@ -30,7 +30,7 @@ _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered",
 SPEEDS = (
     "step_s", "step_low_s", "step_high_s", "samples_per_s_per_device", "tokens_per_s_per_device",
     "samples_per_s_of_all", "tokens_per_s_of_all", "mfu", "bound", *(f"{name}_share" for name in BOUNDS),
-    "basis", "error_p90", "ratio_error_p90",
+    "basis", "error_p90", "ratio_error_p90", "network_gbit", "network_assumed",
 )  # fmt: skip
 _UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
@@ -238,4 +238,6 @@ def _speed_cells(forecast: Forecast) -> list[object]:
     each = [None if rate is None else _each(forecast, rate) for rate in rates]
     cells = [speed.step_s, speed.low_s, speed.high_s, *each, *rates, speed.mfu, speed.bound]
     shares = [f"{speed.shares[name]:.4f}" for name in BOUNDS]
-    return ["" if cell is None else cell for cell in [*cells, *shares, speed.basis, speed.error, speed.relative]]
+    network = [None, None] if speed.network is None else [speed.network.gbit, str(bool(speed.network.steps)).lower()]
+    cells += [*shares, speed.basis, speed.error, speed.relative, *network]
+    return ["" if cell is None else cell for cell in cells]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Reached:
 
     Attributes:
         matmul: of arithmetic, by large matrix products.
-        attention: of arithmetic, by fused attention.
+        attention: of arithmetic, by FlashAttention-2.
         memory: of bandwidth, by copies.
         cudnn_attention: of arithmetic, by cuDNN's attention, which PyTorch then prefers; None: FlashAttention-2 runs.
     """
@@ -132,6 +132,7 @@ class Device:
         source: where the figures are from.
         measured: by a calibration, instead of the peaks and efficiencies; None: there was none.
         factors: corrections by trials that ran on the device; in no file.
+        network_known: `network_bandwidth` is the user's network, not what the file assumes; in no file.
     """
 
     name: str
@@ -158,6 +159,12 @@ class Device:
     source: str = field(default="", compare=False)
     measured: Measured | None = None
     factors: Factors = Factors()
+    network_known: bool = False
+
+    @property
+    def network_gbit(self) -> float:
+        """Gbit/s that one node sends to others."""
+        return self.network_bandwidth / _BYTES_OF_GBIT
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak in FLOP/s for a dtype.
@@ -175,10 +182,16 @@ class Device:
             ) from None
 
 
+_BYTES_OF_GBIT = 1e9 / 8
 SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
 _OPTIONAL = {"measured", "relative"}
 _ERRORS = ("error", "error_elsewhere", "relative")
-_FIELDS = {each.name: each.type for each in fields(Device) if each.name != "factors"}
+_FIELDS = {each.name: each.type for each in fields(Device) if each.name not in ("factors", "network_known")}
+
+
+def on_network(device: Device, gbit: float) -> Device:
+    """Return the device in nodes that send so many Gbit/s to others."""
+    return replace(device, network_bandwidth=gbit * _BYTES_OF_GBIT, network_known=True)
 
 
 def load_device(path: Path) -> Device:
@@ -223,7 +236,7 @@ def _check_numbers(content: Mapping[str, Any], where: str) -> None:
     numbers |= {f"peak_flops.{dtype}": peak for dtype, peak in dict(content["peak_flops"]).items()}
     errors = [key for key in _ERRORS if key in content]
     for key in ("reached", "efficiency", *errors):
-        numbers |= {f"{key}.{name}": value for name, value in vars(content[key]).items()}
+        numbers |= {f"{key}.{name}": value for name, value in vars(content[key]).items() if value is not None}
     for group in errors:
         for key, value in vars(content[group]).items():
             if isinstance(value, int | float) and value >= 1:

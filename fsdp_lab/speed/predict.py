@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.speed.costs import host_seconds, seconds
-from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, Factors
-from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, Factors, on_network
+from fsdp_lab.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.speed.streams import Schedule, schedule
 
 BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
@@ -15,6 +15,7 @@ BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
 # most 0.005 % (experiments/published_speed), so nothing is known of the figures for them.
 _LAUNCHES = 0.01
 _STEP = 1e-3  # the relative change of a bound's duration from which its share is extrapolated
+_NETWORKS = [2 ** (quarter / 4) for quarter in range(-4, 5)]  # half to twice of one that is assumed
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,20 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Network:
+    """The network between the nodes of a predicted step.
+
+    Attributes:
+        gbit: Gbit/s of a node, all its adapters together.
+        steps: where it is assumed, Gbit/s -> seconds of the step on such a network, from half to twice of `gbit`; empty
+            where it is known.
+    """
+
+    gbit: float
+    steps: Mapping[float, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Speed:
     """A predicted optimizer step of one worker; the others take as long.
 
@@ -42,7 +57,8 @@ class Speed:
         step_s: seconds of the step.
         shares: each of `BOUNDS` -> how much shorter the step would be, as a share of it, if the bound took no time,
             extrapolated from a small change. They add up to 1.
-        low_s: the lower end of a 90 % range of the measured step, by the errors of predictions on this basis.
+        low_s: the lower end of a 90 % range of the measured step, by the errors of predictions on this basis. Where the
+            network is assumed, the range covers half and twice of it.
         high_s: its upper end.
         error: of such a prediction, as a share of the measured time; nine of ten do not exceed it.
         basis: where the device's figures are from.
@@ -58,6 +74,7 @@ class Speed:
         bound_unseen: launches bound more of it than of any validated step: its error is not known.
         unlike: how it differs from the steps that `error` is known for, in words; then the range is that of another
             device.
+        network: between the nodes of the step; None: it has one node.
     """
 
     step_s: float
@@ -77,6 +94,7 @@ class Speed:
     group: str = ""
     bound_unseen: bool = False
     unlike: tuple[str, ...] = ()
+    network: Network | None = None
 
     @property
     def bound(self) -> str:
@@ -116,7 +134,8 @@ def predict(
     def run(slower: str = "", factor: float = 1.0) -> Schedule:
         scaled = [d * factor if b == slower else d for d, b in zip(durations, bounds, strict=True)]
         scale = factor if slower == "launch" else 1.0
-        return schedule(program, scaled, [cost * scale for cost in launches], separate_scatter, synchronous)
+        issued = [cost * scale for cost in launches]
+        return schedule(program, scaled, issued, separate_scatter, synchronous, device.node_size)
 
     timeline = run()
     exposed = {name: max(timeline.seconds - run(name, 1 - _STEP).seconds, 0.0) / _STEP for name in {*bounds, "launch"}}
@@ -126,11 +145,13 @@ def predict(
     bound_unseen = exposed["launch"] / total > _LAUNCHES and not _launches_known(device)
     looked_at = looked_at and not bound_unseen
     most = (device.error if looked_at else device.error_elsewhere).p90
+    network = _network(program, device, separate_scatter)
+    possible = [step_s, *network.steps.values()] if network else [step_s]
     speed = Speed(
         step_s,
         {name: exposed.get(name, 0.0) / total for name in BOUNDS},
-        step_s / (1 + most),
-        step_s / (1 - most),
+        min(possible) / (1 + most),
+        max(possible) / (1 - most),
         most,
         device.basis,
         device.name,
@@ -139,8 +160,21 @@ def predict(
         settings=device.factors.settings,
         relative=device.relative.p90 if looked_at and device.relative is not None else None,
         bound_unseen=bound_unseen,
+        network=network,
     )
     return speed, timeline
+
+
+def _network(program: Sequence[Operator], device: Device, separate_scatter: bool) -> Network | None:
+    """Return the network that a step uses, with the steps on others where it is assumed; None within one node."""
+    groups = {operator.group for operator in program if operator.kind.is_collective}
+    if device.kind is DeviceKind.cpu or not any(num_nodes(group, device.node_size) > 1 for group in groups):
+        return None
+    gbit = device.network_gbit
+    if device.network_known or device.factors.settings >= SETTINGS_FOR_ERRORS:
+        return Network(gbit)
+    others = [on_network(device, gbit * factor) for factor in _NETWORKS]
+    return Network(gbit, {one.network_gbit: step_seconds(program, one, separate_scatter) for one in others})
 
 
 def _launches_known(device: Device) -> bool:
@@ -152,7 +186,7 @@ def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: 
     """Return the seconds of a step, without the other results of `predict`."""
     durations = [seconds(operator, device) for operator in program]
     launches, synchronous = host_seconds(program, device), device.kind is DeviceKind.cpu
-    step_s = schedule(program, durations, launches, separate_scatter, synchronous).seconds
+    step_s = schedule(program, durations, launches, separate_scatter, synchronous, device.node_size).seconds
     return step_s + (1 - device.factors.overlap) * _hidden(durations, launches, synchronous, step_s)
 
 

@@ -106,6 +106,7 @@ memory_profile                       cells starts nights param
 forecast.enabled                     starts param
 forecast.device                      starts param
 forecast.capacity_gib                starts param
+forecast.network_gbit                starts param
 forecast.prune                       starts param
 forecast.keep                        starts param
 forecast.largest_microbatch          starts param

@@ -1,0 +1,82 @@
+"""Sentences about the network between nodes: which one was assumed, and where another answers differently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from fsdp_lab.forecast.table import Row
+from fsdp_lab.forecast.verdict import named
+from fsdp_lab.speed.predict import Network
+
+
+def network_verdict(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:
+    """Return sentences about each network that was assumed; none if it is known, or every step has one node.
+
+    Settings of one device, number of workers and global batch size are compared.
+
+    Args:
+        rows: the forecasts.
+        swept: the keys that differ.
+        tolerance: `report.speed_tolerance`: the share by which the fastest setting of a network has to be faster.
+    """
+    groups: dict[tuple[str, int, int], list[Row]] = {}
+    for row in rows:
+        if (speed := row.forecast.speed) is not None and speed.network is not None and speed.network.steps:
+            groups.setdefault((speed.device, row.forecast.num_workers, speed.samples), []).append(row)
+    sentences = []
+    for (device, workers, _), some in sorted(groups.items(), key=lambda item: item[0]):
+        gbit = _network(some[0]).gbit
+        assumed = (
+            f"No network was given: {_gbit(gbit)} Gbit/s a node of {device} is an assumption, and ranges cover "
+            f"{_gbit(gbit / 2)} to {_gbit(gbit * 2)}. Set forecast.network_gbit to yours."
+        )
+        where = f"With {workers:,} workers: " if len({key[1] for key in groups}) > 1 else ""
+        sentences += [assumed, *(f"{where}{flip}" for flip in _flips(some, swept, tolerance))]
+    return list(dict.fromkeys(sentences))
+
+
+def _flips(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:
+    """Return where another setting becomes the fastest, below the assumed network and above it."""
+    fitting = [row for row in rows if row.forecast.fits is not False]
+    if len(fitting) < 2:
+        return []
+    networks = sorted(_network(fitting[0]).steps)
+    middle = len(networks) // 2
+    winner = _fastest(fitting, networks[middle])
+    sentences = []
+    for word, ordered in (("Below", networks[middle::-1]), ("Above", networks[middle:])):
+        end = ordered[-1]
+        other = _fastest(fitting, end)
+        mine, best = (_network(row).steps for row in (winner, other))
+        if other is winner or mine[end] < best[end] * (1 + tolerance):
+            continue
+        names = dict(zip(swept, other.settings, strict=True))
+        differs = [key for key, old in zip(swept, winner.settings, strict=True) if names[key] != old]
+        shown = Row([names[key] for key in differs], other.forecast)
+        sentences.append(
+            f"{word} {_gbit(_crossing(mine, best, ordered))} Gbit/s a node, {named(shown, differs)} is faster than "
+            f"{named(Row([winner.settings[swept.index(key)] for key in differs], winner.forecast), differs)}."
+        )
+    return sentences
+
+
+def _fastest(rows: Sequence[Row], gbit: float) -> Row:
+    return min(rows, key=lambda row: _network(row).steps[gbit])
+
+
+def _crossing(mine: Mapping[float, float], other: Mapping[float, float], ordered: Sequence[float]) -> float:
+    """Return the Gbit/s from which the other is faster for good, along `ordered`; straight lines in between."""
+    last = max(place for place, gbit in enumerate(ordered) if mine[gbit] <= other[gbit])
+    before, after = list(pairwise(ordered))[last]
+    ahead, behind = other[before] - mine[before], mine[after] - other[after]
+    return before + (after - before) * ahead / (ahead + behind)
+
+
+def _network(row: Row) -> Network:
+    assert row.forecast.speed is not None and row.forecast.speed.network is not None
+    return row.forecast.speed.network
+
+
+def _gbit(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,g}"
