@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= -m sharding=root,per_block precision=fp32 offload=none reshard_after_forward=always,never
 
-.PHONY: sweep help test ci test-ci test-all screenshots lint format docs docs-serve ui bench bench-speed published-speed check-gpu check-gpu-ray gpu-wheels forecast wheel clean
+.PHONY: sweep help test ci test-ci test-all screenshots lint format docs docs-serve ui bench bench-speed published check-gpu check-gpu-ray gpu-wheels forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -96,8 +96,8 @@ bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretend
 bench-speed: $(VENV)/.installed  ## predicted against measured steps of 48 settings on this CPU, calibration included: a quarter of an hour
 	$(PY) -m benchmarks.speed $(ARGS)
 
-published-speed: $(VENV)/.installed  ## speed forecasts against published steps: half an hour, then five minutes
-	$(PY) -m benchmarks.published_speed $(ARGS)
+published: $(VENV)/.installed  ## forecasts of time and memory against every published step at hand: a quarter of an hour
+	$(PY) -m benchmarks.published $(ARGS)
 
 check-gpu:                  ## correctness, memory and speed on this machine's GPUs; needs torch and torchvision only: PYTHON=...
 	$(PYTHON) -m benchmarks.check_gpu $(ARGS)

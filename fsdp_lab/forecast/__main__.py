@@ -9,7 +9,7 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
   forecast.device              auto (GPUs if this machine has any), cpu, cuda, or a device: a name in conf/device, such
                                as h100_sxm, or the path of such a file. A device adds its memory and the speed
   forecast.capacity_gib        memory of one device: adds whether a setting fits
-  forecast.network_gbit        Gbit/s of a node, all its adapters together; null: the device's file assumes it, and ranges
+  forecast.network_gbit        Gbit/s of a node, all its adapters together; null: the device file assumes it, and ranges
                                over several nodes cover half and twice of that
   forecast.largest_microbatch  true: adds the largest number of images that one worker can take at once
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ ROUND_LARGE = 2 * 2**20
 
 # FSDP2 takes these on streams of its own; all else is the compute stream's.
 STREAMS = {"all_gather": "all-gather copy-in", "grad": "reduce-scatter"}
+# Until pytorch#129721 (June 2024) also what it scatters from, which the compute stream could then not have again.
+STREAMS_BEFORE_129721 = {**STREAMS, "reduce_scatter": "reduce-scatter"}
 
 
 @dataclass(eq=False)
@@ -134,7 +136,9 @@ class Peaks(NamedTuple):
     reserved: int
 
 
-def allocator_peaks(profile: Profile, sharded: bool, workspaces: Collection[int] = ()) -> Peaks:
+def allocator_peaks(
+    profile: Profile, sharded: bool, workspaces: Collection[int] = (), streams: Mapping[str, str] = STREAMS
+) -> Peaks:
     """Return the peak bytes of a process that takes the profile's step several times.
 
     The first step begins without optimizer state, which is allocated at its end in the memory that the step has left
@@ -144,14 +148,15 @@ def allocator_peaks(profile: Profile, sharded: bool, workspaces: Collection[int]
         profile: of the step.
         sharded: by FSDP2, which uses its own streams even with a single worker.
         workspaces: sizes that are allocated before the first step and never freed.
+        streams: category -> the stream that allocates it, of sharded models.
     """
-    return _Replay(profile, sharded, workspaces).run()
+    return _Replay(profile, streams if sharded else {}, workspaces).run()
 
 
 class _Replay:
     """Hands an allocator the requests of a profile, in their order, each on its stream."""
 
-    def __init__(self, profile: Profile, sharded: bool, workspaces: Collection[int]) -> None:
+    def __init__(self, profile: Profile, streams: Mapping[str, str], workspaces: Collection[int]) -> None:
         events = [event for event in profile.events if event.place == "device"]
         begun = sum(event.place == "device" for event in profile.events[: profile.begun])
         self.before, self.step = events[:begun], events[begun:]
@@ -159,7 +164,7 @@ class _Replay:
         self.allocator = CachingAllocator()
         self._held: dict[int, int] = {}
         category = {event.storage: event.category for event in events}  # its last: some are known late
-        self._stream = {storage: STREAMS.get(name, "") if sharded else "" for storage, name in category.items()}
+        self._stream = {storage: streams.get(name, "") for storage, name in category.items()}
 
     def run(self) -> Peaks:
         for number, size in enumerate(self.workspaces):

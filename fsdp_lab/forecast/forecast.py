@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.config.target import user_line
-from fsdp_lab.forecast.allocator import allocator_peaks
+from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks
 from fsdp_lab.forecast.capacity import WORKSPACE_BYTES, Forecast, allowances, communicators, on_capacity
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.keep import ratio_group
@@ -86,7 +86,7 @@ def forecast(
         UserError: see `forecast_profile`.
     """
     profile, program = forecast_step(config, num_workers, cuda, traced=sheet is not None)
-    result = _weigh(profile, config, num_workers, cuda, capacity_bytes)
+    result = weigh(profile, config, num_workers, cuda, capacity_bytes)
     workload = build_workload(config.model, config.data, config.task)
     what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
@@ -123,15 +123,15 @@ def _price(
             f"cluster.num_workers={num_workers} on the {measured.cores} cores of {sheet.name}: workers that share a "
             f"core were not calibrated; use {measured.cores} or fewer for a predicted speed."
         )
-    unlike = _unlike(config, num_workers, sheet)
-    speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not unlike)
+    differs = unlike(config, num_workers, sheet)
+    speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not differs)
     samples = config.training.global_batch_size
     flops = workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.param_dtype.value) if flops else None
     speed = replace(
         speed,
         group=ratio_group(config, num_workers, sheet),
-        unlike=unlike,
+        unlike=differs,
         samples=samples,
         tokens=workload.shaped_tokens(),
         mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,
@@ -139,35 +139,52 @@ def _price(
     return speed, schedule
 
 
-def _unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, ...]:
+def unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, ...]:
     """Return how a step differs from those that the device's error is known for, in words.
 
-    Those are the steps of experiments/published_speed, or the ones that a calibration trains. Eight finished settings
+    Those are the steps of experiments/published, or the ones that a calibration trains. Eight finished settings
     know their own error.
     """
     gpu, measured = sheet.kind is DeviceKind.cuda, sheet.measured is not None
     if measured and sheet.factors.settings >= SETTINGS_FOR_ERRORS:
         return ()
-    unlike = {
+    differences = {
         "compile=true": config.compile,
         "float8": config.precision.float8,
         f"offload={config.offload.target.value}": gpu and config.offload.target is not OffloadTarget.none,
     }
     if not measured:
         sharding, dtype = config.sharding.granularity, config.precision.param_dtype
-        unlike |= {
+        differences |= {
             f"sharding={sharding.value}": sharding is not Granularity.per_block,
             f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
             "several nodes": num_workers > sheet.node_size,
         }
-    return tuple(name for name, differs in unlike.items() if differs)
+    return tuple(name for name, differs in differences.items() if differs)
 
 
-def _weigh(profile: Profile, config: TrialConfig, num_workers: int, cuda: bool, capacity: int | None) -> Forecast:
-    """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside."""
+def weigh(
+    profile: Profile,
+    config: TrialConfig,
+    num_workers: int,
+    cuda: bool,
+    capacity: int | None,
+    streams: Mapping[str, str] = STREAMS,
+) -> Forecast:
+    """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside.
+
+    Args:
+        profile: of the step.
+        config: the trial.
+        num_workers: of the trial.
+        cuda: for GPUs.
+        capacity: of the device, in bytes; None: not known.
+        streams: see `allocator_peaks`.
+    """
     if not cuda:
         return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
-    taken = allocator_peaks(profile, config.sharding.granularity is not Granularity.ddp, [WORKSPACE_BYTES])
+    sharded = config.sharding.granularity is not Granularity.ddp
+    taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams)
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
     return Forecast(
         True,
@@ -212,7 +229,7 @@ def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capaci
             batch = size * num_workers * config.training.grad_accum_steps
             trial = replace(config, training=replace(config.training, global_batch_size=batch))
             profile = forecast_profile(trial, num_workers, cuda)
-            needs[size] = _weigh(profile, trial, num_workers, cuda, None).needed_bytes
+            needs[size] = weigh(profile, trial, num_workers, cuda, None).needed_bytes
         return needs[size]
 
     if need(1) > capacity_bytes:

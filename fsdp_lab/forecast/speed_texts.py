@@ -15,7 +15,7 @@ _BASES = {
     Basis.calibration: "by its calibration",
 }
 _ELSEWHERE = "nine of ten predictions for a device that was not fitted were"
-# What `Device.error` was measured on, by its basis: experiments/published_speed, and `with_fit` of a calibration.
+# What `Device.error` was measured on, by its basis: experiments/published, and `with_fit` of a calibration.
 _ERRORS_OF = {
     Basis.data_sheet: _ELSEWHERE,
     Basis.fitted: "nine of ten published steps that were not fitted were",

@@ -12,10 +12,10 @@ from fsdp_lab.speed.streams import Schedule, schedule
 
 BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
 # The share of a step from which launches count: of the published steps that efficiencies were fitted to they bound at
-# most 0.005 % (experiments/published_speed), so nothing is known of the figures for them.
+# most 0.005 % (experiments/published), so nothing is known of the figures for them.
 _LAUNCHES = 0.01
 _STEP = 1e-3  # the relative change of a bound's duration from which its share is extrapolated
-_NETWORKS = [2 ** (quarter / 4) for quarter in range(-4, 5)]  # half to twice of one that is assumed
+NETWORKS = [2 ** (quarter / 4) for quarter in range(-4, 5)]  # half to twice of one that is assumed
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _network(program: Sequence[Operator], device: Device, separate_scatter: bool
     gbit = device.network_gbit
     if device.network_known or device.factors.settings >= SETTINGS_FOR_ERRORS:
         return Network(gbit)
-    others = [on_network(device, gbit * factor) for factor in _NETWORKS]
+    others = [on_network(device, gbit * factor) for factor in NETWORKS]
     return Network(gbit, {one.network_gbit: step_seconds(program, one, separate_scatter) for one in others})
 
 
