@@ -21,7 +21,7 @@ from benchmarks.published.rows import MPT, STEPS, read_mpt, read_steps
 from benchmarks.published.steps import Traced, trace
 from benchmarks.published.summary import COLUMNS, Result, summary, table, write_rows
 from fsdp_lab.forecast.capacity import GIB
-from fsdp_lab.speed.device import Efficiency
+from fsdp_lab.speed.device import Efficiency, Reached
 from fsdp_lab.speed.pairs import pair_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,16 +41,23 @@ def main() -> int:
         print(f"{data} has no {' and no '.join(missing)}: without the published rows there is nothing to compare")
         return 2
     others, left_out = read_steps(data / STEPS)
-    traced = trace([*read_mpt(data / MPT), *others], _progress)
-    results = forecast(traced)
-    lines = [result.cells() for result in results]
-    print(f"\n{table(COLUMNS, lines)}\n")
-    for name, reason in left_out.items():
-        print(f"{name} is left out: {reason}")
+    results, fits = forecast(trace([*read_mpt(data / MPT), *others], _progress))
     text, good = summary(results)
-    print(f"\n{text}\n\n{UNKNOWN}\n\n{time.monotonic() - started:.0f} s")
+    found = "\n\n".join([text, *fits, _left_out(left_out), UNKNOWN])
+    print(
+        f"\n{table(COLUMNS, [result.cells() for result in results])}\n\n{found}\n\n{time.monotonic() - started:.0f} s"
+    )
     write_rows(RESULTS / "rows.csv", results)
+    (RESULTS / "summary.md").write_text(f"{found}\n")
     return 0 if good else 1
+
+
+def _left_out(reasons: Mapping[str, str]) -> str:
+    """Return which rows are left out, by their reasons."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "\n".join(["Left out:", *(f"- {', '.join(some)}: {reason}." for reason, some in names.items())])
 
 
 def _progress(done: int, total: int) -> None:
@@ -58,45 +65,69 @@ def _progress(done: int, total: int) -> None:
         print(f"{done} of {total} rows traced", flush=True)
 
 
-def forecast(traced: Sequence[Traced]) -> list[Result]:
-    """Return the results, those of MPT by efficiencies that were fitted to other sizes of its models."""
+def forecast(traced: Sequence[Traced]) -> tuple[list[Result], list[str]]:
+    """Return the results, those of MPT by efficiencies that were fitted to other sizes of its models, and the fits."""
     efficiencies: dict[str, Efficiency] = {}
+    fitted: dict[str, tuple[list[Traced], Efficiency]] = {}
+    fits = []
     for gpu in dict.fromkeys(one.row.gpu for one in traced if one.row.fitted):
         mine = [one for one in traced if one.row.fitted and one.row.gpu == gpu and _network_known(one)]
         start = mine[0].row.device.efficiency
         efficiencies |= {one.row.name: each for one, each in zip(mine, without_each(mine, start), strict=True)}
-        _print_fit(gpu, mine, fit(mine, start), efficiencies)
-    return [_result(one, efficiencies.get(one.row.name, one.row.device.efficiency)) for one in traced]
+        fitted[gpu] = mine, fit(mine, start)
+        fits.append(_fit_text(gpu, *fitted[gpu], efficiencies))
+    if {"a100_80gb", "h100_sxm"} <= fitted.keys():
+        fits.append(_transfer_text(*fitted["a100_80gb"], fitted["h100_sxm"][0]))
+    return [_result(one, efficiencies.get(one.row.name, one.row.device.efficiency)) for one in traced], fits
 
 
 def _network_known(one: Traced) -> bool:
     return one.row.device.network_known or not one.row.several_nodes
 
 
-def _print_fit(gpu: str, rows: Sequence[Traced], whole: Efficiency, without: Mapping[str, Efficiency]) -> None:
-    """Print what was fitted to which rows, and the errors of sizes that were left out: figures of the device's file."""
-    print(f"\n{gpu}: fitted to {len(rows)} rows of MPT, each row forecast by a fit without its size of model")
-    for what, efficiency in (("fitted to all", whole), ("in the file", rows[0].row.device.efficiency)):
-        print(f"  {what}: {', '.join(f'{name} {value:.3f}' for name, value in vars(efficiency).items())}")
+def _fit_text(gpu: str, rows: Sequence[Traced], whole: Efficiency, without: Mapping[str, Efficiency]) -> str:
+    """Return what was fitted to which rows, and the errors of sizes left out: figures of the device's file."""
     groups: dict[str, list[float]] = {}
     for one in rows:
         seconds = one.seconds(replace(one.row.device, efficiency=without[one.row.name]))
         groups.setdefault(one.row.model, []).append(seconds / one.row.measured_s)
-    ratios, pairs = sorted(abs(r - 1) for some in groups.values() for r in some), pair_error(groups.values())
-    print(
-        f"  error of sizes left out: median {ratios[len(ratios) // 2]:.1%}, 90 % {ratios[int(0.9 * len(ratios))]:.1%}"
-    )
+    errors, pairs = sorted(abs(r - 1) for some in groups.values() for r in some), pair_error(groups.values())
+    lines = [f"{gpu}: fitted to {len(rows)} rows of MPT; each is forecast by a fit without its size of model."]
+    for what, efficiency in (("fitted to all", whole), ("in the file", rows[0].row.device.efficiency)):
+        lines.append(f"- {what}: {', '.join(f'{name} {value:.3f}' for name, value in vars(efficiency).items())}")
+    median, p90 = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
+    lines.append(f"- error of sizes left out: median {median:.1%}, 90 % {p90:.1%}")
     if pairs is not None:
-        print(f"  error of ratios: median {pairs.median:.1%}, 90 % {pairs.p90:.1%}")
+        lines.append(f"- error of ratios: median {pairs.median:.1%}, 90 % {pairs.p90:.1%}")
+    return "\n".join(lines)
+
+
+def _transfer_text(known: Sequence[Traced], learned: Efficiency, rows: Sequence[Traced]) -> str:
+    """Return the errors on a GPU of what was fitted to another: of devices whose steps nobody has published."""
+    reached = known[0].row.device.reached
+    bare = replace(learned, matmul=learned.matmul * reached.matmul, attention=learned.attention * reached.attention)
+    lines = ["A100 80 GB's efficiencies on the H100, as in the files of devices without a fit:"]
+    for what, efficiency, reaches in (
+        ("with what microbenchmarks reach", learned, rows[0].row.device.reached),
+        ("by the data sheet alone", bare, Reached()),
+    ):
+        devices = [replace(one.row.device, efficiency=efficiency, reached=reaches) for one in rows]
+        pairs = zip(rows, devices, strict=True)
+        errors = sorted(abs(one.seconds(device) / one.row.measured_s - 1) for one, device in pairs)
+        lines.append(f"- {what}: median {errors[len(errors) // 2]:.1%}, 90 % {errors[int(0.9 * len(errors))]:.1%}")
+    return "\n".join(lines)
 
 
 def _result(one: Traced, efficiency: Efficiency) -> Result:
     device = replace(one.row.device, efficiency=efficiency)
     low, high = one.range(device)
-    memory = one.memory
+    memory, step_s = one.memory, one.seconds(device)
+    if memory is None:
+        return Result(one.row, step_s, low, high, None, None, "yes")
+    assert memory.reserved_bytes is not None and memory.capacity_bytes is not None
     fits = "yes" if memory.fits else "tight" if memory.tight else "no"
-    share = memory.needed_bytes / (memory.capacity_bytes or 1)
-    return Result(one.row, one.seconds(device), low, high, (memory.reserved_bytes or 0) / GIB, share, fits)
+    share = memory.needed_bytes / memory.capacity_bytes
+    return Result(one.row, step_s, low, high, memory.reserved_bytes / GIB, share, fits)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.published.rows import Row
-from fsdp_lab.config import TrialConfig
 from fsdp_lab.forecast.allocator import STREAMS, STREAMS_BEFORE_129721
 from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
@@ -19,6 +18,9 @@ from fsdp_lab.speed.predict import NETWORKS, step_seconds
 from fsdp_lab.speed.program import Operator
 
 DEPTHS = (4, 6)  # a step is linear in its equal blocks; even numbers, for rows that checkpoint every second block
+# Of a GPU: what needs less fits, however its memory is fragmented (0.31 of the GPU at most here). To follow the memory
+# of all blocks takes most of the time.
+ROOMY = 0.5
 _LIMIT_S = 300.0
 
 
@@ -50,6 +52,12 @@ class Step:
         return step_seconds(self.whole, device) + (microbatches - 2) * again
 
 
+def along_depth(values: Mapping[int, float], blocks: int) -> float:
+    """Return what a step of so many blocks has, by what two smaller ones have."""
+    (low, few), (high, more) = sorted(values.items())
+    return few + (blocks - low) * (more - few) / (high - low)
+
+
 @dataclass(frozen=True)
 class Traced:
     """A row with its steps of `DEPTHS` blocks, and the memory of a step of all blocks.
@@ -57,20 +65,20 @@ class Traced:
     Attributes:
         row: as published.
         steps: number of blocks -> step.
-        memory: its forecast, on the row's device. What the allocator reserves is not linear in the blocks.
+        memory: its forecast, on the row's device; None: it has room, see `ROOMY`. Reserved memory is not linear in the
+            blocks.
         unlike: how it differs from the steps that the device's error is known for.
     """
 
     row: Row
     steps: Mapping[int, Step]
-    memory: Forecast
+    memory: Forecast | None
     unlike: tuple[str, ...]
 
     def seconds(self, device: Device) -> float:
         """Return the predicted seconds of a step."""
-        (low, few), (high, more) = sorted(self.steps.items())
-        of_few, of_more = (step.seconds(device, self.row.microbatches) for step in (few, more))
-        return of_few + (self.row.blocks - low) * (of_more - of_few) / (high - low)
+        seconds = {blocks: step.seconds(device, self.row.microbatches) for blocks, step in self.steps.items()}
+        return along_depth(seconds, self.row.blocks)
 
     def range(self, device: Device) -> tuple[float, float]:
         """Return the range of a predicted step, as a forecast has it: see `predict` and `on_capacity`."""
@@ -81,7 +89,7 @@ class Traced:
             steps += [self.seconds(one) for one in ends]
         most = (device.error_elsewhere if self.unlike else device.error).p90
         low, high = min(steps) / (1 + most), max(steps) / (1 - most)
-        if self.memory.nearly_full:
+        if self.memory is not None and self.memory.nearly_full:
             high = max(high, step_s / (1 - NEARLY_FULL_ERROR))
         return low, high
 
@@ -115,17 +123,18 @@ def _trace(row: Row) -> Traced | str:
     from fsdp_lab.forecast.forecast import forecast_step, unlike, weigh
     from fsdp_lab.training.__main__ import read_config
 
-    try:
-
-        def followed(blocks: int, traced: bool) -> tuple[TrialConfig, ForecastStep]:
-            config = read_config(None, [*row.words, f"model.num_layers={blocks}"])
-            return config, forecast_step(config, row.workers, cuda=True, traced=traced)
-
-        steps = {blocks: Step.of(followed(blocks, traced=True)[1].program) for blocks in DEPTHS}
-        config, whole = followed(row.blocks, traced=False)
+    def followed(blocks: int, traced: bool) -> tuple[ForecastStep, Forecast]:
+        config = read_config(None, [*row.words, f"model.num_layers={blocks}"])
+        step = forecast_step(config, row.workers, cuda=True, traced=traced)
         streams = STREAMS_BEFORE_129721 if row.early else STREAMS
-        capacity = int(row.device.memory_gib * GIB)
-        memory = weigh(whole.profile, config, row.workers, True, capacity, streams)
-        return Traced(row, steps, memory, unlike(config, row.workers, row.device))
+        return step, weigh(step.profile, config, row.workers, True, int(row.device.memory_gib * GIB), streams)
+
+    try:
+        few = {blocks: followed(blocks, traced=True) for blocks in DEPTHS}
+        least = along_depth({blocks: memory.least_bytes for blocks, (_, memory) in few.items()}, row.blocks)
+        roomy = row.reserved_gib is None and least < ROOMY * row.device.memory_gib * GIB
+        memory = None if roomy else followed(row.blocks, traced=False)[1]
+        differs = unlike(read_config(None, list(row.words)), row.workers, row.device)
+        return Traced(row, {blocks: Step.of(step.program) for blocks, (step, _) in few.items()}, memory, differs)
     except Exception:  # noqa: BLE001 - the command ends with it
         return traceback.format_exc()

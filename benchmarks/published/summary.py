@@ -28,8 +28,8 @@ class Result:
         step_s: predicted.
         low_s: the lower end of its range.
         high_s: the upper end.
-        reserved_gib: forecast.
-        share: of the GPU's memory that the step needs.
+        reserved_gib: forecast; None: the step has so much room that it was not followed.
+        share: of the GPU's memory that the step needs; None: little.
         fits: `yes`, `tight` or `no`.
     """
 
@@ -37,8 +37,8 @@ class Result:
     step_s: float
     low_s: float
     high_s: float
-    reserved_gib: float
-    share: float
+    reserved_gib: float | None
+    share: float | None
     fits: str
 
     @property
@@ -59,7 +59,9 @@ class Result:
     @property
     def memory_error(self) -> float | None:
         """Of the forecast reserved memory; None: it was not published."""
-        return None if self.row.reserved_gib is None else self.reserved_gib / self.row.reserved_gib - 1
+        if self.row.reserved_gib is None or self.reserved_gib is None:
+            return None
+        return self.reserved_gib / self.row.reserved_gib - 1
 
     @property
     def network_known(self) -> bool:
@@ -74,7 +76,8 @@ class Result:
             row.name, row.model, row.gpu, str(row.workers), gbit, " ".join(row.marks), f"{row.measured_s:.4g}",
             f"{self.step_s:.4g}", f"{self.error:+.1%}", f"{self.low_s:.4g}", f"{self.high_s:.4g}",
             "yes" if self.inside else "no", "" if memory is None else f"{row.reserved_gib:.1f}",
-            f"{self.reserved_gib:.1f}", "" if memory is None else f"{memory:+.1%}", f"{self.share:.3f}", self.fits,
+            "" if self.reserved_gib is None else f"{self.reserved_gib:.1f}", "" if memory is None else f"{memory:+.1%}",
+            "" if self.share is None else f"{self.share:.3f}", self.fits,
         ]  # fmt: skip
 
 

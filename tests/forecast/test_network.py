@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from fsdp_lab.forecast.table import Row
 from fsdp_lab.speed.device import Factors, on_network
 from fsdp_lab.speed.predict import Network, Speed, predict
 from fsdp_lab.speed.program import Kind, Operator, Stream
+from tests.forecast.command import forecast_here
 from tests.ranks import config
 from tests.speed.test_costs import ROUND
 
@@ -87,3 +90,25 @@ def test_only_what_fits_is_compared_and_a_tie_changes_no_answer():
     assert len(network_verdict([row("1", FULL), row("4", close)], axes, 0.03)) == 1
     (_, above) = network_verdict([row("1", FULL), row("4", {400.0: 1.0, 800.0: 0.9, 1600.0: 0.9})], axes, 0.03)
     assert above == "Above 960 Gbit/s a node, sharding.dp_replicate=1 is faster than sharding.dp_replicate=4."
+
+
+def test_the_command_names_the_network_that_it_assumed(tmp_path: Path):
+    """Of two nodes; with the key it is not mentioned, and the range is narrower."""
+    words = [
+        "model=mlp",
+        "sharding=per_block",
+        "precision=bf16_mixed",
+        "cluster.num_workers=16",
+        "forecast.device=a100_80gb",
+    ]
+    widths = {}
+    for gbit in (None, 800):
+        key = [] if gbit is None else [f"forecast.network_gbit={gbit}"]
+        done = forecast_here(tmp_path, *words, *key, f"forecast.folder={gbit}")
+        assert done.returncode == 0, done.stderr
+        assert ("No network was given: 800 Gbit/s a node of NVIDIA A100-SXM4-80GB" in done.stdout) is (gbit is None)
+        with (tmp_path / f"{gbit}" / "forecast.csv").open() as file:
+            (line,) = csv.DictReader(file)
+        assert (line["network_gbit"], line["network_assumed"]) == ("800.0", str(gbit is None).lower())
+        widths[gbit] = float(line["step_high_s"]) / float(line["step_low_s"])
+    assert widths[None] >= widths[800]
