@@ -15,6 +15,9 @@ _TILE = (128, 128)  # of a matrix product's result, which one core computes
 # ("FlashAttention-3", Shah et al., 2024, figures 5 and 6).
 _BACKWARD, _CUDNN_BACKWARD = 0.75, 0.86
 _HALVES = ("bfloat16", "float16")
+# What an all-reduce reaches of a network, relative to gathers and scatters: 340 and 200 GB/s between 32 nodes with 8
+# H100s each (github.com/NVIDIA/nccl, issue 1218).
+_ALL_REDUCE = 1.7
 
 
 class _Path(NamedTuple):
@@ -123,7 +126,7 @@ def collective_seconds(operator: Operator, device: Device) -> float:
         return 0.0
     nodes = num_nodes(operator.group, device.node_size)
     passes = 2 if operator.kind is Kind.reduce else 1
-    sending = passes * operator.num_bytes * (ranks - 1) / ranks / _bandwidth(device, ranks, nodes)
+    sending = passes * operator.num_bytes * (ranks - 1) / ranks / _bandwidth(device, ranks, nodes, operator.kind)
     between = nodes - 1
 
     def along(path: _Path, within: float, between: float) -> float:
@@ -142,7 +145,7 @@ def _rings(device: Device, nodes: int) -> tuple[_Path, ...]:
     return (_PLAIN, _LL) if nodes > 1 else (_PLAIN, _LL, _LL128)
 
 
-def _bandwidth(device: Device, ranks: int, nodes: int) -> float:
+def _bandwidth(device: Device, ranks: int, nodes: int, kind: Kind) -> float:
     """Return the bytes/s of a group.
 
     Its rings cross between nodes side by side and have the node's network together. They share it with the groups of
@@ -152,4 +155,5 @@ def _bandwidth(device: Device, ranks: int, nodes: int) -> float:
     if nodes == 1:
         return within
     share = min(1.0, ranks / nodes / device.node_size)
-    return min(within, device.network_bandwidth * device.efficiency.network * share)
+    reached = min(1.0, device.efficiency.network * (_ALL_REDUCE if kind is Kind.reduce else 1.0))
+    return min(within, device.network_bandwidth * reached * share)

@@ -93,6 +93,20 @@ def test_a_ring_passes_all_parts_but_one():
     assert collective_seconds(gather(8e9, 16), ROUND) == pytest.approx(8e9 * 15 / 16 / 4e10), "the network is slower"
 
 
+def test_an_all_reduce_reaches_more_of_the_network():
+    """A gather reaches half of 4e10 bytes/s, an all-reduce 1.7 times as much but not more than all of it.
+
+    Within a node both are as fast as the links.
+    """
+    for network, share in ((0.5, 0.85), (0.9, 1.0)):
+        device = replace(ROUND, efficiency=replace(ROUND.efficiency, network=network))
+        reduced = collective_seconds(gather(8e9, 16, Kind.reduce), device)
+        assert reduced == pytest.approx(2 * 8e9 * 15 / 16 / (4e10 * share))
+        assert collective_seconds(gather(8e9, 16), device) == pytest.approx(8e9 * 15 / 16 / (4e10 * network))
+    device = replace(ROUND, efficiency=replace(ROUND.efficiency, network=0.5))
+    assert collective_seconds(gather(8e9, 8, Kind.reduce), device) == pytest.approx(0.14)
+
+
 def test_alone_nothing_is_sent():
     assert seconds(gather(8e9, 1), ROUND) == 0.0
 
