@@ -109,8 +109,11 @@ def test_the_next_gradients_are_copied_when_the_scatter_before_is_over():
 
 
 def hybrid(stream: Stream) -> list[tuple[Operator, float]]:
-    """The reductions of 32 blocks of Llama 3 8B on 64 replicas of 8 H100s, in ms: a block's gradients, 872 MB in float32,
-    are scattered within a node in 4.9, and an eighth of them is reduced between nodes in 13.9 at 35 % of 3,200 Gbit/s."""
+    """The reductions of 32 blocks of Llama 3 8B on 64 replicas of 8 H100s, in ms.
+
+    A block's gradients, 872 MB in float32, are scattered within a node in 4.9, and an eighth of them is reduced between
+    nodes in 13.9, where that reaches 35 % of 3,200 Gbit/s.
+    """
     return [
         one
         for unit in range(0, 320, 10)
