@@ -29,7 +29,7 @@ from fsdp_lab.config import ConfigError, UserError, read_words
 from fsdp_lab.config.conf import CALIBRATIONS, DEVICE_KINDS, data_sheets, slug
 from fsdp_lab.cpu_contention import Others
 from fsdp_lab.hardware import num_cpus, num_gpus
-from fsdp_lab.speed.device import Device
+from fsdp_lab.speed.device import NOT_IN_FILES, Device
 from fsdp_lab.wording import count, short_time, significant
 
 KEYS = ("workers", "device", "limit_s", "name")
@@ -170,7 +170,8 @@ def write_device(file: Path, device: Device) -> None:
     content = asdict(device) | {"kind": device.kind.value, "basis": device.basis.value}
     content["peak_flops"] = dict(device.peak_flops)
     content["measured"] = plain_measured(device.measured)
-    del content["factors"]
+    for name in NOT_IN_FILES:
+        del content[name]
     text = yaml.safe_dump(_floats(content), sort_keys=False, default_flow_style=None, width=120)
     write_text(file, f"# Written by python -m fsdp_lab.calibrate.\n{text}")
 

@@ -186,7 +186,8 @@ _BYTES_OF_GBIT = 1e9 / 8
 SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
 _OPTIONAL = {"measured", "relative"}
 _ERRORS = ("error", "error_elsewhere", "relative")
-_FIELDS = {each.name: each.type for each in fields(Device) if each.name not in ("factors", "network_known")}
+NOT_IN_FILES = ("factors", "network_known")
+_FIELDS = {each.name: each.type for each in fields(Device) if each.name not in NOT_IN_FILES}
 
 
 def on_network(device: Device, gbit: float) -> Device:
