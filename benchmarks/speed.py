@@ -40,7 +40,8 @@ _LIMIT_S = 120.0  # for the other worker
 
 GPT = (
     "model=custom", "model._target_=benchmarks.published.decoders.Mpt", "model.vocab_size=1024", "model.dim=160",
-    "model.num_layers=3", "model.num_heads=5", "model.max_seq_len=96", "data=synthetic_tokens", "data.seq_len=96", "task=language",
+    "model.num_layers=3", "model.num_heads=5", "model.max_seq_len=96", "data=synthetic_tokens", "data.seq_len=96",
+    "task=language",
 )  # fmt: skip
 VIT = (
     "model=vit_tiny", "model.hidden_dim=256", "model.num_layers=5", "model.num_heads=8", "model.mlp_dim=640",
