@@ -66,7 +66,10 @@ def _progress(done: int, total: int) -> None:
 
 
 def forecast(traced: Sequence[Traced]) -> tuple[list[Result], list[str]]:
-    """Return the results, those of MPT by efficiencies that were fitted to other sizes of its models, and the fits."""
+    """Return the results, and the fits as text.
+
+    Rows of MPT are forecast by what was fitted to other sizes of its models, and where they are in no fit, to all others.
+    """
     efficiencies: dict[str, Efficiency] = {}
     fitted: dict[str, tuple[list[Traced], Efficiency]] = {}
     fits = []
@@ -78,7 +81,10 @@ def forecast(traced: Sequence[Traced]) -> tuple[list[Result], list[str]]:
         fits.append(_fit_text(gpu, *fitted[gpu], efficiencies))
     if {"a100_80gb", "h100_sxm"} <= fitted.keys():
         fits.append(_transfer_text(*fitted["a100_80gb"], fitted["h100_sxm"][0]))
-    return [_result(one, efficiencies.get(one.row.name, one.row.device.efficiency)) for one in traced], fits
+    for one in traced:
+        whole = fitted[one.row.gpu][1] if one.row.fitted else one.row.device.efficiency
+        efficiencies.setdefault(one.row.name, whole)
+    return [_result(one, efficiencies[one.row.name]) for one in traced], fits
 
 
 def _network_known(one: Traced) -> bool:
