@@ -68,7 +68,7 @@ def _progress(done: int, total: int) -> None:
 def forecast(traced: Sequence[Traced]) -> tuple[list[Result], list[str]]:
     """Return the results, and the fits as text.
 
-    Rows of MPT are forecast by what was fitted to other sizes of its models, and where they are in no fit, to all others.
+    Rows of MPT are forecast by what was fitted to other sizes of its models; rows in no fit, by what was fitted to all.
     """
     efficiencies: dict[str, Efficiency] = {}
     fitted: dict[str, tuple[list[Traced], Efficiency]] = {}
