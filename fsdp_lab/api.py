@@ -91,7 +91,7 @@ class ForecastResult:
     needed_bytes: int | None
     """The bytes that a device needs: the peak, the allocator's cache and libraries; None without a forecast."""
     fits: str
-    """`true`, `tight` or `false`; "" if no capacity is known."""
+    """`true`, `tight`, `upper bound` (only that exceeds the capacity) or `false`; "" if no capacity is known."""
     step_s: float | None
     """Seconds of an optimizer step; None if no speed is predicted."""
     samples_per_s: float | None

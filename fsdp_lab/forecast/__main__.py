@@ -30,7 +30,8 @@ The table shows the worker with the highest peak, at its peak. The smallest peak
                cached blocks fit them better
   host         host memory in use while a GPU computes
   fits         yes: `needs` is within the capacity; tight: only without the allocator's cache, so it may run slower or
-               run out of memory; no: not even then. The recommendation and the largest microbatch use `yes` only;
+               run out of memory; no: not even then; upper bound: `needs` is more than the capacity, but an upper
+               bound, so nobody knows. The recommendation uses `yes` and `upper bound`, the largest microbatch `yes`;
                forecast.prune skips `no`
   kept         with forecast.keep: whether a sweep would start it
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device

@@ -43,6 +43,7 @@ class Forecast:
         error: why there is no forecast, and no peaks.
         fails: training would end with the same error.
         traceback: of that error, if it was raised from another, such as one of the user's code; else "".
+        upper_bound: what makes the memory an upper bound, in words such as `compile=true`; "": it is none.
     """
 
     cuda: bool
@@ -60,6 +61,7 @@ class Forecast:
     error: str | None = None
     fails: bool = False
     traceback: str = ""
+    upper_bound: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -92,10 +94,17 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None if the capacity is not known, or without a forecast."""
-        if self.capacity_bytes is None or self.error:
+        """Whether it fits; None without a forecast, or if the capacity is not known, or see `may_fit`."""
+        if self.capacity_bytes is None or self.error or self.may_fit:
             return None
         return self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether an upper bound exceeds the capacity: it may fit or not. Nothing may be skipped because of it."""
+        if self.capacity_bytes is None or self.error:
+            return False
+        return bool(self.upper_bound) and self.needed_bytes > self.capacity_bytes
 
     @property
     def tight(self) -> bool:

@@ -181,8 +181,9 @@ def weigh(
         capacity: of the device, in bytes; None: not known.
         streams: see `allocator_peaks`.
     """
+    upper_bound = _upper_bound(config)
     if not cuda:
-        return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
+        return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity, upper_bound=upper_bound)
     sharded = config.sharding.granularity is not Granularity.ddp
     taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams)
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
@@ -193,9 +194,15 @@ def weigh(
         allowances(profile.peaks["device"]["total"], taken.reserved, communicators(config, num_workers)),
         {"rounding of pinned buffers": pinned_rounding(profile, pinned)},
         capacity,
+        upper_bound=upper_bound,
         active_bytes=taken.active,
         reserved_bytes=taken.reserved,
     )
+
+
+def _upper_bound(config: TrialConfig) -> str:
+    """Return what makes a forecast an upper bound, in words; "" if it is none."""
+    return "compile=true" if config.compile else ""
 
 
 def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:

@@ -23,8 +23,8 @@ def recommend(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> li
     """Return the settings that fit and have a speed, the recommended one first, the others by their predicted speed.
 
     As in a report the fastest is recommended. Of settings within the tolerance, the one with the least memory wins, and
-    of those that need hardly more, the simplest. A setting whose error is known goes before any other of these. If the
-    capacity is not known, everything counts as fitting.
+    of those that need hardly more, the simplest. A setting whose error is known goes before any other of these. A
+    setting that may fit counts as fitting, and if the capacity is not known, everything does.
 
     Args:
         rows: the forecasts.
@@ -123,17 +123,20 @@ def _answer(rows: Sequence[Row], swept: Sequence[str], tolerance: float, remedie
     if not ranked:
         return _Answer("No setting fits, so none is recommended.")
     best, speed = ranked[0], _speed(ranked[0])
-    of_what = " that fits" if any(row.forecast.fits is False for row in rows) else ""
+    of_what = ""
+    if any(row.forecast.fits is False for row in rows):
+        of_what = " that may fit" if best.forecast.may_fit else " that fits"
     figures = f"{_figures(best)}, bound by {bounds_text(speed)}"
     head = (
         f"Predicted fastest{of_what}: {named(best, names)}: {figures}." if len(rows) > 1 else f"Predicted: {figures}."
     )
     mine = Predicted.of(speed)
+    room = [*_may_not_fit(ranked, names), *_room(ranked, names, remedies)]
     close = [row for row in ranked[1:] if Predicted.of(_speed(row)).may_reach(mine)]
     faster = [r for r in rows if r.forecast.tight and r.forecast.speed and _pace(r) < _pace(best)]
     others = [_may_be_as_fast(best, close, names)] if close else []
     others += [_tight(sorted(faster, key=_pace), names)] if faster else []
-    return _Answer(head, _room(ranked, names, remedies), [basis_text(speed)], others)
+    return _Answer(head, room, [basis_text(speed)], others)
 
 
 def _figures(row: Row) -> str:
@@ -142,13 +145,25 @@ def _figures(row: Row) -> str:
     return f"{rate_text(row.forecast)}, step {seconds_text(_speed(row))}, {needs}"
 
 
+def _may_not_fit(ranked: Sequence[Row], swept: Sequence[str]) -> list[str]:
+    """Return that only an upper bound is known of what the recommended setting needs, and the fastest that fits."""
+    best, *others = ranked
+    forecast = best.forecast
+    if not forecast.may_fit:
+        return []
+    needs = size_text(forecast.needed_bytes)
+    sentence = f"Whether it fits is not known: {needs} is an upper bound ({forecast.upper_bound})."
+    sure = next((row for row in others if row.forecast.fits), None)
+    return [sentence if sure is None else f"{sentence} The fastest that fits: {named(sure, swept)}: {_figures(sure)}."]
+
+
 def _room(ranked: Sequence[Row], swept: Sequence[str], remedies: Sequence[str]) -> list[str]:
     """Return sentences for a recommended setting that nearly fills its GPU.
 
     They name the consequence, what to try first, and the fastest setting that leaves room.
     """
     best, *others = ranked
-    if not (sentence := room_text(best.forecast)):
+    if best.forecast.may_fit or not (sentence := room_text(best.forecast)):
         return []
     if remedies:
         these = "it" if len(remedies) == 1 else "them"

@@ -59,8 +59,8 @@ class Row:
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """Return the rows in the order of the table; rows without a forecast come last.
 
-    With speeds, each number of workers forms a group: what fits comes before what is tight, then what does not fit, the
-    fastest first. Without speeds the smallest peak comes first.
+    With speeds, each number of workers forms a group: what fits comes before what may fit, then what is tight, then
+    what does not fit, the fastest first. Without speeds the smallest peak comes first.
     """
 
     def place(row: Row) -> tuple[float, ...]:
@@ -68,7 +68,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
         if forecast.error:
             return (1,)
         if forecast.speed is not None:
-            room = (forecast.fits is False) + (forecast.fits is False and not forecast.tight)
+            room = forecast.may_fit + 2 * (forecast.fits is False) + (forecast.fits is False and not forecast.tight)
             return (0, forecast.num_workers, room, -_each(forecast, forecast.speed.samples_per_s))
         return (0, 0, 0, forecast.peak_bytes)
 
@@ -129,7 +129,9 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
 
 
 def _whether(forecast: Forecast, yes: str, tight: str, no: str) -> str:
-    """Return the word for whether it fits; "" if that is not known."""
+    """Return the word for whether it fits, or `upper bound` if only that exceeds the capacity; "" without one."""
+    if forecast.may_fit:
+        return "upper bound"
     if forecast.fits is None:
         return ""
     return yes if forecast.fits else tight if forecast.tight else no

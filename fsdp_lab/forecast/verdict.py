@@ -28,9 +28,9 @@ def verdict(rows: Sequence[Row], swept: Sequence[str], items: str = "samples") -
         return "Nothing could be forecast."
     judged = [row for row in having if row.forecast.fits is not None]
     clauses = (
-        [_fits(judged, swept), _tight(judged, swept), _takes(judged, swept)]
+        [_fits(judged, swept), _tight(judged, swept), _may_fit(having, swept), _takes(judged, swept)]
         if judged
-        else [_needs(having, swept), _ask(having)]
+        else [_needs(having, swept), _may_fit(having, swept) or _ask(having)]
     )
     if len(having) < len(rows):
         failed = _named([row for row in rows if row.forecast.error], rows, swept)
@@ -76,6 +76,18 @@ def _tight(rows: Sequence[Row], swept: Sequence[str]) -> str:
         return ""
     who = _listed(map(name_of, _named(tight, rows, swept))) if swept else "it"
     return f"{who} may run, but slower (tight)"
+
+
+def _may_fit(rows: Sequence[Row], swept: Sequence[str]) -> str:
+    """Return which settings only an upper bound keeps from fitting."""
+    unknown = [row for row in rows if row.forecast.may_fit]
+    if not unknown:
+        return ""
+    who = _listed(map(name_of, _named(unknown, rows, swept))) if swept else "it"
+    why = _listed(dict.fromkeys(row.forecast.upper_bound for row in unknown))
+    least = size_text(min(row.forecast.needed_bytes for row in unknown))
+    most = "its" if len(unknown) == 1 else "their"
+    return f"{who} may fit: {most} {least} {'is' if len(unknown) == 1 else 'or more are'} an upper bound ({why})"
 
 
 def _at_most(rows: Sequence[Row]) -> str:

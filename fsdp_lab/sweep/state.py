@@ -89,10 +89,9 @@ class TrialState:
         forecast = self.forecast
         if forecast is None or forecast.error:
             return self.forecast_before
-        figures: dict[str, float] = {
-            "forecast/peak_bytes": forecast.peak_bytes,
-            "forecast/needed_bytes": forecast.needed_bytes,
-        }
+        figures: dict[str, float] = {"forecast/peak_bytes": forecast.peak_bytes}
+        if not forecast.may_fit:  # else a search would avoid what only an upper bound keeps from fitting
+            figures["forecast/needed_bytes"] = forecast.needed_bytes
         figures |= {"forecast/reserved_bytes": forecast.reserved_bytes} if forecast.reserved_bytes is not None else {}
         figures |= {"forecast/host_bytes": forecast.host_bytes} if forecast.host_bytes else {}
         figures |= {"forecast/capacity_bytes": forecast.capacity_bytes} if forecast.capacity_bytes is not None else {}

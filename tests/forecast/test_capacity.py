@@ -37,6 +37,11 @@ def row(name: str, verdict: str, step_s: float) -> Row:
     return Row([name], forecast_of(verdict, step_s), None, 64)
 
 
+def at_most(verdict: str, step_s: float = 1.0) -> Forecast:
+    """One whose memory is an upper bound."""
+    return replace(forecast_of(verdict, step_s), upper_bound="compile=true")
+
+
 ROWS = [row("ddp", "no", 0.5), row("root", "tight", 1.0), row("per_layer", "tight", 2.5), row("per_block", "yes", 2.0)]
 
 
@@ -99,6 +104,40 @@ def test_what_is_tight_takes_no_place_of_what_fits(verdicts: tuple[str, ...], ke
     forecasts = {n: forecast_of(verdict, 2.0**n) for n, verdict in enumerate(verdicts)}
     left_out = passed_over(forecasts, {n: str(n) for n in forecasts}, keep)
     assert set(left_out) == expected
+
+
+@pytest.mark.parametrize(("verdict", "may_fit"), [("yes", False), ("tight", True), ("no", True)])
+def test_an_upper_bound_says_that_a_setting_fits_and_never_that_it_does_not(verdict: str, may_fit: bool):
+    forecast = at_most(verdict)
+    assert (forecast.fits, forecast.tight, forecast.may_fit) == (None if may_fit else True, False, may_fit)
+    assert not replace(forecast, capacity_bytes=None).may_fit
+
+
+def test_an_upper_bound_is_named_in_the_table_and_in_the_sentence(tmp_path: Path):
+    rows = in_order([*ROWS, Row(["fused"], at_most("no", 0.1), None, 64)])
+    assert [r.settings[0] for r in rows] == ["per_block", "fused", "root", "per_layer", "ddp"]
+    write_csv(tmp_path / "f.csv", rows, ["sharding"])
+    cells = [line["fits"] for line in csv.DictReader((tmp_path / "f.csv").open())]
+    assert cells == ["true", "upper bound", "tight", "tight", "false"]
+    text = verdict(rows, ["sharding"])
+    assert "only per_block fits;" in text and "fused may fit: its " in text
+    assert " is an upper bound (compile=true)" in text
+    alone = verdict([Row([], at_most("no"), None, 64)], [])
+    assert "it may fit" in alone and "does not fit" not in alone and "forecast.capacity_gib" not in alone
+
+
+def test_no_setting_is_dropped_by_an_upper_bound():
+    """It is recommended where it is the fastest, beside the fastest that surely fits, and takes no place of that."""
+    rows = [Row(["fused"], at_most("no", 1.0), None, 64), row("plain", "yes", 2.0), row("ddp", "no", 0.5)]
+    assert [r.settings[0] for r in recommend(rows, ["sharding"], 0.0)] == ["fused", "plain"]
+    sentences = speed_verdict(rows, ["sharding"], 0.0)
+    assert sentences[0].startswith("Predicted fastest that may fit: fused:")
+    assert sentences[1].startswith("Whether it fits is not known: ")
+    assert "is an upper bound (compile=true). The fastest that fits: plain: " in sentences[1]
+    forecasts = {number: row.forecast for number, row in enumerate(rows)}
+    assert set(passed_over(forecasts, {0: "a", 1: "b", 2: "c"}, "1")) == {2}
+    slower = {0: at_most("no", 4.0), 1: forecast_of("yes", 1.0)}
+    assert set(passed_over(slower, {0: "a", 1: "b"}, "1")) == {0}, "which is too slow"
 
 
 ROOT = Path(__file__).parents[2]

@@ -296,6 +296,28 @@ def test_keep_and_prune_skip_nothing_that_is_measured_again(
     assert skipped == ([3, 5] if again else [2, 3, 4, 5])
 
 
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize("upper_bound", ["", "compile=true"])
+def test_keep_and_prune_skip_nothing_by_an_upper_bound(
+    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, upper_bound: str
+):
+    """By the forecasts, the last two are the fastest and do not fit."""
+    plan, forecasts = keeping("1"), of_speeds(1.7, 1.7, 1.7, 1.7, 1.0, 1.0)
+    forecasts[4:] = [replace(f, capacity_bytes=5, upper_bound=upper_bound) for f in forecasts[4:]]
+    for state in plan.state.trials:
+        state.trial.config.forecast.prune = True
+        state.trial.folder.mkdir(exist_ok=True)
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
+    hears = Hears()
+    run_sweep(plan, Rests(), [Forecasts(plan), hears])
+    states = plan.state.trials
+    skipped = [n for n, state in enumerate(states) if state.status is TrialStatus.skipped]
+    assert skipped == ([] if upper_bound else [4, 5])
+    assert any("starts, and may run out of memory" in text for text in hears.logged) == bool(upper_bound)
+    for state in states[4:]:  # a search avoids what exceeds the capacity by these two
+        assert ("forecast/needed_bytes" in state.forecast_figures) != bool(upper_bound)
+
+
 @pytest.mark.parametrize(
     ("status", "more", "reached"), [("finished", False, 0), ("finished", True, 1), ("waiting", False, 1)]
 )

@@ -237,7 +237,10 @@ class Forecasts(Listener):
         if forecast.largest_microbatch is not None:
             sweep.log(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
         sweep.forecast(number, forecast)
-        if prune and forecast.tight:
+        if prune and forecast.may_fit:
+            needs, bound = forecast.shortage, forecast.upper_bound
+            sweep.log(f"{name} starts, and may run out of memory: {needs}, which is an upper bound ({bound})")
+        elif prune and forecast.tight:
             sweep.log(f"{name} starts, but memory is tight: {forecast.shortage}; it may be slow, or run out of memory")
         elif prune and forecast.fits is False:
             sweep.skip(number, f"{forecast.shortage}; forecast.prune=true skips it")
