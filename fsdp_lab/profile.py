@@ -101,6 +101,11 @@ class Profile:
             sums[event.category] += event.num_bytes
         return {**sums, "total": sum(sums.values())}
 
+    def with_peaks(self) -> Profile:
+        """Return this profile, once its events are complete, with its peaks."""
+        self.peaks = {place: at_peak for place in PLACES if (at_peak := self.at_peak(place))}
+        return self
+
     def holders(self, place: str = "device") -> list[Holder]:
         """Return the storages at the peak of `place`, grouped, the largest first."""
         alive: dict[int, tuple[str, int]] = {}

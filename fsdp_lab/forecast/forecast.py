@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,22 +32,20 @@ from fsdp_lab.forecast.streams_page import streams_page, write_streams
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
 from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Device, DeviceKind
-from fsdp_lab.speed.fuse import fuse
 from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
 from fsdp_lab.speed.streams import Schedule
-from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
 from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.memory import TRACKED_STEPS, main_settings, record_step
-from fsdp_lab.training.module_names import plain_name
 from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.training.timeline import write_timeline
 from fsdp_lab.training.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    kernels_planned,
     without_modes,
 )
 from fsdp_lab.training.weights import materialize
@@ -316,6 +314,8 @@ def _follow(
 
         def without_values(model: nn.Module, _: Blueprint) -> None:
             """Make every new tensor a fake one, from here to the end of the step."""
+            if config.compile:
+                fake.enter_context(kernels_planned(device, trace.kernel))
             values = fake.enter_context(fake_tensors())
             if cuda:
                 fake.enter_context(cuda_kernels(trace.kernel))
@@ -337,15 +337,7 @@ def _follow(
             trace.following(recorder.place) if traced else nullcontext(),
         ):
             _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
-        program = fuse(trace.program, _compiled_modules(state.model, workload)) if config.compile else trace.program
-        return Step(recorder.finish(), program)
-
-
-def _compiled_modules(model: nn.Module, workload: Workload) -> Callable[[str], bool]:
-    """Whether a module is one of the blocks, which are compiled, or inside of one; by its name in a profile."""
-    classes = workload.model.block_classes or find_block_classes(model)
-    blocks = {plain_name(name) for name, module in model.named_modules() if isinstance(module, classes)}
-    return lambda name: any(name == block or name.startswith(f"{block}.") for block in blocks)
+        return Step(recorder.finish(), trace.program)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

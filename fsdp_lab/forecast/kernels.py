@@ -6,7 +6,7 @@ NVIDIA GPU since Ampere (sm80) is made here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_lab.training.torch_private import efficient_attention, flash_attention, plain_attention
+from fsdp_lab.training.torch_private import OnKernel, efficient_attention, flash_attention, plain_attention
 
-OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256  # the largest
 _FLASH_ALIGNMENT = 8  # of the head size; others are padded
@@ -36,7 +35,8 @@ def cuda_kernels(on_kernel: OnKernel = lambda name, reads, writes: None) -> Iter
     def fused_rms_norm(
         input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        if weight is not None and weight.dtype is not input.dtype:  # the fused kernel takes one type only
+        # the fused kernel takes one type only, and the compiler makes its own
+        if torch.compiler.is_compiling() or (weight is not None and weight.dtype is not input.dtype):
             return rms_norm(input, list(normalized_shape), weight, eps)
         return _FusedRmsNorm.apply(input, len(normalized_shape), weight, on_kernel)
 

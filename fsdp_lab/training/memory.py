@@ -21,7 +21,8 @@ from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.files import write_json
-from fsdp_lab.profile import CATEGORIES, PLACES, Event, Profile
+from fsdp_lab.profile import CATEGORIES, Event, Profile
+from fsdp_lab.training.allocator_profile import AllocatorRecorder
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.module_names import ModuleNames
 from fsdp_lab.training.torch_private import (
@@ -30,8 +31,10 @@ from fsdp_lab.training.torch_private import (
     FsdpTracker,
     TorchDispatchMode,
     Tracker,
+    compiled_code_runs,
     finished_work,
     free_cublas_workspaces,
+    not_reported,
     start_allocator_history,
     stop_allocator_history,
     tracker_hooks_removed,
@@ -88,8 +91,7 @@ class _Recorder(Tracker):
 
     def finish(self) -> Profile:
         """Return the profile so far; a step that failed has one up to the failure."""
-        self.profile.peaks = {place: at_peak for place in PLACES if (at_peak := self.profile.at_peak(place))}
-        return self.profile
+        return self.profile.with_peaks()
 
 
 class _FsdpRecorder(_Recorder, FsdpTracker):
@@ -111,9 +113,10 @@ class SynchronousGlooMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in GATHERS_AND_SCATTERS and args[0].device.type == "cpu":
             output, given, *rest = args
-            reached = torch.empty_like(output)
-            _wait(func(reached, given.clone(), *rest, **kwargs))
-            output.copy_(reached)
+            with not_reported():
+                reached = torch.empty_like(output)
+                _wait(func(reached, given.clone(), *rest, **kwargs))
+                output.copy_(reached)
             return output, finished_work()  # waited for: a second wait would show gloo's own buffers
         if func in FUNCTIONAL_COLLECTIVES and args[0].device.type == "cpu":  # DTensor's: the norm of clipped gradients
             return wait_for_functional(func(*args, **kwargs)).clone()
@@ -121,10 +124,11 @@ class SynchronousGlooMode(TorchDispatchMode):
             tensors, *rest = args
             if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32:
                 return tensors, _wait(func(tensors, *rest, **kwargs))
-            copies = [tensor.clone() for tensor in tensors]
-            work = _wait(func(copies, *rest, **kwargs))
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy)
+            with not_reported():
+                copies = [tensor.clone() for tensor in tensors]
+                work = _wait(func(copies, *rest, **kwargs))
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    tensor.copy_(copy)
             return tensors, work
         return func(*args, **kwargs)
 
@@ -164,6 +168,18 @@ def record_step(
             yield recorder
     finally:
         recorder.over = True
+
+
+@contextmanager
+def record_compiled_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor], device: torch.device
+) -> Iterator[AllocatorRecorder]:
+    """Follow the step inside, whose blocks are compiled, by what the allocators report; see `record_step`."""
+    with record_step(model, optimizer, batch, device) as before:
+        pass
+    recorder = AllocatorRecorder(before.profile, device)
+    with compiled_code_runs(), SynchronousGlooMode(), recorder.following(model):
+        yield recorder
 
 
 class MemoryProfiler:
@@ -211,9 +227,10 @@ class MemoryProfiler:
         history = self._cuda and self.detail is Detail.timeline
         if history:
             start_allocator_history(SNAPSHOT_ENTRIES)
-        recorder: _Recorder | None = None
+        recorder: _Recorder | AllocatorRecorder | None = None
+        follow = record_compiled_step if self.config.compile else record_step
         try:
-            with record_step(model, optimizer, batch, self.ranks.device) as recorder:
+            with follow(model, optimizer, batch, self.ranks.device) as recorder:
                 yield
         finally:
             if recorder is not None:
@@ -228,7 +245,7 @@ class MemoryProfiler:
                 if history:
                     stop_allocator_history()
         if self._cuda and not self.tracks():
-            # Following may hold more than training does, and with compile the step ran eagerly.
+            # Following may hold more than training does, and so does compiling.
             self._measured = allocator_figures(self.ranks.device)
             start_clean(self.ranks.device)
 

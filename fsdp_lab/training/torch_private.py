@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
+from torch._C._profiler import _EventType
 from torch._functorch import config as functorch_config
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -32,7 +33,8 @@ from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.fsdp._fully_shard._fsdp_state import _register_group_forward_hooks
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.nn.parallel import distributed as ddp
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.private import Name
@@ -88,8 +90,9 @@ NAMES = (
     Name(_FSDP_STATE, "FSDPState._post_forward"),
     Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
     Name("torch._guards", "active_fake_mode"),
+    Name("torch._C._profiler", "_EventType.Allocation"),
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
-    Name("torch.utils._python_dispatch", "TorchDispatchMode"),
+    Name("torch.utils._python_dispatch", "TorchDispatchMode.ignore_compile_internals", ()),
     Name("torch", "ops.c10d._allgather_base_.default"),
     Name("torch", "ops.c10d._reduce_scatter_base_.default"),
     Name("torch", "ops._c10d_functional.all_reduce.default"),
@@ -106,6 +109,10 @@ NAMES = (
     Name(_FSDP, _DEVICE_OF_MESH, ("mesh",)),
     Name("torch.nn.parallel.distributed", _COMPARE_SHAPES),
     Name("torch.distributed.tensor._sharding_prop", "detect_fake_mode"),
+    Name("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding", ("argtypes", "source_code")),
+    Name("torch._inductor.graph", "GraphLowering._compile_to_module", ()),
+    Name("torch._inductor.config", "cpp.vec_isa_ok"),
+    Name("torch._inductor.config", "force_disable_caches"),
     Name("torch.amp", "GradScaler._maybe_opt_step", ("optimizer",)),
     Name("torch", "ops.aten._local_scalar_dense.default"),
     Name("torch", "ops.prim.device.default"),
@@ -130,6 +137,78 @@ DEVICE = torch.ops.prim.device.default  # where a fake tensor lies, asked by C++
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 plain_attention = torch.ops.aten._scaled_dot_product_attention_math
+
+
+class TorchDispatchMode(_DispatchMode):
+    """A mode under which code that is to be compiled runs eagerly, except inside of `compiled_code_runs`.
+
+    There the mode sees the operators that compiled code calls.
+    """
+
+    _compiled = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return whether compiled code may run under it, as PyTorch asks."""
+        return TorchDispatchMode._compiled
+
+
+@contextmanager
+def compiled_code_runs() -> Iterator[None]:
+    """Let code be compiled, and run compiled, under our modes that are entered inside."""
+    with mock.patch.object(TorchDispatchMode, "_compiled", True):
+        yield
+
+
+OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
+
+
+@contextmanager
+def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]:
+    """Let blocks be compiled for fake tensors, by PyTorch's compiler but for the machine code.
+
+    Compiled code then allocates and frees the tensors that it does in training, and calls kernels that do nothing.
+
+    Args:
+        device: of the tensors.
+        on_kernel: called with the name, the inputs and the outputs of each fused kernel.
+    """
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.graph import GraphLowering
+
+    def kernel(_: Any, argtypes: Sequence[str], source_code: str) -> Callable[..., None]:
+        read = [kind.startswith("const ") for kind in argtypes]
+
+        def run(*args: Any) -> None:
+            tensors = [(arg, only) for arg, only in zip(args, read, strict=True) if isinstance(arg, Tensor)]
+            on_kernel("fused", [t for t, only in tensors if only], [t for t, only in tensors if not only])
+
+        return run
+
+    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    load = GraphLowering._compile_to_module
+
+    def load_for_fake_tensors(graph: GraphLowering) -> Any:
+        module: Any = load(graph)
+        module.empty_strided_cpu = allocate
+        module.reinterpret_tensor = torch.as_strided
+        module.assert_size_stride = module.assert_alignment = lambda *_: None  # which ask for a tensor's address
+        return module
+
+    torch.compiler.reset()  # what another forecast has compiled
+    try:
+        with (
+            compiled_code_runs(),
+            config.patch({"force_disable_caches": True, "cpp.vec_isa_ok": True}),  # the second asks the C++ compiler
+            mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
+            mock.patch.object(GraphLowering, "_compile_to_module", load_for_fake_tensors),
+        ):
+            yield
+    finally:
+        torch.compiler.reset()  # it holds the model
 
 
 @contextmanager
@@ -201,6 +280,55 @@ def set_memory_budget(budget: float | None) -> bool:
     return True
 
 
+_NOT_REPORTED = "fsdp_lab: not reported"
+
+
+def not_reported() -> Any:
+    """Return a context whose allocations `allocator_changes` leaves out."""
+    return torch.profiler.record_function(_NOT_REPORTED)
+
+
+class Change(NamedTuple):
+    """Something that the profiler saw: an allocation, a free, or the begin of what has a name.
+
+    Attributes:
+        name: of what begins; "" for memory.
+        device: of the memory; None for what begins.
+        address: of the memory.
+        num_bytes: negative: they are freed.
+    """
+
+    name: str
+    device: torch.device | None = None
+    address: int = 0
+    num_bytes: int = 0
+
+
+@contextmanager
+def allocator_changes(changes: list[Change]) -> Iterator[None]:
+    """Append every allocation and free of this thread, and of its backward passes, once the context ends.
+
+    Those inside of `not_reported` are left out.
+    """
+    from torch.autograd.profiler import profile
+
+    profiled: Any = profile(profile_memory=True)
+    try:
+        with profiled:
+            yield
+    finally:
+        left, found = list(profiled.kineto_results.experimental_event_tree()), []
+        while left:
+            event = left.pop()
+            left += () if event.name == _NOT_REPORTED else event.children
+            kind, fields = event.typed
+            if kind == _EventType.Allocation:
+                found.append((event.start_time_ns, Change("", fields.device, fields.ptr, fields.alloc_size)))
+            else:
+                found.append((event.start_time_ns, Change(event.name)))
+        changes += [change for _, change in sorted(found, key=lambda one: one[0])]
+
+
 def start_allocator_history(max_entries: int) -> None:
     """Let the CUDA allocator record its last `max_entries` allocations and frees, with Python's stacks."""
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
@@ -242,6 +370,8 @@ def _no_handle() -> RemovableHandle:
 
 class Tracker(MemTracker):
     """PyTorch's tracker of storages. It reports each change to a subclass by `changed`."""
+
+    ignore_compile_internals = TorchDispatchMode.ignore_compile_internals
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
