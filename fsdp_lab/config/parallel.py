@@ -127,7 +127,7 @@ class PrecisionConfig:
     """Type in which gradients are reduced."""
     loss_scaling: bool = key(False, named_by_option=True, memory=Memory.VALUE)
     """Scale the loss dynamically, as float16 needs."""
-    float8: bool = key(False, named_by_option=True)
+    float8: bool = key(False, named_by_option=True, memory=Memory.VALUE)
     """Multiply in float8, scaled by rows, in the linear layers of blocks; needs torchao."""
     init_scale: float = key(65536.0, positive)
     """First scale of the loss."""

@@ -46,9 +46,9 @@ class TrialConfig:
     operators (`selective`)."""
     activation_checkpointing_every: int = key(2, at_least_one, memory=Memory.VALUE)
     """The n of `activation_checkpointing=every_n`."""
-    compile: bool = key(False)
+    compile: bool = key(False, memory=Memory.VALUE)
     """Compile each block with torch.compile."""
-    compile_memory_budget: Optional[float] = key(None, share)
+    compile_memory_budget: Optional[float] = key(None, share, memory=Memory.VALUE)
     """Share of activations that `compile` keeps: 0 recomputes all, 1 and null leave it to the compiler."""
     checkpoint: CheckpointConfig = group(CheckpointConfig, may_differ=Between.CHECKPOINT)
     export: bool = key(True, may_differ=Between.CHECKPOINT)

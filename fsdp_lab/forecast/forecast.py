@@ -26,6 +26,7 @@ from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks
 from fsdp_lab.forecast.capacity import WORKSPACE_BYTES, Forecast, allowances, communicators, on_capacity
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
+from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import cuda_kernels
 from fsdp_lab.forecast.streams_page import streams_page, write_streams
@@ -83,8 +84,8 @@ def forecast(
     Raises:
         UserError: see `forecast_profile`.
     """
-    profile, program = forecast_step(config, num_workers, cuda, traced=sheet is not None)
-    result = weigh(profile, config, num_workers, cuda, capacity_bytes)
+    profile, program, upper_bound = forecast_step(config, num_workers, cuda, traced=sheet is not None)
+    result = replace(weigh(profile, config, num_workers, cuda, capacity_bytes), upper_bound=upper_bound)
     workload = build_workload(config.model, config.data, config.task)
     what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
@@ -179,9 +180,8 @@ def weigh(
         capacity: of the device, in bytes; None: not known.
         streams: see `allocator_peaks`.
     """
-    upper_bound = _upper_bound(config)
     if not cuda:
-        return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity, upper_bound=upper_bound)
+        return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
     sharded = config.sharding.granularity is not Granularity.ddp
     taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams)
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
@@ -192,15 +192,9 @@ def weigh(
         allowances(profile.peaks["device"]["total"], taken.reserved, communicators(config, num_workers)),
         {"rounding of pinned buffers": pinned_rounding(profile, pinned)},
         capacity,
-        upper_bound=upper_bound,
         active_bytes=taken.active,
         reserved_bytes=taken.reserved,
     )
-
-
-def _upper_bound(config: TrialConfig) -> str:
-    """Return what makes a forecast an upper bound, in words; "" if it is none."""
-    return "compile=true" if config.compile else ""
 
 
 def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
@@ -261,10 +255,17 @@ def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capaci
 
 
 class Step(NamedTuple):
-    """The second optimizer step of one rank: the memory profile, and the program if it was traced."""
+    """The second optimizer step of one rank.
+
+    Attributes:
+        profile: its memory.
+        program: its operators, if it was traced.
+        upper_bound: see `Forecast`.
+    """
 
     profile: Profile
     program: list[Operator]
+    upper_bound: str = ""
 
 
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
@@ -294,7 +295,7 @@ def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int =
         workload = build_workload(config.model, config.data, config.task)
         dims = build_parallel_dims(config.sharding, ranks)
         try:
-            return _follow(workload, config, dims, device, cuda, traced)
+            return _follow_as_trained(workload, config, dims, device, cuda, traced)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line = user_line(error)
             raise NeedsValuesError(
@@ -302,6 +303,23 @@ def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int =
                 f"model{f', at {line}' if line else ''}; measure this model with memory_profile=peaks, or remove the "
                 "decision that depends on a value (.item(), if tensor:, nonzero) from the forward pass."
             ) from error
+
+
+def _follow_as_trained(
+    workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, cuda: bool, traced: bool
+) -> Step:
+    """Follow a step, compiled if `compile=true`; one that cannot be compiled for fake tensors is followed eagerly.
+
+    It holds more then: what a fused kernel keeps in registers is a tensor of its own.
+    """
+    try:
+        return _follow(workload, config, dims, device, cuda, traced)
+    except Exception as error:
+        if not config.compile:
+            raise
+        eager = replace(config, compile=False, compile_memory_budget=None)
+        step = _follow(workload, eager, dims, device, cuda, traced)  # which raises what is not the compiler's
+        return step._replace(upper_bound=f"compile=true, forecast as eager because of {type(error).__name__}")
 
 
 def _follow(
@@ -324,7 +342,10 @@ def _follow(
             _mark_forward(model, values)
 
         unused = leaves_some_unused(workload, config)
-        state = build(workload.model, as_forecast(config), dims, device, materialize=without_values, find_unused=unused)
+        state = build(
+            workload.model, as_forecast(config), dims, device, materialize=without_values, find_unused=unused,
+            to_float8=apply_fake_float8,
+        )  # fmt: skip
         if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
             # what DDP does in C++, where the fake group has no result
             state.model.register_comm_hook(None, allreduce_hook)
@@ -341,11 +362,10 @@ def _follow(
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:
-    """Return the configuration without float8, which needs a GPU, and without pinned memory.
+    """Return the configuration without pinned memory: a fake tensor cannot be pinned.
 
-    A fake tensor cannot be pinned; `pinned_rounding` adds the cost.
+    `pinned_rounding` adds the cost.
     """
-    config = replace(config, precision=replace(config.precision, float8=False))
     if config.offload.target is not OffloadTarget.cpu:
         return config
     return replace(config, offload=OffloadConfig(OffloadTarget.cpu_unpinned))

@@ -38,7 +38,8 @@ _COLLECTIVES = {
     ALL_REDUCE: Kind.reduce,
     "_c10d_functional.all_reduce": Kind.reduce,
 }
-_PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
+_WITH_BIAS = {"aten.addmm", "aten.baddbmm"}  # it comes first
+_PRODUCTS = {"aten.mm", "aten.bmm", "aten._scaled_mm", *_WITH_BIAS}
 _NO_WORK = ("prim.", "profiler.", "aten.empty", "aten.new_empty", "aten._local_scalar_dense", "_c10d_functional.wait")
 # What reads as much as it returns, of something larger.
 _PICKS = {"aten.embedding", "aten.index", "aten.gather", "aten.nll_loss_forward", "aten.index_select"}
@@ -143,7 +144,7 @@ class StepTrace(TorchDispatchMode):
             return  # a view
         overwritten = set(map(self._number, written))
         read = [tensor for tensor in given if self._number(tensor) not in overwritten]
-        twice = 1 if name.endswith(_OVERWRITES) else 2
+        twice = 1 if name.endswith(_OVERWRITES) or "out" in kwargs else 2
         num_bytes = sum(map(_bytes, [*read, *made])) + twice * sum(map(_bytes, written))
         if name in _PICKS:
             num_bytes = 2 * sum(map(_bytes, made))
@@ -157,7 +158,7 @@ class StepTrace(TorchDispatchMode):
         if stream is not Stream.host and self._crosses(read, [*written, *made]):
             kind = Kind.transfer
             num_bytes = sum(map(_bytes, [*written, *made]))  # read on one side, written on the other
-        shape = _product_shape(args) if name in _PRODUCTS else None
+        shape = _product_shape(args, name in _WITH_BIAS) if name in _PRODUCTS else None
         if kind is Kind.attention:
             shape = _attention_shape(args, name.endswith("_backward"))
         self.add(name, kind, stream, read, [*written, *made], num_bytes, flops, _dtype(given), shape)
@@ -222,8 +223,8 @@ def _bytes(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def _product_shape(args: Any) -> tuple[int, int, int, int]:
-    first, second = [a for a in args if isinstance(a, Tensor)][-2:]
+def _product_shape(args: Any, bias: bool) -> tuple[int, int, int, int]:
+    first, second = [a for a in args if isinstance(a, Tensor)][bias : bias + 2]
     batch = first.shape[0] if first.dim() == 3 else 1
     return (batch, first.shape[-2], second.shape[-1], first.shape[-1])
 

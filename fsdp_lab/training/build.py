@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.blocks import check_blocks, find_block_classes
+from fsdp_lab.training.blocks import BlockClasses, check_blocks, find_block_classes
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.float8 import apply_float8
@@ -33,6 +33,7 @@ def build(
     steps_per_epoch: int = 1,
     total_steps: int = 1,
     find_unused: bool = False,
+    to_float8: Callable[[nn.Module, BlockClasses, torch.device], None] = apply_float8,
 ) -> TrainState:
     """Build, shard and materialise the model, then make its optimizer, loss scaler and learning-rate schedule.
 
@@ -45,6 +46,7 @@ def build(
         steps_per_epoch: of the learning-rate schedule.
         total_steps: of the learning-rate schedule.
         find_unused: whether some parameters get no gradient.
+        to_float8: replaces the linear layers of blocks, of these classes, by such that compute in float8.
 
     Raises:
         UserError: the model lacks blocks that the config needs, or cannot be built on `meta`.
@@ -55,7 +57,7 @@ def build(
     blocks = spec.block_classes or find_block_classes(model)
     check_blocks(model, blocks, config)
     if config.precision.float8:
-        apply_float8(model, blocks, device)
+        to_float8(model, blocks, device)
     apply_to_blocks(model, blocks, config)
     units = apply_fully_shard(model, blocks, config, dims.mesh)
     layout = describe_layout(model, units, blocks, find_unused)

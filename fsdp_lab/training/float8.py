@@ -42,15 +42,25 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
             f"precision=float8 needs torchao, which cannot be imported ({error}): pip install 'fsdp_lab[float8]'."
         ) from error
 
+    chosen = {id(layer) for layer in layers_to_convert(model, block_classes)}
+    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda layer, _: id(layer) in chosen)
+
+
+def layers_to_convert(model: nn.Module, block_classes: BlockClasses) -> list[nn.Module]:
+    """Return the linear layers that compute in float8.
+
+    Raises:
+        UserError: there is none.
+    """
     blocks = [module for module in model.modules() if isinstance(module, block_classes)]
-    chosen = {id(layer) for block in blocks for layer in block.modules() if _is_converted(layer)}
+    chosen = {id(layer): layer for block in blocks for layer in block.modules() if _is_converted(layer)}
     if not chosen:
         raise UserError(
             "precision=float8 has nothing to convert: no block has an nn.Linear whose two sizes are multiples of 16; "
             "use precision=bf16_mixed."
         )
-    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
-    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda layer, _: id(layer) in chosen)
+    return list(chosen.values())
 
 
 def _is_converted(layer: nn.Module) -> bool:

@@ -71,6 +71,7 @@ def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: Trial
                 f"compile_memory_budget={config.compile_memory_budget}: PyTorch {torch.__version__} has no "
                 "torch._functorch.config.activation_memory_budget; use compile_memory_budget=null."
             )
+        torch.compiler.reset()  # code that an earlier trial of this process compiled, for any shape if it saw several
         for block in blocks.values():
             block.compile()
 

@@ -6,6 +6,7 @@ something costs more, as its function says. Without any other, this module or th
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -178,11 +179,11 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
     from torch._inductor.graph import GraphLowering
 
     def kernel(_: Any, argtypes: Sequence[str], source_code: str) -> Callable[..., None]:
-        read = [kind.startswith("const ") for kind in argtypes]
+        names = re.findall(r"\b(in_out_ptr|in_ptr|out_ptr)\d+", source_code[source_code.index("kernel(") :])
 
         def run(*args: Any) -> None:
-            tensors = [(arg, only) for arg, only in zip(args, read, strict=True) if isinstance(arg, Tensor)]
-            on_kernel("fused", [t for t, only in tensors if only], [t for t, only in tensors if not only])
+            tensors = [(name, arg) for name, arg in zip(names, args, strict=False) if isinstance(arg, Tensor)]
+            on_kernel("fused", *([t for name, t in tensors if side in name] for side in ("in_", "out_")))
 
         return run
 
@@ -195,20 +196,20 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
         module: Any = load(graph)
         module.empty_strided_cpu = allocate
         module.reinterpret_tensor = torch.as_strided
-        module.assert_size_stride = module.assert_alignment = lambda *_: None  # which ask for a tensor's address
+        module.assert_alignment = lambda *_: None  # it asks for a tensor's address
         return module
 
-    torch.compiler.reset()  # what another forecast has compiled
     try:
         with (
             compiled_code_runs(),
-            config.patch({"force_disable_caches": True, "cpp.vec_isa_ok": True}),  # the second asks the C++ compiler
+            # no cache has code for fake tensors; else the C++ compiler is run to find out what the processor can do
+            config.patch({"force_disable_caches": True, "cpp.vec_isa_ok": True}),
             mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
             mock.patch.object(GraphLowering, "_compile_to_module", load_for_fake_tensors),
         ):
             yield
     finally:
-        torch.compiler.reset()  # it holds the model
+        torch.compiler.reset()  # the code holds the model
 
 
 @contextmanager

@@ -40,7 +40,7 @@ sharding.backward_prefetch           cells starts checkpoint nights memory param
 precision.param_dtype                cells starts checkpoint nights memory param
 precision.reduce_dtype               cells starts checkpoint nights memory param
 precision.loss_scaling               cells starts checkpoint nights memory param
-precision.float8                     cells starts checkpoint nights param
+precision.float8                     cells starts checkpoint nights memory param
 precision.init_scale                 cells starts checkpoint nights param
 precision.growth_interval            cells starts checkpoint nights param
 offload.target                       cells starts checkpoint nights memory param
@@ -92,8 +92,8 @@ repeat                               cells starts checkpoint param
 init                                 cells starts checkpoint nights param
 activation_checkpointing             cells starts checkpoint nights memory param
 activation_checkpointing_every       cells starts checkpoint nights memory param
-compile                              cells starts checkpoint nights param
-compile_memory_budget                cells starts checkpoint nights param
+compile                              cells starts checkpoint nights memory param
+compile_memory_budget                cells starts checkpoint nights memory param
 checkpoint.mode                      cells starts nights param
 checkpoint.every_epochs              cells starts nights param
 checkpoint.keep_last                 cells starts nights param
