@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +50,7 @@ RESHARDS = (
 )
 PRECISIONS = ("bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
 
+COMPILED_TOLERANCE = 0.02  # of the memory of a compiled step; measured: 0 to 5e-3
 FP32_TOLERANCE = 1e-5  # measured: 5e-7
 NARROW_TOLERANCE = 2e-4  # of moments in bfloat16; measured: 2e-5
 # Of a computation or a reduction in 16 bits. In other models Adam makes a whole step of what is only rounding.
@@ -180,7 +183,7 @@ class Row:
     @property
     def has_forecast(self) -> bool:
         """Whether its memory is followed, and forecast."""
-        return "compile=true" not in self.cell and "memory_profile=off" not in self.cell
+        return "memory_profile=off" not in self.cell
 
     @property
     def forecast_ranks(self) -> int:
@@ -255,12 +258,18 @@ def _unsharded(workload: str, words: tuple[str, ...], wrong: str) -> Run:
     return known.train(config(*known.words, *VIT, *words), wrong)
 
 
+def _close(forecast: Peaks, measured: Peaks) -> bool:
+    """Whether the totals of a compiled step agree: allocators do not report what an allocation is for."""
+    return math.isclose(forecast["device"]["total"], measured["device"]["total"], rel_tol=COMPILED_TOLERANCE)
+
+
 def forecast_differences(words: Sequence[str], ranks: int, peaks: Iterable[Peaks | None]) -> list[str]:
     """Return where the first ranks of a trial held other bytes than forecast."""
     found = []
     for rank, measured in enumerate(peaks):
         forecast = forecast_profile(config(*words), ranks, cuda=False, rank=rank).peaks
-        if forecast != measured:
+        same = _close if "compile=true" in words else operator.eq
+        if measured is None or not same(forecast, measured):
             found.append(f"rank {rank} {' '.join(words)}: measured {measured}, forecast {forecast}")
     return found
 

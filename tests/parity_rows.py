@@ -105,6 +105,7 @@ LATER: Cells = {
         "sharding=per_block compile=true activation_checkpointing=full",
     ),
     "language": (
+        f"sharding=per_block compile=true {ACCUMULATE}",
         "sharding=root reshard_after_forward=always task.loss_chunks=3 activation_checkpointing=full",
         "sharding=per_layer reshard_after_forward=never task.loss_chunks=3",
     ),
@@ -123,16 +124,24 @@ LATER: Cells = {
     ),
     "t5_tiny": ("sharding=ddp", "sharding=root"),
     **dict.fromkeys(OF_TRANSFORMERS, ("sharding=ddp", "sharding=root", "sharding=per_block")),
+    "hf gpt2": ("sharding=ddp", "sharding=root", "sharding=per_block", "sharding=per_block compile=true"),
     "hf t5 of even rows": ("sharding=root",),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
-    "mlp": OFFLOADED, "language": GRID, "language, tied": GRID, "user, as T5": GRID,
+    "mlp": OFFLOADED, "language, tied": GRID, "user, as T5": GRID,
+    "language": (
+        *GRID,
+        *(f"{' '.join(SHARDINGS[s])} compile=true" for s in ("ddp", "root", "per_block", "size_based")),
+        *(f"sharding=per_block compile=true activation_checkpointing={mode}" for mode in ("full", "selective")),
+        "sharding=per_block compile=true precision=bf16_mixed reshard_after_forward=never",
+    ),
     "vit": (
         *GRID, *OFFLOADED,
         *(" ".join(overrides(case)) for case in pairwise()[::6]),
-        "sharding=per_block compile=true activation_checkpointing=selective",
-        "sharding=per_block compile=true compile_memory_budget=0.3",
+        *(f"sharding=per_block compile=true {more}" for more in (
+            "reshard_after_forward=always", "activation_checkpointing=selective", "compile_memory_budget=0.3",
+        )),
     ),
     **dict.fromkeys(NEED_TRANSFORMERS, (*GRID, *SETTINGS, *IN_HALF)),
 }  # fmt: skip

@@ -19,21 +19,11 @@ def cpu_notes(config: TrialConfig) -> Iterator[str]:
 
 
 def memory_notes(config: TrialConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that makes the memory profile differ from the training."""
+    """Yield a sentence for each setting that limits what the memory profile shows."""
     if config.compile and config.memory_profile is not MemoryProfile.off:
         yield (
-            "compile=true: the memory profile and the forecast follow an eager step. They include tensors that the "
-            "compiler fuses away."
-        )
-    if config.precision.float8:
-        yield (
-            "precision=float8 is forecast as bf16_mixed: both keep bfloat16 tensors for the backward pass. The float8 "
-            "copies of a product are not counted."
-        )
-    if config.compile_memory_budget is not None and config.memory_profile is not MemoryProfile.off:
-        yield (
-            f"compile_memory_budget={config.compile_memory_budget}: the forecast and the breakdown do not include the "
-            "effect of this budget. On a GPU the measured peak does."
+            "compile=true: the memory profile has what the allocators report. What the step allocates counts as "
+            "`other`, since they do not report what it is for."
         )
 
 

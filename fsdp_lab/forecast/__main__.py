@@ -64,7 +64,7 @@ from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.explain import explain
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.cells import arguments, plan_forecasts, workers
-from fsdp_lab.forecast.notes import allowances_note, request_notes, room_remedies
+from fsdp_lab.forecast.notes import allowances_note, bound_notes, request_notes, room_remedies
 from fsdp_lab.forecast.run import CANCELLED, SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.streams_page import streams_page
 from fsdp_lab.forecast.table import Row
@@ -261,7 +261,7 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     if cuda and not all(request.cuda for request in requests):
         kind = "GPUs and CPUs, by forecast.device"
     console.print(f"for {kind}; the second optimizer step, on the worker that needs most memory", highlight=False)
-    for note in request_notes(requests):
+    for note in [*request_notes(requests), *bound_notes(forecasts)]:
         console.print(f"note: {note}", highlight=False, markup=False)
 
 

@@ -289,7 +289,8 @@ def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int =
     """
     config.check(num_workers)
     device = ACCELERATOR if cuda else HOST
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it tells is raised, too
+    for name in ("torch._subclasses.fake_tensor", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell is raised, too, or is of no GPU here
     with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run
         workload = build_workload(config.model, config.data, config.task)

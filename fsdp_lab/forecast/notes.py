@@ -14,7 +14,7 @@ from fsdp_lab.wording import count
 
 
 def request_notes(requests: Sequence[Request]) -> list[str]:
-    """Return notes about parts of the training that these forecasts do not include; each note once."""
+    """Return notes about what these forecasts assume or do not include; each note once."""
     notes = [note for r in requests for note in (*sharding_notes(r.config), *(() if r.cuda else cpu_notes(r.config)))]
     notes += _unseen(requests)
     if (needed := len({request.key for request in requests})) < len(requests):
@@ -49,21 +49,25 @@ def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str
 
 
 def _unseen(requests: Sequence[Request]) -> list[str]:
-    """Return the parts of the training that the forecast leaves out."""
+    """Return what the forecasts assume of kernels that no GPU has confirmed."""
     notes = []
-    if any(request.config.compile for request in requests):
+    if any(request.config.compile and request.cuda for request in requests):
         notes.append(
-            "compile=true: the memory is forecast as that of eager execution. It is an upper bound, because fused "
-            "operators keep less."
+            "compile=true: what blocks keep is what PyTorch's compiler decides; their kernels are planned as for a "
+            "CPU, so a GPU's temporary tensors may differ."
         )
     if any(request.config.precision.float8 for request in requests):
         notes.append(
-            "precision=float8: memory and speed are forecast as those of bf16_mixed, without float8 copies and faster "
-            "kernels."
+            "precision=float8: the operators are those of torchao's rowwise recipe, with the efficiency that matrix "
+            "products in bfloat16 have."
         )
-    if any(request.config.compile_memory_budget is not None for request in requests):
-        notes.append("compile_memory_budget has no effect on a forecast: every budget has the figures of eager steps.")
     return notes
+
+
+def bound_notes(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return a note for each reason why memory is an upper bound."""
+    reasons = dict.fromkeys(one.upper_bound for one in forecasts if one.upper_bound)
+    return [f"{reason}: the memory is an upper bound, and the speed has no fused kernels." for reason in reasons]
 
 
 def allowances_note(forecasts: Sequence[Forecast]) -> str:

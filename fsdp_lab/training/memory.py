@@ -278,7 +278,7 @@ class MemoryProfiler:
         if self._figures is None or self._cuda:  # on CUDA a later step may reach higher
             mine = peak_figures(self._profile.peaks)
             if self._cuda:
-                mine |= self._allocator_figures(explained=mine["peak_bytes"])
+                mine |= self._allocator_figures(explained=mine["peak_bytes"] - mine["other_bytes"])
             self._figures = over_ranks(mine)
         return self._figures
 

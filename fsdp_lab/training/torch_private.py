@@ -6,6 +6,7 @@ something costs more, as its function says. Without any other, this module or th
 
 from __future__ import annotations
 
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -313,6 +314,7 @@ def allocator_changes(changes: list[Change]) -> Iterator[None]:
     """
     from torch.autograd.profiler import profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints a line for each start and stop
     profiled: Any = profile(profile_memory=True)
     try:
         with profiled:

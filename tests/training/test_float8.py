@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_lab.config import UserError
-from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.training.float8 import apply_float8
 from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import apart, train_unsharded
@@ -59,9 +60,22 @@ def test_blocks_without_such_a_layer_are_refused() -> None:
         apply_float8(Net(), (nn.LayerNorm,), CPU, emulate=True)
 
 
-def test_it_is_forecast_as_bf16_mixed() -> None:
-    float8, bf16 = (forecast_profile(config(f"precision={p}"), 2, cuda=True) for p in ("float8", "bf16_mixed"))
-    assert float8.peaks == bf16.peaks
+def kept(layer: nn.Module, *shape: int) -> list[tuple[int, ...]]:
+    """The shapes of what a layer keeps for its backward pass, apart from its weight."""
+    shapes: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        layer(torch.ones(shape, requires_grad=True))
+    return [shape for shape in shapes if len(shape) > 2]
+
+
+def test_a_forecasts_layer_keeps_what_torchaos_keeps() -> None:
+    pytest.importorskip("torchao", reason="pip install 'fsdp_lab[float8]'")
+    torchaos, ours = Net(), Net()
+    apply_float8(torchaos, (Block,), CPU, emulate=True)
+    apply_fake_float8(ours, (Block,), CPU)
+    expected = kept(torchaos.blocks[0].whole, 2, 16, 32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert kept(ours.blocks[0].whole, 2, 16, 32) == expected == [(2, 16, 32)]
 
 
 def losses_on_gpu(words: list[str], folder: str) -> list[float]:
