@@ -77,6 +77,7 @@ NAMES = (
     Name(_TRACKER, "MemTracker._track_module_params_and_buffers", ("module", "install_grad_hooks")),
     Name(_TRACKER, "MemTracker._update_and_maybe_create_winfos", ("t", "reftype")),
     Name(_TRACKER, "_MemRefType.OTH"),
+    Name("torch", "_disable_dynamo", ("fn",)),
     Name(_FSDP_TRACKER, "FSDPMemTracker._fsdp_state_pre_forward", ("fsdp_mod", "orig_fsdp_state_pre_fw")),
     Name(
         _FSDP_TRACKER,
@@ -114,7 +115,8 @@ NAMES = (
     Name("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding", ("argtypes", "source_code")),
     Name("torch._inductor.graph", "GraphLowering._compile_to_module", ()),
     Name("torch._inductor.config", "cpp.vec_isa_ok"),
-    Name("torch._inductor.config", "force_disable_caches"),
+    Name("torch._inductor.config", "fx_graph_cache"),
+    Name("torch._functorch.config", "enable_autograd_cache"),
     Name("torch.amp", "GradScaler._maybe_opt_step", ("optimizer",)),
     Name("torch", "ops.aten._local_scalar_dense.default"),
     Name("torch", "ops.prim.device.default"),
@@ -204,7 +206,8 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
         with (
             compiled_code_runs(),
             # no cache has code for fake tensors; else the C++ compiler is run to find out what the processor can do
-            config.patch({"force_disable_caches": True, "cpp.vec_isa_ok": True}),
+            config.patch({"fx_graph_cache": False, "cpp.vec_isa_ok": True}),
+            functorch_config.patch(enable_autograd_cache=False),
             mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
             mock.patch.object(GraphLowering, "_compile_to_module", load_for_fake_tensors),
         ):
@@ -459,6 +462,7 @@ class Tracker(MemTracker):
                 self._param_to_grad_hook_handles[parameter] = (_no_handle(), _no_handle())
         return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
+    @torch._disable_dynamo
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
         if self.begins_forward(module):
             self.reset_mod_stats()
@@ -511,7 +515,7 @@ class FsdpTracker(Tracker, FSDPMemTracker):
                 self.reset_mod_stats()
             return inner(*args, **kwargs)
 
-        return fresh_at_root
+        return torch._disable_dynamo(fresh_at_root)
 
     def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
         inner = super()._fsdp_param_group_post_backward(fsdp_mod, orig_fsdp_param_group_post_backward)
@@ -521,7 +525,7 @@ class FsdpTracker(Tracker, FSDPMemTracker):
                 return inner(*args, **kwargs)
             return orig_fsdp_param_group_post_backward(*args, **kwargs)  # the tracker fails on a unit without a forward
 
-        return where_called
+        return torch._disable_dynamo(where_called)
 
 
 def _hook_together(state: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -548,7 +552,7 @@ def tracker_hooks_removed() -> Iterator[None]:
         handles.append(register_multi_grad_hook(*args, **kwargs))
         return handles[-1]
 
-    with mock.patch.object(mod_tracker, "register_multi_grad_hook", register):
+    with mock.patch.object(mod_tracker, "register_multi_grad_hook", torch._disable_dynamo(register)):
         try:
             yield
         finally:

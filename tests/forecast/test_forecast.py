@@ -285,7 +285,7 @@ OF_ITS_OWN = (
     "optimizer.weight_decay=0.1", "training.max_grad_norm=1", "precision=bf16", "training.global_batch_size=64",
     "activation_checkpointing=full", "activation_checkpointing=every_n", "optimizer=sgd", "sharding=root", "model=mlp",
     "offload=cpu", "reshard_after_forward=never", "training.grad_accum_steps=2", "optimizer.implementation=foreach",
-    "optimizer.momentum=0.9", "precision.loss_scaling=true", "data=synthetic",
+    "optimizer.momentum=0.9", "precision.loss_scaling=true", "data=synthetic", "compile=true", "precision=float8",
 )  # fmt: skip
 
 

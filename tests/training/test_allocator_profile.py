@@ -28,8 +28,9 @@ def test_each_allocation_of_a_step_counts_beside_what_was_there():
         y.backward(torch.ones(1000))
         del x, y
     profile = recorder.finish()
-    assert profile.peaks["device"]["total"] == 100 + 3 * 4000, "y, its gradient, and that of x"
-    assert profile.peaks["device"]["param"] == 100 and profile.peaks["device"]["other"] == 3 * 4000
+    peak = profile.peaks["device"]
+    assert peak["param"] == 100 and peak["total"] == peak["param"] + peak["other"]
+    assert 3 * 4000 <= peak["other"] < 3 * 4000 + 100, "y, its gradient, and that of x; a few bytes are of the number 2"
     assert next(event.phase for event in profile.events[1:] if event.num_bytes >= 4000) == "forward"
     assert {event.phase for event in profile.events[1:]} == {"forward", "backward"}
     assert sum(profile.deltas()) == 100

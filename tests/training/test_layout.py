@@ -42,7 +42,7 @@ def test_layers_have_the_names_that_they_have_without_checkpointing(checkpointin
         "blocks.*.ffn.up_proj", "blocks.*.ffn.down_proj", "norm", "head",
     ]  # fmt: skip
     assert {path.partition(":")[2] for path in shown.unit_classes} == {
-        "Embedding", "RMSNorm", "Linear", "OutputProjection",
+        "Embedding", "RMSNorm", "Linear",
     }  # fmt: skip
 
 

@@ -48,10 +48,6 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class OutputProjection(nn.Linear):
-    """A layer that writes to the residual stream; `Llama` gives it smaller first weights."""
-
-
 class Attention(nn.Module):
     """Causal self-attention in which `num_kv_heads` keys and values serve `num_heads` queries."""
 
@@ -61,7 +57,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
-        self.o_proj = OutputProjection(dim, dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention of `(batch, seq, dim)`, in the same shape."""
@@ -85,7 +81,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(dim, ffn_dim, bias=False)
         self.up_proj = nn.Linear(dim, ffn_dim, bias=False)
-        self.down_proj = OutputProjection(ffn_dim, dim, bias=False)
+        self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `(..., dim)` for `(..., dim)`."""
@@ -160,9 +156,9 @@ class Llama(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
         # As GPT-2 does; what writes to the residual stream 2 * num_layers times is smaller by the root of that.
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                smaller = (2 * num_layers) ** 0.5 if isinstance(module, OutputProjection) else 1.0
+                smaller = (2 * num_layers) ** 0.5 if name.endswith(("o_proj", "down_proj")) else 1.0
                 nn.init.normal_(module.weight, std=0.02 / smaller)
 
     def forward(
