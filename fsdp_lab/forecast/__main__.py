@@ -138,6 +138,8 @@ def run(plan: Plan, swept: list[str]) -> int:
     console.print(forecast_table(rows, swept))
     if held := allowances_note(forecasts):
         console.print(held, highlight=False)
+    for note in bound_notes(forecasts):
+        console.print(f"note: {note}", highlight=False, markup=False)
     write_csv(folder / "forecast.csv", in_order(every), swept)
     drawn = "forecast.png, " if swept and write_plot(folder / "forecast.png", rows, swept) else ""
     drawn += "scaling.png, " if write_scaling(folder / "scaling.png", rows, swept) else ""
@@ -261,7 +263,7 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     if cuda and not all(request.cuda for request in requests):
         kind = "GPUs and CPUs, by forecast.device"
     console.print(f"for {kind}; the second optimizer step, on the worker that needs most memory", highlight=False)
-    for note in [*request_notes(requests), *bound_notes(forecasts)]:
+    for note in request_notes(requests):
         console.print(f"note: {note}", highlight=False, markup=False)
 
 
