@@ -124,7 +124,6 @@ LATER: Cells = {
     ),
     "t5_tiny": ("sharding=ddp", "sharding=root"),
     **dict.fromkeys(OF_TRANSFORMERS, ("sharding=ddp", "sharding=root", "sharding=per_block")),
-    "hf gpt2": ("sharding=ddp", "sharding=root", "sharding=per_block", "sharding=per_block compile=true"),
     "hf t5 of even rows": ("sharding=root",),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
@@ -144,6 +143,10 @@ AT_NIGHT: Cells = {
         )),
     ),
     **dict.fromkeys(NEED_TRANSFORMERS, (*GRID, *SETTINGS, *IN_HALF)),
+    "hf gpt2": (
+        *GRID, *SETTINGS, *IN_HALF, "sharding=per_block compile=true",
+        *(f"sharding=per_block compile=true activation_checkpointing={mode}" for mode in ("full", "selective")),
+    ),
 }  # fmt: skip
 
 ON_FOUR = (

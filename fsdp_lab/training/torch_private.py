@@ -116,6 +116,7 @@ NAMES = (
     Name("torch._inductor.graph", "GraphLowering._compile_to_module", ()),
     Name("torch._inductor.config", "cpp.vec_isa_ok"),
     Name("torch._inductor.config", "fx_graph_cache"),
+    Name("torch._inductor.config", "compile_threads"),
     Name("torch._functorch.config", "enable_autograd_cache"),
     Name("torch.amp", "GradScaler._maybe_opt_step", ("optimizer",)),
     Name("torch", "ops.aten._local_scalar_dense.default"),
@@ -205,8 +206,9 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
     try:
         with (
             compiled_code_runs(),
-            # no cache has code for fake tensors; else the C++ compiler is run to find out what the processor can do
-            config.patch({"fx_graph_cache": False, "cpp.vec_isa_ok": True}),
+            # no cache has code for fake tensors, processes that compile have nothing to do, and what the processor can
+            # do is not found out by running the C++ compiler
+            config.patch({"fx_graph_cache": False, "compile_threads": 1, "cpp.vec_isa_ok": True}),
             functorch_config.patch(enable_autograd_cache=False),
             mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
             mock.patch.object(GraphLowering, "_compile_to_module", load_for_fake_tensors),
