@@ -93,6 +93,8 @@ FAULTS = (
           "training/test_data.py"),
     Fault("every epoch has the same order", "fsdp_lab/training/data.py",
           "self.training.seed * 1_000_003 + self.epoch", "self.training.seed * 1_000_003", "training/test_data.py"),
+    Fault("a rank's process group is on another GPU than its tensors", "fsdp_lab/training/distributed.py",
+          'if "nccl" in backend else None', "if False else None", "training/test_distributed.py"),
     Fault("tied parameters come apart", "fsdp_lab/training/parallelize.py",
           "        id(parameter) in shared\n", "        id(parameter) in shared and False\n",
           "training/test_any_module.py"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,9 +57,9 @@ def setup_distributed(timeout_s: float = 1800.0) -> DistributedContext:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend, limit = backend_name("cuda" if cuda else "cpu"), timedelta(seconds=timeout_s)
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+            make_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:
-            dist.init_process_group(backend, timeout=limit)
+            make_process_group(backend, timeout=limit)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     return DistributedContext(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
@@ -112,7 +113,17 @@ def join_by_store(store: dist.Store, backend: str, rank: int, world_size: int, t
     """Join the process group whose ranks meet in a store; `timeout_s` also limits collectives."""
     limit = timedelta(seconds=timeout_s)
     store.set_timeout(limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    make_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def make_process_group(backend: str, **options: Any) -> None:
+    """Make the default process group; with NCCL it is bound to the current GPU of this process.
+
+    Without a device, NCCL in PyTorch 2.15 takes the GPU `LOCAL_RANK % device_count` and rejects tensors on another. Ray
+    may have given another one to this rank.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None
+    dist.init_process_group(backend, device_id=device, **options)
 
 
 def leave_process_group() -> None:

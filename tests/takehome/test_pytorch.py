@@ -183,6 +183,15 @@ def test_what_no_cpu_can_compare_is_in_the_script(words: Case, line: str) -> Non
     assert "Block" in names
 
 
+def test_the_process_group_of_a_script_is_bound_to_its_gpu() -> None:
+    tree = ast.parse(write_out("pytorch", setup_of(MLP)))
+    (call,) = (
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "dist.init_process_group"
+    )  # fmt: skip
+    assert {k.arg: ast.unparse(k.value) for k in call.keywords} == {"device_id": "device if cuda else None"}
+
+
 def test_blocks_that_no_script_can_import_are_found_by_their_names() -> None:
     local = ["my.net:make.<locals>.Block"]
     script = write_out("pytorch", setup_of((*MLP,), units=["blocks.*"], unit_classes=local, block_classes=local))

@@ -1,11 +1,21 @@
-"""How the ranks divide the work."""
+"""How the ranks meet, and how they divide the work."""
 
 from __future__ import annotations
 
+import ast
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from fsdp_lab.forecast.fake import HOST, fake_world
+from fsdp_lab.training import distributed
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
+from tests.conftest import ROOT
 from tests.ranks import config
 
 
@@ -30,3 +40,70 @@ def test_tensor_parallel_ranks_are_one_part_of_the_data():
     every = [ParallelDims(dp_replicate=2, dp_shard=2, tp=2, rank=rank) for rank in range(8)]
     assert {dims.dp_degree for dims in every} == {4}
     assert [dims.dp_rank for dims in every] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+class Joined:
+    """Stands for CUDA and for PyTorch's process group, and notes how the group was made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpus: int = 12) -> None:
+        self.current, self.made = 0, dict[str, Any]()
+        for name, stand_in in {
+            "is_available": lambda: True,
+            "device_count": lambda: gpus,
+            "set_device": lambda device: setattr(self, "current", torch.device("cuda", device).index),
+            "current_device": lambda: self.current,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        for name, answer in {"is_initialized": False, "get_rank": 0, "get_world_size": 12}.items():
+            monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+        monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: self.made.update(options))
+
+
+def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ray gives GPU "10" to its second worker if it sorts texts, so that LOCAL_RANK is not the GPU."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    nccl = distributed.backend_name("cuda")
+    for world_size in ("1", "12"):  # torchrun: the GPU is the local rank
+        joined = Joined(monkeypatch)
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        assert distributed.setup_distributed().device == joined.made["device_id"] == torch.device("cuda", 1)
+    joined = Joined(monkeypatch)
+    distributed.choose_gpu(10)
+    distributed.join_by_file_store(str(tmp_path / "store"), nccl, 1, 12, 1.0)
+    assert joined.made["device_id"] == torch.device("cuda", 10)
+    joined = Joined(monkeypatch)
+    distributed.choose_gpu(10)
+    distributed.join_by_tcp_store("127.0.0.1", 0, _listener(), nccl, 0, 12, 1.0)
+    assert joined.made["device_id"] == torch.device("cuda", 10)
+    joined = Joined(monkeypatch)
+    distributed.join_by_file_store(str(tmp_path / "other"), "gloo", 1, 12, 1.0)
+    assert joined.made["device_id"] is None
+
+
+def _listener() -> int:
+    return socket.create_server(("127.0.0.1", 0)).detach()
+
+
+def test_no_other_code_makes_a_group_on_a_gpu():
+    """Each call gives a device, or names a backend that has none."""
+    calls = []
+    for file in (path for folder in ("fsdp_lab", "benchmarks") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("init_process_group"):
+                bound = any(keyword.arg == "device_id" for keyword in node.keywords)
+                backend = ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else ""
+                calls.append((file.relative_to(ROOT), bound or backend in ("gloo", "fake")))
+    assert len(calls) >= 3 and all(bound for _, bound in calls), calls
+
+
+def test_nccl_takes_the_bound_gpu_before_the_local_rank(monkeypatch: pytest.MonkeyPatch):
+    """What `make_process_group` relies on, in the installed PyTorch."""
+    choose = getattr(dist.distributed_c10d, "_nccl2_device", None)
+    if choose is None:
+        pytest.skip(f"PyTorch {torch.__version__} binds the current GPU at the first collective")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 12)
+    bound = SimpleNamespace(bound_device_id=torch.device("cuda", 10))
+    free = SimpleNamespace(bound_device_id=None)
+    assert choose(SimpleNamespace(enable_reconfigure=False, process_group=bound)) == torch.device("cuda", 10)
+    assert choose(SimpleNamespace(enable_reconfigure=False, process_group=free)) == torch.device("cuda", 1)
