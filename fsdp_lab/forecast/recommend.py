@@ -1,4 +1,4 @@
-"""The forecast setting that should be fastest, by the rules of a sweep's report. Imports no torch."""
+"""The forecast setting that should be fastest, and what may be as fast. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fsdp_lab.report.choice import SAME_MEMORY, departures, smallest
 from fsdp_lab.speed.predict import Speed
 
 _MOST_LISTED = 3
+_EQUAL = 0.0005  # as a share of a speed: predictions that differ by less are the same
 _CONDITIONS = ("cluster.num_workers", "forecast.device", "training.global_batch_size")  # each has its own answer
 
 Group = tuple[str, int, int]  # device, number of workers, global batch size
@@ -22,9 +23,10 @@ Group = tuple[str, int, int]  # device, number of workers, global batch size
 def recommend(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[Row]:
     """Return the settings that fit and have a speed, the recommended one first, the others by their predicted speed.
 
-    As in a report the fastest is recommended. Of settings within the tolerance, the one with the least memory wins, and
-    of those that need hardly more, the simplest. A setting whose error is known goes before any other of these. A
-    setting that may fit counts as fitting, and if the capacity is not known, everything does.
+    The fastest is recommended. Only if it nearly fills its GPU, memory decides among the settings within the tolerance:
+    the least wins, and of those that need hardly more, the simplest. A setting whose error is known goes before any
+    other of these. Settings with equal predictions are ranked by the same rules. A setting that may fit counts as
+    fitting, and if the capacity is not known, everything does.
 
     Args:
         rows: the forecasts.
@@ -35,7 +37,8 @@ def recommend(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> li
     fitting.sort(key=_pace)
     if not fitting:
         return []
-    limit = _speed(fitting[0]).samples_per_s * (1 - tolerance)
+    given_up = max(tolerance, _EQUAL) if fitting[0].forecast.nearly_full else _EQUAL
+    limit = _speed(fitting[0]).samples_per_s * (1 - given_up)
     equal = [row for row in fitting if _speed(row).samples_per_s >= limit]
     small = [equal[place] for place in smallest([row.forecast.needed_bytes for row in equal])]
     best = min(small, key=lambda row: (_unlike(row), _departures(row, swept), row.forecast.needed_bytes))
@@ -123,20 +126,36 @@ def _answer(rows: Sequence[Row], swept: Sequence[str], tolerance: float, remedie
     if not ranked:
         return _Answer("No setting fits, so none is recommended.")
     best, speed = ranked[0], _speed(ranked[0])
-    of_what = ""
-    if any(row.forecast.fits is False for row in rows):
-        of_what = " that may fit" if best.forecast.may_fit else " that fits"
-    figures = f"{_figures(best)}, bound by {bounds_text(speed)}"
-    head = (
-        f"Predicted fastest{of_what}: {named(best, names)}: {figures}." if len(rows) > 1 else f"Predicted: {figures}."
-    )
     mine = Predicted.of(speed)
     room = [*_may_not_fit(ranked, names), *_room(ranked, names, remedies)]
     close = [row for row in ranked[1:] if Predicted.of(_speed(row)).may_reach(mine)]
     faster = [r for r in rows if r.forecast.tight and r.forecast.speed and _pace(r) < _pace(best)]
     others = [_may_be_as_fast(best, close, names)] if close else []
     others += [_tight(sorted(faster, key=_pace), names)] if faster else []
-    return _Answer(head, room, [basis_text(speed)], others)
+    return _Answer(_head(rows, ranked, names), room, [basis_text(speed)], others)
+
+
+def _head(rows: Sequence[Row], ranked: Sequence[Row], swept: Sequence[str]) -> str:
+    """Return what is recommended, and what is faster if that nearly fills its GPU."""
+    best, fastest = ranked[0], min(ranked, key=_pace)
+    figures = f"{_figures(best)}, bound by {bounds_text(_speed(best))}"
+    if len(rows) == 1:
+        return f"Predicted: {figures}."
+    of_what = ""
+    if any(row.forecast.fits is False for row in rows):
+        of_what = " that may fit" if best.forecast.may_fit else " that fits"
+    if _ratio(fastest, best) <= _EQUAL:
+        return f"Predicted fastest{of_what}: {named(best, swept)}: {figures}."
+    percent = f"{_ratio(fastest, best) * 100:.2g} %"
+    return (
+        f"Recommended: {named(best, swept)}: {figures}. Predicted fastest{of_what}: {named(fastest, swept)}, by "
+        f"{percent}: {_figures(fastest)}. {room_text(fastest.forecast)}"
+    )
+
+
+def _ratio(row: Row, other: Row) -> float:
+    """Return by how much a speed exceeds another, as a share of the other."""
+    return _speed(row).samples_per_s / _speed(other).samples_per_s - 1
 
 
 def _figures(row: Row) -> str:
@@ -196,15 +215,15 @@ def _may_be_as_fast(best: Row, close: Sequence[Row], swept: Sequence[str]) -> st
     """
 
     def describe(row: Row) -> str:
-        ratio = _speed(row).samples_per_s / _speed(best).samples_per_s - 1
-        if abs(ratio) < 0.0005:
+        ratio = _ratio(row, best)
+        if abs(ratio) <= _EQUAL:
             return f"{named(row, swept)} (predicted equal)"
         return f"{named(row, swept)} (predicted {abs(ratio) * 100:.2g} % {'faster' if ratio > 0 else 'slower'})"
 
     which = "One other setting" if len(close) == 1 else f"{len(close)} other settings"
     more = f" and {len(close) - _MOST_LISTED} more" if len(close) > _MOST_LISTED else ""
     smaller = ""
-    if _speed(close[0]).samples_per_s > _speed(best).samples_per_s:
+    if _ratio(close[0], best) > _EQUAL:
         smaller = f" {_why_slower(best, close, swept)}"
     ratios = [Predicted.of(_speed(row)).ratio_error(Predicted.of(_speed(best))) for row in close]
     sure = [ratio for ratio in ratios if ratio is not None]
@@ -217,7 +236,7 @@ def _may_be_as_fast(best: Row, close: Sequence[Row], swept: Sequence[str]) -> st
 
 
 def _why_slower(best: Row, close: Sequence[Row], swept: Sequence[str]) -> str:
-    """Return why it is recommended although another within the tolerance is faster."""
+    """Return why it is recommended although another within the tolerance is faster: memory is scarce."""
     faster = [row for row in close if _pace(row) < _pace(best)]
     needs = best.forecast.needed_bytes
     rivals = [row for row in faster if row.forecast.needed_bytes < needs * (1 + SAME_MEMORY)]

@@ -123,6 +123,24 @@ def test_speeds_of_a_grid_and_what_a_sweep_would_keep_of_it(forecast: Command, t
     assert "gathers block by block" in text and "better" not in text
 
 
+def test_the_fastest_is_the_fastest_though_a_plainer_setting_is_within_the_tolerance(forecast: Command, tmp_path: Path):
+    """Two settings 1.4 % apart, which need the same memory of a GPU that is almost empty."""
+    done = forecast(
+        "-m", "model=mlp", "model.hidden_dim=2048", "model.num_layers=4", "sharding=per_block",
+        "reshard_after_forward=always,never", "precision=bf16_mixed", "training.global_batch_size=65536",
+        "cluster.num_workers=8", "offload=none", "forecast.device=h100_sxm",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = {row["reshard_after_forward"]: float(row["step_s"]) for row in written(tmp_path)}
+    fastest, slower = sorted(steps, key=steps.__getitem__)
+    assert 1.0005 < steps[slower] / steps[fastest] < 1.03, "within report.speed_tolerance, and not the same"
+    text = " ".join(done.stdout.split())
+    assert f"Predicted fastest: reshard_after_forward={fastest}: " in text
+    percent = f"{(1 - steps[fastest] / steps[slower]) * 100:.2g} %"
+    assert f"One other setting may be as fast: reshard_after_forward={slower} (predicted {percent} slower)." in text
+    assert "faster" not in text.partition("Predicted fastest")[2]
+
+
 def test_without_speeds_a_keep_is_no_error(forecast: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = [
