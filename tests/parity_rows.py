@@ -156,6 +156,7 @@ ON_FOUR = (
     f"sharding=root sharding.dp_replicate=4 {CLIP}",
 )
 ON_FOUR_LATER = (
+    f"sharding=per_block sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
     "sharding=per_block",
     "sharding=ddp",
     f"sharding=per_layer {ACCUMULATE}",

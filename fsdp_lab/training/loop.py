@@ -53,7 +53,8 @@ def train_step(
     for i, batch in enumerate(microbatches):
         batch = to_device(batch, device)
         if len(microbatches) > 1:  # it walks through the whole model
-            set_gradient_sync(state.model, config.training.sync_each_microbatch or i == len(microbatches) - 1)
+            is_last = i == len(microbatches) - 1
+            set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
         with ddp_explained(), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)

@@ -320,9 +320,14 @@ def ddp_explained() -> Iterator[None]:
         ) from error
 
 
-def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Set whether the next backward pass reduces gradients. Without, each rank keeps those of the whole model."""
+def set_gradient_sync(model: nn.Module, is_last: bool, each: bool) -> None:
+    """Set how the next backward pass reduces gradients: the last microbatch's does, and with `each` every one.
+
+    Without, each rank keeps the gradients of the whole model. Hybrid sharding reduces those of earlier microbatches
+    within a replica only: they are shards by then, and replicas add them up once a step.
+    """
     if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = sync  # what DDP's no_sync() sets, without the nesting
+        model.require_backward_grad_sync = is_last or each  # what DDP's no_sync() sets, without the nesting
     elif isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
+        model.set_requires_gradient_sync(is_last or each)
+        model.set_requires_all_reduce(is_last)

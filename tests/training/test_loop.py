@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.training import loop
 from fsdp_lab.training.loop import token_metrics
@@ -51,6 +53,39 @@ def test_the_norm_of_the_gradients_is_that_before_clipping_over_all_ranks() -> N
     assert "train/grad_norm" not in results[5][-1], "it would cost a pass over the gradients"
     assert results[3][-1]["val/loss"] == pytest.approx(results[5][-1]["val/loss"], abs=1e-6), "nothing was clipped"
     assert all(0 <= reported[-1].get("perf/data_wait_share", 0) <= 1 for reported in results)
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that reduce gradients: of more than a few numbers, which a loss has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.name().removeprefix("c10d::")
+        if name in ("allreduce_", "_reduce_scatter_base_"):
+            tensor = args[0][0] if name == "allreduce_" else args[0]
+            self.counts[name] += tensor.numel() > 100
+        return func(*args, **(kwargs or {}))
+
+
+def reductions_of_a_step(cases: list[list[str]]) -> list[dict[str, int]]:
+    results = []
+    for case in cases:
+        with Reductions() as reductions:
+            train_all([case])
+        results.append(dict(reductions.counts))
+    return results
+
+
+def test_replicas_reduce_once_a_step_and_shards_each_microbatch() -> None:
+    """Two blocks and the root, four microbatches: only what `sync_each_microbatch` promises grows with these."""
+    hybrid = (*MLP, "model.num_layers=2", "sharding.dp_replicate=2", "training.grad_accum_steps=4")
+    cases = [[*hybrid, f"training.sync_each_microbatch={each}"] for each in ("true", "false")]
+    for each, last in run_ranks(4, reductions_of_a_step, cases):
+        assert each == {"allreduce_": 3, "_reduce_scatter_base_": 12}
+        assert last == {"allreduce_": 3, "_reduce_scatter_base_": 3}
 
 
 def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
