@@ -3,7 +3,7 @@
 Imports neither Ray nor Hydra nor MLflow. `train` is the whole flow; start reading there.
 """
 
-from fsdp_lab.training.loop import DivergedError
+from fsdp_lab.training.divergence import DivergedError
 from fsdp_lab.training.train import Reporter, train
 
 __all__ = ["DivergedError", "Reporter", "train"]

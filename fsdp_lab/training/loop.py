@@ -18,15 +18,12 @@ from torch.utils.data import DataLoader
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
+from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_gradient_sync
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 from fsdp_lab.workloads.construct import seed_all
-
-
-class DivergedError(RuntimeError):
-    """The loss of a step, or of a validation, is NaN or infinite."""
 
 
 def train_step(
@@ -159,11 +156,11 @@ def train_epoch(
         metrics over the global batch, and the loss of every step averaged over all ranks.
 
     Raises:
-        DivergedError: a step's loss is not finite. Raised after the epoch, to keep sync points out of it.
+        DivergedError: a step's loss is not finite. Raised within 20 steps.
     """
     state.model.train()
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
-    losses, norms = [], []
+    losses, norms, check = [], [], LossCheck(state.step, device)
     watch.timer.start()
     _seed(config, state.step, dims)
     for microbatches in _by_step(loader, config.training.grad_accum_steps, watch.timer):
@@ -172,10 +169,13 @@ def train_epoch(
             loss, norm = train_step(state, task, microbatches, config, device)
         losses.append(loss)
         norms += [] if norm is None else [norm]
+        check.add(loss)
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
     step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
-    metrics = {"train/loss": _mean(step_losses, steps_before), "train/lr": float(state.lr_schedule.get_last_lr()[0])}
+    check.finish()
+    mean = sum(step_losses) / len(step_losses)
+    metrics = {"train/loss": mean, "train/lr": float(state.lr_schedule.get_last_lr()[0])}
     if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:
         metrics["train/grad_norm"] = sum(finite) / len(finite)  # fp16 skips the steps that overflow
     if config.precision.loss_scaling:
@@ -183,14 +183,6 @@ def train_epoch(
         metrics["train/loss_scale"] = state.scaler.get_scale()
         metrics["train/skipped_steps"] = float(state.step - steps_before - taken)
     return metrics, step_losses
-
-
-def _mean(step_losses: list[float], steps_before: int) -> float:
-    mean = sum(step_losses) / len(step_losses)
-    if not math.isfinite(mean):
-        bad = next(i for i, loss in enumerate(step_losses) if not math.isfinite(loss))
-        raise DivergedError(f"the loss of step {steps_before + bad + 1} is {step_losses[bad]}")
-    return mean
 
 
 @torch.no_grad()
