@@ -25,6 +25,7 @@ SETTINGS = (
     "sharding=per_block init=meta",
     f"sharding=per_block activation_checkpointing=full {ACCUMULATE}",
     "sharding=per_layer reshard_after_forward=always",
+    "sharding=root init=device",
 )
 IN_HALF = (
     f"sharding=ddp precision=bf16_mixed {CLIP}",
@@ -42,7 +43,7 @@ IN_MAKE_TEST: Cells = {
         "optimizer.beta2=0.95 training.max_steps=3",
         "sharding=per_block reshard_after_forward=never offload=cpu_unpinned sharding.forward_prefetch=2 "
         "sharding.backward_prefetch=1",
-        f"sharding=per_block reshard_after_forward=never {SGD} activation_checkpointing=selective",
+        f"sharding=per_block reshard_after_forward=never {SGD} activation_checkpointing=selective init=device",
         f"sharding=per_block reshard_after_forward=always {CLIP} {ACCUMULATE} sharding.blocks_per_unit=2 "
         "sharding.separate_reduce_scatter_group=true",
         "sharding=per_block memory_profile=off data.loader_workers=1 training.seed=5 training.epochs=2",
@@ -115,6 +116,7 @@ LATER: Cells = {
     "user": (
         *(cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID), *SETTINGS[:2], *IN_HALF,
         *(f"sharding={s} init=meta" for s in ("ddp", "root", "per_layer")),
+        *(f"sharding={s} init=device" for s in ("ddp", "per_block", "per_layer")),
     ),
     "user, as T5": (*GRID[1:4], GRID[8], GRID[11], *SETTINGS[:2]),
     "net": ("sharding=ddp training.global_batch_size=8", "sharding=per_block training.global_batch_size=64"),
@@ -154,9 +156,9 @@ ON_FOUR = (
     "sharding=per_block sharding.dp_replicate=2 sharding.separate_reduce_scatter_group=true",
     f"{SIZE_BASED} sharding.dp_replicate=2 {RESHARDS[3]} {ACCUMULATE} init=meta",
     f"sharding=root sharding.dp_replicate=4 {CLIP}",
+    f"sharding=per_block sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
 )
 ON_FOUR_LATER = (
-    f"sharding=per_block sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
     "sharding=per_block",
     "sharding=ddp",
     f"sharding=per_layer {ACCUMULATE}",

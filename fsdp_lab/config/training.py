@@ -82,6 +82,7 @@ class Init(Enum):
 
     rank0 = "rank0"
     meta = "meta"
+    device = "device"
 
 
 # `async` is a keyword of Python, so this one takes the functional form.

@@ -40,7 +40,8 @@ class TrialConfig:
     repeat: int = key(0, not_negative, may_differ=Between.NIGHTS, changes_speed=False)
     """Number of this run of a setting; `-m repeat=0,1,2` runs each three times, `repeat=auto` as needed."""
     init: Init = key(Init.rank0, changes_speed=False)
-    """Where first weights are built: on rank 0, and broadcast, or each rank's shard by itself (`meta`). Same bits."""
+    """Where first weights are built: on rank 0, and broadcast, or each rank's shard by itself, on the host (`meta`,
+    same bits) or on the `device`, which is faster and draws other numbers on a GPU."""
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none, memory=Memory.VALUE)
     """Blocks to recompute in the backward pass: none, all (`full`), every n-th, or all but the outputs of some
     operators (`selective`)."""

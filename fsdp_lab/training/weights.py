@@ -2,6 +2,9 @@
 
 `init=rank0`: rank 0 runs the constructor and sends the values, a parameter at a time. `init=meta`: every rank runs it
 and keeps its part. The weights are equal to the bit either way, for any number of workers.
+
+`init=device`: as `meta`, but the constructor computes on the rank's GPU, whose generator draws other numbers. The
+weights are equal to the bit for every sharding and any number of GPUs of one kind.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from fsdp_lab.workloads.base import ModelSpec
 from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
 
 _WRAPPER = f"{WRAPPED}."
+_HOST = torch.device("cpu")
 
 
 def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
@@ -30,15 +34,15 @@ def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
     With `init=rank0` a constructor that reads values is run as it is.
 
     Raises:
-        UserError: such a constructor with `init=meta`.
+        UserError: such a constructor with another `init`.
     """
     try:
         return Blueprint(spec.build, config.training.seed)
     except ValuesNeeded as error:
-        if config.init is Init.meta:
+        if config.init is not Init.rank0:
             raise UserError(
-                f"init=meta: the constructor of {error.module} reads the values of parameters, which meta tensors lack "
-                f"({error.reason}); use init=rank0, which builds the whole model on rank 0."
+                f"init={config.init.name}: the constructor of {error.module} reads the values of parameters, which "
+                f"meta tensors lack ({error.reason}); use init=rank0, which builds the whole model on rank 0."
             ) from error
         return Blueprint(spec.build, config.training.seed, whole=True)
 
@@ -52,8 +56,8 @@ def init_weights(
 ) -> None:
     """Give the parameters of a sharded model on `meta` their storage and values, and move its buffers to the device.
 
-    With `init=rank0` only rank 0 ever holds the whole model, in host memory. With `init=meta` no rank holds more than a
-    group of its parameters (`construct.GROUP_BYTES`).
+    With `init=rank0` only rank 0 ever holds the whole model, in host memory. Else no rank holds more than a group of
+    its parameters (`construct.GROUP_BYTES`), with `init=device` on the device.
 
     Args:
         model: sharded.
@@ -72,7 +76,7 @@ def init_weights(
     source = 0 if config.init is Init.rank0 else None
     values: Iterable[tuple[str, Tensor | None]] = ((name, None) for name in blueprint.names)
     if source is None or dist.get_rank() == source:
-        values = blueprint.values()
+        values = blueprint.values(device if config.init is Init.device else _HOST)
     with torch.no_grad():
         for name, value in values:
             _fill(parameters[name], value, source)

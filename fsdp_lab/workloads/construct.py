@@ -22,6 +22,7 @@ from torch.utils import swap_tensors
 
 from fsdp_lab.config.errors import UserError
 
+_HOST = torch.device("cpu")
 GROUP_BYTES = 4 * 2**30  # of values at a time; a smaller model starts with those of one plain call of its constructor
 
 
@@ -82,8 +83,11 @@ class Blueprint:
         """The parameters in the order of `values`."""
         return [name for name in self._names if name]
 
-    def values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the first value of every parameter, on the CPU; of tied ones only under the first name.
+    def values(self, device: torch.device = _HOST) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the first value of every parameter; of tied ones only under the first name.
+
+        Args:
+            device: where the constructor computes. Its generator decides the values.
 
         Raises:
             ValuesNeeded: see the class.
@@ -91,7 +95,7 @@ class Blueprint:
         for number, group in enumerate(self._groups()):
             # a seed of its own, or equal layers in two groups would be equal
             seed = self._seed if number == 0 else zlib.crc32(f"{self._seed}/{number}".encode())
-            _, registered, _ = self._construct(seed, group)
+            _, registered, _ = self._construct(seed, group, device)
             for parameter in group:
                 if self._names[parameter]:
                     yield self._names[parameter], registered[parameter].detach()
@@ -108,14 +112,17 @@ class Blueprint:
             left -= size
         return groups
 
-    def _construct(self, seed: int, real: Collection[int] | None) -> tuple[nn.Module, list[nn.Parameter], bool]:
+    def _construct(
+        self, seed: int, real: Collection[int] | None, device: torch.device = _HOST
+    ) -> tuple[nn.Module, list[nn.Parameter], bool]:
         """Return the model, its parameters, and whether no module has registered some of them.
 
         Args:
             seed: of all generators.
             real: the parameters that keep their values, by number; None: all.
+            device: where the constructor computes.
         """
-        with seeded(seed), torch.device("cpu"), _registering(real) as registration:
+        with seeded(seed), device, _registering(real) as registration:
             try:
                 model = self._build()
                 count = len(registration.parameters)
@@ -248,9 +255,10 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed PyTorch's generator of the CPU, NumPy's and Python's, and restore their states at the end."""
+    """Seed PyTorch's generators, NumPy's and Python's, and restore their states at the end."""
     before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
         seed_all(seed)
         try:
             yield

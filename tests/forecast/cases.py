@@ -19,7 +19,7 @@ AXES: dict[str, Sequence[str]] = {
     "sharding.blocks_per_unit": ("1", "2"),
     "sharding.forward_prefetch": ("null", "2"),
     "sharding.backward_prefetch": ("null", "1"),
-    "init": ("rank0", "meta"),
+    "init": ("rank0", "meta", "device"),
     "training.sync_each_microbatch": ("false", "true"),
     "sharding.separate_reduce_scatter_group": ("false", "true"),
     "optimizer.state_dtype": ("fp32", "bf16"),

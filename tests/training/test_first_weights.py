@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import ClassVar
 
 import torch
 
 from fsdp_lab.config import TrialConfig
+from fsdp_lab.forecast.fake import fake_world
+from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.construct import Blueprint
 from tests.parity import SHARDINGS, WORKLOADS
 from tests.ranks import config, run_ranks
 from tests.training.reference import first_weights
+
+INITS = ("rank0", "meta", "device")
 
 
 def initial_weights(cases: list[list[str]]) -> list[tuple[dict[str, torch.Tensor], int]]:
@@ -26,8 +31,8 @@ def initial_weights(cases: list[list[str]]) -> list[tuple[dict[str, torch.Tensor
 
     values, given = Blueprint.values, [0]
 
-    def counted(blueprint: Blueprint) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in values(blueprint):
+    def counted(blueprint: Blueprint, *device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in values(blueprint, *device):
             given[0] += 1
             yield name, value
 
@@ -47,9 +52,9 @@ def initial_weights(cases: list[list[str]]) -> list[tuple[dict[str, torch.Tensor
 def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
     seeded = ("training.seed=7", "activation_checkpointing=full")
     small = ("model.num_layers=2",)
-    cases = [[*SHARDINGS[s], f"init={init}", *small] for s, init in product(SHARDINGS, ("rank0", "meta"))]
-    cases += [["sharding=per_block", f"init={init}", *small, *seeded] for init in ("rank0", "meta")]
-    cases += [["offload=cpu", f"init={init}", *WORKLOADS["mlp"].words] for init in ("rank0", "meta")]
+    cases = [[*SHARDINGS[s], f"init={init}", *small] for s, init in product(SHARDINGS, INITS)]
+    cases += [["sharding=per_block", f"init={init}", *small, *seeded] for init in INITS]
+    cases += [["offload=cpu", f"init={init}", *WORKLOADS["mlp"].words] for init in INITS]
     first, second = run_ranks(2, initial_weights, cases)
     for case, (got, built_first), (_, built_second) in zip(cases, first, second, strict=True):
         expected = first_weights(config(*case))
@@ -62,3 +67,30 @@ def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
 def test_the_seed_changes_the_weights() -> None:
     a, b = (first_weights(TrialConfig()), first_weights(config("training.seed=1")))
     assert not torch.equal(a["conv_proj.weight"], b["conv_proj.weight"])
+
+
+class Seen(Blueprint):
+    """Notes the devices on which its values are computed."""
+
+    devices: ClassVar[list[torch.device]] = []
+
+    def values(self, device: torch.device = torch.device("cpu")) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: B008
+        self.devices.append(device)
+        return super().values(device)
+
+
+def test_with_init_device_the_constructor_computes_where_the_model_does() -> None:
+    """`meta` stands for a GPU."""
+    gpu, Seen.devices[:] = torch.device("meta"), []
+    for init in INITS:
+        trial = config(f"init={init}", "sharding=ddp")
+        with fake_world(2, gpu):
+            blueprint = Seen(lambda: torch.nn.Linear(4, 3), seed=0)
+            init_weights(blueprint.model, blueprint, trial, gpu)
+    assert Seen.devices == [torch.device("cpu"), torch.device("cpu"), gpu]
+
+
+def test_values_are_made_on_the_device_that_is_named() -> None:
+    blueprint = Blueprint(lambda: torch.nn.Linear(4, 3), seed=0)
+    assert {value.device.type for _, value in blueprint.values(torch.device("meta"))} == {"meta"}
+    assert {value.device.type for _, value in blueprint.values()} == {"cpu"}
