@@ -79,6 +79,7 @@ class TrainState(Stateful):
         step: optimizer steps so far.
         epoch_step: optimizer steps of an epoch that is not finished.
         history: the metrics of every epoch so far.
+        loss_scale: the scaler's, of the next step, on the host.
     """
 
     model: nn.Module
@@ -90,6 +91,11 @@ class TrainState(Stateful):
     step: int = 0
     epoch_step: int = 0
     history: list[Metrics] = field(default_factory=list)
+    loss_scale: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the first scale, so that a step need only read the one after it."""
+        self.loss_scale = self.scaler.get_scale()
 
     def remember(self, metrics: Metrics) -> None:
         """Add an epoch to the history, replacing an earlier entry that `max_steps` had cut short."""
@@ -118,6 +124,7 @@ class TrainState(Stateful):
         )
         if self.scaler.is_enabled() and state["scaler"]["scale"]:
             self.scaler.load_state_dict(state["scaler"])
+            self.loss_scale = self.scaler.get_scale()
         self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
         position = state["position"]
         self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]

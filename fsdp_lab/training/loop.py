@@ -62,12 +62,13 @@ def train_step(
     if config.training.max_grad_norm is not None or task.unit == "tokens":
         state.scaler.unscale_(state.optimizer)
         grad_norm = clip_gradients(state.model, config.training.max_grad_norm)
-    scale = state.scaler.get_scale()
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad()
-    if state.scaler.get_scale() >= scale:  # a smaller scale says that the step was skipped
+    scale = state.scaler.get_scale()  # a sync point: one a step
+    if scale >= state.loss_scale:  # a smaller one says that the step was skipped
         state.lr_schedule.step()
+    state.loss_scale = scale
     state.step += 1
     state.epoch_step += 1
     return total, grad_norm
@@ -168,12 +169,12 @@ def train_epoch(
         with watch.step(state, microbatches):
             loss, norm = train_step(state, task, microbatches, config, device)
         losses.append(loss)
-        norms += [] if norm is None else [norm]
         check.add(loss)
+        norms += [] if norm is None else [norm]
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
-    step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
     check.finish()
+    step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
     mean = sum(step_losses) / len(step_losses)
     metrics = {"train/loss": mean, "train/lr": float(state.lr_schedule.get_last_lr()[0])}
     if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,6 +129,32 @@ def test_without_overflow_nothing_is_skipped(scaled: dict[str, tuple[list[float]
     assert losses[-1] < losses[0] - 0.1
     assert scaled["growing"][1]["train/loss_scale"] == 64 * 2 * 2  # doubled after steps 2 and 4
     assert "train/loss_scale" not in scaled["off"][1]
+
+
+def scaler_calls() -> list[str]:
+    """Return which methods of the loss scaler two steps call, in order."""
+    calls: list[str] = []
+    with ExitStack() as patches:
+        for name in ("scale", "step", "update", "get_scale"):
+            method = getattr(torch.amp.GradScaler, name)
+
+            def called(*args: Any, name: str = name, method: Any = method) -> Any:
+                calls.append(name)
+                return method(*args)
+
+            patches.enter_context(mock.patch.object(torch.amp.GradScaler, name, called))
+        train_all([[*MLP, "precision=fp16", "training.max_steps=2"]])
+    return calls
+
+
+def test_a_step_reads_the_loss_scale_once_after_its_update() -> None:
+    """Each reading waits for the device. The first and the last belong to the trial, not to a step."""
+    calls = run_ranks(2, scaler_calls)[0]
+    assert calls[calls.index("get_scale") :] == [
+        "get_scale",
+        *["scale", "step", "update", "get_scale"] * 2,
+        "get_scale",
+    ]
 
 
 class _LateCopies(TorchDispatchMode):
