@@ -252,7 +252,14 @@ METRICS = (
         better="min", form="{:.2f}", scale=MIB,
     ),
     Metric(
-        "memory/rank<r>/<total>_bytes", "MiB", "bytes", "`peak`, `active`, `reserved` and `host_peak` of each rank",
+        "memory/rank<r>/<total>_bytes", "MiB", "bytes",
+        "`peak`, `active`, `reserved` and `host_peak` of each rank, up to eight ranks; of any number in "
+        "`memory_peaks_rank<r>.json`",
+        better="min", form="{:.2f}", scale=MIB,
+    ),
+    Metric(
+        "memory/rank_<which>/<total>_bytes", "MiB", "bytes",
+        "above eight ranks: `smallest` and `median` of these totals; the largest is `memory/<total>_bytes`",
         better="min", form="{:.2f}", scale=MIB,
     ),
     Metric(

@@ -102,7 +102,8 @@ def test_without_a_declaration_it_is_no_objective():
     [
         ("memory/peak_bytes", "memory/peak_bytes"),  # of its own, though its family has the same form
         ("memory/unsharded_param_bytes", "memory/<category>_bytes"),
-        ("memory/rank12/host_peak_bytes", "memory/rank<r>/<total>_bytes"),
+        ("memory/rank7/host_peak_bytes", "memory/rank<r>/<total>_bytes"),
+        ("memory/rank_median/host_peak_bytes", "memory/rank_<which>/<total>_bytes"),
         ("memory/rank/peak_bytes", None),
         ("memory/peak_mib", None),
         ("memory/<category>_bytes", None),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ from fsdp_lab.training.torch_private import (
 # Of this process. The first has no optimizer state yet: its profile is kept only until the second has one,
 # for a trial that dies of memory at once.
 TRACKED_STEPS = 2
+_MOST_NAMED_RANKS = 8  # that have metrics of their own; beyond it, charts and tables are unreadable
+_TOTALS = ("peak_bytes", "active_bytes", "reserved_bytes", "host_peak_bytes")
 SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump takes minutes
 
 
@@ -256,14 +259,17 @@ class MemoryProfiler:
     def _write(self, profile: Profile | None) -> None:
         if profile is None:
             return
-        content = {"step": self._tracked, "rank": self.ranks.rank, "peaks": profile.peaks}
-        write_json(self._file("peaks", "json"), content, parents=False)
+        self._write_peaks(profile)
         if self.detail is Detail.timeline:
             from fsdp_lab.training.timeline import write_timeline
 
             facts = {"rank": f"{self.ranks.rank} of {self.ranks.world_size}", **main_settings(self.config, self.model)}
             title = f"Optimizer step {self._tracked}, measured"
             write_timeline(profile, self._file("timeline", "html"), title, facts)
+
+    def _write_peaks(self, profile: Profile, **more: Any) -> None:
+        content = {"step": self._tracked, "rank": self.ranks.rank, "peaks": profile.peaks, **more}
+        write_json(self._file("peaks", "json"), content, parents=False)
 
     def _file(self, what: str, suffix: str) -> Path:
         return self.folder / f"memory_{what}_rank{self.ranks.rank}.{suffix}"
@@ -279,6 +285,8 @@ class MemoryProfiler:
             mine = peak_figures(self._profile.peaks)
             if self._cuda:
                 mine |= self._allocator_figures(explained=mine["peak_bytes"] - mine["other_bytes"])
+                with suppress(OSError):  # as in `track`
+                    self._write_peaks(self._profile, allocator=self._measured)
             self._figures = over_ranks(mine)
         return self._figures
 
@@ -345,17 +353,27 @@ def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:
 
 
 def over_ranks(mine: dict[str, float]) -> dict[str, float]:
-    """Return `memory/rank<r>/<key>` for the totals of every rank, and `memory/<key>` as their maximum.
-
-    The breakdown by category is that of the rank with the highest peak.
-    """
+    """Gather the figures of all ranks, and return their metrics; see `metrics_of_ranks`."""
     everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
+    return metrics_of_ranks(everyone)
+
+
+def metrics_of_ranks(everyone: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return `memory/<key>`, the maximum of the ranks, and `memory/rank<r>/<key>` for the totals of each rank.
+
+    Above eight ranks, `memory/rank_smallest/<key>` and `memory/rank_median/<key>` replace the last. The breakdown by
+    category is that of the rank with the highest peak.
+    """
     highest = max(everyone, key=lambda figures: figures["peak_bytes"])
     out = {f"memory/{key}": value for key, value in highest.items()}
-    for rank, figures in enumerate(everyone):
-        for key in ("peak_bytes", "active_bytes", "reserved_bytes", "host_peak_bytes"):
-            if key in figures:
-                out[f"memory/rank{rank}/{key}"] = figures[key]
-                out[f"memory/{key}"] = max(out.get(f"memory/{key}", 0.0), figures[key])
+    for key in _TOTALS:
+        values = [figures[key] for figures in everyone if key in figures]
+        if not values:
+            continue
+        out[f"memory/{key}"] = max(values)
+        if len(everyone) > _MOST_NAMED_RANKS:
+            out[f"memory/rank_smallest/{key}"], out[f"memory/rank_median/{key}"] = min(values), median(values)
+        else:
+            out |= {f"memory/rank{rank}/{key}": figures[key] for rank, figures in enumerate(everyone) if key in figures}
     return out

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.metrics import declared
 from fsdp_lab.profile import CATEGORIES, Event, Holder, Profile
+from fsdp_lab.training.memory import metrics_of_ranks
 from tests.ranks import Memo, config, run_ranks, selected
 
 
@@ -120,6 +122,27 @@ def test_peaks_are_in_the_metrics_and_on_disk_for_every_rank(left: dict[str, lis
     assert metrics["memory/param_bytes"] > 0 < metrics["memory/optimizer_bytes"]
     assert "memory/host_peak_bytes" not in metrics, "on a CPU the device is the host"
     assert also[-1] == metrics, "every rank is told the same"
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(8, 4 * 8), (9, 2 * 4), (512, 2 * 4)])
+def test_many_ranks_have_no_metrics_of_their_own(ranks: int, expected: int):
+    """Peaks rise and reserved bytes fall with the rank: each total has its own smallest, median and largest."""
+    peaks = [{"peak_bytes": float(r), "active_bytes": r + 0.5, "reserved_bytes": 9999.0 - r, "host_peak_bytes": 7.0,
+              "param_bytes": 2.0 * r} for r in range(ranks)]  # fmt: skip
+    metrics = metrics_of_ranks(peaks)
+    assert len([key for key in metrics if key.startswith("memory/rank")]) == expected
+    last = ranks - 1
+    totals = {"peak_bytes": last, "active_bytes": last + 0.5, "reserved_bytes": 9999, "host_peak_bytes": 7,
+              "param_bytes": 2 * last}  # fmt: skip
+    assert {key: value for key, value in metrics.items() if not key.startswith("memory/rank")} == {
+        f"memory/{key}": value for key, value in totals.items()
+    }
+    if ranks > 8:
+        assert metrics["memory/rank_smallest/reserved_bytes"] == 9999 - last
+        assert metrics["memory/rank_median/peak_bytes"] == last / 2
+    else:
+        assert metrics["memory/rank3/reserved_bytes"] == 9996
+    assert all(declared(key) for key in metrics)
 
 
 def test_a_timeline_is_a_page_for_every_rank(left: dict[str, list[Any]]):

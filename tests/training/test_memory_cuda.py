@@ -4,6 +4,7 @@ numbers that the test sets. `tests/forecast/test_gpu.py` and `make check-gpu` re
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ def test_what_tensors_asked_for_is_distinguished_from_blocks_and_from_what_is_re
     assert figures["memory/active_bytes"] == 1536
     assert figures["memory/reserved_bytes"] == 2048
     assert figures["memory/other_bytes"] == 800 - 700
+    written = json.loads((tmp_path / "memory_peaks_rank0.json").read_text())
+    assert written["allocator"] == {
+        f"{name}_bytes": figures[f"memory/{name}_bytes"] for name in ("active", "reserved", "workspace", "peak")
+    }
+    assert written["peaks"]["device"]["total"] == 700
 
 
 def test_a_followed_step_is_not_in_the_peak_of_those_that_train(
