@@ -1,10 +1,9 @@
-"""Measure the time of training on this machine, for speed forecasts: about two minutes, best on a quiet machine.
+"""Measure the time of training on this machine's CPU, for speed forecasts: about two minutes, best on a quiet machine.
 
 python -m fsdp_lab.calibrate workers=2
-python -m fsdp_lab.calibrate workers=8 device=cuda name=h100_here
 
-Options: `workers` (one for each GPU, or 2), `device=auto|cpu|cuda` (auto: GPUs if there are any), `limit_s=120` (how
-long to measure), `name` (of the file in outputs/devices; default: the device's name). Forecasts and sweeps on this
+Options: `workers` (2), `device=auto|cpu|cuda` (GPUs are refused: their speeds come from data sheets), `limit_s=120`
+(how long to measure), `name` (of the file in outputs/devices; default: the device's name). Forecasts and sweeps on this
 machine use the file automatically; on other machines use `forecast.device=<name>`.
 """
 
@@ -26,7 +25,7 @@ from pathlib import Path
 from fsdp_lab.calibrate.reference import Reference, references
 from fsdp_lab.calibrate.sure import better_before, how_sure, why_kept
 from fsdp_lab.config import ConfigError, UserError, read_words
-from fsdp_lab.config.conf import CALIBRATIONS, DEVICE_KINDS, data_sheets, slug
+from fsdp_lab.config.conf import CALIBRATIONS, DEVICE_KINDS, data_sheets, known_devices, slug
 from fsdp_lab.cpu_contention import Others
 from fsdp_lab.hardware import num_cpus, num_gpus
 from fsdp_lab.speed.device import NOT_IN_FILES, Device
@@ -96,20 +95,22 @@ def read_options(words: Sequence[str]) -> Options:
         raise ConfigError(f"device={kind} is not an option. Choose one of: auto, cpu, cuda.")
     if kind == "cuda" and not num_gpus():
         raise ConfigError("device=cuda: this machine has no GPU; use device=cpu, or device=auto.")
-    cuda = kind != "cpu" and num_gpus() > 0
-    workers = _whole(given, "workers", num_gpus() if cuda else min(2, num_cpus()))
-    most = num_gpus() if cuda else num_cpus()
-    if workers > most:
+    if kind != "cpu" and num_gpus():
         raise ConfigError(
-            f"workers={workers} is more than the {most} {'GPUs' if cuda else 'cores'} of this machine; use {most} or "
-            "fewer."
+            f"device={kind}: this machine has GPUs, and the steps that a calibration measures are too small for them: "
+            "widths up to 384, and collectives up to 8 MiB, where launches take most of the time; use "
+            f"forecast.device=<{'|'.join(known_devices())}> or the path of a data sheet, or device=cpu to calibrate "
+            "the CPU."
         )
+    workers = _whole(given, "workers", min(2, num_cpus()))
+    if workers > num_cpus():
+        raise ConfigError(f"workers={workers} is more than the {num_cpus()} cores of this machine; use fewer.")
     name = given.get("name")
     if name is not None and not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"name={name} becomes the name of a file; use letters, digits, _, - and points.")
     if name in (*DEVICE_KINDS, *(file.stem for file in data_sheets()), ".", ".."):
         raise ConfigError(f"name={name} has another meaning in forecast.device; use another name.")
-    return Options(workers, cuda, float(_whole(given, "limit_s", int(_LIMIT_S))), name)
+    return Options(workers, False, float(_whole(given, "limit_s", int(_LIMIT_S))), name)
 
 
 def _whole(given: dict[str, str], key: str, default: int) -> int:

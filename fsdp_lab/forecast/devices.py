@@ -215,7 +215,7 @@ def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
     if asked.device in DEVICE_KINDS:
         raise ConfigError(
             f"forecast.keep={asked.keep} needs predicted speeds, and there are none for this machine; "
-            "run python -m fsdp_lab.calibrate, or set forecast.device=<path of a data sheet>."
+            f"{'' if cuda else 'run python -m fsdp_lab.calibrate, or '}set forecast.device=<path of a data sheet>."
         )
     here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
     for name, value in (("keep", asked.keep), ("prune", "true" if asked.prune else None)):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from fsdp_lab.calibrate.__main__ import Options, main, rates, read_options, write_device
+from fsdp_lab.calibrate.rank import _SENT
+from fsdp_lab.calibrate.reference import references
 from fsdp_lab.calibrate.sure import better_before, how_sure
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import slug
@@ -35,8 +37,24 @@ def test_the_defaults_are_two_workers_on_a_cpu_for_two_minutes(monkeypatch: pyte
     assert read_options(["device=auto"]) == Options(min(2, num_cpus()), False, 120.0, None)
     assert read_options(["workers=1", "limit_s=30", "name=mine"]) == Options(1, False, 30.0, "mine")
     monkeypatch.setattr("fsdp_lab.calibrate.__main__.num_gpus", lambda: 8)
-    assert read_options(["device=auto"]) == Options(8, True, 120.0, None)
-    assert read_options(["device=cpu"]).cuda is False
+    assert read_options(["device=cpu"]) == Options(min(2, num_cpus()), False, 120.0, None)
+
+
+@pytest.mark.parametrize("words", [["limit_s=30"], ["device=auto"], ["device=cuda"], ["workers=8", "device=cuda"]])
+def test_gpus_are_refused_for_their_size_and_a_data_sheet_is_named(words: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.calibrate.__main__.num_gpus", lambda: 8)
+    with pytest.raises(ConfigError) as raised:
+        read_options(words)
+    kind = "cuda" if "device=cuda" in words else "auto"
+    assert str(raised.value).startswith(f"device={kind}: this machine has GPUs, and the steps that a calibration")
+    assert "use forecast.device=<" in str(raised.value) and "h100_sxm" in str(raised.value)
+    assert str(raised.value).endswith("or device=cpu to calibrate the CPU.")
+
+
+def test_the_message_states_the_sizes_that_are_measured():
+    widths = [int(word.partition("=")[2]) for one in references(1) for word in one.model if "dim=" in word]
+    assert max(width for width in widths if width not in (768, 1536)) == 384, "without the wider layers of a block"
+    assert max(_SENT) == 8 * 2**20
 
 
 @pytest.mark.parametrize(
