@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.calibrate.reference import Reference
 from fsdp_lab.config import TrialConfig
+from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.speed.measured import amounts
 from fsdp_lab.speed.program import Kind, Operator
@@ -27,7 +28,6 @@ from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import (
     DistributedContext,
-    backend_name,
     build_parallel_dims,
     join_by_file_store,
     largest,
@@ -180,7 +180,7 @@ def run_rank(rank: int, workers: int, folder: str, references: Sequence[Referenc
     torch.set_num_threads(1)
     if cuda:
         torch.cuda.set_device(rank)
-    join_by_file_store(f"{folder}/store", backend_name("cuda" if cuda else "cpu"), rank, workers, _WAIT_S)
+    join_by_file_store(f"{folder}/store", OffloadConfig().backend(cuda), rank, workers, _WAIT_S)
     ranks = setup_distributed()
 
     def log(what: str) -> None:

@@ -161,6 +161,16 @@ class OffloadConfig:
     target: OffloadTarget = key(OffloadTarget.none, named_by_option=True)
     """Keep sharded parameters on the device, in pinned host memory (`cpu`), or in pageable host memory."""
 
+    def backend(self, cuda: bool) -> str:
+        """Return the backend of a trial's process group.
+
+        On GPUs gloo joins NCCL only for offloaded gradients, whose norm is reduced on the host: gloo connects each rank
+        with every other. An asynchronous checkpoint has a group of its own.
+        """
+        if not cuda:
+            return "gloo"
+        return "nccl" if self.target is OffloadTarget.none else "cpu:gloo,cuda:nccl"
+
     def check(self, sharding: ShardingConfig) -> None:
         """Check that there are sharded parameters to offload.
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.config.sweep import Placement
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts
@@ -242,7 +243,7 @@ def backend_config(job: Job) -> Any:
     """
     from ray.train.backend import Backend, BackendConfig
 
-    pytorch = "cpu:gloo,cuda:nccl" if job.use_gpu else "gloo"
+    pytorch = from_dict(TrialConfig, job.config).offload.backend(job.use_gpu)
 
     class Meeting(Backend):
         share_cuda_visible_devices = True  # NCCL wants to see the GPUs of all ranks on a node

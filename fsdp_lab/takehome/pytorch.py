@@ -67,7 +67,8 @@ def _start(setup: Setup, imports: Imports) -> list[str]:
         'device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")',
         "if cuda:",
         "    torch.cuda.set_device(device)",
-        'dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)',
+        f'dist.init_process_group("{setup.config.offload.backend(cuda=True)}" if cuda else "gloo", '
+        "device_id=device if cuda else None)",
         "rank, world_size = dist.get_rank(), dist.get_world_size()",
     ]
     if not setup.is_ddp:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_lab.config.parallel import Granularity, ShardingConfig
+from fsdp_lab.config.parallel import Granularity, OffloadConfig, OffloadTarget, ShardingConfig
 
 
 @dataclass(frozen=True)
@@ -29,33 +29,27 @@ class DistributedContext:
         return self.rank == 0
 
 
-def backend_name(device_type: str) -> str:
-    """Return the backend of a process group.
-
-    CUDA adds gloo to NCCL, because offloaded gradients and checkpoints are reduced on the CPU.
-    """
-    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-
-
 def sees_cuda() -> tuple[bool, str | None]:
     """Return whether PyTorch sees a GPU, and the CUDA version that it is built for; None: without CUDA."""
     return torch.cuda.is_available(), torch.version.cuda
 
 
-def setup_distributed(timeout_s: float = 1800.0) -> DistributedContext:
+def setup_distributed(offload: OffloadConfig | None = None, timeout_s: float = 1800.0) -> DistributedContext:
     """Join the process group that torchrun's variables describe, or the one that a launcher made already.
 
     Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works. A group of one uses a
     store in memory: PyTorch's TCP store would listen on every interface.
 
     Args:
+        offload: of the trial, which decides the backends; None: those of any trial.
         timeout_s: of collectives.
     """
     cuda = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in str(dist.get_backend_config()))
     if not dist.is_initialized():
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend, limit = backend_name("cuda" if cuda else "cpu"), timedelta(seconds=timeout_s)
+        offload = offload or OffloadConfig(OffloadTarget.cpu)
+        backend, limit = offload.backend(cuda), timedelta(seconds=timeout_s)
         if os.environ.get("WORLD_SIZE", "1") == "1":
             make_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:
@@ -80,7 +74,7 @@ def join_by_file_store(path: str, backend: str, rank: int, world_size: int, time
 
     Args:
         path: of the file.
-        backend: see `backend_name`.
+        backend: see `OffloadConfig.backend`.
         rank: of this process.
         world_size: number of ranks.
         timeout_s: of joining and of collectives.
@@ -99,7 +93,7 @@ def join_by_tcp_store(
         port: of the store.
         listener: the file descriptor of rank 0's listening socket, which the store closes at the end; None on other
             ranks.
-        backend: see `backend_name`.
+        backend: see `OffloadConfig.backend`.
         rank: of this process.
         world_size: number of ranks.
         timeout_s: of joining and of collectives.

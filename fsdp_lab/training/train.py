@@ -78,7 +78,7 @@ def train(
         DivergedError: the loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = setup_distributed()
+    ranks = setup_distributed(config.offload)
     config.check(ranks.world_size)
     start_clean(ranks.device)
     dims = build_parallel_dims(config.sharding, ranks)

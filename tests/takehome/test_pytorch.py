@@ -190,6 +190,8 @@ def test_the_process_group_of_a_script_is_bound_to_its_gpu() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "dist.init_process_group"
     )  # fmt: skip
     assert {k.arg: ast.unparse(k.value) for k in call.keywords} == {"device_id": "device if cuda else None"}
+    assert ast.unparse(call.args[0]) == "'nccl' if cuda else 'gloo'"
+    assert '"cpu:gloo,cuda:nccl" if cuda else "gloo"' in write_out("pytorch", setup_of((*MLP, "offload=cpu")))
 
 
 def test_blocks_that_no_script_can_import_are_found_by_their_names() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.forecast.fake import HOST, fake_world
 from fsdp_lab.training import distributed
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
@@ -56,13 +57,16 @@ class Joined:
             monkeypatch.setattr(torch.cuda, name, stand_in)
         for name, answer in {"is_initialized": False, "get_rank": 0, "get_world_size": 12}.items():
             monkeypatch.setattr(dist, name, lambda answer=answer: answer)
-        monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: self.made.update(options))
+        monkeypatch.setattr(dist, "init_process_group", self.make)
+
+    def make(self, backend: str, **options: Any) -> None:
+        self.made = {"backend": backend, **options}
 
 
 def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Ray gives GPU "10" to its second worker if it sorts texts, so that LOCAL_RANK is not the GPU."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    nccl = distributed.backend_name("cuda")
+    nccl = OffloadConfig().backend(cuda=True)
     for world_size in ("1", "12"):  # torchrun: the GPU is the local rank
         joined = Joined(monkeypatch)
         monkeypatch.setenv("WORLD_SIZE", world_size)
@@ -82,6 +86,37 @@ def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pyte
 
 def _listener() -> int:
     return socket.create_server(("127.0.0.1", 0)).detach()
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "expected"),
+    [
+        ([], 8, {"cuda": "nccl"}),
+        (["checkpoint.mode=async"], 8, {"cuda": "nccl"}),  # it has a group of its own
+        (["offload=cpu"], 8, {"cpu": "gloo", "cuda": "nccl"}),
+        (["offload=cpu_unpinned"], 8, {"cpu": "gloo", "cuda": "nccl"}),
+        (["offload=cpu"], 0, {"cpu": "gloo"}),
+    ],
+)
+def test_gloo_is_there_where_tensors_on_the_host_are_reduced(
+    words: list[str], gpus: int, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    joined = Joined(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    distributed.setup_distributed(config(*words).offload)
+    backends = dist.distributed_c10d.BackendConfig(joined.made["backend"]).get_device_backend_map()
+    assert expected.items() <= backends.items() and (gpus == 0 or backends.keys() == expected.keys())
+
+
+def test_the_group_of_asynchronous_checkpoints_reduces_on_the_host_beside_a_default_that_does_not():
+    """What DCP checks before it saves. `fake` on GPUs only stands for NCCL."""
+    dist.init_process_group("cuda:fake", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        host = torch.device("cpu")
+        assert host not in dist.distributed_c10d._get_default_group()._device_types
+        assert host in dist.new_group(backend="gloo")._device_types
+    finally:
+        dist.destroy_process_group()
 
 
 def test_no_other_code_makes_a_group_on_a_gpu():
