@@ -1,17 +1,20 @@
 """The GPUs and cores of this machine: the one place that counts them.
 
 GPUs come from NVML, the driver's own library, which Ray and nvidia-smi use too. It needs no context on a GPU and no
-slow import. Each rank compares the count with what PyTorch sees (`engine/rank.py`).
+slow import. AMD's GPUs have no NVML: a PyTorch that is built for ROCm counts them, in a process of its own. Each rank
+compares the count with what PyTorch sees (`engine/rank.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +29,13 @@ _TEXT_BYTES = 96  # NVML's longest: a device's name or UUID
 _MAX_CPUS_PER_WORKER = 16
 _MAX_LOADER_WORKERS = 4
 _LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB where nobody asks for more
+_ROCM_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # the first goes before
+_COUNT_BY_PYTORCH = """
+import json, torch
+properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+print(json.dumps([[device.name, device.total_memory] for device in properties]))
+"""
+_COUNT_S = 120.0  # for a process that imports PyTorch
 # Cores that a launcher gave to this process; see `worker_cpus`.
 WORKER_CPUS = "FSDP_LAB_WORKER_CPUS"
 
@@ -217,7 +227,30 @@ def driver() -> Driver | None:
 def gpus() -> list[Gpu]:
     """Return the GPUs that this process may use, as CUDA counts them under `CUDA_VISIBLE_DEVICES`; may be empty."""
     machine = _machine()
-    return _visible(machine[1], os.environ.get("CUDA_VISIBLE_DEVICES")) if machine else []
+    if machine is None:
+        return list(_rocm_gpus(tuple(map(os.environ.get, _ROCM_VISIBLE)))) if is_rocm() else []
+    return _visible(machine[1], os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@cache
+def _rocm_gpus(visible: tuple[str | None, ...]) -> tuple[Gpu, ...]:
+    """Return the GPUs that PyTorch sees; it is asked once for each value of the variables that hide GPUs.
+
+    In a process of its own: here it would start AMD's runtime, which does not survive a fork.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _COUNT_BY_PYTORCH], capture_output=True, text=True, timeout=_COUNT_S, check=True
+        )
+        seen = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # as a driver that does not answer
+        return ()
+    return tuple(Gpu(index, "", name, memory) for index, (name, memory) in enumerate(seen))
+
+
+def visible_devices() -> str | None:
+    """Return the GPUs that are visible to this process, as its environment lists them; None: all."""
+    return os.environ.get(_ROCM_VISIBLE[0]) or os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def least_capability() -> tuple[int, int] | None:
@@ -281,6 +314,11 @@ def pytorch_cuda() -> tuple[int, int] | None:
     """Return the CUDA version that PyTorch is built for, read without importing it; None: for none, or no PyTorch."""
     match = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _pytorch_version_file(), re.MULTILINE)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def is_rocm() -> bool:
+    """Return whether PyTorch is built for AMD's GPUs, read without importing it."""
+    return re.search(r"^hip\b[^=\n]*=\s*['\"]\d", _pytorch_version_file(), re.MULTILINE) is not None
 
 
 def pytorch_version() -> tuple[int, int] | None:

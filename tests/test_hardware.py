@@ -19,6 +19,7 @@ from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.forecast.devices import gpu_memory
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
 from fsdp_lab.limits import Limits
+from tests.conftest import ROOT
 from tests.nvml import variables
 from tests.ranks import config
 
@@ -219,6 +220,62 @@ def test_default_loader_workers(cuda: bool, cpus: float, expected: int, monkeypa
 def test_without_shared_memory_no_process_hands_over_images(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hardware, "shared_memory", lambda: 64 * 2**20)  # Docker's default
     assert default_loader_workers(True, 16) == 0
+
+
+ROCM_PYTORCH = """
+import os
+from types import SimpleNamespace
+
+with open(os.environ["ASKED"], "a") as asked:
+    asked.write("imported\\n")
+visible = os.environ.get("HIP_VISIBLE_DEVICES", "0,1,2").split(",")
+cuda = SimpleNamespace(
+    device_count=lambda: len(visible),
+    get_device_properties=lambda index: SimpleNamespace(name="AMD Instinct MI300X", total_memory=206158430208),
+)
+"""
+COUNT_HERE = """
+import sys
+from fsdp_lab import hardware
+hardware._LIBRARY = "libnvidia-ml-that-is-not-there.so.1"
+from fsdp_lab.config.machine import check_driver, default_num_workers
+from fsdp_lab.doctor.libraries import check_gpus
+from fsdp_lab.engine.rank import check_no_gpu
+check_driver()
+print(hardware.is_rocm(), default_num_workers(), hardware.gpus(), check_gpus().observation, sep="\\n")
+assert "torch" not in sys.modules
+"""
+
+
+def _count(folder: Path, **variables: str) -> list[str]:
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_HERE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_gpus_of_amd_are_counted_by_a_pytorch_for_rocm(tmp_path: Path):
+    """A stand-in for PyTorch: a driver without NVML, and a build whose `torch/version.py` names ROCm."""
+    torch, asked = tmp_path / "torch", tmp_path / "asked"
+    torch.mkdir()
+    (torch / "__init__.py").write_text(ROCM_PYTORCH)
+    (torch / "version.py").write_text(
+        "__version__ = '2.15.0+rocm7.2'\ncuda: Optional[str] = None\nhip: str = '7.2.1'\n"
+    )
+    rocm, workers, found, observation = _count(tmp_path, ASKED=str(asked))
+    assert (rocm, workers) == ("True", "3")
+    assert found.count("AMD Instinct MI300X") == 3 and found.count("memory_bytes=206158430208") == 3
+    assert observation.startswith("3 × AMD Instinct MI300X, 192") and observation.endswith("built for ROCm")
+    assert asked.read_text() == "imported\n", "once, in a process of its own"
+    assert _count(tmp_path, ASKED=str(asked), HIP_VISIBLE_DEVICES="1")[1] == "1"
+    (torch / "__init__.py").write_text("raise ImportError('libamdhip64.so')")
+    assert _count(tmp_path, ASKED=str(asked))[1] == "2", "a driver that does not answer: two workers on the CPU"
+    (torch / "version.py").write_text(
+        "__version__ = '2.15.0'\ncuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"
+    )
+    assert _count(tmp_path, ASKED=str(asked))[:3] == ["False", "2", "[]"]
 
 
 def test_what_the_driver_keeps_for_itself_is_not_cudas(fake_nvml: Callable[..., None]):

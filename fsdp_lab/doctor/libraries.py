@@ -79,16 +79,17 @@ def check_gpus() -> Finding:
         observation = f"{_DEVICE} exists, but the driver's library libnvidia-ml.so.1 does not answer"
         remedy = "docker run --gpus=all with NVIDIA's container toolkit, or restart the machine after a driver update"
         return Finding("GPUs", observation, remedy, fails=True)
-    if installed is None:
-        return Finding("GPUs", "none: trials run on the CPU, with gloo")
     if not devices:
+        if installed is None:
+            return Finding("GPUs", "none: trials run on the CPU, with gloo")
         observation = (
             f"driver {installed.version} has none for this process (CUDA_VISIBLE_DEVICES): trials run on the CPU"
         )
         return Finding("GPUs", observation, "unset CUDA_VISIBLE_DEVICES to use them")
     names = {name: [d.name for d in devices].count(name) for name in dict.fromkeys(d.name for d in devices)}
     observation = ", ".join(f"{number} × {name or 'unknown'}" for name, number in names.items())
-    observation += f", {gib(min(d.memory_bytes for d in devices))} each; driver {installed.version}"
+    counted_by = f"driver {installed.version}" if installed else "counted by PyTorch, which is built for ROCm"
+    observation += f", {gib(min(d.memory_bytes for d in devices))} each; {counted_by}"
     try:
         check_driver()
     except UserError as error:

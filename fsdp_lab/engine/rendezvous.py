@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.engine import ray_private
+from fsdp_lab.hardware import visible_devices
 
 _LOOPBACK = "127.0.0.1"
 _JOIN_S = 1800.0  # for ranks to join, and for a collective: PyTorch's own limit for gloo
@@ -102,7 +103,7 @@ def gpu_index() -> int:
     import ray
 
     own = str(ray.get_gpu_ids()[0])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = visible_devices()
     if visible is None:  # Ray was told not to set it
         return int(own)
     if own not in visible.split(","):

@@ -97,6 +97,14 @@ def test_the_index_of_a_workers_gpu(
         assert gpu_index() == index
 
 
+def test_on_rocm_the_index_is_among_the_gpus_that_ray_left_visible(monkeypatch: pytest.MonkeyPatch):
+    """Ray shows a worker its own GPU by HIP_VISIBLE_DEVICES, which goes before Ray Train's CUDA_VISIBLE_DEVICES."""
+    monkeypatch.setattr("ray.get_gpu_ids", lambda: [3])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3")
+    assert gpu_index() == 0
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_trials_are_packed_by_their_own_needs(cli):
