@@ -54,6 +54,8 @@ class TrialConfig:
     checkpoint: CheckpointConfig = group(CheckpointConfig, may_differ=Between.CHECKPOINT)
     export: bool = key(True, may_differ=Between.CHECKPOINT)
     """Export the trained model as model.pt, or as a folder for from_pretrained."""
+    profile_trace: bool = key(False, may_differ=Between.CHECKPOINT)
+    """Record three steps of rank 0 with torch.profiler, as a Chrome trace. They are not timed."""
     memory_profile: MemoryProfile = key(MemoryProfile.peaks, may_differ=Between.CHECKPOINT)
     """Record the memory of one step: not at all, its peak by category, or a page with every change."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.storage import Storage, StorageAway
 
-_PATTERNS = ("logs/rank*.log", "memory_*_rank*", "model/*", "model.pt", "profile_*")
+_PATTERNS = ("logs/rank*.log", "memory_*_rank*", "model/*", "model.pt", "trace_rank*")
 _PATIENCE_S = 300.0  # for a store that is away at the end of a trial
 _PAUSE_S = 2.0
 _SCRATCH = "fsdp_lab_scratch_"

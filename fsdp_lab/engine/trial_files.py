@@ -12,6 +12,7 @@
 | `turnaround.json` | the driver | seconds from the last report on its slot to its first step |
 | `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted unusually long |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
+| `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
 | `disturbed.<n>/` | the driver | these files of an attempt whose speed did not count |
 | `.alive` | every rank | locked while a process of the trial lives |
 """

@@ -21,6 +21,7 @@ from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_gradient_sync
+from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 from fsdp_lab.workloads.construct import seed_all
@@ -103,16 +104,18 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Watch:
-    """Times the steps of a trial, profiles the memory of some, and reports the beginning of each.
+    """Times the steps of a trial, profiles some, and reports the beginning of each.
 
     Attributes:
         timer: of steps.
         memory: profiles the first steps.
+        trace: records the steps after these.
         on_step: called with the step's number, counted from 1.
     """
 
     timer: StepTimer
     memory: MemoryProfiler
+    trace: ProfilerTrace
     on_step: Callable[[int], None]
 
     @contextmanager
@@ -124,6 +127,11 @@ class Watch:
                 with self.memory.track(state.model, state.optimizer, tensors_of(microbatches)):
                     yield
                 self.timer.start()  # the tracked step is slow: not one of the timed
+            elif self.trace.records():
+                with self.trace.step():
+                    yield
+                self.memory.step_done()
+                self.timer.start()  # as above
             else:
                 yield
                 self.memory.step_done()

@@ -25,6 +25,7 @@ from fsdp_lab.training.distributed import DistributedContext, build_parallel_dim
 from fsdp_lab.training.export import export_model
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
+from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.base import Data
@@ -116,6 +117,7 @@ def train(
     watch = Watch(
         StepTimer(config.training.timing_warmup_steps, ranks),
         MemoryProfiler(config, workload.model.description, ranks, folder),
+        ProfilerTrace(config, ranks, folder),
         reporter.step,
     )
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
@@ -140,6 +142,7 @@ def train(
             state.epoch, state.epoch_step = state.epoch + 1, 0
         reporter.epoch(_keep(metrics, state, config, checkpoints), checkpoints.last_whole())
 
+    watch.trace.finish()
     if config.export:
         reporter.phase("exporting the model")
         step = checkpoints.load_best_weights(state) if config.checkpoint.export_best else state.step

@@ -102,6 +102,7 @@ checkpoint.resume_from               cells starts nights param
 checkpoint.any_torch_version         cells starts nights param
 checkpoint.export_best               cells starts nights param
 export                               cells starts nights param
+profile_trace                        cells starts nights param
 memory_profile                       cells starts nights param
 forecast.enabled                     starts param
 forecast.device                      starts param

@@ -30,6 +30,7 @@ _ARTIFACTS = (
     ("error.txt", ""),
     ("failures*/*.json", "failures"),
     ("memory_*_rank*.*", "memory"),
+    ("trace_rank*", "trace"),
 )
 
 

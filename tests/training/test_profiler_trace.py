@@ -1,0 +1,85 @@
+"""`profile_trace=true`: what rank 0 computes and sends in three steps, as a file for Perfetto."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import STORE, run_cli
+from tests.folders import Store
+from tests.ranks import Memo, config, run_ranks
+
+INLINE = (
+    "engine=inline", "model=mlp", "forecast.enabled=false", "export=false", "checkpoint.mode=off", "data.num_train=256",
+    "data.num_val=32", "training.global_batch_size=32", "training.epochs=1",
+)  # fmt: skip
+
+# eight steps, of which two are followed for memory
+STEPS = (
+    "model=mlp", "sharding=per_block", "data.num_train=256", "memory_profile=peaks", "training.timing_warmup_steps=0",
+)  # fmt: skip
+CASES = (
+    ("profile_trace=false",),
+    ("profile_trace=true",),
+    ("profile_trace=true", "training.max_steps=4"),  # it ends while steps are recorded
+    ("profile_trace=true", "training.max_steps=2"),  # and before
+)
+
+
+def traced(cases: list[list[str]]) -> list[tuple[list[float], dict[str, float], dict[str, bytes]]]:
+    """Of each case the losses, the last metrics, and the traces in the folder of this rank."""
+    from fsdp_lab.training import train
+
+    results = []
+    for words in cases:
+        memo, losses = Memo(), list[float]()
+        with tempfile.TemporaryDirectory() as folder:
+            train(config(*words), Path(folder), memo, losses.extend)
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if "trace" in path.name}
+        results.append((losses, memo.reported[-1], files))
+    return results
+
+
+def events_of(content: bytes) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(content))["traceEvents"]
+    return events
+
+
+@pytest.fixture(scope="module")
+def results() -> tuple[list[Any], list[Any]]:
+    first, second = run_ranks(2, traced, [[*STEPS, *case] for case in CASES])
+    return first, second
+
+
+def test_three_steps_of_rank_0_are_recorded(results: tuple[list[Any], list[Any]]) -> None:
+    first, second = ([files for _, _, files in ranks] for ranks in results)
+    assert [set(files) for files in first] == [set(), {"trace_rank0.json.gz"}, {"trace_rank0.json.gz"}, set()]
+    assert not any(second), "a trace of each rank would fill the disk"
+    names = [event["name"] for event in events_of(first[1]["trace_rank0.json.gz"]) if event.get("ph") == "X"]
+    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
+    assert "aten::addmm" in names and any(name.startswith("autograd::engine") for name in names)
+    assert sum("_allgather_base_" in name for name in names) >= 3 * 3, "two blocks and the root gather in each step"
+    assert any("adam" in name.lower() for name in names)
+    short = [event["name"] for event in events_of(first[2]["trace_rank0.json.gz"]) if event.get("ph") == "X"]
+    assert len({name for name in short if name.startswith("ProfilerStep#")}) in (1, 2)
+
+
+def test_recorded_steps_change_no_loss_and_are_not_timed(results: tuple[list[Any], list[Any]]) -> None:
+    (plain, timed, _), (recorded, less, _), *_ = results[0]
+    assert plain == recorded
+    assert (timed["perf/timed_steps"], less["perf/timed_steps"]) == (6, 2), "one more starts the profiler"
+    assert timed["memory/peak_bytes"] == less["memory/peak_bytes"]
+
+
+def test_the_trace_is_an_artifact_of_the_run(tmp_path: Path) -> None:
+    done = run_cli(tmp_path, *INLINE, "profile_trace=true", "training.max_steps=6", "hydra.run.dir=out", STORE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    store = Store(tmp_path)
+    (run,) = store.parents
+    assert "trace/trace_rank0.json.gz" in store.artifacts(run)
+    assert events_of((tmp_path / "out" / "trace_rank0.json.gz").read_bytes())
