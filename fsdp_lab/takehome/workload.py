@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.training import Init
 from fsdp_lab.config.workload import EXAMPLE_BATCH, DataConfig, ModelConfig, UserData, UserModel
 from fsdp_lab.takehome.imports import Imports, call
 from fsdp_lab.takehome.setup import Setup
@@ -25,7 +26,9 @@ def model_lines(setup: Setup, imports: Imports) -> list[str]:
     """Return the lines that build the model on the host with the trial's first weights."""
     model, seed = setup.config.model, setup.config.training.seed
     weights = "the trial's first weights; every rank builds all of them on the host"
-    if setup.num_params * 4 > _WHOLE_CONSTRUCTOR:
+    if setup.config.init is Init.device:
+        weights = "on GPUs other first weights than the trial's, which the GPUs drew"
+    elif setup.num_params * 4 > _WHOLE_CONSTRUCTOR:
         weights = "other first weights than the trial's, which drew them in parts"
     lines = [f"torch.manual_seed({seed})  # {weights}"]
     if isinstance(model, UserModel):

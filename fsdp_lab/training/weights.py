@@ -9,7 +9,7 @@ weights are equal to the bit for every sharding and any number of GPUs of one ki
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from fsdp_lab.workloads.base import ModelSpec
 from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
 
 _WRAPPER = f"{WRAPPED}."
-_HOST = torch.device("cpu")
 
 
 def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
@@ -76,10 +75,27 @@ def init_weights(
     source = 0 if config.init is Init.rank0 else None
     values: Iterable[tuple[str, Tensor | None]] = ((name, None) for name in blueprint.names)
     if source is None or dist.get_rank() == source:
-        values = blueprint.values(device if config.init is Init.device else _HOST)
+        values = _on_device(blueprint, device) if config.init is Init.device else blueprint.values()
     with torch.no_grad():
         for name, value in values:
             _fill(parameters[name], value, source)
+
+
+def _on_device(blueprint: Blueprint, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield the values that the constructor gives on a device.
+
+    Raises:
+        UserError: the constructor names the CPU, or draws from a generator on it.
+    """
+    try:
+        yield from blueprint.values(device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise UserError(
+            f"init=device: the constructor of the model fails on {device} ({' '.join(str(error).split())[:200]}); use "
+            "init=rank0 or init=meta, which run it on the CPU."
+        ) from error
 
 
 def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
