@@ -86,7 +86,7 @@ def _seed(setup: Setup, step: str) -> str:
 def _step(setup: Setup, imports: Imports) -> list[str]:
     """Return the lines of one optimizer step."""
     training, scaled = setup.config.training, setup.config.precision.loss_scaling
-    lines = [*_microbatch(setup, imports), "losses.append(loss.detach())"]
+    lines = [*_microbatch(setup, imports), "losses.append(loss.detach().float())"]
     if (accum := training.grad_accum_steps) > 1:
         sync = "set_requires_gradient_sync(i == {})" if not setup.is_ddp else "require_backward_grad_sync = i == {}"
         once = f"    model.{sync.format(accum)}  # gradients are reduced once a step"

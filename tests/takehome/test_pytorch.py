@@ -59,6 +59,10 @@ CASES: dict[str, Case] = {
     ),
     "selective": (*SHARDINGS["per_block"], *LM, "activation_checkpointing=selective"),
     "loss in chunks": (*SHARDINGS["root"], *LM, "task.loss_chunks=2", "model.tied=true"),
+    "user's loss in bfloat16": (
+        "model=mlp", f"task.loss={HERE}.net.labels", *SHARDINGS["per_block"], "precision=bf16",
+        "training.grad_accum_steps=2",
+    ),
     **{f"user's {name}": (*overrides, "data.num_train=96") for name, (overrides, _) in FITS.items()},
 }  # fmt: skip
 MARKS = {  # of whose lines other cases have most
