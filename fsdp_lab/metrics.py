@@ -29,6 +29,7 @@ _SPEEDS = {
     "perf/mfu",
 }
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
+LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
 MIB = 2**20
 
 Table = Literal["csv", "terminal", "report", "hover"]
@@ -145,6 +146,10 @@ METRICS = (
         TRAIN_LOSS, "train loss", "", "the mean over the epoch's steps, each over the global batch; one point an epoch",
         better="min", form="{:.4f}",
         csv=_SHOWN, terminal=Column(marks_best=False), report=_SHOWN,
+    ),
+    Metric(
+        LOSS_EPS, "loss eps", "", "the relative rounding of the type in which the loss is computed, if that is "
+        "narrower than float32: bfloat16 0.0078, float16 0.00098", form="{:.2g}", objective=False,
     ),
     Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
     Metric(

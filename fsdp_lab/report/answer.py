@@ -13,6 +13,7 @@ from fsdp_lab.metrics import MEMORY, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.choice import DISTURBED, PLAIN, SAME_MEMORY, Choice, choose, departures, value
 from fsdp_lab.report.data import REPEATS, Setting, SweepData, TrialRow, words
 from fsdp_lab.report.notes import apart, contention, named, notes_on, smaller_forecast
+from fsdp_lab.report.rounding import rounding
 from fsdp_lab.report.speed import Interval, Speeds
 from fsdp_lab.report.texts import memory_text, ratio_text, speed_text, times_text
 from fsdp_lab.status import TrialStatus
@@ -351,6 +352,8 @@ def _loss_change(sweep: SweepData, setting: Setting, reference: Setting) -> str:
     mine, other = setting.median(sweep.loss_key), reference.median(sweep.loss_key)
     if not (math.isfinite(mine) and math.isfinite(other)):
         return f"{sweep.loss_key} not known"
+    if 0 < abs(mine - other) <= rounding(setting, reference, sweep.loss_key):
+        return f"the same {sweep.loss_key}, to its rounding"
     change = (mine - other) / max(abs(other), 1e-12)
     return f"the same {sweep.loss_key}" if abs(change) < 1e-5 else f"{sweep.loss_key} {ratio_text(change)}"
 

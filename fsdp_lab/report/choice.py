@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED, VAL_LOSS, declared
 from fsdp_lab.report.data import Setting, SweepData, TrialRow
+from fsdp_lab.report.rounding import rounding
 from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Interval, Speeds
 from fsdp_lab.report.texts import ratio_text
 from fsdp_lab.status import TrialStatus
@@ -233,10 +235,9 @@ def _able(sweep: SweepData) -> tuple[list[Setting], dict[str, str]]:
                 if not math.isfinite(setting.median(metric)) and metric != SPEED:
                     why_not[setting.name] = f"has no finite {metric}"
     else:
-        losses = [s.median(sweep.loss_key) for s in fitting]
-        best_loss = min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
-        for setting, loss in zip(fitting, losses, strict=True):
-            if reason := _has_not_learned(sweep, loss, best_loss):
+        best = min(fitting, key=lambda s: _or_inf(s.median(sweep.loss_key)), default=None)
+        for setting in fitting:
+            if best is not None and (reason := _has_not_learned(sweep, setting, best)):
                 why_not[setting.name] = reason
     return [s for s in fitting if s.name not in why_not], why_not
 
@@ -259,10 +260,10 @@ def _best(sweep: SweepData, speeds: Speeds, able: Sequence[Setting]) -> tuple[li
             left = [s for s in raced if speed[s.name] >= limit * (1 - 1e-9)] or left
             continue
         last = metric == sweep.objectives[-1][0]
-        values = [value(sweep, speeds, s, metric) * (1 if direction == "min" else -1) for s in left]
-        best = min((v for v in values if math.isfinite(v)), default=math.nan)
-        allowed = 0.0 if last else abs(best) * sweep.loss_tolerance
-        left = [s for s, v in zip(left, values, strict=True) if v <= best + allowed] or left
+        values = {s.name: value(sweep, speeds, s, metric) * (1 if direction == "min" else -1) for s in left}
+        best = min(left, key=lambda s: _or_inf(values[s.name]))
+        limit = values[best.name] + (0.0 if last else abs(values[best.name]) * sweep.loss_tolerance)
+        left = [s for s in left if values[s.name] <= limit + rounding(s, best, metric)] or left
     return left, raced
 
 
@@ -271,16 +272,24 @@ def _break_tie(sweep: SweepData, speeds: Speeds, tied: Sequence[Setting]) -> tup
     small = smallest([_or_inf(sweep.peaks[sweep.groups[s.name]]) for s in tied])
     left = [tied[place] for place in small]
     decided = "the smallest peak memory decided" if len(left) < len(tied) else ""
-    for name, key in (
-        ("the simplest setting", lambda s: departures(s.values)),
-        (f"the lowest {sweep.loss_key}", lambda s: _or_inf(s.median(sweep.loss_key))),
-        ("the measured speed", lambda s: -_or_zero(value(sweep, speeds, s, SPEED))),
-    ):
-        best = min(key(s) for s in left)  # type: ignore[no-untyped-call]
-        kept = [s for s in left if key(s) == best]  # type: ignore[no-untyped-call]
+    rules: tuple[tuple[str, Callable[[Setting, Sequence[Setting]], Any]], ...] = (
+        ("the simplest setting", lambda s, _: departures(s.values)),
+        (f"the lowest {sweep.loss_key}", lambda s, others: _loss_above(s, others, sweep.loss_key)),
+        ("the measured speed", lambda s, _: -_or_zero(value(sweep, speeds, s, SPEED))),
+    )
+    for name, key in rules:
+        best = min(key(s, left) for s in left)
+        kept = [s for s in left if key(s, left) == best]
         decided = f"{name} decided" if len(kept) < len(left) else decided
         left = kept
     return left[0], decided or "nothing separates them: the one listed first is taken"
+
+
+def _loss_above(setting: Setting, others: Sequence[Setting], metric: str) -> float:
+    """Return by how much a loss exceeds the lowest one, beyond their rounding; 0: it does not."""
+    lowest = min(others, key=lambda s: _or_inf(s.median(metric)))
+    above = _or_inf(setting.median(metric)) - lowest.median(metric) - rounding(setting, lowest, metric)
+    return max(above, 0.0) if math.isfinite(lowest.median(metric)) else 0.0
 
 
 def _rank(sweep: SweepData, setting: Setting) -> tuple[float, list[bool]]:
@@ -314,10 +323,11 @@ def too_large(trial: TrialRow) -> str | None:
     return f"needs {needed / MIB:,.0f} MiB of {capacity / MIB:,.0f} MiB per device, by its forecast"
 
 
-def _has_not_learned(sweep: SweepData, loss: float, best: float) -> str | None:
+def _has_not_learned(sweep: SweepData, setting: Setting, learned_most: Setting) -> str | None:
+    loss, best = setting.median(sweep.loss_key), learned_most.median(sweep.loss_key)
     if not math.isfinite(loss):
         return f"has no finite {sweep.loss_key}"
-    if loss > best + sweep.loss_tolerance * abs(best):
+    if loss > best + sweep.loss_tolerance * abs(best) + rounding(setting, learned_most, sweep.loss_key):
         kind = "validation" if sweep.loss_key == VAL_LOSS else "training"
         above = ratio_text((loss - best) / max(abs(best), 1e-12)).lstrip("+")
         return f"learned less: {kind} loss {loss:#.4g} is {above} above the best"

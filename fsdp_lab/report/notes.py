@@ -11,6 +11,7 @@ from fsdp_lab.metrics import FORECAST, OTHERS_CPU, PREDICTED_SPEED, SPEED
 from fsdp_lab.report.choice import Choice, candidates, choose, too_large, value
 from fsdp_lab.report.data import REPEATS, Setting, SweepData, TrialRow, words
 from fsdp_lab.report.predictions import predictions_sentence
+from fsdp_lab.report.rounding import rounding_note
 from fsdp_lab.report.speed import Basis, Interval
 from fsdp_lab.report.texts import figures_text, memory_text, times_text
 from fsdp_lab.status import TrialStatus
@@ -60,7 +61,7 @@ def notes_on(sweep: SweepData, choice: Choice) -> list[str]:
             )
     if choice.timed and len(choice.able) > 1 and choice.speeds.basis is not Basis.repeats:
         notes.append(_what_one_run_cannot_show(sweep))
-    notes += [sentence] if (sentence := predictions_sentence(sweep)) else []
+    notes += [sentence for sentence in (rounding_note(sweep), predictions_sentence(sweep)) if sentence]
     notes += _passed_over(sweep, choice)
     if sweep.repeat_max is not None and not sweep.unfinished:
         notes += _why_auto_stopped(sweep, sweep.repeat_max)

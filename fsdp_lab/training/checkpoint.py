@@ -80,6 +80,7 @@ class TrainState(Stateful):
         epoch_step: optimizer steps of an epoch that is not finished.
         history: the metrics of every epoch so far.
         loss_scale: the scaler's, of the next step, on the host.
+        loss_dtype: in which the task computed the loss of the last step.
     """
 
     model: nn.Module
@@ -92,6 +93,7 @@ class TrainState(Stateful):
     epoch_step: int = 0
     history: list[Metrics] = field(default_factory=list)
     loss_scale: float = field(init=False)
+    loss_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         """Read the first scale, so that a step need only read the one after it."""

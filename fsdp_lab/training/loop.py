@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.metrics import LOSS_EPS
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
@@ -56,6 +57,7 @@ def train_step(
         with ddp_explained(), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
+        state.loss_dtype = loss.dtype
         loss = loss / len(microbatches) if weights is None else loss * weights[i]
         state.scaler.scale(loss).backward()
         total += loss.detach()
@@ -185,6 +187,8 @@ def train_epoch(
     step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
     mean = sum(step_losses) / len(step_losses)
     metrics = {"train/loss": mean, "train/lr": float(state.lr_schedule.get_last_lr()[0])}
+    if (eps := torch.finfo(state.loss_dtype).eps) > torch.finfo(torch.float32).eps:
+        metrics[LOSS_EPS] = eps
     if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:
         metrics["train/grad_norm"] = sum(finite) / len(finite)  # fp16 skips the steps that overflow
     if config.precision.loss_scaling:

@@ -459,6 +459,42 @@ def test_which_axes_may_change_speed(axis: str, expected: bool):
     assert may_change_speed(axis) is expected
 
 
+ROUNDED = {"train/loss_eps": 2.0**-7}  # near 4, bfloat16 has 4, 4.03125, 4.0625 above, and 3.984375 below
+
+
+@pytest.mark.parametrize("narrow", [(), (0,), (1,), (0, 1)])
+def test_losses_are_not_ranked_within_their_rounding(narrow: tuple[int, ...]):
+    """4.03 is 0.75 % above 4: more than the tolerance, and less than a step of bfloat16."""
+    rows = [
+        trial(0, ("ddp", "fp32", "finished", 100, 1000.0, 4.0), **(ROUNDED if 0 in narrow else {})),
+        trial(1, ("root", "fp32", "finished", 100, 1500.0, 4.03), **(ROUNDED if 1 in narrow else {})),
+    ]
+    learned = answer(sweep(rows, loss_tolerance=0.001))
+    objective = answer(sweep(rows, objectives=[("val/loss", "min")]))
+    for recommendation in (learned, objective):
+        assert recommendation.setting is not None
+    expected = "sharding=root precision=fp32" if narrow else "sharding=ddp precision=fp32"
+    assert learned.setting.name == expected
+    assert ("learned less" in str(learned.why_not)) is (not narrow)
+    assert any("to its rounding" in line for line in learned.lines) is bool(narrow)
+    assert objective.setting.name == "sharding=ddp precision=fp32", "the plainer of two equals, or the lowest loss"
+    notes = " ".join(learned.notes)
+    assert ("Some losses are computed in bfloat16: differences up to 0.031 are rounding" in notes) is bool(narrow)
+    far = [rows[0], trial(1, ("root", "fp32", "finished", 100, 1500.0, 4.1), **ROUNDED)]
+    assert "learned less" in str(answer(sweep(far, loss_tolerance=0.001)).why_not)
+
+
+def test_a_loss_within_rounding_breaks_no_tie():
+    rows = [
+        trial(0, ("root", "fp32", "finished", 100, 1500.0, 4.0), **ROUNDED),
+        trial(1, ("root", "fp32", "finished", 100, 1520.0, 4.03), **ROUNDED),
+    ]
+    rows = [dataclasses.replace(row, setting={"training.grad_accum_steps": str(n + 1)}) for n, row in enumerate(rows)]
+    assert answer(sweep(rows, axes=["training.grad_accum_steps"])).setting.name.endswith("=2"), "the speed decides"
+    exact = [dataclasses.replace(row, figures={**row.figures, "train/loss_eps": math.nan}) for row in rows]
+    assert answer(sweep(exact, axes=["training.grad_accum_steps"])).setting.name.endswith("=1"), "the loss decides"
+
+
 def test_objectives_that_were_asked_for_decide():
     rows = list(sweep().trials)
     recommendation = answer(sweep(rows, objectives=[("val/loss", "min"), (SPEED, "max")], loss_tolerance=0.011))

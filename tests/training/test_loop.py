@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_lab.training import loop
 from fsdp_lab.training.loop import token_metrics
 from fsdp_lab.workloads.base import Task
+from tests.parity import WORKLOADS
 from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import digits, first_weights
 
@@ -86,6 +87,31 @@ def test_replicas_reduce_once_a_step_and_shards_each_microbatch() -> None:
     for each, last in run_ranks(4, reductions_of_a_step, cases):
         assert each == {"allreduce_": 3, "_reduce_scatter_base_": 12}
         assert last == {"allreduce_": 3, "_reduce_scatter_base_": 3}
+
+
+PRECISIONS = ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
+OURS = {
+    "classification": MLP,
+    "language": (*WORKLOADS["language"].words, *MLP[1:]),
+    "language in chunks": (*WORKLOADS["language"].words, *MLP[1:], "task.loss_chunks=2"),
+    "seq2seq": (*WORKLOADS["seq2seq"].words, *MLP[1:]),
+}
+THEIRS = (*MLP, "task.loss=tests.workloads.user.my_project.net.labels")
+
+
+def test_the_type_of_a_loss_is_recorded_where_it_rounds() -> None:
+    """A user's cross entropy of FSDP2's bfloat16 outputs; under DDP autocast computes it in float32."""
+    theirs = {
+        "sharding=per_block precision=bf16": 2.0**-7,
+        "sharding=per_block precision=fp16 training.grad_accum_steps=2": 2.0**-10,
+        "sharding=per_block precision=fp32": None,
+        "sharding=ddp precision=bf16": None,
+    }
+    cases = [[*THEIRS, *words.split()] for words in theirs]
+    ours = [[*words, f"precision={precision}"] for words in OURS.values() for precision in PRECISIONS]
+    results = [reported[-1].get("train/loss_eps") for _, reported in run_ranks(2, train_all, [*cases, *ours])[0]]
+    assert results[: len(theirs)] == list(theirs.values())
+    assert results[len(theirs) :] == [None] * len(ours), "our losses are float32 in every precision"
 
 
 def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
