@@ -87,12 +87,10 @@ def _step(setup: Setup, imports: Imports) -> list[str]:
     """Return the lines of one optimizer step."""
     training, scaled = setup.config.training, setup.config.precision.loss_scaling
     lines = [*_microbatch(setup, imports), "losses.append(loss.detach().float())"]
-    if (accum := training.grad_accum_steps) > 1:
-        sync = "set_requires_gradient_sync(i == {})" if not setup.is_ddp else "require_backward_grad_sync = i == {}"
-        once = f"    model.{sync.format(accum)}  # gradients are reduced once a step"
+    if training.grad_accum_steps > 1:
         lines = [
             "for i, batch in enumerate(microbatches, 1):",
-            *([] if training.sync_each_microbatch else [once]),
+            *indented(_sync(setup), 1),
             *indented(lines, 1),
         ]
     lines = [*num_labels_lines(setup), *lines]
@@ -107,6 +105,19 @@ def _step(setup: Setup, imports: Imports) -> list[str]:
     if scheduled:
         lines += ["if scaler.get_scale() >= scale:  # else the step was skipped", "    schedule.step()"]
     return lines
+
+
+def _sync(setup: Setup) -> list[str]:
+    """Return the line that says whether the next backward pass reduces gradients."""
+    training = setup.config.training
+    if setup.is_ddp:
+        sync = "require_backward_grad_sync = i == {}"
+    elif training.sync_each_microbatch and setup.dp_replicate > 1:
+        return [f"model.set_requires_all_reduce(i == {training.grad_accum_steps})  # replicas reduce once a step"]
+    else:
+        sync = "set_requires_gradient_sync(i == {})"
+    once = f"model.{sync.format(training.grad_accum_steps)}  # gradients are reduced once a step"
+    return [] if training.sync_each_microbatch else [once]
 
 
 def _microbatch(setup: Setup, imports: Imports) -> list[str]:

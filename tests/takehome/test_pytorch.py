@@ -137,8 +137,11 @@ def test_every_sharding_in_every_precision() -> None:
 @pytest.mark.ci
 def test_four_ranks() -> None:
     hybrid = (*SHARDINGS["per_block"], "sharding.dp_replicate=2", "reshard_after_forward=always", *VIT)
-    for result in run_ranks(4, train_and_run, [list(hybrid), list(EVERYTHING)])[0]:
+    each = (*hybrid, "training.grad_accum_steps=2", "training.sync_each_microbatch=true")
+    results = run_ranks(4, train_and_run, [list(hybrid), list(EVERYTHING), list(each)])[0]
+    for result in results:
         assert_same_losses(result)
+    assert "model.set_requires_all_reduce(i == 2)" in results[2]["script"]
 
 
 @pytest.mark.ci
