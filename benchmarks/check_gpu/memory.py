@@ -1,27 +1,20 @@
-"""What the allocator held at its peak, against the forecast: a ViT by the product's own training loop."""
+"""What the allocator held at its peak, against the forecast: a ViT and a Llama by the product's own training loop."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.check_gpu.lines import Bench, Line, Measured
 from benchmarks.check_gpu.run import run_trial
 from benchmarks.check_gpu.settings import Setting, trial, words
-from fsdp_lab.config.conf import CALIBRATIONS
 from fsdp_lab.files import write_json
 
 LIMIT, GOAL = 0.10, 0.05  # of the peak
 RESERVED_LIMIT = 0.15
-_CALIBRATE_S, _CALIBRATE_LIMIT_S = 60, 240.0  # to measure, and in all
 AXES: dict[str, tuple[str, ...]] = {
     "sharding": ("ddp", "root", "per_block"),
     "precision": ("fp32", "bf16_mixed", "fp16"),
@@ -33,6 +26,17 @@ AXES: dict[str, tuple[str, ...]] = {
 _STRIDE, _CPU_STRIDE = 3, 5
 # DDP compresses gradients on the wire, and NCCL may hold several compressed buckets: reported, without a limit.
 NARROW: tuple[Setting, ...] = tuple({"sharding": "ddp", "precision": p} for p in ("grad_bf16", "bf16", "fp16"))
+# Llama with 124 million parameters on a GPU, and lm_tiny itself on a CPU.
+LLAMA: Setting = {"model": "lm_tiny", "model.vocab_size": 32000, "model.dim": 768, "model.num_layers": 12,
+                  "model.num_heads": 12, "model.ffn_dim": 2048, "data.seq_len": 1024}  # fmt: skip
+TINY_LLAMA: Setting = {"model": "lm_tiny", "data.seq_len": 32}
+LLAMA_CASES: tuple[Setting, ...] = (
+    {"sharding": "per_block", "precision": "bf16_mixed", "reshard_after_forward": "always"},
+    {"sharding": "per_block", "precision": "bf16_mixed", "activation_checkpointing": "full"},
+    {"sharding": "per_block", "precision": "bf16_mixed", "task.loss_chunks": 8},
+    {"sharding": "root", "precision": "fp32"},
+    {"sharding": "per_block", "precision": "fp32", "offload": "cpu", "reshard_after_forward": "never"},
+)
 
 
 def combinations() -> Iterator[Setting]:
@@ -54,6 +58,10 @@ def lines(bench: Bench) -> list[Line]:
         for workers in dict.fromkeys((bench.workers, 1) if bench.cuda else (bench.workers,))
         for case in chosen
     ]
+    llama = LLAMA if bench.cuda else TINY_LLAMA
+    planned += [
+        Line("memory", f"llama: {words(case)}", bench.workers, expected, {**llama, **case}) for case in LLAMA_CASES
+    ]
     if bench.cuda:
         narrow = [{"model": models[0], **case} for case in NARROW]
         planned += [Line("memory", f"narrow: {words(c)}", bench.workers, "reported", c) for c in narrow]
@@ -61,8 +69,10 @@ def lines(bench: Bench) -> list[Line]:
 
 
 def setting_of(line: Line, bench: Bench) -> Setting:
-    """Some steps of 32 images a worker, eight on a CPU."""
-    batch, steps = (32 if bench.cuda else 8) * line.workers, 8 if bench.cuda else 2
+    """Some steps of 32 images or four rows of tokens a worker, of eight and two on a CPU."""
+    images, rows = (32, 4) if bench.cuda else (8, 2)
+    each, steps = rows if line.case["model"] == "lm_tiny" else images, 8 if bench.cuda else 2
+    batch = each * line.workers
     return {
         **line.case,
         "training.global_batch_size": batch,
@@ -98,49 +108,13 @@ def prepare(lines: Sequence[Line], bench: Bench) -> None:
 
 
 def _sheet(bench: Bench) -> Any:
-    """What to predict speeds by: a calibration of this GPU, made here, or its data sheet; None where there is neither,
-    or where what reads them is not installed."""
+    """What to predict speeds by: the GPU's data sheet; None where there is none, or what reads it is not installed."""
     from fsdp_lab.forecast.devices import sheet_of
 
     try:
-        return (_calibrated(bench) or sheet_of(bench.machine.name)) if bench.cuda else None
+        return sheet_of(bench.machine.name) if bench.cuda else None
     except ImportError:
         return None
-
-
-def _calibrated(bench: Bench) -> Any:
-    """Calibrate in a process of its own, which gives the GPUs back."""
-    from fsdp_lab.speed.device import load_device
-
-    name = f"here_x{bench.workers}"
-    file = bench.prepared / CALIBRATIONS / f"{name}.yaml"
-    if file.is_file():
-        return load_device(file)
-    command = [sys.executable, "-m", "fsdp_lab.calibrate", f"workers={bench.workers}", "device=cuda", f"name={name}"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    try:
-        run_group([*command, f"limit_s={_CALIBRATE_S}"], bench.prepared, environment, _CALIBRATE_LIMIT_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"speeds are predicted by the data sheet: the calibration failed: {error}", flush=True)
-        return None
-    return load_device(file)
-
-
-def run_group(command: list[str], folder: Path, environment: dict[str, str], limit_s: float) -> None:
-    """Run a command to its end, and end all of its processes when it takes longer: a rank that is left holds a GPU.
-
-    Raises:
-        SubprocessError: it failed, or took too long.
-    """
-    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True) as process:
-        try:
-            code = process.wait(limit_s)
-        except BaseException:  # an interrupt, too: the terminal sends it to this process's group alone
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if code:
-        raise subprocess.CalledProcessError(code, command)
 
 
 def _file(bench: Bench, workers: int) -> Path:

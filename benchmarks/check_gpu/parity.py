@@ -47,6 +47,17 @@ OF_BLOCKS: dict[str, Setting] = {
     "two blocks a unit": {"sharding.blocks_per_unit": 2},
     "a group for reduce-scatter": {"sharding.separate_reduce_scatter_group": True},
 }
+COMPILED: Setting = {"compile": True}
+LLAMA: Setting = {"model": "lm_tiny", "data.seq_len": 32}
+OF_LLAMA: tuple[Setting, ...] = (
+    {"sharding": "ddp"},
+    {"sharding": "per_block"},
+    {"sharding": "per_layer"},
+    {"sharding": "per_block", "activation_checkpointing": "selective"},
+    {"sharding": "per_block", "precision": "bf16_mixed"},
+    {"sharding": "per_block", "precision": "bf16_mixed", **COMPILED},
+    {"sharding": "per_block", **COMPILED},
+)
 PRECISIONS = ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
 CONTROLS: dict[str, Setting] = {
     "control: gradients added up instead of averaged": {"sharding": "per_block"},
@@ -75,9 +86,15 @@ def settings(workers: int, cuda: bool) -> Iterator[Setting]:
     if cuda and importlib.util.find_spec("torchao"):
         yield from ({**SHARDINGS[sharding], "precision": "float8"} for sharding in ("ddp", "per_block"))
     yield {**SHARDINGS["per_block"], "data.loader_workers": 1}
-    if workers >= 4 and workers % 2 == 0:
+    if workers % 2 == 0:  # of two workers each is a replica
         for sharding in sharded:
             yield {**sharding, "sharding.dp_replicate": 2}
+        twice = {"training.grad_accum_steps": 2, "training.sync_each_microbatch": True}
+        yield {**SHARDINGS["per_block"], "sharding.dp_replicate": 2, **twice}
+    yield from ({**SHARDINGS[sharding], "init": "device"} for sharding in ("root", "per_block"))
+    yield from ({**SHARDINGS[sharding], **COMPILED} for sharding in ("ddp", "root", "per_block"))
+    yield {**SHARDINGS["per_block"], **COMPILED, **FEATURES["activation checkpointing"]}
+    yield from ({**LLAMA, **setting} for setting in OF_LLAMA)
 
 
 def lines(bench: Bench) -> list[Line]:
@@ -109,7 +126,8 @@ def full(case: Setting, workers: int) -> Setting:
 def reference_key(line: Line) -> str:
     """What of a case a float32 run on one process depends on; the other keys must change nothing."""
     wanted = {**line.case, "optimizer.lr": LEARNING["optimizer.lr"]}
-    setting = {k: v for k, v in full(wanted, line.workers).items() if k.startswith(("model", "optimizer", "data.num"))}
+    counts = ("model", "optimizer", "data.num", "data.seq")
+    setting = {k: v for k, v in full(wanted, line.workers).items() if k.startswith(counts)}
     for key in ("training.global_batch_size", "training.max_grad_norm"):
         setting[key] = full(wanted, line.workers).get(key)
     wrong = "sum" if "added up" in line.setting else ""
@@ -132,6 +150,9 @@ def measure(line: Line, bench: Bench) -> Measured:
 
     torch.backends.cudnn.allow_tf32 = False  # of the first convolution; matrix products have it off by default
     reference = json.loads((bench.prepared / f"references_x{line.workers}.json").read_text())[reference_key(line)]
+    if line.case.get("init") == "device":  # a GPU draws other first weights than the reference, for every sharding
+        plain = run_trial(full({**SHARDINGS["ddp"], "init": "device"}, line.workers))
+        reference = {"losses": plain.losses, "val_loss": plain.metrics["val/loss"]}
     run = run_trial(full(line.case, line.workers))
     losses, val_loss = run.losses, run.metrics["val/loss"]
     expected = [*reference["losses"], reference["val_loss"]]

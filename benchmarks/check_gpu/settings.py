@@ -38,6 +38,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "family": "vit", "image_size": 28, "num_channels": 1, "patch_size": 7, "num_layers": 4,
             "num_heads": 2, "hidden_dim": 64, "mlp_dim": 128, "num_classes": 10,
         },
+        "lm_tiny": {
+            "_target_": "fsdp_lab.workloads.language.llama.Llama", "vocab_size": 256, "dim": 64, "num_layers": 2,
+            "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 192, "max_seq_len": 1024, "rope_theta": 10000.0,
+            "norm_eps": 1.0e-5, "tied": False,
+        },
         "vit_b_16": _vit(12, 12, 768, 3072),
         "vit_l_16": _vit(24, 16, 1024, 4096),
     },
@@ -52,6 +57,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 
+# Random tokens for the model of language; the number of rows is set by each line.
+TOKENS = {"_target_": "fsdp_lab.workloads.language.tokens.SyntheticTokens", "num_train": None, "num_val": None}
 # Nothing but training: each subject switches on what it checks.
 BASE: Setting = {
     "data.name": "synthetic",
@@ -65,18 +72,30 @@ BASE: Setting = {
 
 
 def trial(setting: Setting) -> SweepConfig:
-    """`BASE` with `setting` on top: options of groups by their names, single keys with dots."""
+    """`BASE` with `setting` on top: options of groups by their names, single keys with dots.
+
+    A model of language gets random tokens of its vocabulary.
+    """
     values = to_dict(SweepConfig())
+    language = setting.get("model") == "lm_tiny"
+    if language:
+        values["task"]["name"] = "language"
+        values["data"] = {**TOKENS, "vocab_size": None, "seq_len": None, "loader_workers": 0}
     for key, value in {**BASE, **setting}.items():
         if key in OPTIONS:
-            values[key].update(OPTIONS[key][value])
+            option = OPTIONS[key][value]
+            values[key] = dict(option) if "_target_" in option else {**values[key], **option}
             continue
         *path, leaf = key.split(".")
         node = values
         for part in path:
             node = node[part]
+        if language and key == "data.name":
+            continue
         assert leaf in node, f"{key} is not a key of a trial"
         node[leaf] = value
+    if language:
+        values["data"]["vocab_size"] = values["model"]["vocab_size"]
     return from_dict(SweepConfig, values)
 
 

@@ -8,7 +8,7 @@ from benchmarks.check_gpu.lines import Bench, Line, Subject
 
 BATCHES: dict[str, tuple[str, ...]] = {
     "numerics": ("parity", "takehome", "scaling", "checkpoints"),
-    "memory": ("memory", "decoder", "oom", "snapshot"),
+    "memory": ("memory", "oom", "snapshot"),
     "speed": ("speed", "rates"),
 }
 

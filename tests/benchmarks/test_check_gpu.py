@@ -9,17 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from benchmarks.check_gpu import __main__ as command
-from benchmarks.check_gpu import decoder, launch, memory, oom, parity, table, takehome
+from benchmarks.check_gpu import launch, memory, oom, parity, table, takehome
 from benchmarks.check_gpu.child import cause
 from benchmarks.check_gpu.launch import Launcher
 from benchmarks.check_gpu.lines import FAIL, NOT_MEASURED, PASS, Bench, Line, Machine, Result
@@ -28,7 +26,6 @@ from benchmarks.check_gpu.settings import OPTIONS, trial
 from benchmarks.check_gpu.state import State, key_of
 from benchmarks.check_gpu.subjects import all_lines
 from tests.conftest import ROOT
-from tests.ranks import config
 
 pytestmark = pytest.mark.ci
 
@@ -90,8 +87,9 @@ def test_the_chosen_forecasts_have_every_two_values_that_can_meet():
     def pairs(cases: list[dict[str, Any]]) -> set[Any]:
         return {pair for case in cases for pair in itertools.combinations(sorted(case.items()), 2)}
 
-    chosen = [line.case for line in memory.lines(bench(GPU, 1)) if not line.setting.startswith("narrow")]
-    every = [line.case for line in memory.lines(bench(GPU, 1, True)) if not line.setting.startswith("narrow")]
+    apart = ("narrow", "llama")
+    chosen = [line.case for line in memory.lines(bench(GPU, 1)) if not line.setting.startswith(apart)]
+    every = [line.case for line in memory.lines(bench(GPU, 1, True)) if not line.setting.startswith(apart)]
     assert len(every) == 108
     missing = pairs([case for case in every if case["model"] == "vit_b_16"]) - pairs(chosen)
     assert all(("sharding", "ddp") in pair for pair in missing), missing
@@ -311,39 +309,17 @@ def test_an_error_of_cuda_is_reported_by_its_first_line():
     assert cause(ValueError()) == "ValueError: "
 
 
-def test_the_step_of_bare_pytorch_is_forecast_as_on_gpus():
-    result = decoder.forecast(config("sharding=per_block", "offload=cpu"), 2, cuda=True)
-    assert 0 < result["peak_bytes"] < result["reserved_bytes"]
-
-
-def test_a_calibration_that_takes_too_long_leaves_no_rank_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A rank that is left would hold a GPU, and its memory, for all that follows."""
-    started, wait = tmp_path / "rank", subprocess.Popen.wait
-
-    def time_out(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is None:
-            return wait(process)
-        until("the rank runs", lambda: started.exists() and started.read_text().strip().isdigit())
-        raise subprocess.TimeoutExpired(process.args, timeout)
-
-    monkeypatch.setattr(subprocess.Popen, "wait", time_out)
-    with pytest.raises(subprocess.TimeoutExpired):
-        memory.run_group(["sh", "-c", "sleep 600 & echo $! > rank; wait"], tmp_path, dict(os.environ), 60.0)
-    until("the rank has ended", lambda: not runs(int(started.read_text())))
-
-
-def until(state: str, holds: Callable[[], bool]) -> None:
-    """Wait for a state; the limit ends a test that would hang."""
-    limit = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < limit, f"it was never so that {state}"
-        time.sleep(0.01)
-
-
-def runs(number: int) -> bool:
-    return psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE
-
-
-def test_a_calibration_that_fails_is_reported(tmp_path: Path):
-    with pytest.raises(subprocess.CalledProcessError):
-        memory.run_group([sys.executable, "-c", "raise SystemExit(2)"], tmp_path, dict(os.environ), 30.0)
+def test_compile_hybrid_sharding_and_our_llama_are_on_every_bench():
+    for on in BENCHES:
+        cases = [line.case for line in parity.lines(on)]
+        assert any(case.get("compile") and case.get("model") == "lm_tiny" for case in cases)
+        assert any(case.get("compile") and "model" not in case for case in cases)
+        assert any(case.get("init") == "device" for case in cases)
+        hybrid = [case for case in cases if case.get("sharding.dp_replicate") == 2]
+        assert bool(hybrid) is (on.workers % 2 == 0), "with two GPUs each is a replica"
+        assert any(case.get("training.sync_each_microbatch") for case in hybrid) is bool(hybrid)
+        assert sum(line.setting.startswith("llama: ") for line in memory.lines(on)) == len(memory.LLAMA_CASES)
+    config = trial(memory.setting_of(memory.lines(bench(GPU, 1))[-4], bench(GPU, 1)))
+    assert (config.task.name, config.data.arguments["vocab_size"], config.model.arguments["dim"]) == (
+        "language", 32000, 768,
+    )  # fmt: skip
