@@ -115,6 +115,7 @@ NAMES = (
     Name("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding", ("argtypes", "source_code")),
     Name("torch._inductor.graph", "GraphLowering._compile_to_module", ()),
     Name("torch._inductor.config", "cpp.vec_isa_ok"),
+    Name("torch._dynamo.config", "optimize_ddp"),
     Name("torch._inductor.config", "fx_graph_cache"),
     Name("torch._inductor.config", "compile_threads"),
     Name("torch._functorch.config", "enable_autograd_cache"),
@@ -178,6 +179,7 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
         device: of the tensors.
         on_kernel: called with the name, the inputs and the outputs of each fused kernel.
     """
+    from torch._dynamo import config as dynamo_config
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.graph import GraphLowering
@@ -210,6 +212,7 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
             # do is not found out by running the C++ compiler
             config.patch({"fx_graph_cache": False, "compile_threads": 1, "cpp.vec_isa_ok": True}),
             functorch_config.patch(enable_autograd_cache=False),
+            dynamo_config.patch(optimize_ddp=False),  # it divides a block at DDP's buckets, and fails for fake tensors
             mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
             mock.patch.object(GraphLowering, "_compile_to_module", load_for_fake_tensors),
         ):
