@@ -16,6 +16,7 @@ from torch import Tensor
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.torch_private import (
     DEVICE,
+    FLOAT8_PRODUCT,
     ITEM,
     STEP_IF_FINITE,
     FakeTensorMode,
@@ -80,9 +81,6 @@ def _with_whole_storage(result: Tensor, first: Tensor, second: Tensor) -> Tensor
     return whole.as_strided(result.shape, result.stride())
 
 
-# It has no fake result: a product of zeros would be computed.
-_FLOAT8_PRODUCT = torch.ops.aten._scaled_mm.out
-
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_WORKSPACE = 3  # which of its results
 _sizes: dict[str, int] = {}
@@ -118,7 +116,7 @@ class ValuesOnRequest(TorchDispatchMode):
         if func is ITEM and not self.in_model and type(args[0]) is not torch.Tensor:
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
             return 0.0 if _asking() == STEP_IF_FINITE else 1.0
-        if func is _FLOAT8_PRODUCT:
+        if func is FLOAT8_PRODUCT:  # it has no fake result: a product of zeros would be computed
             return (kwargs or {})["out"]
         if func in _MADE_WHOLE:
             return _with_whole_storage(func(*args, **(kwargs or {})), *args[:2])

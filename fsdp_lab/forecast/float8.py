@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.training.blocks import BlockClasses
 from fsdp_lab.training.float8 import layers_to_convert
+from fsdp_lab.training.torch_private import float8_product
 
 _FLOAT8 = torch.float8_e4m3fn
 
@@ -68,4 +69,4 @@ def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torc
     """Return a product in the layout that GPUs multiply float8 in: rows by columns."""
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
-    return torch._scaled_mm(a, b, a_scale.reciprocal(), b_scale.reciprocal(), out_dtype=dtype, use_fast_accum=True)
+    return float8_product(a, b, a_scale.reciprocal(), b_scale.reciprocal(), dtype)

@@ -320,7 +320,7 @@ def _follow_as_trained(
             raise
         eager = replace(config, compile=False, compile_memory_budget=None)
         step = _follow(workload, eager, dims, device, cuda, traced)  # which raises what is not the compiler's
-        return step._replace(upper_bound=f"compile=true, forecast as eager because of {type(error).__name__}")
+        return Step(step.profile, step.program, f"compile=true, forecast as eager because of {type(error).__name__}")
 
 
 def _follow(

@@ -104,6 +104,7 @@ NAMES = (
     Name("torch", "ops._c10d_functional.wait_tensor"),
     # of forecasts
     Name("torch.distributed.distributed_c10d", "_resolve_process_group"),
+    Name("torch", "ops.aten._scaled_mm.out"),
     Name("torch._subclasses.fake_tensor", "FakeTensorMode"),
     Name("torch._subclasses.fake_tensor", "DataDependentOutputException"),
     Name("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
@@ -139,6 +140,7 @@ FUNCTIONAL_COLLECTIVES = (
 )
 wait_for_functional = torch.ops._c10d_functional.wait_tensor
 ITEM = torch.ops.aten._local_scalar_dense.default
+FLOAT8_PRODUCT = torch.ops.aten._scaled_mm.out
 DEVICE = torch.ops.prim.device.default  # where a fake tensor lies, asked by C++: two of three operators of its step
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -650,3 +652,8 @@ def process_group(value: Any) -> dist.ProcessGroup | None:
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return dist.ProcessGroup.unbox(value)
     return None
+
+
+def float8_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product of two float8 matrices whose values are to be multiplied by their scales."""
+    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=True)
