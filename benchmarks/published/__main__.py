@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.published.fit import fit, without_each
 from benchmarks.published.rows import MPT, STEPS, read_mpt, read_steps
 from benchmarks.published.steps import Traced, trace
@@ -97,12 +99,11 @@ def _fit_text(gpu: str, rows: Sequence[Traced], whole: Efficiency, without: Mapp
     for one in rows:
         seconds = one.seconds(replace(one.row.device, efficiency=without[one.row.name]))
         groups.setdefault(one.row.model, []).append(seconds / one.row.measured_s)
-    errors, pairs = sorted(abs(r - 1) for some in groups.values() for r in some), pair_error(groups.values())
+    errors, pairs = [abs(r - 1) for some in groups.values() for r in some], pair_error(groups.values())
     lines = [f"{gpu}: fitted to {len(rows)} rows of MPT; each is forecast by a fit without its size of model."]
     for what, efficiency in (("fitted to all", whole), ("in the file", rows[0].row.device.efficiency)):
         lines.append(f"- {what}: {', '.join(f'{name} {value:.3f}' for name, value in vars(efficiency).items())}")
-    median, p90 = errors[len(errors) // 2], errors[int(0.9 * len(errors))]
-    lines.append(f"- error of sizes left out: median {median:.1%}, 90 % {p90:.1%}")
+    lines.append(f"- error of sizes left out: {_quantiles(errors)}")
     if pairs is not None:
         lines.append(f"- error of ratios: median {pairs.median:.1%}, 90 % {pairs.p90:.1%}")
     return "\n".join(lines)
@@ -119,9 +120,13 @@ def _transfer_text(known: Sequence[Traced], learned: Efficiency, rows: Sequence[
     ):
         devices = [replace(one.row.device, efficiency=efficiency, reached=reaches) for one in rows]
         pairs = zip(rows, devices, strict=True)
-        errors = sorted(abs(one.seconds(device) / one.row.measured_s - 1) for one, device in pairs)
-        lines.append(f"- {what}: median {errors[len(errors) // 2]:.1%}, 90 % {errors[int(0.9 * len(errors))]:.1%}")
+        errors = [abs(one.seconds(device) / one.row.measured_s - 1) for one, device in pairs]
+        lines.append(f"- {what}: {_quantiles(errors)}")
     return "\n".join(lines)
+
+
+def _quantiles(errors: Sequence[float]) -> str:
+    return f"median {np.median(errors):.1%}, 90 % {np.quantile(errors, 0.9):.1%}"
 
 
 def _result(one: Traced, efficiency: Efficiency) -> Result:
