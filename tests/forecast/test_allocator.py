@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp_lab.forecast import allocator as rules
-from fsdp_lab.forecast.allocator import CachingAllocator, allocator_peaks
+from fsdp_lab.forecast.allocator import STREAMS_BEFORE_129721, CachingAllocator, allocator_peaks
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.profile import Event, Profile
 from tests.ranks import config
@@ -135,6 +135,15 @@ def test_what_is_gathered_lies_in_a_pool_of_its_own_where_the_model_is_sharded()
     profile = Profile([*step, _event(1, "activation", 0)], begun=0)
     assert allocator_peaks(profile, sharded=True).reserved == 32 * MIB
     assert allocator_peaks(profile, sharded=False).reserved == 16 * MIB
+
+
+def test_what_is_scattered_lay_in_a_pool_of_its_own_before_129721():
+    """16 MiB that activations get again today; the compute stream could not have them then."""
+    step = [_event(0, "reduce_scatter", 16), _event(0, "reduce_scatter", 0), _event(1, "activation", 16)]
+    profile = Profile([*step, _event(1, "activation", 0)], begun=0)
+    assert allocator_peaks(profile, sharded=True).reserved == 16 * MIB
+    assert allocator_peaks(profile, True, streams=STREAMS_BEFORE_129721).reserved == 32 * MIB
+    assert allocator_peaks(profile, False, streams=STREAMS_BEFORE_129721).reserved == 16 * MIB
 
 
 def test_a_single_worker_gathers_nothing_and_reduces_on_a_stream_of_its_own():
