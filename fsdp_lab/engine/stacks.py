@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import faulthandler
 import re
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _LONG_S = 60.0  # a phase or a step beyond it is unusually long
-_REARM_S = 1.0  # steps may take less than starting faulthandler's thread does
+_LOOK_S = 1.0  # between two looks at the clock
 _TAIL_BYTES = 2**20
-_HEAD = "Timeout ("  # of a dump
+HEAD = "Timeout ("  # of a dump
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _TRAINS = "in train_rank"  # a frame of the thread that trains
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/|<frozen")
@@ -29,25 +31,33 @@ def long_s(timeout_s: float | None) -> float:
 class StackDump:
     """Dumps the stacks of this process to standard error, its log, when a phase or a step lasts too long.
 
-    faulthandler does it in a thread of its own, without Python: a deadlock that holds the GIL keeps nothing from it.
+    A thread does it that holds the GIL. faulthandler's own timer does not, and may crash a process whose threads run.
     """
 
     def __init__(self, after_s: float) -> None:
-        self._after_s, self._armed = after_s, float("-inf")
+        self._after_s, self._begun = after_s, float("inf")
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def phase(self) -> None:
-        """Restart the count, because a phase begins."""
-        faulthandler.dump_traceback_later(self._after_s)
-        self._armed = time.monotonic()
-
-    def step(self) -> None:
-        """Restart the count, at most once a second, because a step begins."""
-        if time.monotonic() - self._armed >= _REARM_S:
-            self.phase()
+    def begin(self) -> None:
+        """Restart the count, because a phase or a step begins."""
+        self._begun = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
+            self._thread.start()
 
     def end(self) -> None:
         """Dump no more."""
-        faulthandler.cancel_dump_traceback_later()
+        self._over.set()
+
+    def _watch(self) -> None:
+        dumped = 0.0  # the phase or the step of which there is a dump, by its begin
+        while not self._over.wait(min(_LOOK_S, self._after_s / 2)):
+            begun = self._begun
+            if begun != dumped and time.monotonic() - begun > self._after_s:
+                dumped = begun
+                print(f"{HEAD}{self._after_s:g} s)!", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(all_threads=True)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ def last_stack(log: Path) -> list[tuple[str, str, str]]:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    _, head, dump = text.rpartition(_HEAD)
+    _, head, dump = text.rpartition(HEAD)
     threads = re.split(r"^(?:Current t|T)hread 0x", dump, flags=re.MULTILINE) if head else []
     return next((_FRAME.findall(thread) for thread in threads if _TRAINS in thread), [])
 

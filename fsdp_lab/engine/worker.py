@@ -82,12 +82,12 @@ class RayReporter:
 
     def phase(self, name: str) -> None:
         """Record the phase, and restart the count for a stack dump."""
-        self._stacks.phase()
+        self._stacks.begin()
         _progress.phase(name)
 
     def step(self, step: int) -> None:
         """Record the step, and restart the count for a stack dump."""
-        self._stacks.step()
+        self._stacks.begin()
         _progress.step(step)
 
     def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:

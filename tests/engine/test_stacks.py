@@ -11,7 +11,7 @@ import pytest
 from fsdp_lab.engine.stacks import find_stuck, last_stack, long_s
 
 # A rank whose user's code waits for a lock, in a thread as Ray's, until its log has a dump of that; after a phase that
-# was long. When it has ended, it lives on for longer than a dump takes.
+# was long.
 RANK = """
 import sys, threading, time
 from pathlib import Path
@@ -24,7 +24,7 @@ stacks = StackDump(0.25)
 reporter = RayReporter("digits", stacks, None)
 
 def wait_for_dumps(count):
-    while log.read_text().count("Timeout (0:00:00.25") < count:
+    while log.read_text().count("Timeout (0.25 s)") < count:
         time.sleep(0.01)
 
 def init_weights():
@@ -38,7 +38,6 @@ def train_rank():
     reporter.phase("initialising the weights")
     init_weights()
     stacks.end()
-    time.sleep(0.5)
 
 redirect_output(log)
 print("Timeout (of the user's own)")
@@ -46,8 +45,11 @@ lock.acquire()
 thread = threading.Thread(target=train_rank)
 thread.start()
 wait_for_dumps(2)
+while " in init_weights" not in log.read_text():
+    time.sleep(0.01)
 lock.release()
 thread.join()
+stacks._thread.join()
 """
 WAITS = """Timeout (0:00:01)!
 Thread 0x00007f918c8fc6c0 (most recent call first):
@@ -70,7 +72,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_stuck_rank_dumps_its_stack_once_for_each_phase_and_its_place_is_found(trial: Path):
     log = trial / "logs" / "rank0.log"
-    assert log.read_text().count("Timeout (0:00:00.25") == 2, "none after its end"
+    assert log.read_text().count("Timeout (0.25 s)") == 2, "none after its end"
     functions = [function for _, _, function in last_stack(log)]
     assert functions[:2] == ["init_weights", "train_rank"]
     result = find_stuck(trial)
