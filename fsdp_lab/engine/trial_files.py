@@ -312,7 +312,11 @@ def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
 
 def clear_left_over(folder: Path) -> None:
     """Remove the files of an earlier trial in its folder, which would be taken for this one's."""
-    for path in (*(folder / name for name in _LEFT_OVER), *folder.glob("memory_*_rank*.*")):
+    for path in (
+        *(folder / name for name in _LEFT_OVER),
+        *folder.glob("memory_*_rank*.*"),
+        *folder.glob("trace_rank*"),
+    ):
         path.unlink(missing_ok=True)
     for inner in (folder / "model", *folder.glob("failures*")):
         shutil.rmtree(inner, ignore_errors=True)
