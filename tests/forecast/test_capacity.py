@@ -150,9 +150,9 @@ def test_the_share_of_memory_from_which_steps_are_slower_is_that_of_the_publishe
     errors = [(float(row["share"] or 0), float(row["error"].rstrip("%")) / 100) for row in rows]
     full = [error for share, error in errors if share > NEARLY_FULL]
     others = [error for share, error in errors if share <= NEARLY_FULL]
-    assert (len(full), len(others)) == (26, 84)
+    assert (len(full), len(others)) == (29, 81)
     assert sum(error < -0.08 for error in full) == 4 and sum(abs(error) > 0.08 for error in others) == 2
-    assert max(map(abs, full)) == pytest.approx(NEARLY_FULL_ERROR, abs=1e-3)
+    assert max(map(abs, full)) == pytest.approx(NEARLY_FULL_ERROR, abs=2e-3)
 
 
 def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_named():
@@ -168,9 +168,9 @@ def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_
     assert on_capacity(on_cpu, 950).speed == full.speed, "which has no allocator that retries"
     rows = [Row(["root"], on_capacity(full, 950), None, 64), Row(["ddp"], forecast_of("yes", 1.2, 2000), None, 64)]
     sentences = speed_verdict(rows, ["sharding"], 0.0)
-    assert sentences[0].startswith("Predicted fastest: root: ") and "step 1.00 s (0.909 to 1.35)" in sentences[0]
+    assert sentences[0].startswith("Predicted fastest: root: ") and "step 1.00 s (0.909 to 1.36)" in sentences[0]
     assert (
-        sentences[1].startswith("It needs 95% of the GPU's ") and "took 11 to 35% longer than predicted" in sentences[1]
+        sentences[1].startswith("It needs 95% of the GPU's ") and "took 11 to 36% longer than predicted" in sentences[1]
     )
     assert "The fastest setting that leaves room: ddp: 1.04 samples/s per device" in sentences[1]
     alone = speed_verdict([rows[0], replace(rows[0], settings=["ddp"])], ["sharding"], 0.0)
