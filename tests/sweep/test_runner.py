@@ -238,10 +238,10 @@ def test_keep_starts_what_the_command_for_forecasts_says(
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_keep_chooses_for_each_number_of_workers_and_starts_what_is_recommended(
+def test_keep_chooses_for_each_number_of_workers(
     compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of each number root is faster, and per_block within the tolerance the smaller; all of 4 workers are faster."""
+    """Of each number root is the fastest, and memory is not scarce; all of 4 workers are faster."""
     (tmp_path / "cpu.yaml").write_text(CPU)
     common = [f"forecast.device={tmp_path}/cpu.yaml", "forecast.keep='1'", "model=mlp"]
     cells = [[f"sharding={name}", f"cluster.num_workers={n}"] for n in (2, 4) for name in ("root", "per_block", "ddp")]
@@ -259,7 +259,7 @@ def test_keep_chooses_for_each_number_of_workers_and_starts_what_is_recommended(
     monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: collected)
     hears = Hears()
     run_sweep(plan, Rests(), [Forecasts(plan), hears])
-    assert [n for n, s in enumerate(plan.state.trials) if s.status is TrialStatus.skipped] == [2, 5], hears.logged
+    assert [n for n, s in enumerate(plan.state.trials) if s.status is TrialStatus.skipped] == [1, 2, 4, 5], hears.logged
 
 
 @pytest.mark.usefixtures("no_gpus")

@@ -53,12 +53,12 @@ def test_each_kind_of_damage_is_seen_and_named(tmp_path: Path) -> None:
         discard([newer])
 
 
-def test_a_checkpoint_of_before_sizes_were_written_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_whose_files_are_not_named_is_damaged(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, 4)
     meta = json.loads((checkpoint / "meta.json").read_text())
     assert meta.pop("files") == {"__0_0.distcp": 7, ".metadata": 7}
     (checkpoint / "meta.json").write_text(json.dumps(meta))
-    assert latest(tmp_path) == checkpoint
+    assert latest(tmp_path) is None
 
 
 @pytest.mark.parametrize(

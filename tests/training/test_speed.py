@@ -171,7 +171,7 @@ def test_use_of_a_gpu_at_a_published_speed(monkeypatch: pytest.MonkeyPatch) -> N
         ("NVIDIA H200", Dtype.bfloat16, 989e12),
         ("NVIDIA A100-SXM4-80GB", Dtype.float32, 19.5e12),
         ("NVIDIA H100 PCIe", Dtype.float32, 51e12),
-        ("NVIDIA H100 NVL", Dtype.float32, None),
+        ("NVIDIA T4", Dtype.float32, None),
     ],
 )
 def test_peaks(monkeypatch: pytest.MonkeyPatch, name: str, dtype: Dtype, peak: float | None) -> None:
