@@ -110,7 +110,7 @@ def _fit_text(gpu: str, rows: Sequence[Traced], whole: Efficiency, without: Mapp
 
 
 def _transfer_text(known: Sequence[Traced], learned: Efficiency, rows: Sequence[Traced]) -> str:
-    """Return the errors on a GPU of what was fitted to another: of devices whose steps nobody has published."""
+    """Return the errors on a GPU of what was fitted to another: for devices without published steps."""
     reached = known[0].row.device.reached
     bare = replace(learned, matmul=learned.matmul * reached.matmul, attention=learned.attention * reached.attention)
     lines = ["A100 80 GB's efficiencies on the H100, as in the files of devices without a fit:"]

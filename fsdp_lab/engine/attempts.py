@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,13 @@ class Attempts:
         self.folder, self._begins = folder, begins
         self.group: Callable[[], Any] = lambda: None
         self._kernel_kills_before = _kernel_kills()
+        self._log_sizes: dict[str, int] = {}  # at the beginning of the attempt
 
     def begin(self) -> None:
         """Prepare for the workers of an attempt: free what those before still hold."""
         release_placement_group(self.folder)
         wait_until_alone(self.folder, _ALONE_S)  # workers end a moment after Ray has killed them
+        self._log_sizes = {log.name: log.stat().st_size for log in (self.folder / "logs").glob("rank*.log")}
         self._begins()
 
     def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]] = lambda wait_s: {}) -> bool:
@@ -68,10 +70,12 @@ class Attempts:
         release_placement_group(self.folder)
 
     def _note_deaths(self, errors: dict[int, Exception]) -> None:
-        note_deaths(self.folder, errors, self._kernel_kills_before)
+        note_deaths(self.folder, errors, self._kernel_kills_before, self._log_sizes)
 
 
-def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kills_before: int) -> None:
+def note_deaths(
+    folder: Path, worker_failures: dict[int, Exception], kernel_kills_before: int, log_sizes: Mapping[str, int]
+) -> None:
     """Record why ranks failed: by the error that a rank raised, or by what ended its process.
 
     A process is killed by a person, by Ray for lack of memory, by the kernel, or by its own crash.
@@ -90,16 +94,23 @@ def note_deaths(folder: Path, worker_failures: dict[int, Exception], kernel_kill
         if by_ray or (node is None and _kernel_kills() > kernel_kills_before):
             kind, why = "oom", "its process was killed: the host is out of memory"
         else:
-            kind, why = "killed", f"its node {node} went down" if node else how_it_ended(folder, rank)
+            kind, why = "killed", f"its node {node} went down" if node else how_it_ended(folder, rank, log_sizes)
         text = "".join(traceback.format_exception(error))
         record_failure(folder, RankFailure(rank, kind, f"{where}: {why}", text))
 
 
-def how_it_ended(folder: Path, rank: int) -> str:
-    """Return how the process of a rank ended that raised no error; faulthandler writes of a crash into its log."""
+def how_it_ended(folder: Path, rank: int, log_sizes: Mapping[str, int]) -> str:
+    """Return how the process of a rank ended that raised no error. faulthandler writes about a crash into its log.
+
+    Args:
+        folder: the trial's.
+        rank: of the process.
+        log_sizes: of the logs before this attempt, in bytes.
+    """
     log = folder / "logs" / f"rank{rank}.log"
     with suppress(OSError):
-        if crashes := _CRASH.findall(log.read_text(errors="replace")):
+        written = log.read_bytes()[log_sizes.get(log.name, 0) :].decode(errors="replace")
+        if crashes := _CRASH.findall(written):
             return f"its process crashed: {crashes[-1]}; its stack is in {log}"
     return "its process ended without an error, as if killed"
 

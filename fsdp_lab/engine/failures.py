@@ -8,6 +8,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
 from fsdp_lab.engine.trial_files import no_space
 from fsdp_lab.files import write_json
@@ -71,7 +72,9 @@ def record_failure(folder: Path, failure: RankFailure) -> None:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of an error: `oom`, `peer` (only another rank's failure) or `error`."""
+    """Return the kind of an error: `user`, `oom`, `peer` (only another rank's failure) or `error`."""
+    if isinstance(error, UserError):
+        return "user"
     if is_out_of_memory(error):
         return "oom"
     return "peer" if is_peer_failure(error) else "error"

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
-from fsdp_lab.storage import Storage, StorageAway
+from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _PATTERNS = ("logs/rank*.log", "memory_*_rank*", "model/*", "model.pt", "trace_rank*")
 _PATIENCE_S = 300.0  # for a store that is away at the end of a trial
@@ -26,23 +26,26 @@ _BEGINNING_S = 60.0  # in which a folder may not be locked yet
 
 
 class Uploads:
-    """Puts a rank's files into the trial's storage. The log continues that of an earlier attempt.
+    """Puts a rank's files into the trial's storage."""
 
-    Raises:
-        StorageRefused: see there.
-        StorageAway: see there.
-    """
-
-    def __init__(self, storage: Storage, folder: Path, rank: int) -> None:
+    def __init__(self, storage: Storage, folder: Path) -> None:
         self._storage, self._folder = storage, folder
         self._sent: dict[str, tuple[int, int]] = {}
-        log = folder / "logs" / f"rank{rank}.log"
-        log.parent.mkdir()
+
+    def continue_log(self, rank: int) -> None:
+        """Get the rank's log of an earlier attempt, to append to it. Raises as `send`."""
+        log = self._folder / "logs" / f"rank{rank}.log"
+        log.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):
-            storage.get(f"logs/{log.name}", log)
+            self._storage.get(f"logs/{log.name}", log)
 
     def send(self) -> None:
-        """Put every file that has changed. Raises as the constructor."""
+        """Put every file that has changed.
+
+        Raises:
+            StorageRefused: see there.
+            StorageAway: see there.
+        """
         for path in sorted(self._folder.rglob("*")):
             name = str(path.relative_to(self._folder))
             if path.is_file() and _is_of_ranks(name):
@@ -51,6 +54,20 @@ class Uploads:
                 if self._sent.get(name) != stamp:
                     self._storage.put(path, name)
                     self._sent[name] = stamp
+
+
+@contextmanager
+def sent_at_end(uploads: Uploads | None) -> Iterator[None]:
+    """Send the files when the block ends. An error of the block is raised as it is, even if they cannot be sent."""
+    try:
+        yield
+    except BaseException:
+        if uploads is not None:
+            with suppress(StorageRefused, StorageAway):
+                uploads.send()
+        raise
+    if uploads is not None:
+        uploads.send()
 
 
 def receive(storage: Storage, folder: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.engine.failures import RankFailure, failure_of, record_failure
-from fsdp_lab.engine.files_of_ranks import Uploads
+from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, record_failure
+from fsdp_lab.engine.files_of_ranks import Uploads, sent_at_end
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
 from fsdp_lab.engine.trial_files import (
@@ -91,21 +91,18 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
         on_epoch()
 
     try:
-        uploads = Uploads(Storage(storage), folder, 0) if storage else None
+        uploads = Uploads(Storage(storage), folder) if storage else None
         join = (lambda: refuse_unseen_gpu(0)) if num_gpus() else lambda: None
         reporter = InlineReporter(folder, config.data.name, on_report)
-        try:
+        with sent_at_end(uploads):
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
-        finally:
-            if uploads is not None:
-                uploads.send()
     except RankFailure as failure:
         record_failure(folder, failure)
         if failure.kind in ("error", "oom", "peer"):
             with suppress(OSError):
                 (folder / "error.txt").write_text(failure.traceback)
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
-        record_failure(folder, failure_of(error, 0, "error", folder))
+        record_failure(folder, failure_of(error, 0, kind_of(error), folder))
     with suppress(OSError):
         outcome = outcome_of(read_failures(folder))
         write_outcome(folder, Outcome(outcome.status, outcome.error, time.time() - begun))

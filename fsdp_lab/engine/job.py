@@ -181,6 +181,7 @@ def fit(job: Job, reports: Reports) -> None:
         reports: of the ranks.
 
     Raises:
+        StorageRefused, StorageAway: the files of ranks cannot be read.
         ray.train.TrainingFailedError: workers failed more than `cluster.max_failures` times, or could not be placed
             within `cluster.wait_timeout_s`.
     """
@@ -195,14 +196,15 @@ def fit(job: Job, reports: Reports) -> None:
             ray_private.fit_here(
                 trainer_settings(job, reports), job.folder, attempts, job.workers_per_node, job.ray_is_ours
             )
+        if job.storage is not None:
+            receive(Storage(job.storage), folder)
         reports.finish()
     except BaseException:  # Tune ends a trial by SystemExit
         attempts.stop()  # Ray forgets workers that started and then could not make their process group
-        raise
-    finally:
         if job.storage is not None:
-            with suppress(StorageRefused, StorageAway):
+            with suppress(StorageRefused, StorageAway):  # the error that ended the trial says more
                 receive(Storage(job.storage), folder)
+        raise
 
 
 def trainer_settings(job: Job, reports: Reports) -> dict[str, Any]:
@@ -283,7 +285,7 @@ class Watch:
         self.begin()
 
     def begin(self) -> None:
-        """Start anew: the workers of an attempt are about to start."""
+        """Restart the count: the workers of an attempt are about to start."""
         self._known: dict[str, float | str] = {}
         self._started, self._idle_s, self._since = False, 0.0, _START
 

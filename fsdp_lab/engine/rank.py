@@ -52,8 +52,6 @@ def train_rank(
         train(config, folder, reporter, storage=storage)
     except (RankFailure, KeyboardInterrupt):
         raise
-    except UserError as error:
-        raise failure_of(error, rank, "user", folder) from error
     except DivergedError as error:
         raise failure_of(error, rank, "diverged", folder) from error
     except BaseException as error:

@@ -15,8 +15,8 @@ from fsdp_lab.config import UserError
 from fsdp_lab.private import Name
 
 SUPPORTED = "2.56 to 2.60"
-_ANSWER_S = 10.0
-# Of a driver that `ray job submit` started: a variable that says so, and the folder of the files that it came with.
+_ANSWER_S = 4.0
+# Set in a driver that `ray job submit` started, and the folder of the files that it was submitted with.
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 RUNTIME_ENV_FOLDER = "runtime_resources"
 

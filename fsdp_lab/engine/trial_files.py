@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `facts.json` | the trial's own process | device, data digest, notes, as rank 0 reports them when training starts |
 | `places.json` | the trial's own process | the node of each rank, by Ray's name and its address |
-| `progress.json` | the trial's own process | the step or the phase that has begun, and when, looked up once a second |
+| `progress.json` | the trial's own process | the current phase or step, and when it started, updated once a second |
 | `metrics.jsonl` | the trial's own process | a line of metrics an epoch, as rank 0 reports them |
 | `failures/rank<r>.json` | the trial's own process | message, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | how it ended: with it, a trial has a result |
@@ -214,7 +214,7 @@ class TrialWriter:
 
 
 class Progress:
-    """What a rank is doing: the phase or the step that has begun, and when.
+    """What a rank is doing: its current phase or step, and when that started.
 
     Attributes:
         content: what `progress.json` holds, see `read_progress`; replaced, never changed, as another thread reads it.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
-from fsdp_lab.engine.failures import RankFailure, failure_of, print_failure
-from fsdp_lab.engine.files_of_ranks import Uploads, scratch_folder
+from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, print_failure
+from fsdp_lab.engine.files_of_ranks import Uploads, scratch_folder, sent_at_end
 from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
 from fsdp_lab.engine.rendezvous import gpu_index, join, leave
 from fsdp_lab.engine.stacks import StackDump, long_s
@@ -57,7 +57,7 @@ def train_worker(job: dict[str, Any]) -> None:
     except RankFailure:
         raise
     except BaseException as error:
-        raise failure_of(error, rank, "error", Path(job["folder"])) from error
+        raise failure_of(error, rank, kind_of(error), Path(job["folder"])) from error
     finally:
         stacks.end()
 
@@ -154,11 +154,10 @@ def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads |
     """
     if job["storage"] is not None:
         with scratch_folder() as scratch:
-            uploads = Uploads(Storage(job["storage"]), scratch, rank)
-            try:
+            uploads = Uploads(Storage(job["storage"]), scratch)
+            uploads.continue_log(rank)
+            with sent_at_end(uploads):
                 yield scratch, uploads
-            finally:
-                uploads.send()
         return
     folder = Path(job["folder"])
     if not folder.is_dir():

@@ -18,7 +18,7 @@ from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine import job
 from fsdp_lab.engine.attempts import note_deaths
 from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, record_failure
-from fsdp_lab.engine.files_of_ranks import receive
+from fsdp_lab.engine.files_of_ranks import receive, sent_at_end
 from fsdp_lab.engine.inline import InlineReporter, run_inline
 from fsdp_lab.engine.rank import train_rank
 from fsdp_lab.engine.trial_files import (
@@ -31,7 +31,7 @@ from fsdp_lab.engine.trial_files import (
     why_unwritten,
 )
 from fsdp_lab.engine.worker import join_ranks
-from fsdp_lab.storage import Storage
+from fsdp_lab.storage import Storage, StorageAway
 
 
 @pytest.mark.parametrize(
@@ -241,9 +241,32 @@ def test_why_a_worker_ended_is_told(
     error: Exception, kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)  # there is no Ray to ask
-    note_deaths(tmp_path, {1: error}, kernel_kills_before=10**9)
+    note_deaths(tmp_path, {1: error}, kernel_kills_before=10**9, log_sizes={})
     (failure,) = read_failures(tmp_path)
     assert (failure["kind"], failure["message"]) == (kind, message)
+
+
+def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "rank0.log"
+    log.write_text("Fatal Python error: Segmentation fault\n")
+    for size, words in ((0, "crashed: Segmentation fault"), (log.stat().st_size, "as if killed")):
+        note_deaths(tmp_path, {0: RayActorError()}, kernel_kills_before=10**9, log_sizes={log.name: size})
+        (failure,) = read_failures(tmp_path)
+        assert words in failure["message"]
+        shutil.rmtree(tmp_path / "failures")
+
+
+def test_an_error_of_the_training_is_raised_although_its_files_cannot_be_sent():
+    class Away:
+        def send(self) -> None:
+            raise StorageAway("s3://bucket: the store does not answer")
+
+    with pytest.raises(ValueError, match="the cause"), sent_at_end(Away()):  # type: ignore[arg-type]
+        raise ValueError("the cause")
+    with pytest.raises(StorageAway), sent_at_end(Away()):  # type: ignore[arg-type]
+        pass
 
 
 def test_files_from_storage_do_not_make_a_removed_folder_again(tmp_path: Path):
