@@ -27,8 +27,8 @@ from unittest import mock
 import psutil
 
 from fsdp_lab.engine.job import Job
-from fsdp_lab.engine.trial_files import Outcome, Progress, TrialWriter, write_outcome, write_progress
 from fsdp_lab.files import write_json
+from fsdp_lab.record.trial_files import Outcome, Progress, TrialWriter, write_outcome, write_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 

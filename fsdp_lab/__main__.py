@@ -174,7 +174,7 @@ def resume_first(arguments: list[str]) -> tuple[list[str], str]:
     if not any(a.startswith("resume=") for a in arguments):
         return arguments, typed_in
     from fsdp_lab.sweep.elsewhere import print_stay, why_here
-    from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
+    from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
     from fsdp_lab.sweep.store.resume import resume_arguments
     from fsdp_lab.sweep.store.trust import enter
 

@@ -151,7 +151,7 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     """
     from fsdp_lab.config.sweep import TrackingConfig
     from fsdp_lab.report.answer import answer, plainest
-    from fsdp_lab.sweep.store.record import find_folder
+    from fsdp_lab.sweep.store.find import find_folder
     from fsdp_lab.sweep.store.trust import check_address_trusted, is_own
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
 

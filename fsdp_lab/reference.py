@@ -175,7 +175,7 @@ def table_in(file: str) -> str:
     """Return the table in the docstring of a module, as Markdown.
 
     Args:
-        file: below the package, such as `engine/trial_files.py`. It is read, not imported.
+        file: below the package, such as `record/trial_files.py`. It is read, not imported.
 
     Raises:
         ValueError: the docstring has no table.

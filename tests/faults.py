@@ -169,9 +169,9 @@ FAULTS = (
     Fault("an all-reduce passes its bytes once", "fsdp_lab/speed/costs.py",
           "passes = 2 if operator.kind is Kind.reduce else 1", "passes = 1", "speed/test_costs.py"),
     # engine
-    Fault("an epoch is written twice", "fsdp_lab/engine/trial_files.py",
+    Fault("an epoch is written twice", "fsdp_lab/record/trial_files.py",
           "        if is_new and self._is_whole:", "        if self._is_whole:", "engine/test_outcome.py"),
-    Fault("a line that a kill cut is continued", "fsdp_lab/engine/trial_files.py",
+    Fault("a line that a kill cut is continued", "fsdp_lab/record/trial_files.py",
           r'text = text if lines.read(1) == b"\n" else f"\n{text}"', "pass", "sweep/test_record.py"),
     Fault("running out of memory is a failure like others", "fsdp_lab/engine/failures.py",
           '    if is_out_of_memory(error):\n        return "oom"', "    pass", "engine/test_outcome.py"),

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from fsdp_lab.engine.trial_files import append_line
 from fsdp_lab.files import write_text
+from fsdp_lab.record.trial_files import append_line
 
 
 class Verdict(StrEnum):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.check_gpu_ray.lines import Line, Verdict
 from benchmarks.check_gpu_ray.machine import Machine
-from fsdp_lab.engine.trial_files import read_any_facts, read_metrics
+from fsdp_lab.record.trial_files import read_any_facts, read_metrics
 
 LOSS_TOLERANCE = 1e-3
 FORECAST_TOLERANCE = 0.10  # on CUDA; on a CPU a forecast is exact

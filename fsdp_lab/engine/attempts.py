@@ -13,7 +13,7 @@ from typing import Any
 from fsdp_lab.engine.failures import RankFailure, record_failure
 from fsdp_lab.engine.nodes import dead_node_of
 from fsdp_lab.engine.resources import release_placement_group
-from fsdp_lab.engine.trial_files import read_failures, read_progress, set_aside_failures, wait_until_alone
+from fsdp_lab.record.trial_files import read_failures, read_progress, set_aside_failures, wait_until_alone
 
 _PEER_S = 1.0
 _ALONE_S = 30.0

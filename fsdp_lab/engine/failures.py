@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
-from fsdp_lab.engine.trial_files import no_space
 from fsdp_lab.files import write_json
+from fsdp_lab.record.trial_files import no_space
 
 
 class RankFailure(Exception):

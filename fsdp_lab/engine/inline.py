@@ -13,7 +13,8 @@ from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, record_fa
 from fsdp_lab.engine.files_of_ranks import Uploads, sent_at_end
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
-from fsdp_lab.engine.trial_files import (
+from fsdp_lab.hardware import num_gpus
+from fsdp_lab.record.trial_files import (
     Outcome,
     Progress,
     TrialWriter,
@@ -22,7 +23,6 @@ from fsdp_lab.engine.trial_files import (
     write_outcome,
     write_progress,
 )
-from fsdp_lab.hardware import num_gpus
 from fsdp_lab.storage import Storage
 
 _PROGRESS_S = 1.0  # between two writes of a step

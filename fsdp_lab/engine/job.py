@@ -23,7 +23,9 @@ from fsdp_lab.engine.nodes import write_rank_nodes
 from fsdp_lab.engine.rendezvous import arrange_meeting
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
 from fsdp_lab.engine.stacks import find_stuck
-from fsdp_lab.engine.trial_files import (
+from fsdp_lab.engine.why import report_of, why
+from fsdp_lab.engine.worker import read_worker_progress, train_worker
+from fsdp_lab.record.trial_files import (
     Outcome,
     TrialWriter,
     read_failures,
@@ -32,8 +34,6 @@ from fsdp_lab.engine.trial_files import (
     write_outcome,
     write_progress,
 )
-from fsdp_lab.engine.why import report_of, why
-from fsdp_lab.engine.worker import read_worker_progress, train_worker
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 

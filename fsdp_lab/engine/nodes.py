@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.engine import ray_private
-from fsdp_lab.engine.trial_files import read_object
 from fsdp_lab.files import write_json
+from fsdp_lab.record.trial_files import read_object
 
 _RANK_NODES = "places.json"
 _ANSWER_S = 2.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp_lab.engine.attempts import failed_to_be_placed, failed_to_start
 from fsdp_lab.engine.nodes import Node, lost, nodes_asked, words_for
-from fsdp_lab.engine.trial_files import read_failures
+from fsdp_lab.record.trial_files import read_failures
 from fsdp_lab.wording import count
 
 _TAIL_LINES = 50  # of a log, for the report of a failure

@@ -17,8 +17,8 @@ from fsdp_lab.engine.files_of_ranks import Uploads, scratch_folder, sent_at_end
 from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
 from fsdp_lab.engine.rendezvous import gpu_index, join, leave
 from fsdp_lab.engine.stacks import StackDump, long_s
-from fsdp_lab.engine.trial_files import Progress, hold_alive
 from fsdp_lab.hardware import WORKER_CPUS
+from fsdp_lab.record.trial_files import Progress, hold_alive
 from fsdp_lab.storage import Storage
 
 _progress = Progress()  # of this worker's rank

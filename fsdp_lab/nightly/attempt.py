@@ -67,8 +67,8 @@ def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> in
 
 def changed_since(folder: Path) -> list[str]:
     """Return the changes of code and libraries since a sweep was begun."""
+    from fsdp_lab.record.sweep_json import read_record
     from fsdp_lab.sweep.store.changes import changes_of_code
-    from fsdp_lab.sweep.store.record import read_record
 
     return changes_of_code(read_record(folder, "sweep"))
 

@@ -28,9 +28,9 @@ from fsdp_lab.nightly.publish import publish, tag
 from fsdp_lab.nightly.shared import mark_pruned, put_page, read_all, send_missing, write
 from fsdp_lab.nightly.study import Study
 from fsdp_lab.nightly.verdict import baseline_of, differences, gate_text, judge
+from fsdp_lab.record.paths import sweep_address
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.status import ExitCode, TrialStatus
-from fsdp_lab.sweep.store.paths import sweep_address
 from fsdp_lab.tracking import TrackingError, find_sweep_run
 from fsdp_lab.tracking.tags import machine_tags
 

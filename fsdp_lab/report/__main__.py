@@ -39,7 +39,7 @@ from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
 
 if TYPE_CHECKING:
-    from fsdp_lab.sweep.store.record import Record
+    from fsdp_lab.record.sweep_json import Record
 
 TOLERANCES = ("loss_tolerance", "speed_tolerance", "others_cpu")
 KEYS = (
@@ -90,7 +90,7 @@ def run(options: dict[str, str]) -> None:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.sweep.store.record import find_folder
+    from fsdp_lab.sweep.store.find import find_folder
     from fsdp_lab.sweep.store.trust import check_address_trusted, is_own, read_trust
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in, sweep_stored
     from fsdp_lab.tracking import annotate, find_sweep_run, runs_url

@@ -9,13 +9,14 @@ from dataclasses import replace
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import objectives
 from fsdp_lab.locks import locked
+from fsdp_lab.record.hydra_folder import write_hydra_folder
+from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import new_folder
-from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
-from fsdp_lab.sweep.store.record import Record, begin_folder, read_record, remember_last
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 
 
@@ -42,6 +43,7 @@ def run_alone(trial: Trial) -> ExitCode:
         begin_folder(folder, [trial])
         write_hydra_folder(trial)
         record.write(folder)
+        remember_last(folder)
         return _start(_plan([TrialState(trial)], record))
 
 

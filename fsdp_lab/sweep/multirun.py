@@ -18,6 +18,9 @@ from fsdp_lab.config.key_value_args import AUTO_REPEAT, as_typed
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.forecast.devices import check_sweep
 from fsdp_lab.locks import locked
+from fsdp_lab.record.hydra_folder import write_hydra_folder
+from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
+from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
@@ -28,13 +31,11 @@ from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import new_folder
-from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
 from fsdp_lab.sweep.store.override_rules import with_overrides
 from fsdp_lab.sweep.store.passwords import words_as_typed
-from fsdp_lab.sweep.store.record import Record, begin_folder, read_record, remember_last
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
-from fsdp_lab.sweep.store.trials import add_trial, read_trials
 from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
 from fsdp_lab.sweep.sweep_data import sweep_of
 from fsdp_lab.wording import count
@@ -255,3 +256,4 @@ def write_multirun(config: DictConfig, plan: SweepPlan) -> None:
         write_hydra_folder(trial)
         add_trial(plan.folder, trial)
     plan.record.write(plan.folder)
+    remember_last(plan.folder)

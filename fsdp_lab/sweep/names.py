@@ -13,11 +13,11 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config.key_value_args import as_typed
 from fsdp_lab.deploy.job import resume_by
 from fsdp_lab.engine.ray_job import is_rays_copy
+from fsdp_lab.record.paths import copy_of
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
 from fsdp_lab.sweep.store.override_rules import key_of, known_words, leads_away, refusal
-from fsdp_lab.sweep.store.paths import copy_of
-from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
 
 RESUMED_BY = "FSDP_LAB_RESUMED_BY"  # set by a night for its sweep
 _NOT_AGAIN = ("resume", "trust", "cluster.storage_path", "hydra.output_subdir")

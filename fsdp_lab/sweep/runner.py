@@ -14,7 +14,12 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.deploy.job import note_progress
 from fsdp_lab.engine.failures import RankFailure, record_failure
-from fsdp_lab.engine.trial_files import (
+from fsdp_lab.files import sync, write_json
+from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.record.hydra_folder import restore_hydra_folder, write_hydra_folder
+from fsdp_lab.record.paths import make_storage, storage, sweep_address, trial_address
+from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.trial_files import (
     Outcome,
     clear_attempt,
     clear_left_over,
@@ -25,17 +30,12 @@ from fsdp_lab.engine.trial_files import (
     read_progress,
     write_outcome,
 )
-from fsdp_lab.files import sync, write_json
-from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.disturbed import set_aside
-from fsdp_lab.sweep.store.hydra_folder import restore_hydra_folder, write_hydra_folder
-from fsdp_lab.sweep.store.paths import make_storage, storage, sweep_address, trial_address
-from fsdp_lab.sweep.store.record import Record
-from fsdp_lab.sweep.store.trials import add_trial
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from fsdp_lab.config.machine import check_driver
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine.ray_job import check_job, is_rays_copy
+from fsdp_lab.record.paths import sweep_address
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.listeners.console import Console
@@ -18,8 +19,7 @@ from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
 from fsdp_lab.sweep.listeners.storage import StorageCopy
 from fsdp_lab.sweep.names import folder_key, relative, resume_lines, ui_command
 from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
-from fsdp_lab.sweep.store.paths import sweep_address
-from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
+from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
 from fsdp_lab.tracking.store import sqlite_file
 
 

@@ -23,19 +23,19 @@ from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, is_a
 from fsdp_lab.config.key_value_args import AUTO_REPEAT
 from fsdp_lab.config.sweep import ReportConfig, SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.engine.ray_job import is_rays_copy
-from fsdp_lab.engine.trial_files import read_any_facts, read_latest, read_metrics
 from fsdp_lab.metrics import PREDICTED_BY
+from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
+from fsdp_lab.record.paths import storage, sweep_address
+from fsdp_lab.record.sweep_json import Record, read_record
+from fsdp_lab.record.trial_files import read_any_facts, read_latest, read_metrics
+from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.redact import redact
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
 from fsdp_lab.sweep.names import RESUMED_BY, config_dir_words, report_command, resume_command, setting
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.sweep.store.hydra_folder import read_hydra_file, saved_config
-from fsdp_lab.sweep.store.paths import storage, sweep_address
-from fsdp_lab.sweep.store.record import Record, read_record
 from fsdp_lab.sweep.store.resume import resumed_states
-from fsdp_lab.sweep.store.trials import read_trials
 from fsdp_lab.takehome import read_setup
 from fsdp_lab.tracking import command_of, fetch_artifact, read_sweep, runs_url
 

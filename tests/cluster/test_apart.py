@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.sweep.store.paths import sweep_address
+from fsdp_lab.record.paths import sweep_address
 from tests.cluster.namespaces import TWO_NODES, Cluster, Node, cluster_over
 from tests.cluster.test_nodes import same_losses
 from tests.servers import lay_store

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from s3fs import S3FileSystem
 
+from fsdp_lab.record.paths import sweep_address
 from fsdp_lab.storage import Storage
 from fsdp_lab.sweep.listeners.storage import Outgoing
-from fsdp_lab.sweep.store.paths import sweep_address
 from tests import forked
 from tests.conftest import run_cli
 from tests.s3 import ALL_OF_THEM, KEY_ID, SECRET, Faults, held_in

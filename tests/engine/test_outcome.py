@@ -21,7 +21,8 @@ from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, record_fa
 from fsdp_lab.engine.files_of_ranks import receive, sent_at_end
 from fsdp_lab.engine.inline import InlineReporter, run_inline
 from fsdp_lab.engine.rank import train_rank
-from fsdp_lab.engine.trial_files import (
+from fsdp_lab.engine.worker import join_ranks
+from fsdp_lab.record.trial_files import (
     append_line,
     clear_left_over,
     read_failures,
@@ -30,7 +31,6 @@ from fsdp_lab.engine.trial_files import (
     read_outcome,
     why_unwritten,
 )
-from fsdp_lab.engine.worker import join_ranks
 from fsdp_lab.storage import Storage, StorageAway
 
 

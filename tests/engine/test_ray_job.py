@@ -13,9 +13,9 @@ from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig, TrackingCo
 from fsdp_lab.engine.cluster import code_environment
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.engine.ray_private import JOB_VARIABLE
+from fsdp_lab.record.sweep_json import Record
 from fsdp_lab.sweep.names import RESUMED_BY, folder_key
 from fsdp_lab.sweep.start import start_sweep
-from fsdp_lab.sweep.store.record import Record
 from tests.workloads.user.project import importable, write_project
 
 _STAYS = TrackingConfig(uri="sqlite:////shared/mlflow.db")

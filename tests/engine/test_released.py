@@ -21,7 +21,7 @@ import pytest
 
 from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine.job import Job
-from fsdp_lab.engine.trial_files import read_outcome
+from fsdp_lab.record.trial_files import read_outcome
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import ray_head
 from tests.processes import called

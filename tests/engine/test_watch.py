@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_lab.engine import job
 from fsdp_lab.engine.job import Watch
-from fsdp_lab.engine.trial_files import Progress, read_failures, read_phase, read_progress
+from fsdp_lab.record.trial_files import Progress, read_failures, read_phase, read_progress
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.nightly import attempt
-from fsdp_lab.sweep.store.record import Record
+from fsdp_lab.record.sweep_json import Record
 from tests.test_locks import held
 
 

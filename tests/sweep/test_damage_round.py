@@ -19,7 +19,7 @@ import pytest
 
 from fsdp_lab import files
 from fsdp_lab.config import UserError
-from fsdp_lab.engine.trial_files import read_failures, read_forecast, read_phase, read_progress
+from fsdp_lab.record.trial_files import read_failures, read_forecast, read_phase, read_progress
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in
 from fsdp_lab.training.checkpoint_files import find_latest

@@ -10,9 +10,9 @@ import pytest
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
-from fsdp_lab.engine.trial_files import Outcome, append_line, write_outcome
 from fsdp_lab.files import write_json
 from fsdp_lab.metrics import OTHERS_CPU, SPEED
+from fsdp_lab.record.trial_files import Outcome, append_line, write_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway
 from fsdp_lab.sweep.store.disturbed import set_aside

@@ -9,14 +9,14 @@ from uuid import uuid4
 import pytest
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.engine.trial_files import Outcome, append_line, read_outcome, write_outcome
+from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.trial_files import Outcome, append_line, read_outcome, write_outcome
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.storage import Storage, StorageAway
 from fsdp_lab.sweep.listeners.storage import StorageCopy
 from fsdp_lab.sweep.runner import Ending, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import SweepState
 from fsdp_lab.sweep.store.fetch import UNSENT, fetch_sweep, wanted
-from fsdp_lab.sweep.store.record import Record
 from fsdp_lab.sweep.store.resume import resumed_states
 
 
@@ -36,7 +36,7 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A sweep of two finished trials in fsspec's store in memory, which `check_address` refuses to users."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsdp_lab.sweep.store.fetch.check_address", lambda *_: None)
-    monkeypatch.setattr("fsdp_lab.sweep.store.paths.is_address", lambda path: path.startswith("memory://"))
+    monkeypatch.setattr("fsdp_lab.record.paths.is_address", lambda path: path.startswith("memory://"))
     storage = Storage(f"memory://{uuid4().hex}/s-{uuid4().hex[:8]}")
     for name in ("0", "1"):
         (made := tmp_path / "made").mkdir(exist_ok=True)

@@ -10,9 +10,11 @@ import pytest
 from mlflow.entities import Run
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.engine.trial_files import append_line
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.record.hydra_folder import write_hydra_folder
+from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.trial_files import append_line
 from fsdp_lab.report.thin import MOST
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners import mlflow as listener
@@ -20,8 +22,6 @@ from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
-from fsdp_lab.sweep.store.record import Record
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking import read_sweep
 from fsdp_lab.tracking.tags import RECORDED_TAG, THINNED_TAG, trial_params

@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, from_dict
 from fsdp_lab.engine.ray_private import JOB_VARIABLE
+from fsdp_lab.record.paths import take_storage
 from fsdp_lab.sweep.names import report_command, resume_command, resume_lines, short_name, sweep_name, ui_command
-from fsdp_lab.sweep.store.paths import take_storage
-from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
+from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
 
 
 def trial(choices: dict[str, str] | None = None, **values: dict[str, object]) -> Trial:

@@ -13,15 +13,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import SweepConfig, to_dict
 from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.record.hydra_folder import write_hydra_folder
+from fsdp_lab.record.sweep_json import Record, begin_folder
+from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.redact import redacted_file
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.state import SweepState
 from fsdp_lab.sweep.store.changes import changes_of_config
-from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
 from fsdp_lab.sweep.store.passwords import store_address, words_as_typed, words_to_write
-from fsdp_lab.sweep.store.record import Record, begin_folder
-from fsdp_lab.sweep.store.trials import add_trial
 from fsdp_lab.tracking.tags import fact_tags, one_line, sweep_tags, trial_params, trial_tags
 from tests import forked
 from tests.conftest import run_cli

@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.engine.trial_files import Progress, write_progress
 from fsdp_lab.files import write_json
+from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.trial_files import Progress, write_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines, sweep_left_s
 from fsdp_lab.sweep.repeats import AutoRepeat
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.record import Record
 
 Compose = Callable[[Sequence[str], int], Trial]
 # What a rank that waits for the others writes into its log.

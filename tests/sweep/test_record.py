@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
-from fsdp_lab.engine.trial_files import Outcome, wait_until_alone, write_outcome
+from fsdp_lab.record.hydra_folder import read_hydra_file, restore_hydra_folder, write_hydra_folder
+from fsdp_lab.record.paths import storage
+from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
+from fsdp_lab.record.trial_files import Outcome, wait_until_alone, write_outcome
+from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
-from fsdp_lab.sweep.store.hydra_folder import read_hydra_file, restore_hydra_folder, write_hydra_folder
 from fsdp_lab.sweep.store.override_rules import with_overrides
-from fsdp_lab.sweep.store.paths import storage
-from fsdp_lab.sweep.store.record import Record, begin_folder, read_record
 from fsdp_lab.sweep.store.resume import resume_arguments
-from fsdp_lab.sweep.store.trials import add_trial, read_trials
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
 
@@ -109,7 +109,7 @@ def test_a_sweeps_folder_on_the_disk_of_all_nodes_stays_its_own(tmp_path: Path, 
 
 
 def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
-    script = "import sys, time, pathlib; from fsdp_lab.engine.trial_files import hold_alive\n"
+    script = "import sys, time, pathlib; from fsdp_lab.record.trial_files import hold_alive\n"
     script += "hold_alive(pathlib.Path(sys.argv[1])); print('lives', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "lives\n"

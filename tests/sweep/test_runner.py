@@ -12,12 +12,13 @@ from typing import Any, cast
 import pytest
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.engine.trial_files import append_line, read_failures, read_forecast, read_outcome
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.kept import kept_sentences
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row
+from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.trial_files import append_line, read_failures, read_forecast, read_outcome
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
@@ -28,7 +29,6 @@ from fsdp_lab.sweep.plan import effect
 from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.record import Record
 from tests.sweep.test_forecasts import CPU
 
 Compose = Callable[[Sequence[str], int], Trial]

@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, conf_dir
-from fsdp_lab.engine.trial_files import Outcome, append_line, write_outcome
+from fsdp_lab.record.hydra_folder import write_hydra_folder
+from fsdp_lab.record.sweep_json import Record, begin_folder
+from fsdp_lab.record.trial_files import Outcome, append_line, write_outcome
+from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.store import trust
-from fsdp_lab.sweep.store.hydra_folder import write_hydra_folder
 from fsdp_lab.sweep.store.override_rules import Known, known_words, leads_away, names_code, refusal
-from fsdp_lab.sweep.store.record import Record, begin_folder
 from fsdp_lab.sweep.store.resume import resume_arguments
-from fsdp_lab.sweep.store.trials import add_trial
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
 from tests.conftest import STORE, command_line, run_cli

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.engine.inline import run_inline
-from fsdp_lab.engine.trial_files import read_outcome, why_unwritten
+from fsdp_lab.record.trial_files import read_outcome, why_unwritten
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.runner import SweepRun
 

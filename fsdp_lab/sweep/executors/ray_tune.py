@@ -17,7 +17,7 @@ from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun
 from fsdp_lab.sweep.shutdown import sigterm_interrupts
-from fsdp_lab.sweep.store.record import TYPED_ELSEWHERE
+from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
 
 
 def reach_cluster(plan: SweepPlan) -> None:

@@ -18,7 +18,7 @@ from fsdp_lab.config.registry import module_of
 from fsdp_lab.engine import ray_private, resources
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
-from fsdp_lab.engine.trial_files import read_outcome, read_progress, why_unwritten
+from fsdp_lab.record.trial_files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
 from fsdp_lab.sweep.names import label

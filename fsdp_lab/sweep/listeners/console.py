@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.segment import SegmentLines
 from rich.text import Text
 
-from fsdp_lab.engine.trial_files import read_failures
+from fsdp_lab.record.trial_files import read_failures
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.status import ExitCode, TrialStatus

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.trial_files import read_any_facts, read_metrics
 from fsdp_lab.metrics import PREDICTED_BY
+from fsdp_lab.record.trial_files import read_any_facts, read_metrics
 from fsdp_lab.report.thin import MOST
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES

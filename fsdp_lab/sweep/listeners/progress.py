@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from fsdp_lab.engine.stacks import find_stuck, long_s
-from fsdp_lab.engine.trial_files import read_facts, read_phase, read_progress
+from fsdp_lab.record.trial_files import read_facts, read_phase, read_progress
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.wording import duration

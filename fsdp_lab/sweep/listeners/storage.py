@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config import UserError
+from fsdp_lab.record.paths import copy_of
 from fsdp_lab.redact import redacted_file
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.names import resume_command, resume_from_storage
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.store.fetch import UNSENT
-from fsdp_lab.sweep.store.paths import copy_of
 from fsdp_lab.wording import count
 
 _OF_TRIALS = (

@@ -10,11 +10,11 @@ from fsdp_lab.config import Between, ConfigError, SweepConfig, settings, workers
 from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.target import file_digest
+from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
+from fsdp_lab.record.sweep_json import Record, code_digests, versions
 from fsdp_lab.redact import redact
-from fsdp_lab.sweep.store.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.sweep.store.override_rules import key_of
 from fsdp_lab.sweep.store.passwords import resolved
-from fsdp_lab.sweep.store.record import Record, code_digests, versions
 
 
 def changes_of_code(record: Record) -> list[str]:

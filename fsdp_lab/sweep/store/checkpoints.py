@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError, is_address
+from fsdp_lab.record.paths import is_storage_of
+from fsdp_lab.record.trials_jsonl import lines_of, parsed
 from fsdp_lab.storage import Storage
-from fsdp_lab.sweep.store.paths import is_storage_of
-from fsdp_lab.sweep.store.trials import lines_of, parsed
 
 _OF_CHECKPOINTS = re.compile(r"checkpoints/.+|model/.+|model\.pt")  # objects of a trial
 _ANY_CHECKPOINT = re.compile(r"(^|/)checkpoints/")

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from fsdp_lab.config import UserError
 from fsdp_lab.config.address import check_address
 from fsdp_lab.locks import locked
+from fsdp_lab.record.paths import copy_of, take_storage
 from fsdp_lab.storage import Storage, StorageAway
-from fsdp_lab.sweep.store.paths import copy_of, take_storage
 
 _COPIES = Path("outputs/from_storage")
 _RECORD = "sweep.json"  # put last when a sweep starts: with it there is something to resume

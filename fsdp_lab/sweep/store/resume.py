@@ -11,7 +11,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.engine.trial_files import (
+from fsdp_lab.files import report_damaged
+from fsdp_lab.record.paths import copy_of, storage
+from fsdp_lab.record.sweep_json import Record, read_record
+from fsdp_lab.record.trial_files import (
     Outcome,
     missing_epochs,
     read_any_facts,
@@ -20,16 +23,14 @@ from fsdp_lab.engine.trial_files import (
     read_numbers,
     read_outcome,
 )
-from fsdp_lab.files import report_damaged
+from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
 from fsdp_lab.sweep.store.disturbed import speed_is_disturbed
+from fsdp_lab.sweep.store.find import find_folder
 from fsdp_lab.sweep.store.override_rules import is_local_store, key_of, known_words, names_code, with_overrides
-from fsdp_lab.sweep.store.paths import copy_of, storage
-from fsdp_lab.sweep.store.record import Record, find_folder, read_record
-from fsdp_lab.sweep.store.trials import read_trials
 from fsdp_lab.sweep.store.trust import check_address_trusted, check_store, check_words, is_own, read_trust
 from fsdp_lab.wording import count
 

@@ -21,9 +21,9 @@ from typing import Any
 import yaml
 
 from fsdp_lab.config import ConfigError, UserError, is_address
+from fsdp_lab.record.paths import copy_of
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.store.override_rules import Known, key_of, known_words, leads_away, names_code, refusal
-from fsdp_lab.sweep.store.paths import copy_of
 
 _OTHERS_ENTER, _OTHERS_WRITE, _GROUP_WRITES = 0o011, 0o002, 0o020
 

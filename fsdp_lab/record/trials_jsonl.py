@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
-from fsdp_lab.engine.trial_files import append_line
+from fsdp_lab.record.paths import storage, trial_address
+from fsdp_lab.record.trial_files import append_line
 from fsdp_lab.sweep.store.passwords import words_to_write
-from fsdp_lab.sweep.store.paths import storage, trial_address
 
 _MOST_NAMED = 10  # of trials that are missing: a number may be damaged, too
 

@@ -13,27 +13,20 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import fsdp_lab
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, is_address, workers_of
-from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.config.target import source_digests
-from fsdp_lab.engine.trial_files import clear_left_over
-from fsdp_lab.files import sync, whole, write_text
-from fsdp_lab.sweep.store.fetch import fetch_sweep
-from fsdp_lab.sweep.store.paths import make_storage, name_storage
-from fsdp_lab.sweep.store.trials import is_words
+from fsdp_lab.files import sync, whole
+from fsdp_lab.record.paths import make_storage, name_storage
+from fsdp_lab.record.trial_files import clear_left_over
+from fsdp_lab.record.trials_jsonl import is_words
 
-_LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
-# Set while a resume works in another folder than the one it was typed in.
-TYPED_ELSEWHERE = "FSDP_LAB_TYPED_ELSEWHERE"
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 
 
@@ -83,14 +76,6 @@ class Record:
         with whole(folder / "sweep.json", durable=True) as making:
             making.touch(0o600)  # before anything is in it: an address that was typed may hold a password
             making.write_text(json.dumps(asdict(self), indent=1))
-        remember_last(folder)
-
-
-def remember_last(folder: Path) -> None:
-    """Make a folder the one that `resume=last` stands for."""
-    with suppress(OSError):
-        _LAST.parent.mkdir(exist_ok=True)
-        write_text(_LAST, str(folder.absolute()))
 
 
 def begin_folder(folder: Path, trials: Sequence[Trial]) -> None:
@@ -160,44 +145,3 @@ def _checked(record: Record) -> Record:
     if wrong or not is_words(record.arguments):
         raise TypeError(f"it has no valid `{wrong[0] if wrong else 'arguments'}`")
     return record
-
-
-def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
-    """Return the folder that `resume=...` stands for.
-
-    Args:
-        named: a folder, an address in storage, the id of a parent run, or `last`.
-        tracking: the store of the run.
-        key: the key on the command line.
-
-    Raises:
-        UserError: it stands for none.
-    """
-    if not named:
-        raise UserError(f"{key}= is empty; give the sweep's folder, the id of its parent run, or {key}=last.")
-    if named == "last":
-        if not _LAST.exists():
-            raise UserError(
-                f"{key}=last: no sweep was started from this folder (there is no {_LAST}); give the sweep's own "
-                "folder or the id of its parent run."
-            )
-        last = _LAST.read_text(errors="replace").strip()
-        if not Path(last).is_absolute() or not Path(last).is_dir():
-            raise UserError(
-                f"{key}=last: {_LAST} names no folder ({last or 'it is empty'}); give the sweep's own folder or the id "
-                "of its parent run."
-            )
-        return Path(last)
-    if is_address(named):
-        return fetch_sweep(named, key)
-    folder = Path(named)
-    if folder.is_dir():
-        return folder.absolute()
-    if not re.fullmatch(r"[0-9a-f]{32}", named):
-        raise UserError(
-            f"{key}={named} is not a folder or the id of a run (32 digits of 0-9a-f); give the sweep's folder, the id "
-            f"of its parent run, or {key}=last."
-        )
-    from fsdp_lab.tracking import folder_of_run
-
-    return folder_of_run(tracking, named)

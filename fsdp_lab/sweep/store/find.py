@@ -1,0 +1,64 @@
+"""The folder that a command names: by its path, an address in storage, the id of its run, or `last`."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_lab.config import UserError, is_address
+from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.files import write_text
+from fsdp_lab.sweep.store.fetch import fetch_sweep
+
+_LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
+# Set while a resume works in another folder than the one it was typed in.
+TYPED_ELSEWHERE = "FSDP_LAB_TYPED_ELSEWHERE"
+
+
+def remember_last(folder: Path) -> None:
+    """Make a folder the one that `resume=last` stands for."""
+    with suppress(OSError):
+        _LAST.parent.mkdir(exist_ok=True)
+        write_text(_LAST, str(folder.absolute()))
+
+
+def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
+    """Return the folder that `resume=...` stands for.
+
+    Args:
+        named: a folder, an address in storage, the id of a parent run, or `last`.
+        tracking: the store of the run.
+        key: the key on the command line.
+
+    Raises:
+        UserError: it stands for none.
+    """
+    if not named:
+        raise UserError(f"{key}= is empty; give the sweep's folder, the id of its parent run, or {key}=last.")
+    if named == "last":
+        if not _LAST.exists():
+            raise UserError(
+                f"{key}=last: no sweep was started from this folder (there is no {_LAST}); give the sweep's own "
+                "folder or the id of its parent run."
+            )
+        last = _LAST.read_text(errors="replace").strip()
+        if not Path(last).is_absolute() or not Path(last).is_dir():
+            raise UserError(
+                f"{key}=last: {_LAST} names no folder ({last or 'it is empty'}); give the sweep's own folder or the id "
+                "of its parent run."
+            )
+        return Path(last)
+    if is_address(named):
+        return fetch_sweep(named, key)
+    folder = Path(named)
+    if folder.is_dir():
+        return folder.absolute()
+    if not re.fullmatch(r"[0-9a-f]{32}", named):
+        raise UserError(
+            f"{key}={named} is not a folder or the id of a run (32 digits of 0-9a-f); give the sweep's folder, the id "
+            f"of its parent run, or {key}=last."
+        )
+    from fsdp_lab.tracking import folder_of_run
+
+    return folder_of_run(tracking, named)
