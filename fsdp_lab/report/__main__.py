@@ -91,19 +91,20 @@ def run(options: dict[str, str]) -> None:
         UserError: there is no such sweep, or none of its trials has finished.
     """
     from fsdp_lab.sweep.store.find import find_folder
-    from fsdp_lab.sweep.store.trust import check_address_trusted, is_own, read_trust
+    from fsdp_lab.sweep.store.trust import check_address_trusted, is_own, read_trust, why_foreign
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in, sweep_stored
-    from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
+    from fsdp_lab.tracking import annotate, find_sweep_run, folder_here, runs_url
 
     which = options["sweep"].strip("'\"")
     tracking = TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri), ui=options.get("tracking.ui"))
     is_run = re.fullmatch(r"[0-9a-f]{32}", which) is not None and not Path(which).is_dir()
     folder: Path | None = None
+    trust = read_trust(options.get("trust"))
+    if is_run and (here := folder_here(tracking, which)) is not None and (trust or why_foreign(here) is None):
+        which, is_run = str(here), False
     if is_run:
-        sweep = sweep_stored(tracking, which)
-        sweep, run_id = with_tolerances(sweep, options), which
+        sweep = with_tolerances(sweep_stored(tracking, which), options)
     else:
-        trust = read_trust(options.get("trust"))
         check_address_trusted(which, "sweep", trust)
         if is_address(which):  # beside what use=... prints
             print(f"reaching {redact(which)}", file=sys.stderr, flush=True)

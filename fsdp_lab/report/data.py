@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.record.sweep import SweepRecord
+from fsdp_lab.record.trial import TrialRecord as TrialRow
+from fsdp_lab.record.trial import words
 from fsdp_lab.report.speed import Run
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.takehome import Setup
 
 # Axes that distinguish attempts at a setting, not settings.
 REPEATS = ("repeat", "training.seed")
-
-
-@dataclass(frozen=True)
-class TrialRow:
-    """A trial as recorded in the folder or in MLflow.
-
-    Attributes:
-        number: of the trial.
-        setting: its value for each axis of the sweep, as typed.
-        status: how it ended.
-        figures: metric key -> its latest value, with forecasts; bytes, samples/s, seconds.
-        epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
-        overrides: the command line that trains it again, alone.
-        error: why it failed; None: it did not.
-        run_id: of its MLflow run; "": it has none.
-        seconds: that it took; None: not known.
-        device: `cpu` or the name of the GPU; "": it ended before that was known.
-        setup: for writing its setting for other programs; None: not known.
-        predicted_by: the basis of its predicted speed; "": not known, or it has none.
-    """
-
-    number: int
-    setting: dict[str, str]
-    status: TrialStatus
-    figures: dict[str, float] = field(default_factory=dict)
-    epochs: Sequence[dict[str, float]] = ()
-    overrides: Sequence[str] = ()
-    error: str | None = None
-    run_id: str = ""
-    seconds: float | None = None
-    device: str = ""
-    setup: Setup | None = None
-    predicted_by: str = ""
-
-    @property
-    def name(self) -> str:
-        """The trial's name in a chart."""
-        return f"trial {self.number}: {words(self.setting)}"
 
 
 @dataclass(frozen=True)
@@ -83,48 +46,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class SweepData:
-    """A sweep to report on.
-
-    Attributes:
-        name: of the sweep.
-        command: that started it.
-        axes: the keys that differ between its trials, in the order of the command line.
-        trials: in the order of their numbers.
-        loss_tolerance: a ratio, see `fsdp_lab.report.choice`.
-        speed_tolerance: a ratio, see `fsdp_lab.report.choice`.
-        runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None: no server is known.
-        about: more lines for its head, as (name, text).
-        others_cpu: on a CPU a run's speed does not count if other processes used more than this share of the cores.
-        objectives: `(metric, "min" or "max")` of each objective, the most important first; empty: the fastest setting
-            that learned is recommended.
-        repeat_max: the most rounds of `repeat=auto`; None: repeats were typed.
-        study: the name of the study, such as the preset's; "" for a sweep without one.
-        log_axes: the axes that were searched on a logarithmic scale.
-        resume: the command that resumes it; "": there is none.
-        report: the command that reports on it.
-    """
-
-    name: str
-    command: str
-    axes: list[str]
-    trials: list[TrialRow]
-    loss_tolerance: float
-    speed_tolerance: float
-    runs_url: str | None = None
-    about: Sequence[tuple[str, str]] = ()
-    others_cpu: float = 0.25
-    objectives: Sequence[tuple[str, str]] = ()
-    repeat_max: int | None = None
-    study: str = ""
-    log_axes: Sequence[str] = ()
-    resume: str = ""
-    report: str = "python -m fsdp_lab.report sweep=last"
-
-    @property
-    def statuses(self) -> list[TrialStatus]:
-        """The status of each trial."""
-        return [trial.status for trial in self.trials]
+class SweepData(SweepRecord):
+    """A sweep to report on."""
 
     @property
     def setting_axes(self) -> list[str]:
@@ -211,11 +134,6 @@ class SweepData:
     def url(self, trial: TrialRow) -> str:
         """Return the address of the trial's run; "" if not known."""
         return f"{self.runs_url}/{trial.run_id}" if self.runs_url and trial.run_id else ""
-
-
-def words(values: dict[str, str]) -> str:
-    """Return text such as `sharding=per_block precision=fp16`, as it is typed."""
-    return " ".join(f"{key}={value}" for key, value in values.items()) or "the only setting"
 
 
 def as_number(text: str) -> float | None:

@@ -190,7 +190,7 @@ class Command:
         states = resumed_states(trials, self.folder, config)
         check_unchanged(record, states, self.folder, config, typed_now)
         if search is not None:
-            search.resume([(state.trial, state.status, state.figures()) for state in states])
+            search.resume([(state.trial, state.status, state.figures) for state in states])
         return replace(self._plan(states, swept, record, search, typed_now), resumed=True)
 
     def _plan(

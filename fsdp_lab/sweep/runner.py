@@ -346,7 +346,7 @@ class SweepRun:
     def forecast(self, number: int, forecast: Forecast) -> None:
         """Keep the forecast of a trial."""
         state = self.states[number]
-        state.forecast = forecast
+        state.take_forecast(forecast)
         if state.begun is not None:
             self._write_forecast(number)
         self.publish("forecast", number)
@@ -373,6 +373,7 @@ class SweepRun:
         folder, state = self.folder_of(number), self.states[number]
         if number not in self._facts_read and (facts := read_facts(folder)):
             self._facts_read.add(number)
+            state.facts = facts
             self.publish("facts", number, facts)
         for metrics in read_metrics(folder):
             if state.record_epoch(metrics):
@@ -432,7 +433,7 @@ class SweepRun:
         state = self.states[number]
         self.publish("ended", number)
         if self.plan.search is not None:
-            self.plan.search.report_result(state.trial, state.status, state.figures())
+            self.plan.search.report_result(state.trial, state.status, state.figures)
 
     def _write_outcome(self, number: int) -> None:
         state, folder = self.states[number], self.folder_of(number)

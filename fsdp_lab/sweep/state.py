@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED
+from fsdp_lab.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
+from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_forecast
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
 
@@ -26,112 +25,73 @@ class IllegalTransition(RuntimeError):
     """A trial was moved to a status that does not follow its own: a bug, not a mistake of the user."""
 
 
-@dataclass
-class TrialState:
-    """A trial and its status.
+class TrialState(TrialRecord):
+    """A trial of this driver: its record while it grows, and the legal transitions.
 
     Attributes:
         trial: as composed.
-        status: of the trial.
-        metrics: the latest value of each metric that it reported.
-        error: why it failed; None: it did not.
         begun: when it began to run, in seconds since 1970.
-        seconds: from its begin to its end.
         resuming: an earlier start has left files of it.
         again: it has a result, and is measured again because its speed does not count (`resume_disturbed`).
         epochs_before: the epochs that an earlier start has trained.
         forecast: of this start; None: none yet.
-        forecast_before: the figures of a forecast that an earlier start has made.
-        words_before: its `FORECAST_WORDS`.
         slot_freed_at: when the trial before it in its slot reported for the last time, in seconds since 1970.
-        turnaround_s: from then to its first step.
     """
 
-    trial: Trial
-    status: TrialStatus = TrialStatus.waiting
-    metrics: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    begun: float | None = None
-    seconds: float | None = None
-    resuming: bool = False
-    again: bool = False
-    epochs_before: int = 0
-    forecast: Forecast | None = None
-    forecast_before: dict[str, float] = field(default_factory=dict)
-    words_before: dict[str, str] = field(default_factory=dict)
-    slot_freed_at: float | None = None
-    turnaround_s: float | None = None
-    _known: tuple[Any, Any, Any, dict[str, float]] | None = field(default=None, repr=False, compare=False)
+    def __init__(
+        self,
+        trial: Trial,
+        status: TrialStatus = TrialStatus.waiting,
+        metrics: Mapping[str, float] | None = None,
+        forecast: Forecast | None = None,
+    ) -> None:
+        super().__init__(trial.index or 0, {}, status, config=trial.config, choices=trial.choices)
+        self.trial = trial
+        self.forecast: Forecast | None = None
+        self._metrics, self._forecast_figures = dict(metrics or {}), dict[str, float]()
+        self._update()
+        self.begun: float | None = None
+        self.resuming = self.again = False
+        self.epochs_before = 0
+        self.slot_freed_at: float | None = None
+        if forecast is not None:
+            self.take_forecast(forecast)
 
     @property
-    def ended(self) -> bool:
-        """Whether it has a result."""
-        return self.status.ended
+    def metrics(self) -> dict[str, float]:
+        """The latest value of each metric that it reported."""
+        return self._metrics
 
-    @property
-    def predicted_by(self) -> str:
-        """The basis of the predicted speed (`fsdp_lab.speed.device.Basis`); "" without one."""
-        return self.forecast_words.get(PREDICTED_BY, "")
-
-    @property
-    def forecast_words(self) -> dict[str, str]:
-        """The basis of its predicted speed, and the group in which its ratios are known; empty without a speed."""
-        forecast = self.forecast
-        if forecast is None or forecast.error:
-            return self.words_before
-        if forecast.speed is None:
-            return {}
-        return {PREDICTED_BY: forecast.speed.basis.value, RATIO_GROUP: forecast.speed.group}
+    @metrics.setter
+    def metrics(self, metrics: dict[str, float]) -> None:
+        self._metrics = metrics
+        self._update()
 
     @property
     def forecast_figures(self) -> dict[str, float]:
-        """Its forecast in bytes, seconds and samples/s; empty without one."""
-        forecast = self.forecast
-        if forecast is None or forecast.error:
-            return self.forecast_before
-        figures: dict[str, float] = {"forecast/peak_bytes": forecast.peak_bytes}
-        if not forecast.may_fit:  # else a search would avoid what only an upper bound keeps from fitting
-            figures["forecast/needed_bytes"] = forecast.needed_bytes
-        figures |= {"forecast/reserved_bytes": forecast.reserved_bytes} if forecast.reserved_bytes is not None else {}
-        figures |= {"forecast/host_bytes": forecast.host_bytes} if forecast.host_bytes else {}
-        figures |= {"forecast/capacity_bytes": forecast.capacity_bytes} if forecast.capacity_bytes is not None else {}
-        if forecast.largest_microbatch is not None:
-            figures["forecast/largest_microbatch"] = forecast.largest_microbatch
-        if forecast.speed is not None:
-            figures["forecast/step_s"] = forecast.speed.step_s
-            figures[PREDICTED_SPEED] = forecast.speed.samples_per_s
-            figures["forecast/samples_per_s_low"] = forecast.speed.samples / forecast.speed.high_s
-            figures["forecast/samples_per_s_high"] = forecast.speed.samples / forecast.speed.low_s
-            figures |= {RATIO_ERROR: forecast.speed.relative} if forecast.speed.relative is not None else {}
-        return {key: float(value) for key, value in figures.items()}
+        """Its forecast, of this start or an earlier one, in bytes, seconds and samples/s; empty without one."""
+        return self._forecast_figures
 
-    def figures(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Return the metrics of an epoch, the last by default, with the forecast beside the measurements.
+    @forecast_figures.setter
+    def forecast_figures(self, figures: dict[str, float]) -> None:
+        self._forecast_figures = figures
+        self._update()
 
-        For a trial that has ended they are computed once: tables read those of thousands again and again.
-        """
-        if metrics is not None or not self.ended:
-            return self._figures(self.metrics if metrics is None else metrics)
-        of = (self.metrics, self.forecast, self.forecast_before)
-        if self._known is None or any(now is not before for now, before in zip(of, self._known, strict=False)):
-            self._known = (*of, self._figures(self.metrics))
-        return dict(self._known[3])
+    def _update(self) -> None:
+        self.figures = self.figures_at(self._metrics)
 
-    def _figures(self, metrics: dict[str, float]) -> dict[str, float]:
-        figures = {**metrics, **self.forecast_figures}
-        measured = metrics.get(MEMORY)
-        if measured and "forecast/peak_bytes" in figures:
-            figures[FORECAST_ERROR] = (figures["forecast/peak_bytes"] + self._workspaces(metrics)) / measured - 1
-        if (speed := metrics.get(SPEED)) and PREDICTED_SPEED in figures:
-            figures["perf/forecast_error"] = speed / figures[PREDICTED_SPEED] - 1  # of the seconds of a step
-        return figures
+    def take_forecast(self, forecast: Forecast) -> None:
+        """Take a forecast of this start; one that failed leaves that of an earlier start."""
+        self.forecast = forecast
+        if not forecast.error:
+            speed = forecast.speed
+            self.forecast_words = {PREDICTED_BY: speed.basis.value, RATIO_GROUP: speed.group} if speed else {}
+            self.forecast_figures = figures_of(forecast)
 
-    def _workspaces(self, metrics: dict[str, float]) -> int:
-        """Return the bytes of cuBLAS's workspaces in the measured peak, if they could not be separated from tensors."""
-        on_gpu = "memory/reserved_bytes" in metrics
-        if not on_gpu or "memory/workspace_bytes" in metrics or self.forecast is None:
-            return 0
-        return self.forecast.allowances.get("kernel workspaces", 0)
+    def figures_at(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an epoch, with the forecast beside them."""
+        workspaces = self.forecast.allowances.get("kernel workspaces", 0) if self.forecast else 0
+        return with_forecast(metrics, self.forecast_figures, workspaces)
 
     def move(self, status: TrialStatus) -> None:
         """Change the status.
@@ -153,6 +113,7 @@ class TrialState:
         if metrics["epoch"] <= self.metrics.get("epoch", 0):
             return False
         self.metrics = {**self.metrics, **metrics}
+        self.epochs.append(dict(metrics))
         return True
 
     def end(self, status: TrialStatus, error: str | None, now: float) -> None:
@@ -165,7 +126,30 @@ class TrialState:
         """
         self.move(status)
         self.error = error
+        self.timing_excluded = why_timing_is_excluded(self.facts, self.figures, self.trial.config.report.others_cpu)
         self.seconds = now - self.begun if self.begun else self.seconds
+
+
+def figures_of(forecast: Forecast) -> dict[str, float]:
+    """Return a forecast in bytes, seconds and samples/s, by the keys of metrics."""
+    figures: dict[str, float | None] = {
+        "forecast/peak_bytes": forecast.peak_bytes,
+        # else a search would avoid what only an upper bound keeps from fitting
+        "forecast/needed_bytes": None if forecast.may_fit else forecast.needed_bytes,
+        "forecast/reserved_bytes": forecast.reserved_bytes,
+        "forecast/host_bytes": forecast.host_bytes or None,
+        "forecast/capacity_bytes": forecast.capacity_bytes,
+        "forecast/largest_microbatch": forecast.largest_microbatch,
+    }
+    if (speed := forecast.speed) is not None:
+        figures |= {
+            "forecast/step_s": speed.step_s,
+            PREDICTED_SPEED: speed.samples_per_s,
+            "forecast/samples_per_s_low": speed.samples / speed.high_s,
+            "forecast/samples_per_s_high": speed.samples / speed.low_s,
+            RATIO_ERROR: speed.relative,
+        }
+    return {key: float(value) for key, value in figures.items() if value is not None}
 
 
 def _in_rounds(trials: Sequence[TrialState]) -> list[int]:

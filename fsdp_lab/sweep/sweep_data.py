@@ -13,21 +13,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override
 from hydra.errors import HydraException
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, is_address, part
+from fsdp_lab.config import SweepConfig, UserError, is_address
 from fsdp_lab.config.key_value_args import AUTO_REPEAT
-from fsdp_lab.config.sweep import ReportConfig, SearchConfig, TrackingConfig, objectives_in
+from fsdp_lab.config.sweep import SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.engine.ray_job import is_rays_copy
-from fsdp_lab.metrics import PREDICTED_BY
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage, sweep_address
 from fsdp_lab.record.sweep_json import Record, read_record
-from fsdp_lab.record.trial_files import read_any_facts, read_latest, read_metrics
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.redact import redact
 from fsdp_lab.report import data
@@ -35,9 +32,8 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
 from fsdp_lab.sweep.names import RESUMED_BY, config_dir_words, report_command, resume_command, setting
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.sweep.store.resume import resumed_states
-from fsdp_lab.takehome import read_setup
-from fsdp_lab.tracking import command_of, fetch_artifact, read_sweep, runs_url
+from fsdp_lab.sweep.store.resume import read_state
+from fsdp_lab.tracking import fetch_record, runs_url
 
 
 def sweep_of(
@@ -60,29 +56,15 @@ def sweep_of(
     """
     config = states[0].trial.config
     address = sweep_address(config.cluster.storage_path, folder) if is_rays_copy(folder) else None
-    trials = [
-        data.TrialRow(
-            number,
-            {key: typed(setting(state.trial, key)) for key in swept},
-            state.status,
-            state.figures(),
-            list(read_metrics(storage(state.trial, folder))),
-            [redact(unescaped(override)) for override in state.trial.overrides],
-            redact(state.error) if state.error else None,
-            run_id(number),
-            state.seconds,
-            str(facts.get("device", "")),
-            read_setup(_title(number, state), part(state.trial.config, TrialConfig), facts),
-            state.predicted_by,
-        )
-        for number, state in enumerate(states)
-        for facts in [read_any_facts(storage(state.trial, folder)) or {}]
-    ]
+    for number, state in enumerate(states):
+        state.setting = {key: typed(setting(state.trial, key)) for key in swept}
+        state.overrides = [redact(unescaped(override)) for override in state.trial.overrides]
+        state.folder, state.run_id = storage(state.trial, folder), run_id(number)
     return data.SweepData(
         "/".join(folder.absolute().parts[-2:]),
         redact(shlex.join(["python", "-m", "fsdp_lab", *(["-m"] if record.multirun else []), *record.arguments])),
         list(swept),
-        trials,
+        list(states),
         config.report.loss_tolerance,
         config.report.speed_tolerance,
         runs_url(config.tracking),
@@ -115,10 +97,6 @@ def asked_for(search: SearchConfig, words: list[str], arguments: Sequence[str]) 
     if not search.samples and not typed and words == SweepConfig().objective:
         return []
     return objectives_in(words)
-
-
-def _title(number: int, state: TrialState) -> str:
-    return f"Trial {number}: {redact(' '.join(map(unescaped, state.trial.overrides)))}"
 
 
 def study_of(arguments: Sequence[str]) -> str:
@@ -162,97 +140,25 @@ def sweep_in(folder: Path) -> tuple[data.SweepData, Record, SweepConfig]:
     ]
     if not trials:
         raise UserError(f"sweep={folder}: no trial has started there, so there is nothing to report.")
-    states = resumed_states(trials, folder, replace(trials[0].config, resume_failed=False, resume_disturbed=False))
-    for state in states:
-        state.metrics = state.metrics or read_latest(storage(state.trial, folder))
+    states = [read_state(TrialState(trial), storage(trial, folder)) for trial in trials]
     ids = _run_ids(folder)
     swept = swept_keys([trial.overrides for trial in trials]) if record.multirun else []
     return sweep_of(states, swept, folder, record, lambda number: ids.get(str(number), "")), record, trials[0].config
 
 
 def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.SweepData:
-    """Return a sweep from the MLflow store, wherever it ran, with the tolerances that it was run with.
+    """Return a sweep from the `record.json` of its run in the MLflow store, wherever it ran.
 
     Raises:
-        TrackingError: there is no such store or run.
+        TrackingError: there is no such store, run or file, or the run is one trial of a sweep.
     """
-    parent, runs = read_sweep(tracking, run_id)
-    # The command of a trial is the one that trains it again, alone.
-    commands = [shlex.split(command_of(run.tags))[3:] for run in runs]
-    typed_overrides = [[word for word in words if not word.startswith("--")] for words in commands]
-    same_keys = len({tuple(o.partition("=")[0] for o in overrides) for overrides in typed_overrides}) == 1
-    axes = swept_keys(typed_overrides) if same_keys else []
-    trials = [
-        data.TrialRow(
-            number,
-            {axis: words.get(axis, "") for axis in axes},
-            _status(run.tags.get("status")),
-            run.metrics,
-            run.epochs,
-            overrides,
-            run.tags.get("error"),
-            run.run_id,
-            run.seconds,
-            run.tags.get("device", ""),
-            predicted_by=run.tags.get(PREDICTED_BY, ""),
-        )
-        for number, (run, overrides) in enumerate(zip(runs, typed_overrides, strict=True))
-        for words in [{o.partition("=")[0].lstrip("+"): o.partition("=")[2] for o in overrides}]
-    ]
-    libraries = [
-        (name, parent.tags[f"version.{name}"]) for name in ("torch", "ray") if f"version.{name}" in parent.tags
-    ]
-    name = parent.tags.get("mlflow.runName", run_id)
-    command = command_of(parent.tags)
-    arguments = _arguments(command)
-    report, wanted, most = _report_config(tracking, runs[0].run_id, command.split())
-    tolerances = (report.loss_tolerance, report.speed_tolerance)
-    return data.SweepData(
-        name, command, axes, trials, *tolerances, runs_url(tracking), libraries, report.others_cpu, wanted,
-        most if AUTO_REPEAT in arguments else None, study_of(arguments), log_axes(arguments),
-        *_by_id(run_id, tracking, arguments),
-    )  # fmt: skip
-
-
-def _by_id(run_id: str, tracking: TrackingConfig, arguments: Sequence[str]) -> tuple[str, str]:
-    """Return the commands that resume a sweep and report on it, by the id of its run."""
+    with TemporaryDirectory() as folder:
+        read = data.SweepData.read(fetch_record(tracking, run_id, Path(folder)))
     store = [f"tracking.uri={redact(tracking.uri)}"] if tracking.uri != TrackingConfig().uri else []
+    arguments = shlex.split(read.command)[3:]
     resume = shlex.join(["python", "-m", "fsdp_lab", f"resume={run_id}", *store, *config_dir_words(arguments)])
-    return resume, shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={run_id}", *store])
-
-
-def _arguments(command: str) -> list[str]:
-    """Return the arguments after `python -m fsdp_lab`."""
-    try:
-        return shlex.split(command)[3:]
-    except ValueError:  # the store cut a long one within quotes
-        return command.split()[3:]
-
-
-def _status(tag: str | None) -> TrialStatus:
-    """Return the status in a run's tag; running for no tag, or an unknown one."""
-    return TrialStatus.__members__.get(tag or "", TrialStatus.running)
-
-
-def _report_config(
-    tracking: TrackingConfig, run_id: str, arguments: Sequence[str]
-) -> tuple[ReportConfig, list[tuple[str, str]], int]:
-    """Return the report's config of a trial in the store, with its objectives and `repeat_max`.
-
-    The defaults if its config is missing, or of other code.
-    """
-    try:
-        with TemporaryDirectory() as folder:
-            path = fetch_artifact(tracking, run_id, "config/config.yaml", Path(folder))
-            saved = yaml.safe_load(path.read_text())
-        report, search = from_dict(ReportConfig, saved["report"]), from_dict(SearchConfig, saved["search"])
-        return (
-            report,
-            asked_for(search, [str(word) for word in saved["objective"]], arguments),
-            int(saved["repeat_max"]),
-        )
-    except (UserError, KeyError, TypeError, ValueError, yaml.YAMLError):
-        return ReportConfig(), [], SweepConfig().repeat_max
+    report = shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={run_id}", *store])
+    return replace(read, runs_url=runs_url(tracking), resume=resume, report=report)
 
 
 def require_results(sweep: data.SweepData, which: str) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.metrics import is_mib_key
 from fsdp_lab.redact import redact, redacted_file
 from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, set_answer, sqlite_file
 from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, shortened
@@ -19,8 +17,15 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 
-def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -> Path:
+def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path, absent: str = "") -> Path:
     """Copy an artifact of a run, a file or a folder, into the folder `to`, and return its path.
+
+    Args:
+        tracking: the store.
+        run_id: of the run.
+        path: of the artifact.
+        to: the folder.
+        absent: the message of a run without it.
 
     Raises:
         TrackingError: there is no such store, run or artifact.
@@ -30,7 +35,8 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -
         paths = [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]
     if path not in paths:
         raise TrackingError(
-            f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a sweep; "
+            absent
+            or f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a sweep; "
             "give the id of a finished trial."
         )
     to.mkdir(parents=True, exist_ok=True)
@@ -38,60 +44,27 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -
         return Path(client.download_artifacts(run_id, path, str(to)))
 
 
-@dataclass(frozen=True)
-class StoredRun:
-    """A run as the store has it: `epochs` are the points of all metrics of each step above 0, in their order."""
-
-    run_id: str
-    tags: dict[str, str]
-    metrics: dict[str, float]
-    epochs: list[dict[str, float]]
-    seconds: float | None
-
-
-def read_sweep(tracking: TrackingConfig, run_id: str) -> tuple[StoredRun, list[StoredRun]]:
-    """Return a sweep's own run and its trials' in order; a trial alone is its own only trial.
+def fetch_record(tracking: TrackingConfig, run_id: str, to: Path) -> Path:
+    """Copy the `record.json` of a sweep's own run, or of a trial alone, into the folder `to`.
 
     Raises:
-        TrackingError: there is no such store or run, or it is one trial of a sweep.
+        TrackingError: there is no such store or run, it is one trial of a sweep, or it has no record.
     """
-    client = _client_with_run(tracking, run_id, "sweep")
-    with _refusals(tracking):
-        parent = client.get_run(run_id)
-        if "mlflow.parentRunId" in parent.data.tags:
-            raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, "
-                                f"{parent.data.tags['mlflow.parentRunId']}.")  # fmt: skip
-        children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'")
-        children = [run for run in children if not _is_set_aside(run)]
-        children.sort(key=lambda run: (int(run.data.tags.get(TRIAL_TAG, "0")), run.info.start_time))
-        return _stored(client, parent, []), [
-            _stored(client, run, ("val/loss", "train/loss")) for run in (children or [parent])
-        ]
+    tags = _client_with_run(tracking, run_id, "sweep").get_run(run_id).data.tags
+    if (parent := tags.get("mlflow.parentRunId")) is not None:
+        raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, {parent}.")
+    return fetch_artifact(
+        tracking,
+        run_id,
+        "record.json",
+        to,
+        f"sweep={run_id} has no record.json: its sweep has not ended yet, so report on its folder",
+    )
 
 
 def _is_set_aside(run: Run) -> bool:
     """Whether another run has taken the place of this one: see `Tracker.set_aside`."""
     return not run.data.tags.get(TRIAL_TAG, "0").isdigit()
-
-
-def _stored(client: MlflowClient, run: Run, charted: Sequence[str]) -> StoredRun:
-    epochs: dict[int, dict[str, float]] = {}
-    for key in charted:
-        for point in client.get_metric_history(run.info.run_id, key) if key in run.data.metrics else []:
-            epochs.setdefault(point.step, {"epoch": float(point.step)})[key] = point.value
-    ended, begun = run.info.end_time, run.info.start_time
-    return StoredRun(
-        run.info.run_id,
-        dict(run.data.tags),
-        # as the folder has them: what MLflow counts by is a value there, and bytes are bytes alone
-        {
-            **{key: v for key, v in run.data.metrics.items() if key != "train/step" and not is_mib_key(key)},
-            **({"step": int(run.data.metrics["train/step"])} if "train/step" in run.data.metrics else {}),
-            **({"epoch": max(epochs)} if epochs else {}),
-        },
-        [epochs[step] for step in sorted(epochs)],
-        (ended - begun) / 1000 if ended and begun else None,
-    )
 
 
 def annotate(
@@ -164,6 +137,18 @@ def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
             "resume it there."
         )
     return folder
+
+
+def folder_here(tracking: TrackingConfig, run_id: str) -> Path | None:
+    """Return the folder of the sweep of a run, if it is on this machine; None for any other run.
+
+    Raises:
+        TrackingError: there is no such store or run.
+    """
+    tags = _client_with_run(tracking, run_id, "sweep").get_run(run_id).data.tags
+    folder = Path(tags.get("fsdp_lab.folder", ""))
+    is_here = "mlflow.parentRunId" not in tags and (folder / "sweep.json").is_file()
+    return folder if is_here and folder.is_absolute() else None
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def test_a_trial_that_others_disturbed_in_a_quiet_night_is_not_judged_by_its_spe
     def judged(*runs: tuple[str, float, float]) -> list[tuple[str, str, bool, str]]:
         trials = [
             TrialRow(i, {"sharding": name, "repeat": str(i)}, TrialStatus.finished,
-                  {SPEED: speed, MEMORY: 100.0, "perf/others_cpu": others}, device="cpu")
+                  {SPEED: speed, MEMORY: 100.0, "perf/others_cpu": others}, facts={"device": "cpu"})
             for i, (name, speed, others) in enumerate(runs)
         ]  # fmt: skip
         sweep = SweepData("s", "", ["sharding", "repeat"], trials, 0.02, 0.03)
@@ -152,7 +152,7 @@ def test_a_disturbed_trial_hides_no_later_slowdown():
     for number, a, others in ((1, 1000.0, 0.0), (2, 300.0, 0.9), (3, 400.0, 0.0)):
         trials = [
             TrialRow(i, {"sharding": name}, TrialStatus.finished,
-                  {SPEED: speed, MEMORY: 100.0, "perf/others_cpu": cpu}, device="cpu")
+                  {SPEED: speed, MEMORY: 100.0, "perf/others_cpu": cpu}, facts={"device": "cpu"})
             for i, (name, speed, cpu) in enumerate((("a", a, others), ("b", 500.0, 0.0)))
         ]  # fmt: skip
         sweep = SweepData("s", "", ["sharding"], trials, 0.02, 0.03)
@@ -167,7 +167,7 @@ def test_a_disturbed_trial_hides_no_later_slowdown():
 def test_a_night_without_any_speed_does_not_blame_others():
     study = Study("s", Path(), NightConfig(), TrackingConfig(), [], {}, True, "")
     baseline = replace(BUSY, results={"sharding=a": BUSY.results["a"]})
-    trials = [TrialRow(0, {"sharding": "a"}, TrialStatus.finished, {MEMORY: 100.0}, device="cpu")]
+    trials = [TrialRow(0, {"sharding": "a"}, TrialStatus.finished, {MEMORY: 100.0}, facts={"device": "cpu"})]
     judged = judge(
         study, night(9, 0.0), [], baseline, SweepData("s", "", ["sharding"], trials, 0.02, 0.03), lambda: 0.0
     )

@@ -83,7 +83,9 @@ def test_on_a_cpu_offload_is_another_name_and_its_trials_are_repeats():
     rows = [
         dataclasses.replace(
             trial(n, **{"perf/samples_per_s": speed}),
-            setting={"offload": offload, "sharding": "root"}, overrides=[f"offload={offload}"], device=device,
+            setting={"offload": offload, "sharding": "root"},
+            overrides=[f"offload={offload}"],
+            facts={"device": device},
         )
         for device in ("cpu", "NVIDIA H200")
         for n, (offload, speed) in enumerate((("cpu", 300.0), ("none", 200.0)))
@@ -289,7 +291,7 @@ def trial_without(one: TrialRow, key: str) -> TrialRow:
 
 def on_cpu(number: int, row: int, others: float, speed: float) -> TrialRow:
     one = trial(number, ROWS[row], **{SPEED: speed, OTHERS_CPU: others})
-    return dataclasses.replace(one, device="cpu")
+    return dataclasses.replace(one, facts={"device": "cpu"})
 
 
 def test_a_speed_measured_while_others_computed_decides_nothing():
@@ -304,7 +306,7 @@ def test_a_speed_measured_while_others_computed_decides_nothing():
     allowed = answer(sweep(rows, others_cpu=0.5))
     has(allowed.notes[0], "report.others_cpu=0.5 counts the speed of trial 2", "44 %")
     assert allowed.setting is not None and allowed.setting.name == "sharding=root precision=bf16"
-    on_gpu = answer(sweep([dataclasses.replace(row, device="NVIDIA H200") for row in rows]))
+    on_gpu = answer(sweep([dataclasses.replace(row, facts={"device": "NVIDIA H200"}) for row in rows]))
     assert on_gpu.setting is not None and on_gpu.setting.name == "sharding=root precision=bf16"
 
 
@@ -684,7 +686,8 @@ def test_by_what_speeds_were_predicted_and_how_well(
     for number, (predicted, measured) in enumerate(speeds):
         figures = {"forecast/samples_per_s": predicted, "forecast/samples_per_s_low": predicted * 0.8, SPEED: measured}
         one = trial(number, **figures)
-        trials.append(dataclasses.replace(one, setting={"sharding": f"s{number}"}, predicted_by=basis))
+        words = {"predicted_by": basis}
+        trials.append(dataclasses.replace(one, setting={"sharding": f"s{number}"}, forecast_words=words))
     result = sweep(trials, axes=["sharding"])
     sentence, recommendation = predictions_sentence(result), answer(result)
     has(sentence, *facts)
@@ -703,7 +706,8 @@ def test_beside_speeds_that_do_not_count_the_predicted_fastest_is_one_of_those_t
 def test_a_speed_that_does_not_count_is_not_compared_and_without_predictions_nothing_is_reported():
     assert predictions_sentence(sweep()) == ""
     figures = {"forecast/samples_per_s": 900.0, SPEED: 100.0, OTHERS_CPU: 0.9}
-    shared = dataclasses.replace(trial(0, **figures), device="cpu", predicted_by="calibration")
+    words = {"predicted_by": "calibration"}
+    shared = dataclasses.replace(trial(0, **figures), facts={"device": "cpu"}, forecast_words=words)
     has(predictions_sentence(sweep([shared])), "no measured speed counts", "report sweep=last report.others_cpu=1")
 
 
@@ -712,7 +716,7 @@ def test_speeds_that_do_not_count_state_nothing_of_how_far_predictions_were_off(
     trials = []
     for number, others in enumerate((0.0, 0.0, 0.9, 0.9)):
         figures = {SPEED: 500.0 if others else 1000.0, "forecast/samples_per_s": 1000.0, OTHERS_CPU: others}
-        one = dataclasses.replace(trial(number, **figures), device="cpu")
+        one = dataclasses.replace(trial(number, **figures), facts={"device": "cpu"})
         trials.append(dataclasses.replace(one, setting={"sharding": f"s{number}"}))
     trials.append(TrialRow(4, {"sharding": "ddp"}, TrialStatus.skipped, {"forecast/samples_per_s": 800.0}))
     (text,) = [note for note in answer(sweep(trials, axes=["sharding"])).notes if "keep" in note]

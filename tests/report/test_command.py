@@ -46,7 +46,17 @@ def store_alone(folder: Path, tmp_path: Path) -> Path:
     """What is left where the sweep's folder is not: its store."""
     shutil.copy(folder / "mlflow.db", tmp_path)
     shutil.copytree(folder / "mlartifacts", tmp_path / "mlartifacts")
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("UPDATE tags SET value = '/gone' || value WHERE key = 'fsdp_lab.folder'")
+        database.commit()
     return tmp_path
+
+
+def test_a_run_whose_folder_is_here_is_reported_there(folder: Path):
+    parent = Store(folder).parents[0].info.run_id
+    (folder / "out/report.md").unlink()
+    done = report(folder, f"sweep={parent}", STORE)
+    assert done.returncode == 0 and (folder / "out/report.md").exists(), done.stderr
 
 
 def test_a_sweep_ends_with_its_report(folder: Path):
@@ -95,11 +105,11 @@ def test_the_setting_can_be_taken_home(folder: Path):
     assert sorted((folder / "out").iterdir()) == before, "nothing is written"
 
 
-def test_a_trial_without_a_record_of_its_units_is_reported(store_alone: Path):
+def test_the_setting_can_be_taken_home_from_the_store_alone(folder: Path, store_alone: Path):
     parent = Store(store_alone).parents[0].info.run_id
     done = report(store_alone, f"sweep={parent}", STORE, "use=accelerate")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "take use_accelerate.yaml from the artifacts of the sweep's MLflow run" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (folder / "out/use_accelerate.yaml").read_text()
 
 
 def test_it_is_written_again_from_the_folder_by_any_name_it_has(folder: Path):
@@ -133,7 +143,7 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(folder: Path
         assert float(mine["memory/peak_bytes"]) == float(theirs["memory/peak_bytes"])
     assert "is within 0.03 of the best" in (written / "report.md").read_text()
     with closing(sqlite3.connect(store_alone / "mlflow.db")) as database:  # a store that fails after it was opened
-        database.execute("DROP TABLE metrics")
+        database.execute("DROP TABLE runs")
         database.commit()
     broken = report(store_alone, f"sweep={parent}", STORE)
     assert broken.returncode == 2 and STORE in broken.stderr and "Traceback" not in broken.stderr

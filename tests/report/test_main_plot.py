@@ -151,7 +151,7 @@ def test_the_picture_and_its_front_follow_the_objectives():
 
 def test_a_speed_that_does_not_count_is_drawn_as_that_and_is_no_setting():
     trials = [
-        dataclasses.replace(trial(i, row, **{OTHERS_CPU: 0.44 if i == 3 else 0.05}), device="cpu")
+        dataclasses.replace(trial(i, row, **{OTHERS_CPU: 0.44 if i == 3 else 0.05}), facts={"device": "cpu"})
         for i, row in enumerate(ROWS)
     ]
     result = traces(sweep(trials))

@@ -14,6 +14,8 @@ from rich.console import Console as RichConsole
 
 from fsdp_lab.engine.failures import RankFailure, record_failure
 from fsdp_lab.metrics import OTHERS_CPU
+from fsdp_lab.record.reasons import TimingExcluded
+from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.report.answer import answer
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console, _where_traced
@@ -30,15 +32,19 @@ def test_the_mark_of_a_speed_is_explained(compose_trial: Callable[..., object]):
         state.status = TrialStatus.finished
         state.metrics = {"epoch": 1, "perf/samples_per_s": 9.0, "perf/others_cpu": others}
         shown = io.StringIO()
+        state.timing_excluded = why_timing_is_excluded({"device": "cpu"}, state.metrics, 0.25)
         Console(SweepState([state], []), [], RichConsole(file=shown, width=160)).final()
-        note = "† Other processes used more than 25 % of the cores: this speed does not count."
+        note = "† Timing excluded: other processes used more than 25 % of the cores."
         assert (note in shown.getvalue()) == ("9.0†" in shown.getvalue() or "9†" in shown.getvalue()) == shows_note
 
 
 def test_what_is_chosen_by_memory_alone_is_not_marked_as_recommended(compose_trial: Callable[..., object]):
     states = [TrialState(compose_trial([], number), TrialStatus.finished) for number in range(2)]  # type: ignore[arg-type]
     for others, recommended in ((0.0, True), (0.9, False)):
-        rows = [dataclasses.replace(trial(n, ROWS[2 * n], **{OTHERS_CPU: others}), device="cpu") for n in range(2)]
+        rows = [
+            dataclasses.replace(trial(n, ROWS[2 * n], **{OTHERS_CPU: others}), facts={"device": "cpu"})
+            for n in range(2)
+        ]
         shown = io.StringIO()
         Console(SweepState(states, []), [], RichConsole(file=shown, width=160)).final(answer(made_up(rows)))
         assert ("No setting is recommended" in shown.getvalue()) is not recommended
@@ -90,9 +96,8 @@ def test_of_many_trials_a_speed_beside_others_is_none_of_the_best(compose_trial:
     trial = compose_trial([], 0)
     states = [TrialState(trial, TrialStatus.finished) for _ in range(MOST_ROWS + 100)]  # type: ignore[arg-type]
     for number, state in enumerate(states):
-        others = 0.9 if number >= 550 else 0.0
+        state.timing_excluded = TimingExcluded.others_cpu if number >= 550 else None
         state.metrics = {"epoch": 1, "val/loss": 1.0 + number, "perf/samples_per_s": 1.0 + number}
-        state.metrics["perf/others_cpu"] = others
     rows = rows_to_keep(SweepState(states, [("val/loss", "min")]), list(enumerate(states)), ())
     assert [number for number, _ in rows] == [*range(50), *range(500, 550)]
 

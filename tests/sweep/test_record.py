@@ -20,6 +20,7 @@ from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
+from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.override_rules import with_overrides
 from fsdp_lab.sweep.store.resume import resume_arguments
 
@@ -121,6 +122,7 @@ def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
 def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Record.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, SweepConfig()).write(tmp_path)
+    remember_last(tmp_path)
     meant, where, _ = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
     assert where == str(tmp_path)
     assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume='{tmp_path}'",
@@ -194,26 +196,6 @@ def test_a_setting_that_is_typed_for_a_trial_whose_config_is_lost_is_refused(com
     reported = [f"{path}, which had the value of {key}, is damaged or missing" for key in ("optimizer.lr", "sharding")]
     assert changes_of_config(trial.folder, trial.config, typed) == reported
     assert changes_of_config(trial.folder, trial.config) == []
-
-
-@pytest.mark.full
-def test_a_number_that_is_null_by_now_is_no_change(compose_trial):
-    """Versions before wrote `cluster.cpus_per_worker: 1.0` and `data.loader_workers: 0` out where nobody typed them."""
-    import yaml
-
-    trial = compose_trial([], 0)
-    write_hydra_folder(trial)
-    path = trial.folder / ".hydra" / "config.yaml"
-    saved = yaml.safe_load(path.read_text())
-    saved["cluster"]["cpus_per_worker"], saved["data"]["loader_workers"] = 1.0, 0
-    path.write_text(yaml.safe_dump(saved))
-    assert changes_of_config(trial.folder, compose_trial([], 0).config) == []
-    (change,) = changes_of_config(trial.folder, compose_trial(["cluster.cpus_per_worker=2"], 0).config)
-    assert change == "cluster.cpus_per_worker was 1.0 and is 2.0"
-    saved["cluster"]["cpus_per_worker"] = 4.0
-    path.write_text(yaml.safe_dump(saved))
-    (change,) = changes_of_config(trial.folder, compose_trial([], 0).config)
-    assert change == "cluster.cpus_per_worker was 4.0 and is None"
 
 
 def test_overrides_take_the_place_of_those_for_the_same_key():

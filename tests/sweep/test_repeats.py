@@ -70,7 +70,7 @@ class Planted:
                     "memory/peak_bytes": self.memory[int(state.trial.overrides[0].partition("=")[2])],
                     "perf/others_cpu": self.others_cpu,
                 },
-                device="cpu",
+                facts={"device": "cpu"},
             )
             for number, state in enumerate(self.state.trials)
         ]  # fmt: skip

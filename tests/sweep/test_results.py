@@ -33,9 +33,9 @@ def state(cuda: bool) -> TrialState:
     ],
 )
 def test_workspaces_are_no_error_of_a_forecast(cuda: bool, metrics: dict[str, float]):
-    assert state(cuda).figures(metrics)["forecast/error"] == 0
+    assert state(cuda).figures_at(metrics)["forecast/error"] == 0
 
 
 def test_what_is_reserved_is_forecast_for_gpus_alone():
-    assert state(cuda=True).figures({})["forecast/reserved_bytes"] == 74 * MIB
-    assert "forecast/reserved_bytes" not in state(cuda=False).figures({})
+    assert state(cuda=True).figures_at({})["forecast/reserved_bytes"] == 74 * MIB
+    assert "forecast/reserved_bytes" not in state(cuda=False).figures_at({})

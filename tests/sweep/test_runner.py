@@ -269,8 +269,7 @@ def test_what_another_calibration_predicted_is_compared_by_both_ranges(
 ):
     plan = keeping("1")
     for state, before in zip(plan.state.trials[:2], of_speeds(1.0, 1.0, group=group), strict=True):
-        state.forecast = before
-        state.forecast_before, state.words_before = state.forecast_figures, state.forecast_words
+        state.take_forecast(before)
         state.status, state.forecast = TrialStatus.finished, None
     monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: of_speeds(1.5, 1.5, 1.7, 1.7))
     run_sweep(plan, Rests(), [Forecasts(plan)])

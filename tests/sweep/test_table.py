@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.listeners.table import how_far, trial_table
@@ -42,7 +43,7 @@ def sweep(composer: Composer) -> SweepState:
                 "epoch": 10, "train/loss": loss + 0.1, "val/loss": loss, "val/accuracy": 0.875,
                 "perf/samples_per_s": speed, "memory/peak_bytes": mib * 2**20,
             }  # fmt: skip
-        state.forecast_before = {"forecast/peak_bytes": (mib or 100.0) * 2**20}
+        state.forecast_figures = {"forecast/peak_bytes": (mib or 100.0) * 2**20}
         states.append(state)
     return SweepState(states, [("val/loss", "min")])
 
@@ -74,7 +75,7 @@ def test_what_failed_is_no_result(sweep: SweepState):
 
 
 def test_a_speed_beside_others_is_marked_and_never_the_best(sweep: SweepState):
-    sweep.trials[1].metrics["perf/others_cpu"] = 0.7
+    sweep.trials[1].timing_excluded = TimingExcluded.others_cpu
     shown = show(sweep, 200)
     assert "18836†" in shown and "*18836" not in shown
     assert "*2335" not in shown, "it is the only one that counts"
@@ -82,7 +83,8 @@ def test_a_speed_beside_others_is_marked_and_never_the_best(sweep: SweepState):
 
 def test_values_that_look_the_same_are_none_the_best(sweep: SweepState):
     """They differ in a digit that is not shown."""
-    sweep.trials[0].metrics["val/loss"], sweep.trials[1].metrics["val/loss"] = 1.251411, 1.251413
+    for state, loss in zip(sweep.trials, (1.251411, 1.251413), strict=False):
+        state.metrics = {**state.metrics, "val/loss": loss}
     assert "*1.2514" not in show(sweep, 200)
     sweep.trials[3].status = TrialStatus.finished
     assert show(sweep, 200).count("*1.2514") == 2, "both are better than the third"

@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.metrics import PREDICTED_BY
+from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.record.trial_files import read_any_facts, read_metrics
 from fsdp_lab.report.thin import MOST
 from fsdp_lab.report.uses import USE_FILES
@@ -113,7 +114,7 @@ class MlflowRuns(Listener):
                 self._tracker.log_facts(self._run_of(sweep, number), facts)
             self._log_forecast(sweep, number)
             for metrics in read_metrics(folder):
-                self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
+                self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures_at(metrics))
         self._finish(sweep, number, ended)
 
     def added(self, sweep: SweepRun, number: int) -> None:
@@ -151,7 +152,7 @@ class MlflowRuns(Listener):
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
         """Log the metrics of an epoch, unless the run is thinned."""
         if not _is_thinned(sweep):
-            self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures(metrics))
+            self._tracker.log_epoch(self._run_of(sweep, number), sweep.states[number].figures_at(metrics))
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         """End the run of a trial."""
@@ -172,11 +173,11 @@ class MlflowRuns(Listener):
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
         """Log the sweep's files, send waiting writes, and log how many remain."""
-        if self._parent:
+        if run := self._parent or self._handles.get(0):
             reports = () if ending.early else (*FILES, *USE_FILES)
-            for name in ("results.csv", "multirun.yaml", *reports):
+            for name in ("results.csv", "multirun.yaml", RECORD, *reports) if self._parent else (RECORD,):
                 if (sweep.folder / name).exists():
-                    self._tracker.log_artifact(self._parent, sweep.folder / name)
+                    self._tracker.log_artifact(run, sweep.folder / name)
         if unsent := self._tracker.settle(0.0 if ending.early else self._patience_s):
             sweep.log(
                 f"{unsent} writes did not reach the MLflow store; the trials' folders keep them; to send them: "
@@ -240,7 +241,7 @@ class MlflowRuns(Listener):
 
     def _log_last(self, sweep: SweepRun, number: int) -> None:
         """Log what a thinned run has of the metrics of an ended trial: its forecast and its last epoch."""
-        forecast, last = sweep.states[number].forecast_figures, sweep.states[number].figures()
+        forecast, last = sweep.states[number].forecast_figures, sweep.states[number].figures
         epochs = [{"epoch": 0.0, **forecast}] if forecast else []
         if epochs := [*epochs, *([last] if "epoch" in last else [])]:
             self._tracker.log_epoch(self._run_of(sweep, number), *epochs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
@@ -12,7 +13,7 @@ from fsdp_lab.sweep.sweep_data import sweep_of
 
 
 class Report(Listener):
-    """Writes `report.html`, `.md` and `.csv` of a sweep that ran to its end, and its answer to MLflow.
+    """Writes `record.json`; for a sweep that ran to its end also the report, and its answer to MLflow.
 
     Attributes:
         answer: the recommendation; None: no report was written.
@@ -24,15 +25,17 @@ class Report(Listener):
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """Write the report of a sweep that was not interrupted. An error is logged with the command to try again."""
-        if ending.early or not sweep.plan.record.multirun:
-            return
         plan = sweep.plan
-        for name in (*FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
+        for name in (RECORD, *FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
             (plan.folder / name).unlink(missing_ok=True)
+        if not sweep.has_folder or not sweep.states:
+            return
         try:
             data = sweep_of(sweep.states, plan.swept, plan.folder, plan.record, self._runs.run_id, self._runs.parent_id)
-            self.answer = write_report(data, plan.folder)
-            self._runs.describe(self.answer.head + self.answer.sentence)
+            data.write(plan.folder)
+            if plan.record.multirun and not ending.early:
+                self.answer = write_report(data, plan.folder)
+                self._runs.describe(self.answer.head + self.answer.sentence)
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             again = report_command(plan.folder, sweep.address)
             sweep.log(f"the report could not be written ({error}); to try again: {again}")

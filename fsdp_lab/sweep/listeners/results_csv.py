@@ -100,7 +100,7 @@ def write_results(
         ["trial", "status", *swept, *measured, "pareto", "turnaround_s", "seconds", "error", "run_id", "folder"]
     )
     for number, state in enumerate(states):
-        figures = state.figures()
+        figures = state.figures
         rows.writerow(
             [
                 number,

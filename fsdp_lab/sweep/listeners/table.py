@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.text import Text
 
-from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, table_columns
+from fsdp_lab.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, table_columns
+from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -46,11 +47,11 @@ def rows_to_keep(
     if len(rows) <= MOST_ROWS:
         return rows
     kept = set(sorted(chosen)[:_BEST_ROWS])
-    finished = [(n, state, state.figures()) for n, state in rows if state.status is TrialStatus.finished]
+    finished = [(n, state, state.figures) for n, state in rows if state.status is TrialStatus.finished]
     for key, direction in [*sweep.objectives, (SPEED, "max")]:
         metric = declared(key)
         having = [
-            (metrics[key], n) for n, state, metrics in finished if key in metrics and _counts(metric, state, metrics)
+            (metrics[key], n) for n, state, metrics in finished if key in metrics and not _excluded(metric, state)
         ]
         having.sort(reverse=direction == "max")
         kept |= {n for _, n in having[:_BEST_ROWS]}
@@ -76,7 +77,7 @@ def trial_table(
         chosen: numbers of the recommended trials.
         title: of the table.
     """
-    figures = [state.figures() for state in sweep.trials]
+    figures = [state.figures for state in sweep.trials]
     metrics = _metrics(sweep, figures)
     best, front = _best(sweep, metrics, figures), sweep.front()
     stays = {*_STAY, *(metric for metric, _ in sweep.objectives)}
@@ -106,10 +107,11 @@ def trial_table(
 
 def shared_note(sweep: SweepState) -> str | None:
     """Return the meaning of `†`; None if no trial has it."""
-    marked = [state for state in sweep.trials if state.figures().get(OTHERS_CPU, 0.0) > _limit(state)]
+    marked = [state for state in sweep.trials if state.timing_excluded is TimingExcluded.others_cpu]
     if not marked:
         return None
-    return f"† Other processes used more than {_limit(marked[0]) * 100:.3g} % of the cores: this speed does not count."
+    limit = marked[0].trial.config.report.others_cpu
+    return f"† Timing excluded: other processes used more than {limit * 100:.3g} % of the cores."
 
 
 def _value(value: Any) -> str:
@@ -153,23 +155,18 @@ def _best(
     finished = [
         (state, each) for state, each in zip(sweep.trials, figures, strict=True) if state.status is TrialStatus.finished
     ]
-    return {c.key: c.best_of([f[c.key] for s, f in finished if c.key in f and _counts(c, s, f)]) for c in columns}
+    return {c.key: c.best_of([f[c.key] for s, f in finished if c.key in f and not _excluded(c, s)]) for c in columns}
 
 
-def _counts(metric: Metric, state: TrialState, figures: Mapping[str, float]) -> bool:
-    """Return whether a figure counts: a speed does not if other processes used the trial's cores."""
-    return not metric.is_speed or figures.get(OTHERS_CPU, 0.0) <= _limit(state)
-
-
-def _limit(state: TrialState) -> float:
-    return state.trial.config.report.others_cpu
+def _excluded(metric: Metric, state: TrialState) -> bool:
+    return metric.is_speed and state.timing_excluded is not None
 
 
 def _cell(metric: Metric, state: TrialState, figures: Mapping[str, float], best: Mapping[str, float | None]) -> Text:
     value, highest = figures.get(metric.key), best.get(metric.key)
     if value is None:
         return Text(metric.text(value))
-    if not _counts(metric, state, figures):
+    if _excluded(metric, state):
         return Text(f"{metric.text(value)}†")
     if state.status is TrialStatus.finished and highest is not None and metric.text(value) == metric.text(highest):
         return Text(f"*{metric.text(value)}", style="bold green")

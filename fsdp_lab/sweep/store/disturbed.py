@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fsdp_lab.config import UserError
-from fsdp_lab.metrics import OTHERS_CPU, SPEED
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway
 
 # What a trial has left of an attempt, the outcome first: without it a trial has no result.
@@ -18,22 +14,6 @@ _RECORD = (
     "turnaround.json", "error.txt", "logs", "failures*", "memory_*_rank*.*",
 )  # fmt: skip
 _WEIGHTS = ("checkpoints", "model", "model.pt")  # a trial that finds a checkpoint goes on from it
-
-
-def speed_is_disturbed(
-    status: TrialStatus, facts: Mapping[str, Any], metrics: Mapping[str, float], limit: float
-) -> bool:
-    """Return whether a trial's speed does not count only because other processes used the cores.
-
-    Args:
-        status: of the trial.
-        facts: of the trial.
-        metrics: the latest ones.
-        limit: `report.others_cpu`.
-    """
-    if status not in (TrialStatus.finished, TrialStatus.stopped):
-        return False
-    return facts.get("device") == "cpu" and metrics.get(SPEED, 0.0) > 0 and metrics.get(OTHERS_CPU, 0.0) > limit
 
 
 def set_aside(folder: Path, address: str | None) -> None:

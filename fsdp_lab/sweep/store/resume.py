@@ -14,12 +14,13 @@ from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.files import report_damaged
 from fsdp_lab.record.paths import copy_of, storage
 from fsdp_lab.record.sweep_json import Record, read_record
+from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.record.trial_files import (
     Outcome,
     missing_epochs,
     read_any_facts,
     read_forecast,
-    read_latest,
+    read_metrics,
     read_numbers,
     read_outcome,
 )
@@ -28,11 +29,12 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
-from fsdp_lab.sweep.store.disturbed import speed_is_disturbed
 from fsdp_lab.sweep.store.find import find_folder
 from fsdp_lab.sweep.store.override_rules import is_local_store, key_of, known_words, names_code, with_overrides
 from fsdp_lab.sweep.store.trust import check_address_trusted, check_store, check_words, is_own, read_trust
 from fsdp_lab.wording import count
+
+_MEASURED = (TrialStatus.finished, TrialStatus.stopped)
 
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
@@ -101,23 +103,32 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
     """
     states = []
     for trial in trials:
-        state = TrialState(trial, resuming=True)
-        where = storage(trial, folder)
-        outcome = _believed(read_outcome(where), where)
-        if outcome is not None and outcome.status is TrialStatus.failed and config.resume_failed:
-            outcome = None  # it is taken away when the trial begins
-        if outcome is not None and config.resume_disturbed:
-            facts = read_any_facts(where) or {}
-            state.again = speed_is_disturbed(outcome.status, facts, read_latest(where), config.report.others_cpu)
-            outcome = None if state.again else outcome
-        state.forecast_before, state.words_before = read_forecast(where)
-        if not state.again:  # which has one of its own to come
-            state.turnaround_s = read_numbers(where / "turnaround.json").get("turnaround_s")
-        if outcome is not None:
-            state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
-            state.metrics = read_latest(where)
+        state = TrialState(trial)
+        state.resuming = True
+        read_state(state, storage(trial, folder))
+        failed = state.status is TrialStatus.failed and config.resume_failed
+        state.again = state.timing_excluded is not None and state.status in _MEASURED and config.resume_disturbed
+        if failed or state.again:  # its outcome is taken away when it begins
+            state.turnaround_s = None if state.again else state.turnaround_s
+            state.status, state.error, state.seconds, state.timing_excluded = TrialStatus.waiting, None, None, None
+        if not state.ended:  # it reports its epochs again
+            state.metrics, state.epochs, state.facts = {}, [], {}
         states.append(state)
     return states
+
+
+def read_state(state: TrialState, folder: Path) -> TrialState:
+    """Fill in what a trial's folder records, and return the same."""
+    outcome = _believed(read_outcome(folder), folder)
+    state.forecast_figures, state.forecast_words = read_forecast(folder)
+    state.turnaround_s = read_numbers(folder / "turnaround.json").get("turnaround_s")
+    state.facts = read_any_facts(folder) or {}
+    state.epochs = list(read_metrics(folder))
+    state.metrics = {key: value for epoch in state.epochs for key, value in epoch.items()}
+    if outcome is not None:
+        state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
+        state.timing_excluded = why_timing_is_excluded(state.facts, state.metrics, state.trial.config.report.others_cpu)
+    return state
 
 
 def _believed(outcome: Outcome | None, folder: Path) -> Outcome | None:

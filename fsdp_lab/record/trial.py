@@ -1,0 +1,171 @@
+"""A trial as it was recorded: what it was, how it ended, what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config import NightlyConfig, SweepConfig, TrialConfig, UserError, from_dict, part, to_dict
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, OTHERS_CPU, PREDICTED_BY, PREDICTED_SPEED, SPEED
+from fsdp_lab.record.reasons import TimingExcluded
+from fsdp_lab.redact import redact_strings
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.takehome import Setup, read_setup
+
+
+@dataclass
+class TrialRecord:
+    """A trial as recorded. The driver's own (`fsdp_lab.sweep.state.TrialState`) changes until the trial has ended.
+
+    Attributes:
+        number: of the trial in its sweep, from 0.
+        setting: its value for each axis of the sweep, as typed.
+        status: of the trial.
+        figures: metric key -> its latest value, with the forecast's beside it; bytes, samples/s, seconds.
+        epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
+        overrides: the command line that trains it again, alone.
+        error: why it failed; None: it did not.
+        run_id: of its MLflow run; "": it has none.
+        seconds: that it took; None: not known.
+        turnaround_s: from the last report of the trial before it in its slot to its first step; None: not known.
+        facts: what rank 0 reported before its first step: its device, data and layout.
+        forecast_words: what of its forecast is no number (`fsdp_lab.metrics.FORECAST_WORDS`).
+        timing_excluded: why its speed may not be used; None: it may. Decided once, when the trial ends.
+        config: typed; None: of another version.
+        choices: group -> option.
+        folder: that the trial's processes wrote to.
+    """
+
+    number: int
+    setting: dict[str, str]
+    status: TrialStatus
+    figures: dict[str, float] = field(default_factory=dict)
+    epochs: list[dict[str, float]] = field(default_factory=list)
+    overrides: Sequence[str] = ()
+    error: str | None = None
+    run_id: str = ""
+    seconds: float | None = None
+    turnaround_s: float | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    forecast_words: dict[str, str] = field(default_factory=dict)
+    timing_excluded: TimingExcluded | None = None
+    config: SweepConfig | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has a result."""
+        return self.status.ended
+
+    @property
+    def name(self) -> str:
+        """The trial's name in a chart."""
+        return f"trial {self.number}: {words(self.setting)}"
+
+    @property
+    def device(self) -> str:
+        """`cpu` or the name of the GPU; "": it ended before that was known."""
+        return str(self.facts.get("device", ""))
+
+    @property
+    def predicted_by(self) -> str:
+        """The basis of the predicted speed (`fsdp_lab.speed.device.Basis`); "" without one."""
+        return self.forecast_words.get(PREDICTED_BY, "")
+
+    @property
+    def speed(self) -> float | None:
+        """Samples/s, if it was measured and may be used."""
+        value = self.figures.get(SPEED, 0.0)
+        return value if 0 < value < inf and self.timing_excluded is None else None
+
+    @property
+    def setup(self) -> Setup | None:
+        """What writes its setting for other programs; None: not known."""
+        if self.config is None:
+            return None
+        title = f"Trial {self.number}: {' '.join(self.overrides)}"
+        return read_setup(title, part(self.config, TrialConfig), self.facts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, without passwords."""
+        values = {key: value for key, value in vars(self).items() if key in _PLAIN}
+        others = {
+            "config": to_dict(self.config) if self.config else None,
+            "folder": str(self.folder) if self.folder else None,
+        }
+        plain: dict[str, Any] = redact_strings({**values, "overrides": list(self.overrides), **others})
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrialRecord:
+        """Return what `to_dict` made.
+
+        Raises:
+            KeyError, TypeError, ValueError: they are other values.
+        """
+        given = {key: values[key] for key in _PLAIN}
+        given |= {
+            "status": TrialStatus(values["status"]),
+            "folder": Path(values["folder"]) if values["folder"] else None,
+        }
+        excluded = values["timing_excluded"]
+        given["timing_excluded"] = TimingExcluded(excluded) if excluded else None
+        return cls(**given, overrides=list(values["overrides"]), config=_config_of(values["config"]))
+
+
+_PLAIN = (
+    "number", "setting", "status", "figures", "epochs", "error", "run_id", "seconds", "turnaround_s", "facts",
+    "forecast_words", "timing_excluded", "choices",
+)  # fmt: skip
+
+
+def _config_of(values: Any) -> SweepConfig | None:
+    try:
+        return part(from_dict(NightlyConfig, values), SweepConfig) if isinstance(values, dict) else None
+    except UserError:  # a version with other keys wrote it
+        return None
+
+
+def with_forecast(
+    measured: Mapping[str, float], forecast: Mapping[str, float], workspace_bytes: int = 0
+) -> dict[str, float]:
+    """Return metrics of an epoch with the forecast, and its errors, beside them.
+
+    Args:
+        measured: the metrics.
+        forecast: its figures; empty without one.
+        workspace_bytes: of cuBLAS, in the forecast apart from the peak.
+    """
+    figures = {**measured, **forecast}
+    peak, speed = measured.get(MEMORY), measured.get(SPEED)
+    if peak and "forecast/peak_bytes" in figures:
+        # without this metric they could not be separated from tensors, and are in the measured peak
+        apart = workspace_bytes if "memory/reserved_bytes" in measured else 0
+        apart = 0 if "memory/workspace_bytes" in measured else apart
+        figures[FORECAST_ERROR] = (figures["forecast/peak_bytes"] + apart) / peak - 1
+    if speed and PREDICTED_SPEED in figures:
+        figures["perf/forecast_error"] = speed / figures[PREDICTED_SPEED] - 1  # of the seconds of a step
+    return figures
+
+
+def why_timing_is_excluded(
+    facts: Mapping[str, Any], figures: Mapping[str, float], most_others_cpu: float
+) -> TimingExcluded | None:
+    """Return why the speed of a trial that has ended may not be used; None: it may, or there is none.
+
+    Args:
+        facts: of the trial.
+        figures: its latest metrics.
+        most_others_cpu: `report.others_cpu`.
+    """
+    shared = facts.get("device") == "cpu" and figures.get(OTHERS_CPU, 0.0) > most_others_cpu
+    return TimingExcluded.others_cpu if shared and figures.get(SPEED, 0.0) > 0 else None
+
+
+def words(values: Mapping[str, str]) -> str:
+    """Return text such as `sharding=per_block precision=fp16`, as it is typed."""
+    return " ".join(f"{key}={value}" for key, value in values.items()) or "the only setting"

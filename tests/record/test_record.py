@@ -1,0 +1,78 @@
+"""A sweep's record: its data frame, and the file that every sweep logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED
+from fsdp_lab.record.reasons import TimingExcluded
+from fsdp_lab.record.sweep import SweepRecord
+from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_forecast
+from fsdp_lab.status import TrialStatus
+from tests.report.sweeps import sweep
+
+
+def test_a_frame_has_a_row_a_trial_with_typed_columns():
+    frame = sweep().frame()
+    assert frame.index.name == "trial" and [*frame.index] == [0, 1, 2, 3, 4, 5]
+    assert [*frame["precision"]] == ["fp32", "bf16"] * 3
+    assert frame.loc[3, MEMORY] == 50 * MIB and frame.loc[3, SPEED] == 1980.0
+    assert pd.isna(frame.loc[4, SPEED]) and frame.loc[4, "status"] == TrialStatus.oom
+    assert frame[[MEMORY, SPEED, "seconds"]].dtypes.unique().tolist() == [float]
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path):
+    first, *others = sweep().trials
+    first = dataclasses.replace(
+        first, config=SweepConfig(), facts={"device": "cpu"}, folder=tmp_path,
+        timing_excluded=TimingExcluded.others_cpu, choices={"sharding": "ddp"},
+    )  # fmt: skip
+    written = SweepRecord("a/sweep", "python -m fsdp_lab -m", ["sharding", "precision"], [first, *others], 0.02, 0.03)
+    written.write(tmp_path)
+    read = SweepRecord.read(tmp_path / "record.json")
+    assert read.trials[0].config == first.config
+    assert read == dataclasses.replace(written, about=[], objectives=[], log_axes=[])
+    pd.testing.assert_frame_equal(read.frame(), written.frame())
+
+
+def test_a_record_holds_no_password(tmp_path: Path):
+    secret = "sqlserver://me:s3cr3t@host/db"
+    trial = TrialRecord(0, {}, TrialStatus.failed, error=f"no {secret}", overrides=[f"tracking.uri={secret}"])
+    trial.config = SweepConfig()
+    trial.config.tracking.uri = secret
+    SweepRecord("a", f"python tracking.uri={secret}", [], [trial], 0.02, 0.03).write(tmp_path)
+    assert "s3cr3t" not in (tmp_path / "record.json").read_text()
+
+
+@pytest.mark.parametrize("keys", [["trials"], ["trials", 0, "status"], ["axes"]])
+def test_a_damaged_record_is_named(tmp_path: Path, keys: list[str | int]):
+    sweep().write(tmp_path)
+    path = tmp_path / "record.json"
+    content = within = json.loads(path.read_text())
+    for key in keys[:-1]:
+        within = within[key]
+    del within[keys[-1]]
+    for text in (json.dumps(content), path.read_text()[:100], "[]"):
+        path.write_text(text)
+        with pytest.raises(UserError, match=str(path)):
+            SweepRecord.read(path)
+
+
+def test_a_timing_is_excluded_where_others_used_the_cores():
+    busy = {SPEED: 9.0, OTHERS_CPU: 0.3}
+    assert why_timing_is_excluded({"device": "cpu"}, busy, 0.25) is TimingExcluded.others_cpu
+    assert why_timing_is_excluded({"device": "cpu"}, busy, 0.3) is None
+    assert why_timing_is_excluded({"device": "NVIDIA H200"}, busy, 0.25) is None
+    assert why_timing_is_excluded({"device": "cpu"}, {OTHERS_CPU: 0.3}, 0.25) is None, "nothing was timed"
+
+
+def test_the_errors_of_a_forecast_stand_beside_it():
+    measured, forecast = {MEMORY: 100.0, SPEED: 50.0}, {"forecast/peak_bytes": 90.0, "forecast/samples_per_s": 40.0}
+    figures = with_forecast(measured, forecast)
+    assert figures["forecast/error"] == pytest.approx(-0.1) and figures["perf/forecast_error"] == pytest.approx(0.25)
