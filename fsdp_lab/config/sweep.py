@@ -274,6 +274,8 @@ class SweepConfig(TrialConfig):
     """Goals of a search, each `<metric>:min` or `<metric>:max`."""
     trial_timeout_s: Optional[float] = key(1800.0, positive, may_differ=EVERYWHERE)
     """Seconds without progress after which a trial is ended; null: never."""
+    dry_run: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    """List the trials and end; nothing is started or written."""
     resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)
     """Sweep to continue: its folder, the id of its parent run, or `last`."""
     resume_failed: bool = key(False, may_differ=EVERYWHERE, is_param=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import objectives
@@ -13,6 +15,7 @@ from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
+from fsdp_lab.sweep.names import run_name
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import remember_last
@@ -36,6 +39,10 @@ def run_alone(trial: Trial) -> ExitCode:
             reach_cluster(plan)
             remember_last(trial.folder)
             return _start(plan)
+    if trial.config.dry_run:
+        print(f"1 trial: {run_name(trial, [])}", flush=True)
+        _remove_empty(trial.folder)
+        return ExitCode.finished
     record = Record.of(sys.argv[1:], False, trial.config)
     reach_cluster(_plan([TrialState(trial)], record))
     with new_folder(trial.folder, "hydra.run.dir", trial.hydra_config.hydra) as folder:
@@ -45,6 +52,14 @@ def run_alone(trial: Trial) -> ExitCode:
         record.write(folder)
         remember_last(folder)
         return _start(_plan([TrialState(trial)], record))
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove the folder that Hydra has made, and those above it, as far as they are empty and below this one."""
+    with suppress(OSError):
+        for made in (folder, *folder.parents):
+            if made.is_relative_to(Path.cwd()) and made != Path.cwd():
+                made.rmdir()
 
 
 def _plan(states: Sequence[TrialState], record: Record, resumed: bool = False) -> SweepPlan:

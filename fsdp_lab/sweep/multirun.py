@@ -13,10 +13,11 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import ConfigError, objectives
+from fsdp_lab.config import ConfigError, SweepConfig, objectives
 from fsdp_lab.config.key_value_args import AUTO_REPEAT, as_typed
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.forecast.devices import check_sweep
+from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import locked
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
@@ -26,6 +27,7 @@ from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys
+from fsdp_lab.sweep.names import run_name
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.runner import SweepPlan
@@ -53,6 +55,10 @@ def run_multirun(
     command = Command(context, config, defaults, arguments)
     if command.common.config.resume is None:
         plan, notes = command.new_sweep()  # first: a command that is refused writes nothing
+        if command.common.config.dry_run:
+            _print_plan(plan, notes)
+            print(*trial_lines(plan), sep="\n", flush=True)
+            return
     if is_for_manager(command.common.config):
         if command.common.config.resume is None:
             _print_plan(plan, notes)
@@ -93,6 +99,32 @@ def _print_plan(plan: SweepPlan, notes: Sequence[str]) -> None:
     print(f"{_how_many(plan)}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
     for line in notes:
         print(line, flush=True)
+
+
+def trial_lines(plan: SweepPlan) -> list[str]:
+    """Return a line for each known trial: its number, and what distinguishes it."""
+    lines = [f"  {number}  {run_name(state.trial, plan.swept)}" for number, state in enumerate(plan.state.trials)]
+    return [*lines, "  further ones are suggested while it runs"] if plan.search is not None else lines
+
+
+def axes_notes(
+    defaults: Mapping[str, str | None], arguments: Sequence[str], swept: Sequence[str], config: SweepConfig
+) -> list[str]:
+    """Return notes about swept axes that nobody typed, and about those that have no effect on this machine.
+
+    Args:
+        defaults: `hydra.sweeper.params`.
+        arguments: the command line's overrides.
+        swept: the keys that differ between trials.
+        config: what all trials share.
+    """
+    typed = {word.lstrip("+~").partition("=")[0] for word in arguments}
+    axes = [f"{key}={defaults[key]}" for key in swept if key not in typed and defaults.get(key)]
+    notes = [f"swept by default: {' '.join(axes)}; type one value to fix an axis"] if axes else []
+    is_here = config.cluster.address is None and not is_for_manager(config)
+    if is_here and "offload" in swept and not num_gpus():
+        notes.append("without a GPU offload changes nothing: its trials run, and count as repeats")
+    return notes
 
 
 def _how_many(plan: SweepPlan) -> str:
@@ -146,10 +178,12 @@ class Command:
             record = replace(record, num_trials=len(planned.trials))
             record = record.with_code([path for trial in planned.trials for path in trial.config.code()])
             states = [TrialState(trial) for trial in planned.trials]
-            notes = [*planned.notes(), *self._idle_search_keys()]
+            swept = swept_keys(grid)
+            known = axes_notes(self._defaults, self._arguments, swept, self.common.config)
+            notes = [*known, *planned.notes(), *self._idle_search_keys()]
             if self._auto:  # more trials come: how many is not known
                 record = replace(record, num_trials=None)
-            return self._plan(states, swept_keys(grid), record), notes
+            return self._plan(states, swept, record), notes
         search, swept = self._search([])
         try:
             first = search.next()  # now: what is wrong in it is reported before anything starts

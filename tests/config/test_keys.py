@@ -123,6 +123,7 @@ scheduler.reduction_factor           starts nights param
 repeat_max
 objective                            starts nights param
 trial_timeout_s                      param
+dry_run
 resume
 resume_failed
 resume_disturbed

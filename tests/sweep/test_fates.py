@@ -248,7 +248,7 @@ def test_mlflow_has_one_parent_and_a_run_a_trial(swept: Swept):
     assert [run.data.tags["status"] for run in children] == list(STATUS.values())
     assert [run.info.status for run in children] == [ended.get(status, "FAILED") for status in STATUS.values()]
     assert store.artifacts(parent) == [
-        "multirun.yaml", "report.csv", "report.html", "report.md", "results.csv",
+        "multirun.yaml", "record.json", "report.csv", "report.html", "report.md", "results.csv",
         "use_accelerate.yaml", "use_pytorch.py", "use_torchtitan.toml",
     ]  # fmt: skip
 
