@@ -6,7 +6,6 @@ Imports the user's modules, and no heavy library itself.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -24,7 +23,6 @@ from fsdp_lab.config.errors import ConfigError
 
 _KIND = {"model": "family", "data": "name"}  # the key by which a group's own options differ
 _CALLED_WITH = {"split": 'split="train" and then split="val"'}  # what fsdp_lab adds to the user's arguments
-_MOST_FILES = 2000  # of one package, whose digests are kept
 
 
 def import_callable(path: str, key: str) -> Any:
@@ -277,31 +275,6 @@ def user_root(path: str) -> Path | None:
     else:
         return None
     return None if _is_installed(root) else root
-
-
-def file_digest(file: Path) -> str | None:
-    """Return the SHA-256 of a file, shortened to 16 digits; None if it cannot be read."""
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    except OSError:
-        return None
-
-
-def source_digests(paths: Iterable[str]) -> dict[str, str]:
-    """Return absolute path -> digest of every Python file of the packages that dotted paths begin with.
-
-    Installed packages are left out, because they have versions.
-    """
-    digests: dict[str, str] = {}
-    for root in sorted({root for path in paths if (root := user_root(path)) is not None}):
-        files = [root] if root.is_file() else _python_files(root)
-        digests |= {str(file): digest for file in files if (digest := file_digest(file)) is not None}
-    return digests
-
-
-def _python_files(root: Path) -> list[Path]:
-    files = (f for f in root.rglob("*.py") if not any(part.startswith(".") for part in f.relative_to(root).parts))
-    return sorted(files)[:_MOST_FILES]
 
 
 def import_from(folder: str) -> None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import fsdp_lab
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, is_address, workers_of
-from fsdp_lab.config.target import source_digests
+from fsdp_lab.config.code import code_digest, commit, user_packages
 from fsdp_lab.files import sync, whole
 from fsdp_lab.record.paths import make_storage, name_storage
 from fsdp_lab.record.trial_files import clear_left_over
@@ -40,10 +38,11 @@ class Record:
         multirun: whether it was started with `-m`.
         launched_in: the working directory of the start.
         num_workers: the number of ranks that null stood for.
-        code: file -> digest.
+        code: the digest of the Python files of fsdp_lab and of the user's packages.
+        commit: of fsdp_lab's checkout; "": it is installed.
         libraries: name -> version.
         num_trials: of a grid, all of which are recorded before it starts; None for a search, and from early versions.
-        user_code: file -> digest, of the packages that targets name, as seen from `launched_in`.
+        user_packages: of the user, which targets name.
     """
 
     id: str
@@ -51,23 +50,25 @@ class Record:
     multirun: bool
     launched_in: str
     num_workers: int
-    code: dict[str, str] = field(default_factory=dict)
+    code: str = ""
+    commit: str = ""
     libraries: dict[str, str] = field(default_factory=dict)
     num_trials: int | None = None
-    user_code: dict[str, str] = field(default_factory=dict)
+    user_packages: list[str] = field(default_factory=list)
 
     @staticmethod
     def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> Record:
         """Return the record of a new sweep, with the code as it is now."""
         typed = [argument for argument in arguments if argument not in ("-m", "--multirun")]
-        workers = workers_of(config)
-        record = Record(uuid.uuid4().hex, typed, multirun, os.getcwd(), workers, code_digests(), versions())
+        record = Record(
+            uuid.uuid4().hex, typed, multirun, os.getcwd(), workers_of(config), commit=commit(), libraries=versions()
+        )
         return record.with_code(config.code())
 
     def with_code(self, paths: Sequence[str]) -> Record:
-        """Return the same with the digests of the user's code that dotted paths name."""
-        digests = source_digests(paths)
-        return replace(self, user_code={os.path.relpath(file): digest for file, digest in digests.items()})
+        """Return the same with the digest of fsdp_lab's code and of the user's that dotted paths name."""
+        packages = user_packages(paths)
+        return replace(self, code=code_digest(packages), user_packages=packages)
 
     def write(self, folder: Path) -> None:
         """Write the record, last of all files of a new sweep: with it there is something to resume."""
@@ -85,13 +86,6 @@ def begin_folder(folder: Path, trials: Sequence[Trial]) -> None:
     name_storage(folder, anew=any(is_address(trial.config.cluster.storage_path) for trial in trials))
     for trial in trials:
         clear_left_over(make_storage(trial, folder))
-
-
-def code_digests() -> dict[str, str]:
-    """Return the digest of every Python file of the package."""
-    package = Path(fsdp_lab.__file__).resolve().parent
-    files = sorted(package.rglob("*.py"))
-    return {str(f.relative_to(package)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in files}
 
 
 def versions() -> dict[str, str]:
@@ -139,9 +133,10 @@ def _checked(record: Record) -> Record:
     wrong = [
         name
         for name, types in (("id", str), ("launched_in", str), ("multirun", bool), ("num_workers", int),
-                            ("code", dict), ("libraries", dict), ("num_trials", int | None))
+                            ("code", str), ("commit", str), ("libraries", dict), ("num_trials", int | None))
         if not isinstance(getattr(record, name), types)
     ]  # fmt: skip
-    if wrong or not is_words(record.arguments):
-        raise TypeError(f"it has no valid `{wrong[0] if wrong else 'arguments'}`")
+    wrong += [name for name in ("arguments", "user_packages") if not is_words(getattr(record, name))]
+    if wrong:
+        raise TypeError(f"it has no valid `{wrong[0]}`")
     return record

@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import platform
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab import metrics
+from fsdp_lab.config import code
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import values_implied_by_option
@@ -69,7 +69,6 @@ _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf"
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
 _ANSWER_LENGTH = 1000  # so that the command after it is not cut
-_GIT_TIMEOUT_S = 5
 
 
 def shortened(name: str, length: int = NAME_LENGTH) -> str:
@@ -207,7 +206,7 @@ def machine_tags() -> dict[str, str]:
             tags[f"version.{name}"] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return tags | _git_tags(Path(__file__).resolve().parent)
+    return tags | _git_tags()
 
 
 def _user() -> str:
@@ -217,19 +216,9 @@ def _user() -> str:
         return "unknown"
 
 
-def _git_tags(folder: Path) -> dict[str, str]:
+def _git_tags() -> dict[str, str]:
     """Return the commit, and whether tracked files differ from it; nothing for an installed package."""
-    try:
-        # A virtual environment inside somebody's repository must not take that repository's commit.
-        if _git(folder, "ls-files", "--", "..") == "":
-            return {}
-        dirty = _git(folder, "status", "--porcelain", "--untracked-files=no") != ""
-        return {"mlflow.source.git.commit": _git(folder, "rev-parse", "HEAD"), "git.dirty": _typed(dirty)}
-    except (OSError, subprocess.SubprocessError):  # no git, no repository, no commit yet
+    changes = code.git("status", "--porcelain", "--untracked-files=no")
+    if changes is None or not (commit := code.commit()):
         return {}
-
-
-def _git(folder: Path, *args: str) -> str:
-    command = ["git", "-C", str(folder), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
-    return done.stdout.strip()
+    return {"mlflow.source.git.commit": commit, "git.dirty": _typed(changes != "")}

@@ -18,6 +18,7 @@ from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
 from fsdp_lab.record.trial_files import Outcome, wait_until_alone, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.store import changes
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
 from fsdp_lab.sweep.store.find import remember_last
@@ -153,16 +154,19 @@ def test_a_record_that_only_its_owner_may_read_is_reported(tmp_path: Path, monke
         read_record(tmp_path)
 
 
-def test_changed_code_is_named():
+def test_changed_code_is_named(monkeypatch: pytest.MonkeyPatch):
     record = Record.of([], True, SweepConfig())
     assert changes_of_code(record) == []
     looked_at_by_others = dataclasses.replace(record, libraries={**record.libraries, "other": "1"})
     assert changes_of_code(looked_at_by_others) == []
-    code = {**record.code, "training/loop.py": "0", "gone.py": "1"}
-    other = dataclasses.replace(record, code=code, libraries={**record.libraries, "torch": "2.9.0"})
-    files, torch = changes_of_code(other)
-    assert files == "fsdp_lab's code: gone.py, training/loop.py"
+    other = dataclasses.replace(record, code="0", libraries={**record.libraries, "torch": "2.9.0"})
+    code, torch = changes_of_code(other)
+    assert code == "the code of fsdp_lab changed", "the commit is the same"
     assert torch.startswith("torch was 2.9.0 and is ")
+    monkeypatch.setattr(changes, "commit", lambda: "b" * 40)
+    older = dataclasses.replace(record, code="0", commit="a" * 40, user_packages=["mine"])
+    assert changes_of_code(older) == [f"the code of fsdp_lab or mine changed (commit {'a' * 12} then, {'b' * 12} now)"]
+    assert changes_of_code(dataclasses.replace(record, commit="a" * 40)) == [], "the same code in another commit"
 
 
 def test_another_number_of_workers_by_default_is_named():

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import Between, ConfigError, SweepConfig, settings, workers_of
+from fsdp_lab.config.code import code_digest, commit
 from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.target import file_digest
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
-from fsdp_lab.record.sweep_json import Record, code_digests, versions
+from fsdp_lab.record.sweep_json import Record, versions
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.store.override_rules import key_of
 from fsdp_lab.sweep.store.passwords import resolved
@@ -19,24 +19,21 @@ from fsdp_lab.sweep.store.passwords import resolved
 
 def changes_of_code(record: Record) -> list[str]:
     """Return the changes of code and libraries, in words."""
-    code = code_digests()
-    files = sorted(name for name in record.code.keys() | code.keys() if record.code.get(name) != code.get(name))
     now = versions()
     libraries = [
         f"{name} was {there} and is {now[name]}"
         for name, there in record.libraries.items()
         if now.get(name, there) != there  # other versions may look at more
     ]
-    own = [file for file, digest in record.user_code.items() if file_digest(Path(file)) != digest]
-    return [
-        *([f"fsdp_lab's code: {_first(files)}"] if files else []),
-        *([f"your code changed: {_first(own)}"] if own else []),
-        *libraries,
-    ]
+    changed = record.code != code_digest(record.user_packages)
+    whose = " or ".join(["fsdp_lab", *record.user_packages])
+    return [*([f"the code of {whose} changed{_commits(record.commit, commit())}"] if changed else []), *libraries]
 
 
-def _first(files: Sequence[str]) -> str:
-    return ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+def _commits(there: str, here: str) -> str:
+    if not (there and here) or there == here:  # then the change is in files that are not committed
+        return ""
+    return f" (commit {there[:12]} then, {here[:12]} now)"
 
 
 def changes_of_workers(record: Record, config: SweepConfig) -> list[str]:

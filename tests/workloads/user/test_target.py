@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.target import source_digests, user_root
+from fsdp_lab.config.code import code_digest, user_packages
+from fsdp_lab.config.target import user_root
 from tests.ranks import config
 from tests.workloads.user.project import importable, write_project
 
@@ -99,15 +100,17 @@ def test_what_can_be_called_is_not(project: Path) -> None:
     config("model._target_=torch.nn.Linear", "model.in_features=3", "model.out_features=4").check(1)
 
 
-def test_the_digests_are_of_the_files_of_the_package(project: Path) -> None:
-    before = source_digests(
-        ["my_project.net.Net", "my_project.data.Corpus", "torch.nn.Linear", "fsdp_lab.compose.check"]
-    )
-    files = ("__init__", "broken", "data", "needs", "net")
-    assert list(before) == [str(project.resolve() / "my_project" / f"{name}.py") for name in files]
-    (project / "my_project" / "data.py").write_text((project / "my_project" / "data.py").read_text() + "# other\n")
-    after = source_digests(["my_project.net.Net"])
-    assert [file for file in before if before[file] != after[file]] == [
-        str(project.resolve() / "my_project" / "data.py")
-    ]
+def test_the_digest_is_of_the_files_of_the_users_packages(project: Path) -> None:
+    """Any file of them: one that is changed, new, renamed or gone; not of the installed ones, which have versions."""
+    named = ["my_project.net.Net", "my_project.data.Corpus", "torch.nn.Linear", "fsdp_lab.compose.check"]
+    assert user_packages(named) == ["my_project"]
     assert user_root("torch.nn.Linear") is None and user_root("fsdp_lab.compose.check") is None
+    digests, data = [code_digest(["my_project"])], project / "my_project/data.py"
+    data.write_text(data.read_text() + "# other\n")
+    digests.append(code_digest(["my_project"]))
+    data.rename(data.with_name("renamed.py"))
+    digests.append(code_digest(["my_project"]))
+    (project / "my_project/.hidden.py").touch()
+    assert code_digest(["my_project"]) == digests[-1]
+    data.with_name("renamed.py").unlink()
+    assert len({*digests, code_digest(["my_project"]), code_digest([])}) == 5

@@ -1,0 +1,52 @@
+"""The source code that a sweep runs, fsdp_lab's and the user's: one digest, and the commit of a checkout."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_lab.config.target import user_root
+
+PACKAGE = Path(__file__).resolve().parent.parent
+_MOST_FILES = 2000  # of one package
+_GIT_LIMIT_S = 10.0
+
+
+def user_packages(paths: Iterable[str]) -> list[str]:
+    """Return the names of the user's packages that dotted paths begin with. Installed ones have versions instead."""
+    return sorted({path.partition(".")[0] for path in paths if user_root(path) is not None})
+
+
+def code_digest(packages: Sequence[str]) -> str:
+    """Return the SHA-256, shortened to 16 digits, of every Python file of fsdp_lab and of the user's packages."""
+    digest = hashlib.sha256()
+    for root in [PACKAGE, *(root for name in packages if (root := user_root(name)) is not None)]:
+        for file in [root] if root.is_file() else _python_files(root):
+            with suppress(OSError):  # it cannot be read, so it cannot be imported either
+                content = hashlib.sha256(file.read_bytes()).hexdigest()
+                digest.update(f"{file.relative_to(root.parent)} {content}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def commit() -> str:
+    """Return the commit of fsdp_lab's checkout; "" for an installed package."""
+    # A virtual environment inside somebody's repository must not have that repository's commit.
+    return (git("rev-parse", "HEAD") or "") if git("ls-files", "--", ".") else ""
+
+
+def git(*args: str) -> str | None:
+    """Return what a git command prints in the package's folder; None if there is no git, or it fails."""
+    command = ["git", "-C", str(PACKAGE), *args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _python_files(root: Path) -> list[Path]:
+    files = (f for f in root.rglob("*.py") if not any(part.startswith(".") for part in f.relative_to(root).parts))
+    return sorted(files)[:_MOST_FILES]
