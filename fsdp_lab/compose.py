@@ -32,6 +32,7 @@ from fsdp_lab.config import (
     workers_of,
 )
 from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
+from fsdp_lab.config.key_value_args import check_passwords
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup, known_vocab_size
 from fsdp_lab.explain import one_line, valid_keys, wrong_value
@@ -230,15 +231,16 @@ def search_path(config_dir: str | None) -> list[str]:
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse values that are no option's name for a group, such as `precision=16`: Hydra would end with a traceback.
+    """Refuse passwords, and values that are no option's name for a group: Hydra would end with a traceback.
 
     Args:
         arguments: of the command line; options such as `-m` are ignored.
 
     Raises:
-        ConfigError: with the options of the group.
+        ConfigError: an argument holds a password, or none of the options of its group.
         OverrideParseException: an override cannot be parsed.
     """
+    check_passwords(arguments)
     known = groups()
     words = [a for a in arguments if not a.startswith("-") and a.partition("=")[0].lstrip("+~") in known]
     for override in OverridesParser.create().parse_overrides(words):
@@ -291,7 +293,7 @@ def single_trial(cfg: DictConfig) -> Trial:
         None,
         typed_config(cfg),
         group_choices(cfg),
-        list(hydra.overrides.task),
+        plain(hydra.overrides)["task"],  # as typed: a variable in it may be a password
         Path(hydra.runtime.output_dir),
         plain(cfg),
     )

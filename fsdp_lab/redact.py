@@ -13,6 +13,9 @@ from typing import Any
 _CREDENTIALS = re.compile(r"(\w\\?://)[^\s/][^\s]*@")
 # `?name=value`, also in a fragment, and `;name=value` as ODBC has it, where a value in braces may hold anything.
 _QUERY = re.compile(r"([?&#]|;\s*)([\w.~%+-]+)(\\*=)(\{[^}]*\}|[^\s&;'\"]+)")
+_VARIABLE = r"\$\{oc\.env:\w+\}"
+# `://user:${oc.env:NAME}@`, and a whole value of a query: what is read from the environment.
+_FROM_ENVIRONMENT = re.compile(rf"(?<=//)(?:(?:[\w.%+-]+|{_VARIABLE}):)?{_VARIABLE}@|(?<==){_VARIABLE}(?=[&;'\"\s]|$)")
 _SECRET_NAME = re.compile(r"pass|pwd|token|secret|key|auth|sig|cred|connect$", re.IGNORECASE)
 _SMALL_VALUE = re.compile(r"\d{1,6}|true|false|null", re.IGNORECASE)
 _HARMLESS = (
@@ -27,6 +30,12 @@ def redact(text: str) -> str:
     These are its user, and each value of a query that is not known to be harmless.
     """
     return _QUERY.sub(_redact_value, _CREDENTIALS.sub(r"\1***@", text))
+
+
+def has_password(word: str) -> bool:
+    """Return whether typed text has credentials in it that are not read from the environment."""
+    rest = _FROM_ENVIRONMENT.sub("", word)
+    return redact(rest) != rest
 
 
 def _redact_value(match: re.Match[str]) -> str:

@@ -109,7 +109,7 @@ _BY_A_TRIAL = """
 hydra.run.dir=/proc/nope/x              | /proc/nope hydra.run.dir
 cluster=slurm                           | cluster=slurm sbatch
 SLURM_JOB_ID=7 cluster=slurm            | cluster=slurm 7
-cluster=slurm tracking.uri=http://me:pass4711@host | tracking.uri
+cluster=slurm tracking.uri=http://me:pass4711@host | tracking.uri ${oc.env:NAME}
 cluster=kuberay cluster.job.image=x:1 cluster.job.cpus_per_node=4 cluster.job.memory_gib_per_node=8 | cluster.job.volume
 resume=s3://me:pass4711@bucket/x        | resume
 --keys cluster.num_worker_              | cluster.num_worker_ cluster.num_workers

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.redact import has_password
 
 
 def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dict[str, str]:
@@ -28,6 +29,25 @@ def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dic
         if key not in keys:
             raise ConfigError(f"{key} is not a key. The keys are: {', '.join(keys)}.")
     return options
+
+
+_OF_STORAGE = ("resume", "cluster.storage_path")  # their addresses hold no credentials, by a rule of their own
+
+
+def check_passwords(words: Sequence[str]) -> None:
+    """Check that no argument holds a password: a sweep's folder keeps the command line, and others may see it.
+
+    Raises:
+        ConfigError: with the key, not the value.
+    """
+    for word in words:
+        key = word.partition("=")[0].lstrip("+")
+        if key not in _OF_STORAGE and has_password(word):
+            by_mlflow = " MLflow also reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
+            raise ConfigError(
+                f"{key}=... holds a password, which the sweep's folder would keep; export the value as a variable, and "
+                f"write '{key}=${{oc.env:NAME}}'.{by_mlflow if key == 'tracking.uri' else ''}"
+            )
 
 
 def quoted(value: object) -> str:

@@ -17,7 +17,6 @@ from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.config.options import secret_keys
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.files import write_text
-from fsdp_lab.redact import redact
 
 # The batch script, or the manifest, of the job that this process is in. Its folder is the sweep's `job/`.
 SCRIPT_VARIABLE = "FSDP_LAB_JOB"
@@ -71,15 +70,14 @@ def job_words(typed: Sequence[str], cluster: ClusterConfig) -> list[str]:
         cluster: its configuration.
 
     Raises:
-        ConfigError: an argument holds a password, which would be in the job's script.
+        ConfigError: the value of an argument is a secret, which would be in the job's script.
     """
     for word in typed:
-        key = word.partition("=")[0].lstrip("+")
-        if key in secret_keys() or redact(word) != word:
+        key, _, value = word.lstrip("+").partition("=")
+        if key in secret_keys() and not value.startswith("${oc.env:"):
             raise ConfigError(
-                f"{key}=... holds a password, which the job's script would show; export it as a variable first, "
-                f"and write '{key}=${{oc.env:FSDP_LAB_SECRET}}'. MLflow also reads MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD."
+                f"{key}=... is a secret, which the job's script would show; export the value as a variable, and write "
+                f"'{key}=${{oc.env:NAME}}'."
             )
     option = next((word.partition("=")[2] for word in typed if word.startswith("cluster=")), "local")
     keys = [word.partition("=")[0].lstrip("+") for word in typed]

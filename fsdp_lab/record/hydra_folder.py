@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import NightlyConfig, SweepConfig, from_dict, part
+from fsdp_lab.config import NightlyConfig, SweepConfig, from_dict, part, to_dict
 from fsdp_lab.files import report_damaged, write_text
-from fsdp_lab.redact import redact_strings
-from fsdp_lab.sweep.store.passwords import config_to_write, words_to_write
+from fsdp_lab.redact import has_password, redact, redact_strings
 
+_ADDRESSES = ("uri", "ui")  # of `tracking`
 # Each of Hydra's files has this key near its end, whatever version wrote it: a file that was cut short lacks it.
 _LAST_KEYS = {"config.yaml": "report", "hydra.yaml": "verbose"}
 
@@ -49,15 +51,36 @@ def saved_config(values: dict[str, Any]) -> SweepConfig:
     return part(from_dict(NightlyConfig, values), SweepConfig)
 
 
+def with_variables(saved: SweepConfig) -> SweepConfig:
+    """Return a saved config with the variables in its addresses; one that is not set stays as typed."""
+    content = to_dict(saved)
+    if not any("${" in str(content["tracking"][name]) for name in _ADDRESSES):
+        return saved
+    known = OmegaConf.create(content)
+    for name in _ADDRESSES:
+        with suppress(OmegaConfBaseException):
+            content["tracking"][name] = OmegaConf.select(known, f"tracking.{name}")
+    return from_dict(SweepConfig, content)
+
+
+def _as_typed(trial: Trial) -> dict[str, Any]:
+    """Return a trial's config in plain values, with the variables in its addresses, which may be passwords."""
+    content, typed = to_dict(trial.config), trial.composed["tracking"]
+    for name in _ADDRESSES:  # a file of the user's own may hold a password
+        value = typed[name]
+        content["tracking"][name] = redact(value) if isinstance(value, str) and has_password(value) else value
+    return content
+
+
 def write_hydra_folder(trial: Trial) -> None:
     """Write `.hydra/` of a trial, as Hydra's own launcher does, but without passwords."""
     hydra_folder = trial.folder / ".hydra"
     trial.folder.mkdir(0o700, parents=True, exist_ok=True)
     hydra_folder.mkdir(exist_ok=True)
     contents = {
-        "config": config_to_write(trial),
+        "config": _as_typed(trial),
         "hydra": {"hydra": redact_strings(trial.composed["hydra"])},  # what was typed is in it more than once
-        "overrides": words_to_write(trial.overrides),
+        "overrides": trial.overrides,
     }
     for name, content in contents.items():  # by libyaml, which is many times as fast as Hydra's way
         text = yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)

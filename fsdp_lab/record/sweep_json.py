@@ -3,7 +3,7 @@
 | file | what |
 | --- | --- |
 | `sweep.json` | the command line, and the code and libraries; readable by its owner only |
-| `trials.jsonl` | a line a trial: its overrides without passwords, in the order of the trials |
+| `trials.jsonl` | a line a trial: its overrides, in the order of the trials |
 | `.lock` | locked while a driver works in the folder |
 """
 
@@ -75,7 +75,7 @@ class Record:
         if (folder / "trials.jsonl").exists():
             sync(folder / "trials.jsonl")
         with whole(folder / "sweep.json", durable=True) as making:
-            making.touch(0o600)  # before anything is in it: an address that was typed may hold a password
+            making.touch(0o600)  # before anything is in it: a command line may show what is for no one else
             making.write_text(json.dumps(asdict(self), indent=1))
 
 
@@ -117,8 +117,8 @@ def read_record(folder: Path, key: str = "resume") -> Record:
         ) from None
     except PermissionError:
         raise UserError(
-            f"{key}={folder}: only its owner may read {path}, as an address in it may hold a password; ask for a copy "
-            "of the folder that you may read, or for the id of the sweep's run in a shared store."
+            f"{key}={folder}: only its owner may read {path}; ask for a copy of the folder that you may read, or for "
+            "the id of the sweep's run in a shared store."
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start a new sweep.") from None

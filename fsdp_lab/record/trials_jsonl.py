@@ -14,7 +14,6 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
 from fsdp_lab.record.paths import storage, trial_address
 from fsdp_lab.record.trial_files import append_line
-from fsdp_lab.sweep.store.passwords import words_to_write
 
 _MOST_NAMED = 10  # of trials that are missing: a number may be damaged, too
 
@@ -23,7 +22,7 @@ def add_trial(folder: Path, trial: Trial) -> None:
     """Append a trial to `trials.jsonl`, before it starts."""
     content = {
         "number": trial.index,
-        "overrides": words_to_write(trial.overrides),
+        "overrides": trial.overrides,
         "folder": os.path.relpath(trial.folder, folder),
     }
     if trial.config.cluster.storage_path is not None:

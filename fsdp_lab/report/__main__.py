@@ -182,8 +182,8 @@ def store_of(record: Record, config: SweepConfig, own: bool) -> str:
     Raises:
         ConfigError: the user has to type the address.
     """
+    from fsdp_lab.record.hydra_folder import with_variables
     from fsdp_lab.sweep.store.override_rules import is_local_store
-    from fsdp_lab.sweep.store.passwords import store_address
     from fsdp_lab.sweep.store.trust import check_store
 
     uri = config.tracking.uri
@@ -193,7 +193,10 @@ def store_of(record: Record, config: SweepConfig, own: bool) -> str:
         )
     if not own:
         check_store(uri, record.launched_in)
-    return seen_from(store_address(config, record.arguments), record.launched_in)
+    uri = with_variables(config).tracking.uri
+    if "${" in uri or "***" in uri:
+        raise ConfigError(f"tracking.uri={redact(uri)}: its variable is not set here; add tracking.uri=...")
+    return seen_from(uri, record.launched_in)
 
 
 def seen_from(uri: str, folder: str) -> str:

@@ -36,7 +36,6 @@ from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import new_folder
 from fsdp_lab.sweep.store.override_rules import with_overrides
-from fsdp_lab.sweep.store.passwords import words_as_typed
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
 from fsdp_lab.sweep.sweep_data import sweep_of
@@ -210,8 +209,7 @@ class Command:
         typed_now = [argument for argument in self._arguments if argument not in record.arguments]
         trials = [
             replace(self._compose_with(typed_now, overrides, number), folder=folder)
-            for number, (written, folder) in enumerate(read_trials(self.folder, record.num_trials))
-            for overrides in [words_as_typed(written, record.arguments)]
+            for number, (overrides, folder) in enumerate(read_trials(self.folder, record.num_trials))
         ]
         search = None
         if self.common.config.search.samples:

@@ -85,9 +85,10 @@ def test_an_option_of_ones_own_says_where_and_how(tmp_path: Path):
     assert words_in(script, "again")[-1] == "--config-dir=mine"
 
 
-def test_a_word_with_a_password_is_for_a_variable():
-    assert job_words(["tracking.uri=${oc.env:STORE}"], ClusterConfig()) == ["tracking.uri=${oc.env:STORE}"]
-    with pytest.raises(ConfigError, match=r"nightly\.notify\.url=\.\.\. holds a password"):
+def test_a_word_with_a_secret_is_for_a_variable():
+    words = ["tracking.uri=${oc.env:STORE}", "nightly.notify.url=${oc.env:HOOK}"]
+    assert job_words(words, ClusterConfig()) == words
+    with pytest.raises(ConfigError, match=r"nightly\.notify\.url=\.\.\. is a secret"):
         job_words(["nightly.notify.url=https://hooks.example.com/1"], ClusterConfig())
 
 

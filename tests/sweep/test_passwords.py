@@ -1,27 +1,27 @@
-"""Passwords in an address: in no file but `sweep.json`, on no screen, and there again for a resume."""
+"""Passwords in an address: in no file and on no screen; from the environment, for a resume too."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import stat
 from pathlib import Path
 
 import pytest
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.config import SweepConfig, to_dict
+from fsdp_lab.config import ConfigError, SweepConfig, to_dict
+from fsdp_lab.config.key_value_args import check_passwords
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import Record, begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.redact import redacted_file
-from fsdp_lab.sweep.grid import discrete_values
+from fsdp_lab.report.__main__ import store_of
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.state import SweepState
 from fsdp_lab.sweep.store.changes import changes_of_config
-from fsdp_lab.sweep.store.passwords import store_address, words_as_typed, words_to_write
 from fsdp_lab.tracking.tags import fact_tags, one_line, sweep_tags, trial_params, trial_tags
 from tests import forked
 from tests.conftest import run_cli
@@ -47,21 +47,25 @@ def holding(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files if PASSWORD.encode() in path.read_bytes())
 
 
-@pytest.mark.parametrize("uri", [TYPED, "${oc.env:MLFLOW_URL}", f"${{oc.env:NO_SUCH,'{TYPED}'}}"])
+FROM_A_FILE = (TYPED, f"${{oc.env:NO_SUCH,'{TYPED}'}}")  # of the user's own, for --config-dir
+
+
+@pytest.mark.parametrize("uri", ["${oc.env:MLFLOW_URL}", "http://me:${oc.env:MLFLOW_PASSWORD}@host:5000", *FROM_A_FILE])
 def test_a_trials_files_hold_no_password(uri: str, compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_URL", TYPED)
+    monkeypatch.setenv("MLFLOW_PASSWORD", PASSWORD)
     monkeypatch.chdir(tmp_path)
-    word = f"tracking.uri={uri}"
+    word = f"tracking.uri='{uri}'" if "'" not in uri else f"tracking.uri={uri}"
     trial = compose_trial([word], 0)
     assert trial.config.tracking.uri == TYPED
-    (escaped,) = discrete_values(OverridesParser.create().parse_overrides([word])[0])  # as a grid has it
-    object.__setattr__(trial, "overrides", [escaped])
+    words = [] if uri in FROM_A_FILE else [word]
+    object.__setattr__(trial, "overrides", words)
     begin_folder(tmp_path / "out", [trial])
     write_hydra_folder(trial)
     add_trial(tmp_path, trial)
-    record = Record.of([word], True, trial.config)
+    record = Record.of(words, True, trial.config)
     record.write(tmp_path)
-    assert holding(tmp_path) == ([] if "MLFLOW_URL" in uri else ["sweep.json"])
+    assert holding(tmp_path) == []
     assert stat.S_IMODE((tmp_path / "sweep.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(trial.folder.stat().st_mode) == 0o700
     saved = yaml.safe_load((trial.folder / ".hydra/config.yaml").read_text())
@@ -72,26 +76,36 @@ def test_a_trials_files_hold_no_password(uri: str, compose_trial, tmp_path: Path
     tracking = dataclasses.replace(trial.config.tracking, uri="http://elsewhere")
     other = dataclasses.replace(trial.config, tracking=tracking)
     assert changes_of_config(trial.folder, other) == ["tracking.uri was http://***@host:5000 and is http://elsewhere"]
-    (written,) = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    assert words_as_typed(written["overrides"], record.arguments) == [escaped]
     config = dataclasses.replace(trial.config, tracking=TrackingConfig(**saved["tracking"]))
-    assert store_address(config, record.arguments) == TYPED
+    if uri in FROM_A_FILE:
+        with pytest.raises(ConfigError, match=r"is not set here; add tracking\.uri="):
+            store_of(record, config, own=True)
+        return
+    assert store_of(record, config, own=True) == TYPED
+    monkeypatch.delenv("MLFLOW_URL")
+    monkeypatch.delenv("MLFLOW_PASSWORD")
+    with pytest.raises(ConfigError, match=r"is not set here; add tracking\.uri="):
+        store_of(record, config, own=True)
 
 
-def test_the_words_of_several_addresses_come_back_each_as_it_was():
-    escaped = TYPED.replace(":", "\\:")
-    typed = ["optimizer.lr=0.1", f"tracking.uri={escaped}", f"tracking.uri='http://me:{PASSWORD}@other'"]
-    arguments = ["optimizer.lr=0.1,0.2", f"tracking.uri={TYPED},'http://me:{PASSWORD}@other'"]
-    for words in (typed[:2], [typed[0], typed[2]]):
-        written = words_to_write(words)
-        assert PASSWORD not in str(written) and written[0] == words[0]
-        assert words_as_typed(written, arguments) == words
+KEPT_APART = (
+    "tracking.uri=${oc.env:X}", "tracking.uri='http://me:${oc.env:X}@host'", "tracking.uri=http://${oc.env:X}@host",
+    "tracking.uri='http://${oc.env:U}:${oc.env:X}@host'", "tracking.uri='http://host/?token=${oc.env:X}&page=2'",
+)  # fmt: skip
+TYPED_ALL_THE_SAME = (
+    *(f"tracking.uri={address}" for address in (*ADDRESSES, *FROM_A_FILE)), f"+data.index={TYPED}",
+    f"tracking.uri=http://me:{PASSWORD}${{oc.env:X}}@host", f"tracking.uri=http://me:${{oc.env:X}}{PASSWORD}@host",
+    f"tracking.uri=http://me:{PASSWORD}@${{oc.env:X}}", f"tracking.uri=http://host/?token={PASSWORD}${{oc.env:X}}",
+)  # fmt: skip
 
 
-def test_an_address_that_is_not_there_any_more_is_asked_for():
-    config = SweepConfig(tracking=TrackingConfig(uri="http://***@host"))
-    with pytest.raises(Exception, match=r"is incomplete.*add tracking\.uri="):
-        store_address(config, [])
+def test_only_what_the_environment_gives_may_be_typed():
+    assert check_passwords(KEPT_APART) is None
+    for word in TYPED_ALL_THE_SAME:
+        key = word.partition("=")[0].lstrip("+")
+        with pytest.raises(ConfigError, match=re.escape(f"write '{key}=${{oc.env:NAME}}'")) as caught:
+            check_passwords([word])
+        assert PASSWORD not in str(caught.value)
 
 
 @pytest.mark.parametrize("uri", ADDRESSES)
@@ -134,6 +148,8 @@ def test_no_program_shows_the_password_in_a_word_that_cannot_be_read(tmp_path: P
     words = (f"tracking.uri=http://bob:{PASSWORD}@127.0.0.1:9/?api_key={PASSWORD}", "sweep=last")
     done = forked.run(tmp_path, program, *words[: 2 if program == "fsdp_lab.report" else 1])
     assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert program == "fsdp_lab.report" or "write 'tracking.uri=${oc.env:NAME}'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 INLINE = (
@@ -146,10 +162,10 @@ INLINE = (
 @pytest.mark.parametrize(
     ("how", "multirun"),
     [
-        ("typed", True),
-        pytest.param("typed", False, marks=pytest.mark.full),
-        pytest.param("variable", True, marks=pytest.mark.full),
-        pytest.param("variable", False, marks=pytest.mark.full),
+        ("address", True),
+        pytest.param("address", False, marks=pytest.mark.full),
+        pytest.param("password", True, marks=pytest.mark.full),
+        pytest.param("password", False, marks=pytest.mark.full),
     ],
 )
 def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
@@ -159,9 +175,9 @@ def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
     folder = tmp_path / "here"
     folder.mkdir()
     with mlflow_server(tmp_path) as (address, _):
-        uri = address.replace("://", f"://me:{PASSWORD}@")
-        monkeypatch.setenv("MLFLOW_URL", uri)
-        word = "tracking.uri=" + ("${oc.env:MLFLOW_URL}" if how == "variable" else uri)
+        monkeypatch.setenv("SECRET", address.replace("://", f"://me:{PASSWORD}@") if how == "address" else PASSWORD)
+        uri = "${oc.env:SECRET}" if how == "address" else address.replace("://", "://me:${oc.env:SECRET}@")
+        word = f"tracking.uri='{uri}'"
         done = run_cli(folder, *(["-m", "optimizer.lr=1e-3,1e-2"] if multirun else []), *INLINE, word)
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
@@ -174,7 +190,7 @@ def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
         output += done.stdout + done.stderr
         assert done.returncode == 0 and "the report is not in MLflow" not in done.stderr, output
     assert PASSWORD not in output
-    assert holding(folder / "out") == (["sweep.json"] if how == "typed" else [])
+    assert holding(folder / "out") == []
     assert PASSWORD.encode() not in (tmp_path / "mlflow.db").read_bytes()
     assert holding(tmp_path / "mlartifacts") == []
     for path in (folder / "out", trial):

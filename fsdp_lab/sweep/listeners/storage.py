@@ -14,7 +14,6 @@ from pathlib import Path
 
 from fsdp_lab.config import UserError
 from fsdp_lab.record.paths import copy_of
-from fsdp_lab.redact import redacted_file
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.names import resume_command, resume_from_storage
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
@@ -126,7 +125,7 @@ class StorageCopy(Listener):
                     storage.write(name, content)
             for name in ("multirun.yaml", "trials.jsonl", "sweep.json"):  # the last makes it a sweep
                 with suppress(FileNotFoundError):
-                    storage.write(name, content_of(sweep.folder / name))
+                    storage.write(name, (sweep.folder / name).read_bytes())
         except StorageAway as error:
             raise UserError(f"cluster.storage_path={error}.") from error
         folder, self._is_copy = sweep.folder.absolute(), copy_of(sweep.folder) is not None
@@ -155,7 +154,7 @@ class StorageCopy(Listener):
         if self._outgoing:
             for name, content in self._settings(sweep, number):
                 self._outgoing.put(name, content)
-            self._outgoing.put("trials.jsonl", content_of(sweep.folder / "trials.jsonl"))
+            self._outgoing.put("trials.jsonl", (sweep.folder / "trials.jsonl").read_bytes())
 
     def began(self, sweep: SweepRun, number: int) -> None:
         """Mark the trial as this driver's. The old outcome of a resumed one is removed."""
@@ -169,7 +168,7 @@ class StorageCopy(Listener):
             for name in ("facts.json", "metrics.jsonl"):
                 with suppress(FileNotFoundError):
                     path = sweep.folder_of(number) / name
-                    self._outgoing.put(self._below(sweep, number, name), content_of(path))
+                    self._outgoing.put(self._below(sweep, number, name), path.read_bytes())
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         """Put the results of the trial."""
@@ -178,7 +177,7 @@ class StorageCopy(Listener):
             folder = sweep.folder_of(number)
             for path in (*sorted(folder.glob("failures*/*")), *(folder / name for name in _OF_TRIALS)):
                 with suppress(FileNotFoundError):
-                    self._outgoing.put(self._below(sweep, number, str(path.relative_to(folder))), content_of(path))
+                    self._outgoing.put(self._below(sweep, number, str(path.relative_to(folder))), path.read_bytes())
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
         """Put the sweep's tables and reports, wait for the store, and log how many files it lacks."""
@@ -186,7 +185,7 @@ class StorageCopy(Listener):
             return
         for path in sorted(sweep.folder.iterdir()):
             if path.suffix in (".csv", ".html", ".md", ".json") and path.name not in ("sweep.json", *_OF_TRIALS):
-                self._outgoing.put(path.name, content_of(path))
+                self._outgoing.put(path.name, path.read_bytes())
         if unsent := self._outgoing.settle(_EARLY_LIMIT_S if ending.early else _LIMIT_S):
             sweep.log(
                 f"{count(len(unsent), 'file')} did not reach object storage ({unsent[0]}); to send them: "
@@ -195,7 +194,7 @@ class StorageCopy(Listener):
 
     def _settings(self, sweep: SweepRun, number: int) -> list[tuple[str, bytes]]:
         files = sorted((sweep.states[number].trial.folder / ".hydra").glob("*.yaml"))
-        return [(self._below(sweep, number, f".hydra/{path.name}"), content_of(path)) for path in files]
+        return [(self._below(sweep, number, f".hydra/{path.name}"), path.read_bytes()) for path in files]
 
     @staticmethod
     def _below(sweep: SweepRun, number: int, name: str) -> str:
@@ -206,8 +205,3 @@ def _unmark(path: Path) -> None:
     if path.name == "outcome.json":
         with suppress(OSError):
             path.with_name(UNSENT).unlink()
-
-
-def content_of(path: Path) -> bytes:
-    """Return the content of a driver's file for storage: without passwords, which `sweep.json` may hold."""
-    return redacted_file(path).encode() if path.name == "sweep.json" else path.read_bytes()

@@ -10,11 +10,10 @@ from fsdp_lab.config import Between, ConfigError, SweepConfig, settings, workers
 from fsdp_lab.config.code import code_digest, commit
 from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
+from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config, with_variables
 from fsdp_lab.record.sweep_json import Record, versions
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.store.override_rules import key_of
-from fsdp_lab.sweep.store.passwords import resolved
 
 
 def changes_of_code(record: Record) -> list[str]:
@@ -62,7 +61,7 @@ def changes_of_config(trial_folder: Path, config: SweepConfig, typed: Sequence[s
             f"{path}, which had the value of {key_of(w)}, is damaged or missing" for w in typed if key_of(w) in unknown
         ]
     try:
-        before = resolved(saved_config(values))
+        before = with_variables(saved_config(values))
     except ConfigError as error:
         return [f"{path}: {error}"]
     there, here = _settings(before), _settings(config)
