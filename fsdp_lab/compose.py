@@ -289,13 +289,14 @@ def single_trial(cfg: DictConfig) -> Trial:
     hydra = HydraConfig.get()
     with open_dict(cfg):
         cfg.hydra = hydra
+    composed = plain(cfg)
     return Trial(
         None,
         typed_config(cfg),
         group_choices(cfg),
-        plain(hydra.overrides)["task"],  # as typed: a variable in it may be a password
+        composed["hydra"]["overrides"]["task"],  # as typed: a variable in it may be a password
         Path(hydra.runtime.output_dir),
-        plain(cfg),
+        composed,
     )
 
 
