@@ -151,13 +151,10 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     """
     from fsdp_lab.config.sweep import TrackingConfig
     from fsdp_lab.report.answer import answer, plainest
-    from fsdp_lab.sweep.store.find import find_folder
-    from fsdp_lab.sweep.store.trust import check_address_trusted, is_own
+    from fsdp_lab.sweep.store.trust import find_trusted
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
 
-    check_address_trusted(str(which), "sweep", trust)
-    folder = find_folder(str(which), TrackingConfig(), "sweep")
-    is_own(folder, "sweep", trust)
+    folder, _ = find_trusted(str(which), "sweep", TrackingConfig(), trust)
     read, _, _ = sweep_in(folder)
     require_results(read, str(which))
     report = answer(read)

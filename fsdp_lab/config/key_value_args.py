@@ -9,6 +9,11 @@ from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.redact import has_password
 
 
+def key_of(word: str) -> str:
+    """Return the key of an override, without the sign before it."""
+    return word.partition("=")[0].lstrip("+~")
+
+
 def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dict[str, str]:
     """Return the `key=value` arguments as a dictionary; with `--help`, or without arguments, print the usage instead.
 
@@ -41,7 +46,7 @@ def check_passwords(words: Sequence[str]) -> None:
         ConfigError: with the key, not the value.
     """
     for word in words:
-        key = word.partition("=")[0].lstrip("+")
+        key = key_of(word)
         if key not in _OF_STORAGE and has_password(word):
             by_mlflow = " MLflow also reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
             raise ConfigError(

@@ -90,8 +90,7 @@ def run(options: dict[str, str]) -> None:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.sweep.store.find import find_folder
-    from fsdp_lab.sweep.store.trust import check_address_trusted, is_own, read_trust, why_foreign
+    from fsdp_lab.sweep.store.trust import find_trusted, read_trust, why_foreign
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in, sweep_stored
     from fsdp_lab.tracking import annotate, find_sweep_run, folder_here, runs_url
 
@@ -105,11 +104,9 @@ def run(options: dict[str, str]) -> None:
     if is_run:
         sweep = with_tolerances(sweep_stored(tracking, which), options)
     else:
-        check_address_trusted(which, "sweep", trust)
-        if is_address(which):  # beside what use=... prints
+        if is_address(which) and trust:  # beside what use=... prints
             print(f"reaching {redact(which)}", file=sys.stderr, flush=True)
-        folder = find_folder(which, tracking, "sweep")
-        own = is_own(folder, "sweep", trust)
+        folder, own = find_trusted(which, "sweep", tracking, trust)
         sweep, record, config = sweep_in(folder)
         ui = options.get("tracking.ui", config.tracking.ui)
         tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)
@@ -183,8 +180,7 @@ def store_of(record: Record, config: SweepConfig, own: bool) -> str:
         ConfigError: the user has to type the address.
     """
     from fsdp_lab.record.hydra_folder import with_variables
-    from fsdp_lab.sweep.store.override_rules import is_local_store
-    from fsdp_lab.sweep.store.trust import check_store
+    from fsdp_lab.sweep.store.trust import check_store, is_local_store
 
     uri = config.tracking.uri
     if not own and not is_local_store(uri):

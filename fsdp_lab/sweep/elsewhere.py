@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_lab.config import is_address
+from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
 from fsdp_lab.redact import redact
-from fsdp_lab.sweep.store.override_rules import key_of
 
 
 def why_here(launched_in: str, words: Sequence[str], own: bool) -> str | None:

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.key_value_args import AUTO_REPEAT
+from fsdp_lab.config.key_value_args import AUTO_REPEAT, key_of
 
 FIRST_ROUND = "repeat=0"
 
@@ -70,6 +70,12 @@ def discrete_values(override: Override) -> list[str]:
             f"{key}={_between(override)}, or search=random or search=optuna."
         )
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:
+    """Return overrides, with those in `on_top` replacing the ones for the same keys."""
+    keys = {key_of(override) for override in on_top}
+    return [*(override for override in overrides if key_of(override) not in keys), *on_top]
 
 
 @lru_cache(maxsize=1000)  # most words of a trial are those of the trial before it

@@ -26,7 +26,7 @@ from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
-from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys
+from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys, with_overrides
 from fsdp_lab.sweep.names import run_name
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
@@ -35,7 +35,6 @@ from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import new_folder
-from fsdp_lab.sweep.store.override_rules import with_overrides
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
 from fsdp_lab.sweep.sweep_data import sweep_of

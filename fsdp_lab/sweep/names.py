@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config.key_value_args import as_typed
+from fsdp_lab.config.key_value_args import as_typed, key_of
 from fsdp_lab.deploy.job import resume_by
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.paths import copy_of
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
-from fsdp_lab.sweep.store.override_rules import key_of, known_words, leads_away, refusal
+from fsdp_lab.sweep.store.trust import why_refused
 
 RESUMED_BY = "FSDP_LAB_RESUMED_BY"  # set by a night for its sweep
 _NOT_AGAIN = ("resume", "trust", "cluster.storage_path", "hydra.output_subdir")
@@ -137,7 +137,7 @@ def _typed_again(arguments: Sequence[str]) -> list[str]:
     They name code, or another machine such as `cluster.address`. The address in storage implies where storage is.
     """
     words = [word for word in as_typed(arguments) if not word.startswith("-") and key_of(word) not in _NOT_AGAIN]
-    wanted = [word for word in words if leads_away(word) or refusal(word, known_words(), own=False)]
+    wanted = [word for word in words if why_refused(word, own=False)]
     return [*config_dir_words(arguments), *(redact(word) for word in wanted)]
 
 

@@ -9,14 +9,13 @@ from omegaconf import DictConfig
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.job import Manager
-from fsdp_lab.config.key_value_args import as_typed, quoted
+from fsdp_lab.config.key_value_args import as_typed, key_of, quoted
 from fsdp_lab.deploy.job import Job, job_words
 from fsdp_lab.deploy.launch import launch
 from fsdp_lab.locks import locked
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.names import config_dir_words, relative
 from fsdp_lab.sweep.store.folder import new_folder
-from fsdp_lab.sweep.store.override_rules import key_of
 
 
 def is_for_manager(config: SweepConfig) -> bool:

@@ -18,11 +18,11 @@ from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
 from fsdp_lab.record.trial_files import Outcome, wait_until_alone, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.store import changes
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
 from fsdp_lab.sweep.store.find import remember_last
-from fsdp_lab.sweep.store.override_rules import with_overrides
 from fsdp_lab.sweep.store.resume import resume_arguments
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])

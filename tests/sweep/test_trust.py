@@ -17,14 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import ConfigError, SweepConfig, UserError, conf_dir
+from fsdp_lab.config import ConfigError, SweepConfig, conf_dir
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import Record, begin_folder
 from fsdp_lab.record.trial_files import Outcome, append_line, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.store import trust
-from fsdp_lab.sweep.store.override_rules import Known, known_words, leads_away, names_code, refusal
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
@@ -32,9 +31,6 @@ from tests.conftest import STORE, command_line, run_cli
 from tests.servers import lay_store
 
 SOMEBODY = 54321
-WORKLOADS = Known(
-    frozenset({"optimizer.lr", "task.loss"}), frozenset({"model"}), free=("model.",), code=frozenset({"task.loss"})
-)
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
@@ -46,42 +42,41 @@ TYPED = (
         "hydra.run.dir=out", "hydra.sweep.subdir=${hydra.job.num}", "hydra.sweeper.params.sharding=null",
         "hydra.sweeper.params.optimizer.lr=1e-3,1e-2", "training.global_batch_size=${per_worker:8}",
         "optimizer.lr='tag(log,interval(1e-4,1e-2))'", "data.root=${data.name}", "hydra.sweep.dir=o/${now:%Y-%m}",
-        "tracking.uri=http://host:5000", "objective=[memory/peak_bytes:min,val/loss:min]", "data.root=../data",
+        "objective=[memory/peak_bytes:min,val/loss:min]", "data.root=../data",
         "cluster.job.nodes=2",
 )  # fmt: skip
 # What could run code, or read what is not the sweep's, with the rule against it.
-HOSTILE: tuple[tuple[object, str], ...] = (
-        ("--experimental-rerun=x.pickle", "a file may not hold command-line options"),
-        ("--config-dir=.", "a file may not hold command-line options"),
-        ("-cd", "a file may not hold command-line options"),
-        ("+hydra.callbacks.x._target_=psutil.Popen", "only keys of the configuration"),
-        ("hydra.sweeper._target_=os.system", "only keys of the configuration"),
-        ("hydra/launcher=x", "only keys of the configuration"),
-        ("hydra.searchpath=[file:///tmp]", "only keys of the configuration"),
-        ("hydra.sweeper.params={}", "only keys of the configuration"),
-        ("hydra.sweeper.params.hydra.callbacks.x._target_=os.system", "only keys of the configuration"),
+HOSTILE: tuple[tuple[str, str], ...] = (
+        ("--experimental-rerun=x.pickle", "only keys of a trial"),
+        ("--config-dir=.", "only keys of a trial"),
+        ("-cd", "only keys of a trial"),
+        ("+hydra.callbacks.x._target_=psutil.Popen", "only keys of a trial"),
+        ("hydra.sweeper._target_=os.system", "only keys of a trial"),
+        ("hydra/launcher=x", "only keys of a trial"),
+        ("hydra.searchpath=[file:///tmp]", "only keys of a trial"),
+        ("hydra.sweeper.params={}", "only keys of a trial"),
+        ("hydra.sweeper.params.hydra.callbacks.x._target_=os.system", "only keys of a trial"),
         ("hydra.sweeper.params.experiment=../../evil", "may only name options of "),
         ("experiment=../../evil", "may only name options of "),
         ("+experiment=/tmp/evil", "may only name options of "),
         ("sharding=choice(root,${oc.env:HOME})", "may only name options of "),
         ("sharding={_target_:os.system}", "may only name options of "),
-        ("sharding@hydra.callbacks=root", "only keys of the configuration"),
-        ("cluster.job.sbatch=[output:/home/me/.bashrc]", "a file may not set what a cluster manager is asked for"),
-        ("trust=true", "only keys of the configuration"),
-        ("offload._target_=mine.Net", "only keys of the configuration"),
-        (" hydra.run.dir=x", "only keys of the configuration"),
+        ("sharding@hydra.callbacks=root", "only keys of a trial"),
+        ("cluster.job.sbatch=[output:/home/me/.bashrc]", "only keys of a trial"),
+        ("trust=true", "only keys of a trial"),
+        ("offload._target_=mine.Net", "only keys of a trial"),
+        (" hydra.run.dir=x", "only keys of a trial"),
         ("data.root=${oc.decode:x}", "a file may interpolate only keys"),
         ("data.root=${${x}:y}", "a file may interpolate only keys"),
         ("data.root=${ my.own:y}", "a file may interpolate only keys"),
         (r"data.root=$\{oc.decode\:x\}", "a file may interpolate only keys"),
         ("optimizer.lr=${now:%Y},${oc.dict.keys:x}", "a file may interpolate only keys"),
-        (["optimizer.lr=1"], "it is not a text"),
 )  # fmt: skip
 # Whether a word makes us talk to another machine.
 LEADS_AWAY = {
     "tracking.uri=sqlite:///outputs/mlflow.db": False,
     "tracking.uri='sqlite:////data/x y.db'": False,
-    "tracking.uri=http://host": True,
+    "tracking.uri=http://host:5000": True,
     "tracking.uri=postgresql://host/db": True,
     "tracking.uri=${oc.env:X}": True,
     "tracking.uri=sqlite:///a,http://host": True,
@@ -93,33 +88,36 @@ LEADS_AWAY = {
 }
 
 
+OWN = (True, False)
+
+
 def test_a_file_may_hold_what_is_typed_for_sweeps_and_nothing_that_could_run_code():
-    refused = [(word, why) for word in TYPED for own in (True, False) if (why := refusal(word, known_words(), own))]
+    refused = [(word, why) for word in TYPED for own in OWN if (why := trust.why_refused(word, own))]
     assert not refused
-    wrong = [
-        (word, why) for word, rule in HOSTILE for own in (True, False)
-        if rule not in str(why := refusal(word, known_words(), own))
-    ]  # fmt: skip
-    assert not wrong
-    assert {word: leads_away(word) for word in LEADS_AWAY} == LEADS_AWAY
+    found = {(word, own): str(trust.why_refused(word, own)) for word, _ in HOSTILE for own in OWN}
+    assert [found[word, own] for word, rule in HOSTILE for own in OWN if rule not in found[word, own]] == []
+    away = "only a folder of your own may set an address"
+    assert {word: trust.why_refused(word, own=False) == away for word in LEADS_AWAY} == LEADS_AWAY
+    assert [word for word in LEADS_AWAY if trust.why_refused(word, own=True)] == []
 
 
 def test_a_variable_of_the_environment_is_read_for_its_owner_alone():
     word = "tracking.experiment=${oc.env:AWS_SECRET_ACCESS_KEY}"
-    assert refusal(word, known_words(), own=True) is None
-    assert "a file may interpolate only keys" in str(refusal(word, known_words(), own=False))
+    assert trust.why_refused(word, own=True) is None
+    assert "a file may interpolate only keys" in str(trust.why_refused(word, own=False))
 
 
 def test_code_that_a_users_own_folder_names_runs_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert not names_code("model.depth=3", WORKLOADS)
-    for word in ("model._target_=mine.Net", "model.head={_target_:mine.Head}", "task.loss=mine.loss"):
-        assert names_code(word, WORKLOADS)
-        assert "only a folder of your own" in str(refusal(word, WORKLOADS, own=False))
-    trust.check_words([word, "model.depth=3", word], tmp_path / "sweep.json", "resume", True, WORKLOADS)
-    assert capsys.readouterr().out == f"runs your code, which {tmp_path}/sweep.json names: {word}\n"
-    several = [word, f"{word}1", f"{word}2"]
-    trust.check_words(several, tmp_path / "trials.jsonl", "resume", True, WORKLOADS, shown=[word])
-    assert capsys.readouterr().out == f"runs your code, which {tmp_path}/trials.jsonl names: {word}1, {word}2\n"
+    words = ["model._target_=mine.Net", "model.head={_target_:mine.Head}", "task.loss=mine.loss,mine.other"]
+    for word in (*words, "hydra.sweeper.params.task.loss=mine.loss"):
+        assert trust.why_refused(word, own=True) is None
+        assert "only a folder of your own may name code" in str(trust.why_refused(word, own=False))
+    of_trials = ["model.depth=3", "task.loss=mine.loss", words[0], "task.loss=mine.third"]
+    trust.print_code([*words, *of_trials], tmp_path)
+    shown = ", ".join([*words[:2], *(f"task.loss=mine.{name}" for name in ("loss", "other", "third"))])
+    assert capsys.readouterr().out == f"runs your code, which {tmp_path} names: {shown}\n"
+    trust.print_code(["model.depth=3"], tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.fixture
@@ -233,13 +231,13 @@ def test_what_another_user_wrote_on_the_shared_disk_is_refused(multirun: bool, t
     write_hydra_folder(trial)
     if multirun:
         add_trial(tmp_path / "out", trial)
+    Record.of([], multirun, trial.config).write(tmp_path / "out")
     (shared,) = (tmp_path / "disk").iterdir()
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
-    assert trust.is_own(tmp_path / "out", "resume", False)
+    assert trust.why_foreign(tmp_path / "out") is None
     (inner := shared / "0" / "checkpoints" if multirun else shared / "checkpoints").mkdir()
     os.chown(inner, SOMEBODY, SOMEBODY)
-    with pytest.raises(Exception, match=f"{inner} belongs to user {SOMEBODY}"):
-        trust.is_own(tmp_path / "out", "resume", False)
+    assert f"{inner} belongs to user {SOMEBODY}" == trust.why_foreign(tmp_path / "out")
 
 
 @needs_root
@@ -266,8 +264,7 @@ def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started
     for damage in ("", "\udcff"):  # a line that cannot be read hides no other
         with (tmp_path / "out/trials.jsonl").open("a", errors="surrogateescape") as lines:
             lines.write(damage)
-        with pytest.raises(UserError, match=f"outcome.json belongs to user {SOMEBODY}"):
-            trust.is_own(tmp_path / "out", "resume", False)
+        assert f"outcome.json belongs to user {SOMEBODY}" in str(trust.why_foreign(tmp_path / "out"))
 
 
 def test_what_others_can_write_into_is_foreign(tmp_path: Path):

@@ -10,10 +10,10 @@ from fsdp_lab.config import Between, ConfigError, SweepConfig, settings, workers
 from fsdp_lab.config.code import code_digest, commit
 from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config, with_variables
 from fsdp_lab.record.sweep_json import Record, versions
 from fsdp_lab.redact import redact
-from fsdp_lab.sweep.store.override_rules import key_of
 
 
 def changes_of_code(record: Record) -> list[str]:

@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
+from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.files import report_damaged
 from fsdp_lab.record.paths import copy_of, storage
@@ -26,12 +27,10 @@ from fsdp_lab.record.trial_files import (
 )
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.grid import discrete_values
+from fsdp_lab.sweep.grid import fixed_words, with_overrides
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
-from fsdp_lab.sweep.store.find import find_folder
-from fsdp_lab.sweep.store.override_rules import is_local_store, key_of, known_words, names_code, with_overrides
-from fsdp_lab.sweep.store.trust import check_address_trusted, check_store, check_words, is_own, read_trust
+from fsdp_lab.sweep.store.trust import check_store, check_words, find_trusted, is_local_store, print_code, read_trust
 from fsdp_lab.wording import count
 
 _MEASURED = (TrialStatus.finished, TrialStatus.stopped)
@@ -50,9 +49,7 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
     typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith(("resume=", "trust="))]
     uri = next((a.partition("=")[2] for a in typed if a.startswith("tracking.uri=")), TrackingConfig().uri)
     named = resume.strip("'\"")
-    check_address_trusted(named, "resume", trust)
-    folder = find_folder(named, TrackingConfig(uri=uri))
-    own = is_own(folder, "resume", trust)
+    folder, own = find_trusted(named, "resume", TrackingConfig(uri=uri), trust)
     if (address := copy_of(folder)) and "cluster.storage_path" not in {key_of(word) for word in typed}:
         typed.insert(0, f"cluster.storage_path={address.rpartition('/')[0]}")  # was typed, with the sweep's name
     record = read_record(folder)
@@ -69,31 +66,25 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
 
 
 def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) -> None:
-    """Check the arguments that Hydra will get from the folder, except those replaced by arguments typed now.
+    """Check the overrides that Hydra will get from the folder, except those replaced by overrides typed now.
 
-    An argument that was typed as the record has it replaces no trial's argument, and allows only the same one.
+    One that was typed as the record has it replaces no trial's override, and allows only the same one.
     """
     keys = {key_of(word) for word in typed}
     left = [word for word in record.arguments if key_of(word) not in keys]
     check_words(left, folder / "sweep.json", "resume", own)
-    again = [word for word in typed if word in record.arguments]
-    replaced, same = keys - {key_of(word) for word in again}, _as_in_trials(again)
+    again = [word for word in typed if word in record.arguments and not word.startswith("-")]
+    same = fixed_words(OverridesParser.create(), {}, again)
+    replaced = keys - {key_of(word) for word in again}
     trials = read_trials(folder, record.num_trials) if record.multirun else []
     held = [word for words, _ in trials for word in words if key_of(word) not in replaced]
-    code = OverridesParser.create().parse_overrides([word for word in left if names_code(word, known_words())])
-    shown = [value for word in code for value in discrete_values(word)]
-    check_words([word for word in held if word not in same], folder / "trials.jsonl", "resume", own, shown=shown)
+    check_words([word for word in held if word not in same], folder / "trials.jsonl", "resume", own)
+    print_code([*left, *held], folder)
     if not own and "tracking.uri" not in replaced:
         stores = [word.partition("=")[2] for word in (*record.arguments, *held) if key_of(word) == "tracking.uri"]
         for uri in (TrackingConfig().uri, *stores):
             if is_local_store(uri.replace("\\", "")):
                 check_store(uri, record.launched_in)
-
-
-def _as_in_trials(typed: Sequence[str]) -> set[str]:
-    """Return words, but for sweeps, as a trial's overrides have them."""
-    words = OverridesParser.create().parse_overrides([word for word in typed if not word.startswith("-")])
-    return {same for word in words if not word.is_sweep_override() for same in discrete_values(word)}
 
 
 def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:

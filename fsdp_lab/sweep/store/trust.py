@@ -1,8 +1,7 @@
-"""The owner of a sweep's folder, and how far its content is trusted.
+"""The owner of a sweep's folder, and what of its content is used.
 
-A resume unpickles the folder's checkpoints and composes its arguments, and a report opens the store that it names. So
-the
-folder must be this user's own, or the command line must say `trust=true`; its arguments are checked in either case.
+A resume unpickles the folder's checkpoints and composes its overrides, and a report opens the store that it names. So
+the folder must be this user's own, or the command line must say `trust=true`; its overrides are checked in either case.
 """
 
 from __future__ import annotations
@@ -11,21 +10,37 @@ import grp
 import json
 import os
 import pwd
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.config import ConfigError, UserError, is_address
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, is_address
+from fsdp_lab.config.conf import groups
+from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.config.options import names_code
+from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.deploy.job import is_managers
 from fsdp_lab.record.paths import copy_of
+from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.redact import redact
-from fsdp_lab.sweep.store.override_rules import Known, key_of, known_words, leads_away, names_code, refusal
+from fsdp_lab.sweep.grid import discrete_values
+from fsdp_lab.sweep.store.find import find_folder
 
 _OTHERS_ENTER, _OTHERS_WRITE, _GROUP_WRITES = 0o011, 0o002, 0o020
+_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+_AXIS = "hydra.sweeper.params."  # a default axis: an override follows
+_USERS_KEY = re.compile(r"(model|data)\.[\w.]+")
+_OPTIONS = re.compile(r"[\w\s,'\"()\[\]*=-]*")  # names and choices of them; no path, which would be a file anywhere
+_RESOLVERS = (None, "per_worker", "now", "hydra")  # None: the interpolation of a key
+_INTERPOLATION = re.compile(r"\$\{(?:\s*(?:[\w.\[\]]+\s*\}|(?P<resolver>\w+(?:\.\w+)*)\s*:))?")
+_LOCAL_STORE = re.compile(r"['\"]?sqlite:///[\w./ =-]*['\"]?")
 
 
 def read_trust(value: str | None) -> bool:
@@ -39,58 +54,42 @@ def read_trust(value: str | None) -> bool:
     return value == "true"
 
 
-def is_own(folder: Path, key: str, trust: bool) -> bool:
-    """Return whether a sweep's folder, with its files on a shared disk, is this user's.
-
-    False if it is another user's and trusted.
+def find_trusted(named: str, key: str, tracking: TrackingConfig, trust: bool) -> tuple[Path, bool]:
+    """Return the folder of a sweep, and whether it is this user's own with its files on a shared disk.
 
     Args:
-        folder: the sweep's.
-        key: the key that named the folder on the command line.
+        named: see `find_folder`.
+        key: the key that names the sweep on the command line.
+        tracking: see `find_folder`.
         trust: `trust=true` was typed.
 
     Raises:
-        UserError: it is another user's, or others may write into it, and it is not trusted.
+        UserError: there is no such folder, or others may have written into it and it is not trusted.
     """
-    reason = why_foreign(folder)
-    if reason is None:  # what it says of its other folders is this user's word by now
-        reason = next((why for where in _elsewhere(folder) if (why := why_foreign(where))), None)
-    if reason is None and (address := copy_of(folder)):
-        reason = f"it is a copy of {address}"
-    if reason is None:
-        return True
-    if not trust:
+    where, reason = named, "it is not known who can write there" if is_address(named) else None
+    if trust or reason is None:
+        folder = find_folder(named, tracking, key)
+        where, reason = str(folder), why_foreign(folder)
+    if reason is not None and not trust:
         raise UserError(
-            f"{key}={folder}: {reason}, and a sweep's folder can run code as you (its checkpoints are pickles). Use "
+            f"{key}={where}: {reason}, and a sweep's folder can run code as you (its checkpoints are pickles). Use "
             "your own folder; or, if you trust everybody who can write there, add trust=true."
         )
-    return False
-
-
-def check_address_trusted(named: str, key: str, trust: bool) -> None:
-    """Refuse a sweep in object storage before it is read: it is not known who may write there.
-
-    Raises:
-        UserError: it is not trusted.
-    """
-    if is_address(named) and not trust:
-        raise UserError(
-            f"{key}={named}: everybody who can write there can run code as you (a sweep's checkpoints are pickles); if "
-            "you trust them, add trust=true."
-        )
+    return folder, reason is None
 
 
 def why_foreign(folder: Path) -> str | None:
-    """Return who else may have written into a folder, or which link leads out of it; None if only this user, or root.
+    """Return who else may have written into a sweep's folder, or which link leads out of it; None: only this user.
 
     A group may write if it is the user's private one: of the same name, with no other member (umask 002). Files below a
     folder that nobody else can enter may have any mode.
     """
-    others_enter = bool(folder.stat().st_mode & _OTHERS_ENTER)
-    for path in _all_in(folder):
-        if reason := _who_else(path, others_enter or path == folder) or _leads_out(path, folder):
-            return reason
-    return None
+    reason = _why_foreign(folder)
+    if reason is None:  # what it says of its other folders is this user's word by now
+        reason = next((why for where in _elsewhere(folder) if (why := _why_foreign(where))), None)
+    if reason is None and (address := copy_of(folder)):
+        reason = f"it is a copy of {address}"
+    return reason
 
 
 def check_store(uri: str, launched_in: str) -> None:
@@ -106,36 +105,72 @@ def check_store(uri: str, launched_in: str) -> None:
         raise ConfigError(f"tracking.uri={redact(uri)}: {reason}; add tracking.uri=... with a store of your own.")
 
 
-def check_words(
-    words: Sequence[Any], source: Path, key: str, own: bool, known: Known | None = None, shown: Sequence[Any] = ()
-) -> None:
-    """Check the arguments in a file of a sweep's folder for Hydra, and show in one line those that name code to run.
+def is_local_store(uri: str) -> bool:
+    """Return whether a store is a plain file: not an address, a database or an interpolation."""
+    return _LOCAL_STORE.fullmatch(uri) is not None
+
+
+def why_refused(word: str, own: bool) -> str | None:
+    """Return why a resume composes an override only if it is typed again; None if a folder may hold it.
+
+    Hydra runs what a configuration tells it to. So an override of a folder sets a key of the trial, or names an option.
 
     Args:
-        words: the arguments.
-        source: the file.
-        key: see `is_own`.
+        word: the override.
         own: whether the folder is this user's.
-        known: keys and groups; None: those of this version.
-        shown: arguments of another file that were shown already.
+    """
+    word = word.replace("\\", "")  # as Hydra will read it: an escape must hide nothing
+    key, value = key_of(word).removeprefix(_AXIS), word.partition("=")[2]
+    if key in groups():
+        return None if _OPTIONS.fullmatch(value) else f"a file may only name options of {key}"
+    if key not in _trial_keys() and not _USERS_KEY.fullmatch(key):
+        return f"a file may set only keys of a trial, {', '.join(_HYDRA_KEYS)} and {_AXIS}*"
+    if names_code([f"{key}={value}"]) and not own:
+        return "only a folder of your own may name code to run"
+    if _leads_away(key, value) and not own:
+        return "only a folder of your own may set an address"
+    allowed = (*_RESOLVERS, "oc.env") if own else _RESOLVERS  # a variable may be a secret
+    if any(match[0] == "${" or match["resolver"] not in allowed for match in _INTERPOLATION.finditer(word)):
+        return f"a file may interpolate only keys and {', '.join(filter(None, allowed))}"
+    return None
+
+
+@cache
+def _trial_keys() -> frozenset[str]:
+    """Return the keys that a folder may set: not those of a cluster manager, but for the nodes that a sweep awaits."""
+    keys = (key for key in keys_of(SweepConfig) if not is_managers(key) or key == "cluster.job.nodes")
+    return frozenset([*keys, *_HYDRA_KEYS])
+
+
+def _leads_away(key: str, value: str) -> bool:
+    """Return whether a value makes this process connect to another machine or address, with its credentials."""
+    if key == "cluster.address":
+        return value not in ("null", "")
+    if key == "cluster.storage_path":
+        return is_address(value)
+    return key == "tracking.uri" and not is_local_store(value)
+
+
+def check_words(words: Sequence[str], source: Path, key: str, own: bool) -> None:
+    """Check the overrides in a file of a sweep's folder. `key` and `own` as for `find_trusted`.
 
     Raises:
-        ConfigError: an argument is accepted from no file, or not from this one.
+        ConfigError: one of them must be typed again.
     """
-    known = known or known_words()
     for word in words:
-        reason = refusal(word, known, own)
-        if reason is None and not own and leads_away(word):
-            reason = "only a folder of your own may set an address"
-        if reason is not None:
-            again = word if str(word).startswith("-") else f"{key_of(str(word))}=..."
+        if reason := why_refused(word, own):
+            again = word if word.startswith("-") else f"{key_of(word)}=..."
             raise ConfigError(
-                f"{key}={source.parent}: {source.name} holds {redact(str(word))}, and {reason}. If you want it, add it "
-                f"to the command after {key}=...: {again}"
+                f"{key}={source.parent}: {source.name} holds {redact(word)}, and {reason}. If you want it, add it to "
+                f"the command after {key}=...: {again}"
             )
-    code = dict.fromkeys(redact(word) for word in words if names_code(word, known) and word not in shown)
-    if code:
-        print(f"runs your code, which {source} names: {', '.join(code)}", flush=True)
+
+
+def print_code(words: Sequence[str], folder: Path) -> None:
+    """Print in one line which overrides of a folder name code to run."""
+    parsed = OverridesParser.create().parse_overrides([word for word in words if names_code([word])])
+    if code := dict.fromkeys(redact(value) for override in parsed for value in discrete_values(override)):
+        print(f"runs your code, which {folder} names: {', '.join(code)}", flush=True)
 
 
 def enter(folder: str) -> None:
@@ -150,6 +185,14 @@ def enter(folder: str) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(os.path.join(typed, path) for path in paths)
     os.environ["PYTHONSAFEPATH"] = "1"
     os.chdir(folder)
+
+
+def _why_foreign(folder: Path) -> str | None:
+    others_enter = bool(folder.stat().st_mode & _OTHERS_ENTER)
+    for path in _all_in(folder):
+        if reason := _who_else(path, others_enter or path == folder) or _leads_out(path, folder):
+            return reason
+    return None
 
 
 def _who_else(path: Path, others_enter: bool = True) -> str | None:
@@ -184,21 +227,12 @@ def _all_in(folder: Path) -> Iterator[Path]:
 
 def _elsewhere(folder: Path) -> Iterator[Path]:
     """Yield the folders that a sweep names outside its own: its trials', and those below `cluster.storage_path`."""
-    with suppress(OSError, ValueError):
-        for line in (folder / "trials.jsonl").read_text(errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                content = json.loads(line)
-                for where in (folder / content["folder"], Path(content.get("storage", folder))):
-                    if where.is_dir() and not where.resolve().is_relative_to(folder.resolve()):
-                        yield where
-    launched_in = ""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        launched_in = str(json.loads((folder / "sweep.json").read_text())["launched_in"])
-    with suppress(OSError, KeyError, TypeError, yaml.YAMLError):  # of a trial alone
+    named = [folder / place for line in lines_of(folder) for place in (line["folder"], line.get("storage", "."))]
+    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # of a trial alone
+        launched_in = json.loads((folder / "sweep.json").read_text())["launched_in"]
         saved = yaml.load((folder / ".hydra" / "config.yaml").read_text(), Loader=yaml.CSafeLoader)
-        where = Path(launched_in, saved["cluster"]["storage_path"], (folder / ".storage").read_text())
-        if where.is_dir():
-            yield where
+        named.append(Path(launched_in, saved["cluster"]["storage_path"], (folder / ".storage").read_text()))
+    yield from (where for where in named if where.is_dir() and not where.resolve().is_relative_to(folder.resolve()))
 
 
 def _user(number: int) -> str:
