@@ -158,7 +158,7 @@ def _again(sweep: SweepData) -> str:
     """Return how speeds that do not count are measured again, as the end of a sentence."""
     if not sweep.resume:
         return "run it again when the machine is free"
-    return f"measure them again when the machine is free (`{sweep.resume} resume_disturbed=true`)"
+    return f"measure them again when the machine is free (`{sweep.resume} resume_failed=true`)"
 
 
 def _what_one_run_cannot_show(sweep: SweepData) -> str:

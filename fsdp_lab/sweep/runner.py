@@ -35,7 +35,7 @@ from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.disturbed import set_aside
+from fsdp_lab.sweep.store.set_aside import set_aside
 
 
 @dataclass(frozen=True)

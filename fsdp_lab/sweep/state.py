@@ -32,7 +32,7 @@ class TrialState(TrialRecord):
         trial: as composed.
         begun: when it began to run, in seconds since 1970.
         resuming: an earlier start has left files of it.
-        again: it has a result, and is measured again because its speed does not count (`resume_disturbed`).
+        again: it has a result, and is measured again because its timing is excluded (`resume_failed`).
         epochs_before: the epochs that an earlier start has trained.
         forecast: of this start; None: none yet.
         slot_freed_at: when the trial before it in its slot reported for the last time, in seconds since 1970.

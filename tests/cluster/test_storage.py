@@ -8,7 +8,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
-from fsdp_lab.sweep.store.disturbed import set_aside
+from fsdp_lab.sweep.store.set_aside import set_aside
 from tests.s3 import ALL_OF_THEM, Faults
 
 pytestmark = pytest.mark.cluster

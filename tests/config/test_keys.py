@@ -126,7 +126,6 @@ trial_timeout_s                      param
 dry_run
 resume
 resume_failed
-resume_disturbed
 resume_anyway
 cluster.num_workers                  cells starts param
 cluster.cpus_per_worker              cells starts param

@@ -395,7 +395,7 @@ def test_the_only_speed_that_counts_is_compared_with_nothing():
     assert recommendation.lines[0] == "`sharding=ddp precision=fp32`: 2× the memory, val/loss -0.99 %"
     assert recommendation.notes[0].startswith("To compare speeds, run it again when the machine is free")
     resumed = answer(sweep(rows, resume="python -m fsdp_lab resume=out")).notes[0]
-    assert "(`python -m fsdp_lab resume=out resume_disturbed=true`), or see: python" in resumed
+    assert "(`python -m fsdp_lab resume=out resume_failed=true`), or see: python" in resumed
     by_objective = answer(sweep(rows, objectives=[("val/loss", "min"), (SPEED, "max")])).sentence
     assert "perf/samples_per_s was not compared: only the speed of" in by_objective
     other_loss = [rows[0], trial(1, (*ROWS[2][:5], 1.1))]  # what did not learn is no candidate, whatever its speed

@@ -134,13 +134,13 @@ LIMIT = ("report.others_cpu=0.25", "resume_anyway=true")
 
 
 @pytest.mark.ci
-def test_exactly_what_was_disturbed_is_measured_again_and_its_record_kept(folder: Path):
+def test_a_trial_with_excluded_timing_is_measured_again_and_its_record_kept(folder: Path):
     disturb(folder, 0.0)
     disturb(folder, 0.9, range(1, 2))
     trial = folder / "out" / "1"
     first, before = (trial / "metrics.jsonl").read_text(), run_ids(folder)
     (folder / "elsewhere").mkdir()
-    again = (f"resume={folder / 'out'}", "resume_disturbed=true", *LIMIT)
+    again = (f"resume={folder / 'out'}", "resume_failed=true", *LIMIT)
     done = run_cli(folder / "elsewhere", *again)
     assert done.returncode == 0, output_of(done)
     assert f"resumes in {folder}" in done.stdout and str(folder / "mlflow.db") in done.stdout
@@ -165,7 +165,7 @@ def test_a_disturbed_sweep_prints_what_measures_it_again(folder: Path):
     done = forked.run(folder, "fsdp_lab.report", "sweep=out", "report.others_cpu=0.25")
     assert done.returncode == 0, output_of(done)
     for output in (done.stdout, *((folder / "out" / f"report.{kind}").read_text() for kind in ("md", "html"))):
-        assert "python -m fsdp_lab resume=out report.others_cpu=0.25 resume_disturbed=true" in output
+        assert "python -m fsdp_lab resume=out report.others_cpu=0.25 resume_failed=true" in output
         assert "No setting is recommended" in output and "Recommended:" not in output
 
 

@@ -97,9 +97,9 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
         state = TrialState(trial)
         state.resuming = True
         read_state(state, storage(trial, folder))
-        failed = state.status is TrialStatus.failed and config.resume_failed
-        state.again = state.timing_excluded is not None and state.status in _MEASURED and config.resume_disturbed
-        if failed or state.again:  # its outcome is taken away when it begins
+        excluded = state.timing_excluded is not None and state.status in _MEASURED
+        state.again = config.resume_failed and excluded
+        if config.resume_failed and (excluded or state.status is TrialStatus.failed):  # its outcome is removed later
             state.turnaround_s = None if state.again else state.turnaround_s
             state.status, state.error, state.seconds, state.timing_excluded = TrialStatus.waiting, None, None, None
         if not state.ended:  # it reports its epochs again

@@ -1,4 +1,4 @@
-"""Trials whose speed does not count, to be measured again: which ones, and what is kept of the first measurement."""
+"""What is kept of the first measurement of a trial whose timing is excluded, when it is measured again."""
 
 from __future__ import annotations
 
