@@ -33,12 +33,21 @@ def drop_checkpoints(folder: Path, stored: bool = True) -> None:
     for where in _places(folder):
         if is_address(str(where)):
             if stored:
-                _drop_stored(Storage(str(where)), ["."])
+                drop_stored_weights(Storage(str(where)), ["."])
             continue
-        if (where / "checkpoints").exists():
-            shutil.rmtree(where / "checkpoints")
-        (where / "model.pt").unlink(missing_ok=True)
-        shutil.rmtree(where / "model", ignore_errors=True)
+        drop_weights(where)
+
+
+def drop_weights(folder: Path) -> None:
+    """Remove the checkpoints and the exported model of a trial.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if (folder / "checkpoints").exists():
+        shutil.rmtree(folder / "checkpoints")
+    (folder / "model.pt").unlink(missing_ok=True)
+    shutil.rmtree(folder / "model", ignore_errors=True)
 
 
 def drop_stored_sweep(address: str) -> None:
@@ -55,10 +64,10 @@ def drop_stored_sweep(address: str) -> None:
     folders = [line["folder"] for line in parsed(trials)]
     if not folders and any(_ANY_CHECKPOINT.search(name) for name in storage.files()):
         raise UserError(f"{address} has checkpoints, but its trials.jsonl names no trial; remove them by hand.")
-    _drop_stored(storage, folders)
+    drop_stored_weights(storage, folders)
 
 
-def _drop_stored(storage: Storage, folders: Sequence[str]) -> None:
+def drop_stored_weights(storage: Storage, folders: Sequence[str]) -> None:
     """Remove the checkpoints of trials in object storage.
 
     Args:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from fsdp_lab.config import UserError
 from fsdp_lab.storage import Storage, StorageAway
+from fsdp_lab.sweep.store.checkpoints import drop_stored_weights, drop_weights
 
 # What a trial has left of an attempt, the outcome first: without it a trial has no result.
 _RECORD = (
     "outcome.json", "metrics.jsonl", "facts.json", "facts.before.json", "places.json", "progress.json",
     "turnaround.json", "error.txt", "logs", "failures*", "memory_*_rank*.*",
 )  # fmt: skip
-_WEIGHTS = ("checkpoints", "model", "model.pt")  # a trial that finds a checkpoint goes on from it
 
 
 def set_aside(folder: Path, address: str | None) -> None:
@@ -40,21 +39,15 @@ def set_aside(folder: Path, address: str | None) -> None:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"cluster.storage_path={error}; resume the sweep when it answers.") from error
-    for name in _WEIGHTS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).unlink(missing_ok=True)
+    drop_weights(folder)  # a trial that finds a checkpoint resumes from it
     for path in record:
         path.rename(kept / path.name)
 
 
 def _set_aside_in_storage(storage: Storage, folder: Path, kept: str, record: list[Path]) -> None:
     files = [file for path in record for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    files = [file for file in files if file.is_file()]
-    for file in files:
-        storage.put(file, f"{kept}/{file.relative_to(folder)}")
-    names = storage.files()
-    weights = [name for name in names if name.split("/")[0] in _WEIGHTS]
-    # what names a checkpoint goes before its data
-    storage.delete(sorted(weights, key=lambda name: not name.endswith(".json")))
-    gone = [str(file.relative_to(folder)) for file in files]
-    storage.delete(name for name in gone if name in names)
+    names = [str(file.relative_to(folder)) for file in files if file.is_file()]
+    for name in names:
+        storage.put(folder / name, f"{kept}/{name}")
+    drop_stored_weights(storage, ["."])
+    storage.delete(names)
