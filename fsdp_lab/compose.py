@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,7 @@ from fsdp_lab.config import (
     flatten,
     from_dict,
     part,
+    to_dict,
     workers_of,
 )
 from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
@@ -255,6 +257,18 @@ def check_overrides(arguments: Sequence[str]) -> None:
             f"{override.input_line} is not an option: {group} is a group, and takes a name. Choose one of: "
             f"{', '.join(options_of(group))}."
         )
+
+
+def with_variables(saved: SweepConfig) -> SweepConfig:
+    """Return a saved config with the variables in its addresses; one that is not set stays as typed."""
+    if "${" not in f"{saved.tracking.uri} {saved.tracking.ui}":
+        return saved
+    content = to_dict(saved)
+    known = OmegaConf.create(content)  # an address may name other keys
+    for name in ("uri", "ui"):
+        with suppress(OmegaConfBaseException):
+            content["tracking"][name] = OmegaConf.select(known, f"tracking.{name}")
+    return from_dict(SweepConfig, content)
 
 
 def group_choices(cfg: DictConfig) -> dict[str, str]:

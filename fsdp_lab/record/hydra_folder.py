@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import NightlyConfig, SweepConfig, from_dict, part, to_dict
@@ -49,18 +47,6 @@ def saved_config(values: dict[str, Any]) -> SweepConfig:
         ConfigError: a key or a value that is none any more.
     """
     return part(from_dict(NightlyConfig, values), SweepConfig)
-
-
-def with_variables(saved: SweepConfig) -> SweepConfig:
-    """Return a saved config with the variables in its addresses; one that is not set stays as typed."""
-    content = to_dict(saved)
-    if not any("${" in str(content["tracking"][name]) for name in _ADDRESSES):
-        return saved
-    known = OmegaConf.create(content)
-    for name in _ADDRESSES:
-        with suppress(OmegaConfBaseException):
-            content["tracking"][name] = OmegaConf.select(known, f"tracking.{name}")
-    return from_dict(SweepConfig, content)
 
 
 def _as_typed(trial: Trial) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def store_of(record: Record, config: SweepConfig, own: bool) -> str:
     Raises:
         ConfigError: the user has to type the address.
     """
-    from fsdp_lab.record.hydra_folder import with_variables
+    from fsdp_lab.compose import with_variables
     from fsdp_lab.sweep.store.trust import check_store, is_local_store
 
     uri = config.tracking.uri

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.compose import with_variables
 from fsdp_lab.config import Between, ConfigError, SweepConfig, settings, workers_of
 from fsdp_lab.config.code import code_digest, commit
 from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.key_value_args import key_of
-from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config, with_variables
+from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.sweep_json import Record, versions
 from fsdp_lab.redact import redact
 
