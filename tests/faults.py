@@ -213,10 +213,12 @@ FAULTS = (
           "return [list(cell) for cell in itertools.product(*values)]",
           "return [list(cell) for cell in itertools.product(*values)][:-1] or [[]]", "sweep/test_grid.py"),
     # MLflow
-    Fault("an epoch is sent twice", "fsdp_lab/tracking/tracker.py",
-          "if (run_id, epoch) not in self._epochs", "if (run_id, epoch)", TRACKING),
-    Fault("a write that got through makes a second run", "fsdp_lab/tracking/tracker.py",
-          "if again and sweep_id:", "if False:", TRACKING),
+    Fault("an epoch is sent twice", "fsdp_lab/tracking/projection.py",
+          "            if step not in stored.steps:", "            if step is not None:", TRACKING),
+    Fault("a write that got through makes a second run", "fsdp_lab/tracking/projection.py",
+          "        if number not in self._unsure:", "        if True:", TRACKING),
+    Fault("what a store that is away has not taken is forgotten", "fsdp_lab/tracking/projection.py",
+          "self._changed = {number: None, **self._changed}", "self._changed = dict(self._changed)", TRACKING),
     Fault("a password is printed", "fsdp_lab/redact.py",
           r'return _QUERY.sub(_redact_value, _CREDENTIALS.sub(r"\1***@", text))', "return text", TRACKING),
     # answers

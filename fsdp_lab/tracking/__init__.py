@@ -1,14 +1,15 @@
-"""MLflow: the only package that imports it. One writer, the driver.
+"""MLflow: the only package that imports it. One writer, a thread of the driver.
 
-`tracker.py` logs, `outbox.py` keeps the order while the store is away, `read.py` reads a sweep back.
+`projection.py` compares the record with the store and sends what is missing, `writes.py` makes the single writes,
+`read.py` finds a sweep's run and its files.
 """
 
+from fsdp_lab.tracking.projection import Projection, WantedRun
 from fsdp_lab.tracking.read import annotate, fetch_artifact, fetch_record, find_sweep_run, folder_here, folder_of_run
 from fsdp_lab.tracking.store import TrackingError, runs_url
 from fsdp_lab.tracking.tags import command_of
-from fsdp_lab.tracking.tracker import Tracker
 
 __all__ = [
-    "Tracker", "TrackingError", "annotate", "command_of", "fetch_artifact", "fetch_record", "find_sweep_run",
-    "folder_here", "folder_of_run", "runs_url",
+    "Projection", "TrackingError", "WantedRun", "annotate", "command_of", "fetch_artifact", "fetch_record",
+    "find_sweep_run", "folder_here", "folder_of_run", "runs_url",
 ]  # fmt: skip

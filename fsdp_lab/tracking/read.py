@@ -63,7 +63,7 @@ def fetch_record(tracking: TrackingConfig, run_id: str, to: Path) -> Path:
 
 
 def _is_set_aside(run: Run) -> bool:
-    """Whether another run has taken the place of this one: see `Tracker.set_aside`."""
+    """Whether another run has taken the place of this one: see `Projection.open`."""
     return not run.data.tags.get(TRIAL_TAG, "0").isdigit()
 
 

@@ -57,14 +57,9 @@ def how_to_read() -> str:
 
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
-THINNED_TAG = "fsdp_lab.thinned"  # of the runs of a large sweep
+RECOMMENDED_TAG = "fsdp_lab.recommended"  # of the sweep, the number of the trial; of that trial, true
 DISTURBED = "disturbed"  # in the trial's tag and the name of a run that another one has replaced
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
-_THINNED_NOTE = (
-    "The sweep has so many trials that their runs are thinned. A run gets its metrics when its trial ends, of the last "
-    "epoch only. It has the parameters in which trials differ, and this run has the others. All epochs and the config "
-    "are in the trial's folder, which the tag `fsdp_lab.folder` names."
-)
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
@@ -84,15 +79,17 @@ def one_line(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def trial_params(config: SweepConfig, choices: Mapping[str, str]) -> dict[str, str]:
+def trial_params(config: SweepConfig, choices: Mapping[str, str], num_workers: int) -> dict[str, str]:
     """Return the parameters of a trial: the group choices, then every key by its dotted name, as they are typed.
 
-    Keys that a choice implies are left out, so that a comparison shows an axis once.
+    Keys that a choice implies are left out, so that a comparison shows an axis once. `num_workers` is the number of
+    ranks, where `cluster.num_workers` is null.
     """
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
     keys = keys_of(config)
     idle = () if config.search.samples else _FOR_SAMPLERS
     own = {k: v for k, v in flatten(config).items() if keys[k].is_param and k not in idle}
+    own["cluster.num_workers"] = config.cluster.num_workers or num_workers
     implied = {
         k: v for group, option in chosen.items() if group != "experiment" for k, v in _implied(group, option).items()
     }
@@ -115,19 +112,10 @@ def _typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def sweep_tags(
-    folder: Path, command: str, num_trials: int, sweep_id: str = "", thinned: bool = False
-) -> dict[str, str]:
+def sweep_tags(folder: Path, command: str) -> dict[str, str]:
     """Return the tags of a parent run. The time is in its description; its name is what it compares."""
     note = f"Started {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z} in `{folder.absolute()}` by\n\n    {command}\n"
-    note += f"\n{_THINNED_NOTE}\n" if thinned else ""
-    tags = {**_origin(folder, command), "num_trials": num_trials, _NOTE_TAG: note, **_search_tags(sweep_id)}
-    return _cut(tags | thinned_tags(thinned))
-
-
-def thinned_tags(thinned: bool) -> dict[str, str]:
-    """Return the mark of a run that lacks the epochs before the last; nothing for a run that has all."""
-    return {THINNED_TAG: "true"} if thinned else {}
+    return _cut({**_origin(folder, command), _NOTE_TAG: note})
 
 
 def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
@@ -142,21 +130,9 @@ def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
     return _cut({ANSWER_TAG: answer, _NOTE_TAG: f"{answer}\n\n{note}"})
 
 
-def trial_tags(
-    folder: Path,
-    overrides: Sequence[str],
-    parent: str | None,
-    sweep_id: str = "",
-    number: str = "",
-    thinned: bool = False,
-) -> dict[str, str]:
+def trial_tags(folder: Path, overrides: Sequence[str]) -> dict[str, str]:
     """Return the tags of a trial; its command trains it again, alone."""
-    tags = _origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides])) | _search_tags(sweep_id, number)
-    return _cut({**tags, **thinned_tags(thinned), **({"mlflow.parentRunId": parent} if parent else {})})
-
-
-def _search_tags(sweep_id: str, number: str = "") -> dict[str, str]:
-    return ({SWEEP_TAG: sweep_id} if sweep_id else {}) | ({TRIAL_TAG: number} if number else {})
+    return _cut(_origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides])))
 
 
 def fact_tags(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What MLflow gets of a sweep, and of one with more trials than it gets in full. The trials train nothing."""
+"""What MLflow gets of a sweep. The trials train nothing."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import Record
 from fsdp_lab.record.trial_files import append_line
-from fsdp_lab.report.thin import MOST
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.listeners import mlflow as listener
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.resume import resumed_states
-from fsdp_lab.tracking.tags import RECORDED_TAG, THINNED_TAG, trial_params
+from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG
 from tests.servers import lay_store
 from tests.sweep.conftest import artifacts, history, runs, store
 from tests.sweep.test_runner import Acts
@@ -92,96 +90,61 @@ def steps(folder: Path, run: Run, key: str) -> list[int]:
     return [step for step, _ in history(folder, run, key)]
 
 
-@pytest.fixture
-def of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than two trials are many."""
-    monkeypatch.setattr(listener, "MOST", 2)
-
-
 def test_a_run_has_every_epoch_and_the_files_of_its_trial(planned: Callable[[], SweepPlan], tmp_path: Path):
-    parent, children = ran(planned())
-    assert THINNED_TAG not in parent.data.tags and "thinned" not in parent.data.tags["mlflow.note.content"]
+    _, children = ran(planned())
     for run in children:
         assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and steps(tmp_path, run, "forecast/peak_bytes")[0] == 0
         assert {"config/config.yaml", "config/overrides.yaml", "metrics.jsonl"} <= set(artifacts(tmp_path, run))
-        assert THINNED_TAG not in run.data.tags and RECORDED_TAG in run.data.tags
+        assert RECORDED_TAG in run.data.tags
 
 
-@pytest.mark.usefixtures("of_two")
-def test_of_many_trials_a_run_has_the_last_epoch_and_says_so(planned: Callable[[], SweepPlan], tmp_path: Path):
+def test_a_run_says_how_its_trial_ended(planned: Callable[[], SweepPlan]):
     parent, children = ran(planned())
-    assert parent.data.tags[THINNED_TAG] == "true"
-    assert "their runs are thinned" in parent.data.tags["mlflow.note.content"]
     for number, run in enumerate(children):
-        tags, metrics = run.data.tags, run.data.metrics
-        assert tags[THINNED_TAG] == "true" and RECORDED_TAG in tags
+        tags = run.data.tags
         assert tags["status"] == ("failed" if number == 2 else "finished")
         assert (tags["device"], tags["note"]) == ("cpu", "offload=cpu has no effect on a CPU.")
         assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
-        assert run.data.params["training.seed"] == str(number)
-        assert run.data.params["sharding"] == "per_block" and "optimizer.lr" not in run.data.params
-        assert (steps(tmp_path, run, "val/loss"), metrics["val/loss"]) == ([LAST], 1 / LAST)
-        assert steps(tmp_path, run, "checkpoint/save_s") == [LAST], "the latest value of a metric that an epoch lacks"
-        assert steps(tmp_path, run, "forecast/peak_bytes") == [0, LAST] and metrics["forecast/error"] == 10 / 9 - 1
-    assert parent.data.params["optimizer.lr"] == "0.001" and "training.seed" not in parent.data.params
+        assert (run.data.params["training.seed"], run.data.params["sharding"]) == (str(number), "per_block")
+        assert run.data.params["cluster.num_workers"].isdecimal(), "as resolved"
+        assert run.data.metrics["forecast/error"] == 10 / 9 - 1
     assert [run.info.status for run in children] == ["FINISHED", "FINISHED", "FAILED"]
-    assert all(run.info.end_time for run in children)
-    assert artifacts(tmp_path, children[0]) == ["config/config.yaml", "config/overrides.yaml"], "a report reads them"
-    assert [artifacts(tmp_path, run) for run in children[1:]] == [[], ["error.txt"]]
+    assert parent.info.status == "FAILED" and all(run.info.end_time for run in (parent, *children))
 
 
-@pytest.mark.usefixtures("of_two")
-def test_a_thinned_run_that_was_interrupted_is_resumed_and_gets_its_last_epoch(
-    planned: Callable[[], SweepPlan], tmp_path: Path
-):
+def test_a_run_that_was_interrupted_goes_on_in_a_resume(planned: Callable[[], SweepPlan], tmp_path: Path):
     _, children = ran(planned(), Trains(KeyboardInterrupt()))
     assert [run.data.tags["status"] for run in children] == ["finished", "interrupted"]
-    assert RECORDED_TAG not in children[1].data.tags and steps(tmp_path, children[1], "val/loss") == [LAST]
+    assert RECORDED_TAG not in children[1].data.tags
     _, children = ran(planned())
     assert [run.data.tags["status"] for run in children] == ["finished", "finished", "failed"]
     for run in children:
-        assert steps(tmp_path, run, "val/loss") == [LAST] and RECORDED_TAG in run.data.tags
+        assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and RECORDED_TAG in run.data.tags
 
 
-@pytest.mark.usefixtures("of_two")
-def test_a_thinned_run_that_the_store_lacks_is_sent_by_a_resume(planned: Callable[[], SweepPlan], tmp_path: Path):
+def test_a_run_that_the_store_lacks_is_sent_by_a_resume(planned: Callable[[], SweepPlan], tmp_path: Path):
     _, children = ran(planned())
     store(tmp_path).delete_run(children[0].info.run_id)
     store(tmp_path).delete_tag(children[1].info.run_id, RECORDED_TAG)
     _, children = ran(planned())
     for run in children:
-        assert steps(tmp_path, run, "val/loss") == [LAST] and RECORDED_TAG in run.data.tags
-        assert steps(tmp_path, run, "forecast/peak_bytes")[-1] == LAST and run.data.tags["device"] == "cpu"
+        assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and RECORDED_TAG in run.data.tags
+        assert steps(tmp_path, run, "forecast/peak_bytes")[0] == 0 and run.data.tags["device"] == "cpu"
 
 
-def test_a_search_for_many_trials_is_thinned_from_its_first(compose_trial: Compose, tmp_path: Path):
-    lay_store(tmp_path)
-    few, many = (
-        compose_trial([f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "search=random", f"search.num_trials={n}"], 0)
-        for n in (MOST, MOST + 1)
-    )
-    marked = []
-    for trial in (few, many):
-        write_hydra_folder(trial)
-        states = SweepState([TrialState(trial)], [("val/loss", "min")])
-        plan = SweepPlan(states, trial.config, tmp_path, [], Record.of([], True, trial.config))
-        run_sweep(plan, Trains(), [MlflowRuns(trial.config.tracking, Console(states, []))])
-        marked.append(sum(THINNED_TAG in run.data.tags for kind in runs(tmp_path) for run in kind))
-    assert marked == [0, 2], "the sweep's run and the trial's"
-
-
-@pytest.mark.usefixtures("of_two")
-def test_a_thinned_run_has_each_parameter_that_is_not_the_first_trials(
-    planned: Callable[[], SweepPlan], compose_trial: Compose
-):
-    """An option may set other keys, here those of a model."""
+def test_the_answer_is_data_of_the_sweeps_run(planned: Callable[[], SweepPlan]):
     plan = planned()
-    words = list(plan.state.trials[0].trial.overrides)
-    other = compose_trial([*words[:1], "training.seed=1", "model=mlp"], 1)
-    write_hydra_folder(other)
-    plan.state.trials[1] = TrialState(other)
-    parent, children = ran(plan)
-    assert {**parent.data.params, **children[1].data.params} == trial_params(other.config, other.choices) | {
-        key: value for key, value in parent.data.params.items() if key not in trial_params(other.config, other.choices)
-    }
-    assert children[1].data.params["model"] == "mlp" != children[0].data.params["model"]
+    runs_of = MlflowRuns(plan.config.tracking, Console(plan.state, plan.swept))
+
+    class Recommends(Trains):
+        def run(self, sweep: SweepRun) -> None:
+            super().run(sweep)
+            sweep.states[1].setting = {"training.seed": "1"}
+            runs_of.describe("Recommended: `training.seed=1`", 1)
+
+    run_sweep(plan, Recommends(), [runs_of])
+    (parent,), children = runs(plan.folder)
+    assert parent.data.params["training.seed"] == "1" and parent.data.metrics["val/loss"] == 1 / LAST
+    assert parent.data.tags[RECOMMENDED_TAG] == "1"
+    assert [run.data.tags.get(RECOMMENDED_TAG) for run in children] == [None, "true", None]
+    assert parent.data.tags["mlflow.note.content"].startswith("Recommended: `training.seed=1`")

@@ -114,9 +114,9 @@ def test_it_is_redacted_wherever_it_can_appear(uri: str, tmp_path: Path, capsys:
     error = f"could not reach {uri} at all"
     config = SweepConfig(tracking=TrackingConfig(uri=uri))
     output = [
-        str(trial_params(config, {})),
-        str(sweep_tags(tmp_path, f"python -m fsdp_lab -m tracking.uri={uri}", 1)),
-        str(trial_tags(tmp_path, [f"tracking.uri={uri}"], None)),
+        str(trial_params(config, {}, 2)),
+        str(sweep_tags(tmp_path, f"python -m fsdp_lab -m tracking.uri={uri}")),
+        str(trial_tags(tmp_path, [f"tracking.uri={uri}"])),
         str(fact_tags({"notes": [error], "device": "cpu"})),
         one_line(error, 500),
     ]

@@ -1,0 +1,114 @@
+"""Single writes to MLflow, and what the store has of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from fsdp_lab.files import whole
+from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
+from fsdp_lab.redact import redacted_file
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.tracking.tags import shortened
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+# How a trial ended -> what MLflow calls it. Out of memory is a result for us and a failure there.
+RUN_STATUS = {
+    TrialStatus.finished: "FINISHED",
+    TrialStatus.failed: "FAILED",
+    TrialStatus.oom: "FAILED",
+    TrialStatus.diverged: "FAILED",
+    TrialStatus.interrupted: "KILLED",
+    TrialStatus.stopped: "KILLED",
+    TrialStatus.skipped: "KILLED",
+}
+# MLflow's page that compares runs opens on the metric that was written first.
+_FIRST = (VAL_LOSS, TRAIN_LOSS, "forecast/peak_mib")
+_TEXTS = (".yaml", ".csv", ".txt", ".json", ".jsonl", ".log", ".md")
+_MOST = 100  # parameters or tags in one request
+
+
+def steps_of(client: MlflowClient, run_id: str) -> set[int]:
+    """Return the steps of the metrics that a run has; 0 is the forecast."""
+    steps = {point.step for point in client.get_metric_history(run_id, "train/step")}
+    return steps | {0} if "forecast/peak_bytes" in client.get_run(run_id).data.metrics else steps
+
+
+def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> None:
+    """Log parameters, as `trial_params` returns them."""
+    from mlflow.entities import Param
+
+    made = [Param(key, value) for key, value in params.items()]
+    for first in range(0, len(made), _MOST):
+        client.log_batch(run_id, params=made[first : first + _MOST])
+
+
+def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
+    """Set tags."""
+    from mlflow.entities import RunTag
+
+    made = [RunTag(key, value) for key, value in tags.items()]
+    for first in range(0, len(made), _MOST):
+        client.log_batch(run_id, tags=made[first : first + _MOST])
+
+
+def log_epoch(client: MlflowClient, run_id: str, metrics: Mapping[str, float], step: int) -> None:
+    """Log the metrics of an epoch in one write. Some bytes are also logged in MiB, and `step` as `train/step`."""
+    from mlflow.entities import Metric
+
+    names = {"train/step" if k == "step" else k: float(v) for k, v in metrics.items() if k != "epoch"}
+    names |= mib_figures(names)  # in the same batch, so that an epoch has both or neither
+    now = int(time.time() * 1000)
+    ordered = sorted(names, key=lambda key: key not in _FIRST)
+    client.log_batch(run_id, metrics=[Metric(shortened(key), names[key], now, step) for key in ordered])
+
+
+def log_dataset(client: MlflowClient, run_id: str, facts: Mapping[str, Any]) -> None:
+    """Log the data set of a trial with its digest, if its facts have one."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    if not facts.get("data_digest"):
+        return
+    name = str(facts["data"])
+    sizes = {key: facts[key] for key in ("data_num_train", "data_num_val") if key in facts}
+    dataset = Dataset(
+        name=shortened(name, 500),
+        digest=str(facts["data_digest"]),
+        source_type="code",
+        source=json.dumps({"tags": {"mlflow.source.name": f"fsdp_lab data={name}"}}),
+        profile=json.dumps(sizes),
+    )
+    client.log_inputs(run_id, [DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])])
+
+
+def log_file(client: MlflowClient, run_id: str, path: Path, folder: str = "") -> None:
+    """Copy a file into a run's artifacts, below `folder`; texts without credentials, a model as a link if it can be."""
+    if path.suffix in _TEXTS:  # a config, a command or a traceback may name a server with its password
+        client.log_text(run_id, redacted_file(path), "/".join(part for part in (folder, path.name) if part))
+    elif path.suffix not in (".pt", ".safetensors") or not _linked(client, run_id, path, folder):
+        client.log_artifact(run_id, str(path), folder or None)
+
+
+def _linked(client: MlflowClient, run_id: str, path: Path, folder: str) -> bool:
+    """Return whether a file became a run's artifact as a hard link, so that it is stored once.
+
+    That needs artifacts in a folder on the same disk. Only for files that are replaced and never written into: a link
+    is then as good as a copy.
+    """
+    place = urlsplit(client.get_run(run_id).info.artifact_uri)
+    if place.scheme != "file" or path.is_symlink():
+        return False
+    artifact = Path(unquote(place.path), folder, path.name)
+    try:
+        with whole(artifact) as making:
+            os.link(path, making)
+    except OSError:  # another disk, or one that knows no links
+        return False
+    return True
