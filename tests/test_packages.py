@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "calibrate": {"cpu_contention", "files", "hardware", "config", "forecast", "speed", "training", "workloads"},
     "forecast.cells": {"config", "compose", "forecast", "sweep"},
     "forecast.__main__": {"config", "compose", "explain", "forecast", "sweep", "terminal", "training"},
-    "record": {"compose", "config", "files", "layout", "locks", "sweep", "takehome"},
+    "record": {"compose", "config", "files", "layout", "locks", "takehome"},
     "engine": {*SYSTEM, "private", "config", "record", "training"},
     "report": {"files", "config", "record", "takehome"},
     "report.__main__": {"config", "compose", "record", "report", "sweep", "takehome", "tracking"},
