@@ -26,11 +26,11 @@ class Report(Listener):
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """Write the report of a sweep that was not interrupted. An error is logged with the command to try again."""
         plan = sweep.plan
-        for name in (RECORD, *FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
-            (plan.folder / name).unlink(missing_ok=True)
         if not sweep.has_folder or not sweep.states:
             return
         try:
+            for name in (RECORD, *FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
+                (plan.folder / name).unlink(missing_ok=True)
             data = sweep_of(sweep.states, plan.swept, plan.folder, plan.record, self._runs.run_id, self._runs.parent_id)
             data.write(plan.folder)
             if plan.record.multirun and not ending.early:
