@@ -46,19 +46,19 @@ def draw(axis: str) -> None:
     import matplotlib.pyplot as plt
 
     from fsdp_lab.api import forecast
+    from fsdp_lab.forecast.table import COLUMNS
 
-    order = FIGURES[axis].split(",")
-    found = sorted(forecast(*words(axis), quiet=True), key=lambda one: -order.index(one.setting[axis]))
-    names = [one.setting[axis] for one in found]
+    found = forecast(words(axis), quiet=True).set_index(axis).loc[FIGURES[axis].split(",")[::-1]]
+    parts = {name: found[[f"{column}_bytes" for column in columns]].sum(axis=1) for name, columns in COLUMNS.items()}
     plt.rcParams.update({"svg.hashsalt": axis, "svg.fonttype": "none", "font.size": 9})
-    figure, (memory, speed) = plt.subplots(1, 2, figsize=(9, 0.8 + 0.45 * len(names)), width_ratios=[2, 1])
-    left = [0.0] * len(names)
-    for part, colour in zip(found[0].parts, _COLOURS, strict=True):
-        sizes = [one.parts[part] / 2**30 for one in found]
-        memory.barh(names, sizes, left=left, color=colour, label=part, height=0.6)
-        left = [already + size for already, size in zip(left, sizes, strict=True)]
+    figure, (memory, speed) = plt.subplots(1, 2, figsize=(9, 0.8 + 0.45 * len(found)), width_ratios=[2, 1])
+    left = 0.0 * found["peak_bytes"]
+    for (name, sizes), colour in zip(parts.items(), _COLOURS, strict=True):
+        memory.barh(found.index, sizes / 2**30, left=left, color=colour, label=name, height=0.6)
+        left += sizes / 2**30
     memory.set_xlabel("GiB of tensors at the peak of one GPU")
-    speed.barh(names, [(one.tokens_per_s or 0) / one.num_workers for one in found], color="#777777", height=0.6)
+    each = found["tokens_per_s_of_all"].fillna(0) / found["cluster.num_workers"]
+    speed.barh(found.index, each, color="#777777", height=0.6)
     speed.set(xlabel="predicted tokens/s of one GPU", yticks=[])
     for axes in (memory, speed):
         axes.spines[["top", "right"]].set_visible(False)

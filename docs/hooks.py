@@ -13,7 +13,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from fsdp_lab import api, reference
+from fsdp_lab import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "repository"
@@ -52,9 +52,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def generated(name: str) -> str:
-    """Return the table of a name in `GENERATED`, of a class of the API, or in the docstring of one of our files."""
-    if name.startswith("api."):
-        return reference.attributes_of(getattr(api, name.removeprefix("api.")))
+    """Return the table of a name in `GENERATED`, or in the docstring of one of our files."""
     return GENERATED[name]() if name in GENERATED else reference.table_in(name)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
@@ -103,6 +104,11 @@ def register_schema() -> None:
     schema.task.name = "custom"  # of an option of the user's that says no name: ours say theirs
     ConfigStore.instance().store(name="schema", node=schema, provider="fsdp_lab")
     OmegaConf.register_new_resolver("per_worker", _per_worker, replace=True)
+
+
+def forget_hydra() -> None:
+    """Let Hydra start again in this process: it does so once, unless it is told."""
+    GlobalHydra.instance().clear()
 
 
 def _per_worker(count: int, *, _root_: DictConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib.metadata
 import platform
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import fsdp_lab
 from fsdp_lab.config import ConfigError, all_keys
 from fsdp_lab.config.conf import data_sheets, group_dirs
-from fsdp_lab.config.describe import GroupDescription, KeyDescription, describe_keys, meanings
+from fsdp_lab.config.describe import GroupDescription, KeyDescription, describe_keys
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.metrics import METRICS, Metric
 
@@ -184,14 +183,6 @@ def table_in(file: str) -> str:
     if match is None:
         raise ValueError(f"fsdp_lab/{file} has no table in its docstring")
     return _text(match[0])
-
-
-def attributes_of(dataclass: type) -> str:
-    """Return a table of a dataclass's fields and of the docstrings below them, as Markdown."""
-    descriptions = meanings(dataclass)
-    fields = dataclasses.fields(dataclass)  # type: ignore[arg-type]
-    rows = [f"| `{f.name}` | `{str(f.type).replace('|', 'or')}` | {_text(descriptions[f.name])} |" for f in fields]
-    return "\n".join(["| attribute | type | meaning |", "| --- | --- | --- |", *rows])
 
 
 def _text(markdown: str) -> str:

@@ -1,9 +1,8 @@
-"""The Python API: cheap to import, with the words and the refusals of the command line. The notebook runs the rest."""
+"""The Python API: cheap to import, with the overrides and the refusals of the command line."""
 
 from __future__ import annotations
 
-import csv
-import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab import api
-from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.table import Row, write_csv
-from fsdp_lab.reference import attributes_of
+from fsdp_lab.report.result import SweepResult
+from tests.report.sweeps import sweep
+from tests.servers import lay_store
 
 
 def test_the_import_is_cheap():
@@ -26,57 +25,58 @@ def test_the_import_is_cheap():
     assert set(done.stdout.split()) <= {"fsdp_lab", "__main__"}
 
 
-def test_results_are_frozen_and_documented():
-    for name in api.__all__:
-        one = getattr(api, name)
-        assert one.__doc__
-        if name.endswith("Result"):
-            assert one.__dataclass_params__.frozen
-            assert attributes_of(one).count("\n| `") == len(dataclasses.fields(one))
-
-
-def test_a_refusal_is_raised_with_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_refusal_is_raised_with_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
+    before = (list(sys.argv), dict(os.environ), list(sys.path))
     with pytest.raises(api.UserError, match=r"^sharding=foo is not an option"):
         api.sweep("sharding=foo", quiet=True)
     with pytest.raises(api.UserError, match=r"^optimizer\.rate is not a key"):
-        api.forecast("optimizer.rate=1", quiet=True)
+        api.forecast({"optimizer.rate": 1}, quiet=True)
     with pytest.raises(api.UserError, match="sweep=last: no sweep was started"):
         api.report()
-    assert capsys.readouterr().out == ""
+    with pytest.raises(api.UserError, match="3 is no override"):
+        api.sweep(3)
+    assert capsys.readouterr() == ("", "")
+    assert (list(sys.argv), dict(os.environ), list(sys.path)) == before and Path.cwd() == tmp_path
 
 
-def test_an_interrupted_command_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A module in its place that leaves as an interrupted sweep does."""
-    (tmp_path / "stopped.py").write_text("print('resume with ...'); raise SystemExit(130)")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("sharding=root", ["sharding=root"]),
+        (["a=1", ["b=2"]], ["a=1", "b=2"]),
+        ({"a": 1, "b": [0.5, None], "c": True, "d": "x"}, ["a=1", "b=0.5,null", "c=true", "d=x"]),
+    ],
+)
+def test_overrides_are_strings_lists_or_dictionaries(given: object, words: list[str]):
+    assert api._words((given,)) == words
+
+
+def test_a_sweep_has_its_answer_and_its_chart():
+    result = SweepResult.of(sweep())
+    assert "per_block" in result.recommendation.sentence and len(result.plot().data) > 0
+
+
+def test_a_sweep_in_this_process_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        api._run("stopped", [], quiet=True)
-
-
-def test_an_interrupt_reaches_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A module in its place that says by a file that it was interrupted."""
-    (tmp_path / "waits.py").write_text(
-        "import pathlib, time, os, signal\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"  # as a notebook interrupts its kernel alone
-        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path('ended').touch()\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        api._run("waits", [], quiet=True)
-    assert (tmp_path / "ended").exists()
-
-
-def test_the_rows_of_a_forecast_are_typed(tmp_path: Path):
-    peaks = {"device": {"param": 4, "grad": 2, "unsharded_grad": 1, "other": 5, "total": 12}}
-    forecast = Forecast(True, 8, peaks, {"context": 3}, capacity_bytes=14)
-    failed = Forecast(True, 8, error="it cannot run")
-    write_csv(
-        tmp_path / "forecast.csv", [Row(["ddp"], forecast, None, 1), Row(["root"], failed, None, 1)], ["sharding"]
-    )
-    with (tmp_path / "forecast.csv").open(newline="") as rows:
-        fits, fails = map(api._forecast_of, csv.DictReader(rows))
-    assert (fits.setting, fits.num_workers, fits.peak_bytes, fits.needed_bytes) == ({"sharding": "ddp"}, 8, 12, 15)
-    assert (fits.parts["params"], fits.parts["grads"], fits.parts["rest"]) == (4, 3, 5)
-    assert (fits.fits, fits.step_s, fits.bound, fits.error) == ("false", None, "", "")
-    assert (fails.peak_bytes, fails.needed_bytes, fails.error) == (None, None, "it cannot run")
+    lay_store(tmp_path)
+    fixed = {"precision": "fp32", "offload": "none", "reshard_after_forward": "always", "model": "mlp"}
+    words = [
+        "engine=inline",
+        "cluster.num_workers=1",
+        "training.epochs=1",
+        "data.num_train=160",
+        "training.global_batch_size=16",
+    ]
+    store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
+    result = api.sweep("sharding=per_block", fixed, [*words, store], {"optimizer.lr": [1e-3, 1e-2]}, quiet=True)
+    frame = result.frame()
+    assert capsys.readouterr().out == "" and result.axes == ["optimizer.lr"]
+    assert [*frame["status"]] == ["finished"] * 2 and [*frame["optimizer.lr"]] == ["0.001", "0.01"]
+    assert frame["val/loss"].tolist() == [trial.figures["val/loss"] for trial in result.trials]
+    assert result.recommendation.sentence
+    assert api.report().trials == result.trials
+    (row,) = api.forecast(fixed, {"sharding": "per_block"}, quiet=True).to_dict("records")
+    assert row["peak_bytes"] > 0 and row["no_forecast"] != row["no_forecast"], "a missing value"

@@ -80,7 +80,9 @@ class _Stored:
     Attributes:
         run_id: of the run.
         steps: of the metrics that it has; None: not known, so that the store has to be asked.
-        tags, params, name: the values that it has.
+        name: that it has.
+        tags: that it has.
+        params: that it has.
         sent: other items that this process has sent.
         end: its status and its end in milliseconds; None: it runs.
         refused: the store has refused an item, so it is not complete.
