@@ -13,6 +13,7 @@ from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, record_fa
 from fsdp_lab.engine.files_of_ranks import Uploads, sent_at_end
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
+from fsdp_lab.engine.rendezvous import leave
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.record.trial_files import (
     Outcome,
@@ -103,6 +104,8 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
                 (folder / "error.txt").write_text(failure.traceback)
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
         record_failure(folder, failure_of(error, 0, kind_of(error), folder))
+    finally:
+        leave()  # a forecast in this process needs a group of its own
     with suppress(OSError):
         outcome = outcome_of(read_failures(folder))
         write_outcome(folder, Outcome(outcome.status, outcome.error, time.time() - begun))
