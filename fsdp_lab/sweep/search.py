@@ -239,10 +239,9 @@ class OptunaSearch:
             try:
                 self._check(trial.config)
             except ConfigError as error:
-                reason = str(error)
-                searched = any(f"{key}=" in reason for key in self._space.dimensions)
-                if not searched and not isinstance(error, CombinationError):
+                if not isinstance(error, CombinationError) and self._fixed_are_wrong():
                     raise
+                reason = str(error)
                 self._refuse(asked, reason, overrides)
                 continue
             settings = _settings_of(trial)
@@ -261,6 +260,16 @@ class OptunaSearch:
             "suggestions in a row were duplicates or invalid"
         )
         return None
+
+    def _fixed_are_wrong(self) -> bool:
+        """Return whether a value that no dimension sets is wrong, so that no suggestion is valid."""
+        try:
+            self._check(self._compose(self._space.fixed, self._made).config)
+        except CombinationError:
+            return False
+        except ConfigError:
+            return True
+        return False
 
     def notes(self) -> list[str]:
         """Return the messages for the user since the last call."""

@@ -28,11 +28,13 @@ class Doing:
         what: a phase, or `step 7 of 290`.
         lasts_s: seconds since that was first seen, by this machine's clock.
         left_s: seconds until its last step, by the mean of its steps; None: not known.
+        is_step: it takes steps.
     """
 
     what: str
     lasts_s: float
     left_s: float | None = None
+    is_step: bool = False
 
     def __str__(self) -> str:
         lasts = f", for {duration(self.lasts_s)}" if self.lasts_s >= _WORTH_TELLING_S else ""
@@ -50,19 +52,18 @@ class Watch:
 
     def look(self, number: int, folder: Path) -> Doing:
         """Return what a running trial is doing."""
-        progress, what = read_progress(folder), read_phase(folder)
-        if what is None and "step" in progress:
-            what = f"step {progress['step']:.0f}"
-        what = what or _STARTS
+        progress, phase = read_progress(folder), read_phase(folder)
+        is_step = phase is None and "step" in progress
+        what = f"step {progress['step']:.0f}" if is_step else phase or _STARTS
         before, since = self._since.get(number, ("", 0.0))
         if what != before:
             since = time.monotonic()
             self._since[number] = what, since
         lasts_s = time.monotonic() - since
-        if not what.startswith("step "):
-            return Doing(what, lasts_s)
-        total = self._steps_of(number, folder)
-        return Doing(f"{what} of {total}", lasts_s, _left_s(progress, total)) if total else Doing(what, lasts_s)
+        total = self._steps_of(number, folder) if is_step else 0
+        if not total:
+            return Doing(what, lasts_s, is_step=is_step)
+        return Doing(f"{what} of {total}", lasts_s, _left_s(progress, total), is_step)
 
     def _steps_of(self, number: int, folder: Path) -> int:
         if number not in self._num_steps and (facts := read_facts(folder)) is not None:
@@ -78,7 +79,7 @@ class Watch:
             folder: the trial's.
             timeout_s: `trial_timeout_s`.
         """
-        kind = number, "step" if doing.what.startswith("step ") else doing.what
+        kind = number, "step" if doing.is_step else doing.what
         if doing.what == _STARTS or kind in self._reported or doing.lasts_s < long_s(timeout_s) + _DUMP_S:
             return None
         self._reported.add(kind)
