@@ -25,8 +25,17 @@ def fit(rows: Sequence[Traced], start: Efficiency = START) -> Efficiency:
         centre, here = _logs(efficiency, names), _errors(rows, efficiency)
         shifted = [_errors(rows, _at(efficiency, names, centre - _STEP * unit)) for unit in np.eye(len(names))]
         slopes = np.stack([(here - each) / _STEP for each in shifted], axis=1)
-        efficiency = _solved(_linear(here, slopes, centre), names, efficiency)
+        whole = _solved(_linear(here, slopes, centre), names, efficiency)
+        half = _at(efficiency, names, (centre + _logs(whole, names)) / 2)  # slopes hold near the place they are of
+        efficiency = min((whole, half, efficiency), key=lambda one: _cost(rows, one, names))
     return efficiency
+
+
+def _cost(rows: Sequence[Traced], efficiency: Efficiency, names: Sequence[str]) -> float:
+    """Return what `_solved` minimises."""
+    far = _PRIOR * (_logs(efficiency, names) - _logs(START, names))
+    squares = (np.concatenate([_errors(rows, efficiency), far]) / _FAR) ** 2
+    return float(np.sum(np.sqrt(1 + squares)))
 
 
 def without_each(rows: Sequence[Traced], start: Efficiency = START) -> list[Efficiency]:
