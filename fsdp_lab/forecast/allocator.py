@@ -45,9 +45,14 @@ class CachingAllocator:
 
     `requested`, `active` and `reserved` are the bytes now, `peak_*` the most of each so far, as in
     `torch.cuda.memory_stats`.
+
+    Args:
+        expandable: as with `expandable_segments:True`: each pool has one segment, which grows by pages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expandable: bool = False) -> None:
+        self._expandable = expandable
+        self._tails: dict[tuple[str, bool], _Block] = {}  # of expandable segments
         self.requested = self.active = self.reserved = 0
         self.peak_requested = self.peak_active = self.peak_reserved = 0
         self._blocks: dict[Hashable, tuple[_Block, int]] = {}
@@ -59,10 +64,12 @@ class CachingAllocator:
         size = max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
         block = self._find(size, (stream, size <= SMALL_SIZE)) or self._reserve(size, stream)
         left = block.size - size
-        if left >= MIN_BLOCK if block.pool[1] else left > SMALL_SIZE:
+        if left >= MIN_BLOCK if block.pool[1] or self._expandable else left > SMALL_SIZE:
             rest = _Block(left, block.pool, block.address + size, block, block.after)
             if block.after is not None:
                 block.after.before = rest
+            elif self._expandable:
+                self._tails[block.pool] = rest
             block.after, block.size = rest, size
             self._put(rest)
         block.free = False
@@ -90,9 +97,13 @@ class CachingAllocator:
         """Return the smallest free block that is large enough; of equals the one with the lowest address."""
         blocks = self._free[pool]
         index = bisect_left(blocks, size, key=lambda entry: entry[0])
+        if index + 1 < len(blocks) and blocks[index][2] is self._tails.get(pool):
+            index += 1  # the end of a segment, which can grow, comes last
         return blocks.pop(index)[2] if index < len(blocks) else None
 
     def _reserve(self, size: int, stream: str) -> _Block:
+        if self._expandable:
+            return self._extend(size, (stream, size <= SMALL_SIZE))
         if size <= SMALL_SIZE:
             segment = SMALL_SEGMENT
         elif size < MIN_OWN_SEGMENT:
@@ -101,9 +112,28 @@ class CachingAllocator:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
         block = _Block(segment, (stream, size <= SMALL_SIZE), self._end)
         self._end += segment
-        self.reserved += segment
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._grow(segment)
         return block
+
+    def _extend(self, size: int, pool: tuple[str, bool]) -> _Block:
+        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        tail = self._tails.get(pool)
+        if tail is not None and tail.free:
+            self._take(tail)
+            block, there = tail, tail.size
+        else:
+            block, there = _Block(0, pool, tail.address + tail.size if tail else 0, before=tail), 0
+            if tail is not None:
+                tail.after = block
+        more = -(-(size - there) // page) * page
+        block.size += more
+        self._tails[pool] = block
+        self._grow(more)
+        return block
+
+    def _grow(self, num_bytes: int) -> None:
+        self.reserved += num_bytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _put(self, block: _Block) -> None:
         block.free = True
@@ -115,8 +145,9 @@ class CachingAllocator:
         assert blocks[index][2] is block
         blocks.pop(index)
 
-    @staticmethod
-    def _merged(left: _Block, right: _Block) -> _Block:
+    def _merged(self, left: _Block, right: _Block) -> _Block:
+        if self._tails.get(right.pool) is right:
+            self._tails[right.pool] = left
         left.size += right.size
         left.after = right.after
         if right.after is not None:
@@ -137,8 +168,9 @@ class Peaks(NamedTuple):
 
 
 def allocator_peaks(
-    profile: Profile, sharded: bool, workspaces: Collection[int] = (), streams: Mapping[str, str] = STREAMS
-) -> Peaks:
+    profile: Profile, sharded: bool, workspaces: Collection[int] = (), streams: Mapping[str, str] = STREAMS,
+    expandable: bool = False,
+) -> Peaks:  # fmt: skip
     """Return the peak bytes of a process that takes the profile's step several times.
 
     The first step begins without optimizer state, which is allocated at its end in the memory that the step has left
@@ -149,19 +181,21 @@ def allocator_peaks(
         sharded: by FSDP2, which uses its own streams even with a single worker.
         workspaces: sizes that are allocated before the first step and never freed.
         streams: category -> the stream that allocates it, of sharded models.
+        expandable: see `CachingAllocator`.
     """
-    return _Replay(profile, streams if sharded else {}, workspaces).run()
+    return _Replay(profile, streams if sharded else {}, workspaces, CachingAllocator(expandable)).run()
 
 
 class _Replay:
     """Hands an allocator the requests of a profile, in their order, each on its stream."""
 
-    def __init__(self, profile: Profile, streams: Mapping[str, str], workspaces: Collection[int]) -> None:
+    def __init__(
+        self, profile: Profile, streams: Mapping[str, str], workspaces: Collection[int], allocator: CachingAllocator
+    ) -> None:
         events = [event for event in profile.events if event.place == "device"]
         begun = sum(event.place == "device" for event in profile.events[: profile.begun])
         self.before, self.step = events[:begun], events[begun:]
-        self.workspaces = workspaces
-        self.allocator = CachingAllocator()
+        self.workspaces, self.allocator = workspaces, allocator
         self._held: dict[int, int] = {}
         category = {event.storage: event.category for event in events}  # its last: some are known late
         self._stream = {storage: streams.get(name, "") for storage, name in category.items()}

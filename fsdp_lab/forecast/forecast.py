@@ -169,6 +169,7 @@ def weigh(
     cuda: bool,
     capacity: int | None,
     streams: Mapping[str, str] = STREAMS,
+    expandable: bool = False,
 ) -> Forecast:
     """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside.
 
@@ -179,11 +180,12 @@ def weigh(
         cuda: for GPUs.
         capacity: of the device, in bytes; None: not known.
         streams: see `allocator_peaks`.
+        expandable: see `CachingAllocator`.
     """
     if not cuda:
         return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
     sharded = config.sharding.granularity is not Granularity.ddp
-    taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams)
+    taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable)
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
     return Forecast(
         True,

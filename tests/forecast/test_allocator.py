@@ -160,3 +160,33 @@ def test_what_is_reserved_covers_the_peak(words: list[str]):
     profile = forecast_profile(config("model=mlp", *words), 2, cuda=True)
     peak = profile.peaks["device"]["total"]
     assert peak < allocator_peaks(profile, "sharding=ddp" not in words).reserved < 2 * peak + 64 * MIB
+
+
+def test_an_expandable_segment_grows_by_what_its_free_end_lacks():
+    """Worked out by hand: a stream has one segment, of pages of 20 MiB, so its freed blocks serve larger requests."""
+    allocator, plain = CachingAllocator(expandable=True), CachingAllocator()
+    for one in (allocator, plain):
+        one.allocate("a", 30 * MIB)
+        one.free("a")
+        one.allocate("b", 50 * MIB)
+    assert plain.reserved == 80 * MIB, "two segments"
+    assert allocator.reserved == 60 * MIB, "40 MiB, then one more page"
+    allocator.allocate("c", 10 * MIB)
+    assert allocator.reserved == 60 * MIB, "the end of the segment"
+    allocator.free("b")
+    allocator.free("c")
+    allocator.allocate("d", 60 * MIB)
+    assert allocator.reserved == 60 * MIB, "both are one block again"
+    allocator.allocate("e", 10 * MIB, "another stream")
+    assert (allocator.reserved, allocator.active) == (80 * MIB, 70 * MIB)
+
+
+def test_the_end_of_an_expandable_segment_is_taken_last():
+    allocator = CachingAllocator(expandable=True)
+    for key, size in (("a", 30), ("b", 10), ("c", 12)):  # 52 of 60 MiB
+        allocator.allocate(key, size * MIB)
+    allocator.free("a")
+    allocator.allocate("d", 5 * MIB)  # from the hole of 30, not from the 8 at the end
+    allocator.allocate("e", 8 * MIB)
+    allocator.allocate("f", 25 * MIB)
+    assert allocator.reserved == 80 * MIB, "17 of the hole are left, and 8 at the end, which a page makes 28"
