@@ -152,7 +152,11 @@ def test_the_share_of_memory_from_which_steps_are_slower_is_that_of_the_publishe
     others = [error for share, error in errors if share <= NEARLY_FULL]
     assert (len(full), len(others)) == (29, 81)
     assert sum(error < -0.08 for error in full) == 4 and sum(abs(error) > 0.08 for error in others) == 2
-    assert max(map(abs, full)) == pytest.approx(NEARLY_FULL_ERROR, abs=2e-3)
+    too_fast = sorted(-error for error in full)
+    assert too_fast[-1] == pytest.approx(1 - 1 / 1.36, abs=5e-3), "36% longer"
+    place = 0.9 * (len(full) - 1)
+    low, high = too_fast[int(place)], too_fast[int(place) + 1]
+    assert low + (place - int(place)) * (high - low) == pytest.approx(NEARLY_FULL_ERROR, abs=2e-3), "nine of ten"
 
 
 def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_named():
@@ -168,7 +172,7 @@ def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_
     assert on_capacity(on_cpu, 950).speed == full.speed, "which has no allocator that retries"
     rows = [Row(["root"], on_capacity(full, 950), None, 64), Row(["ddp"], forecast_of("yes", 1.2, 2000), None, 64)]
     sentences = speed_verdict(rows, ["sharding"], 0.0)
-    assert sentences[0].startswith("Predicted fastest: root: ") and "step 1.00 s (0.909 to 1.36)" in sentences[0]
+    assert sentences[0].startswith("Predicted fastest: root: ") and "step 1.00 s (0.909 to 1.12)" in sentences[0]
     assert (
         sentences[1].startswith("It needs 95% of the GPU's ") and "took 11 to 36% longer than predicted" in sentences[1]
     )
