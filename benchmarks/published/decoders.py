@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from fsdp_lab.workloads.language.llama import Llama
+from fsdp_lab.workloads.language.llama import Attention, Llama
 
 _NUM_METRICS = 2  # llm-foundry's `LanguageCrossEntropy` and `LanguagePerplexity`
 
@@ -105,9 +105,36 @@ def _(logits: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(logits)
 
 
-class EarlyTorchtitan(Llama):
-    """Llama as torchtitan trained it in March 2024: it returned logits in float32, and its loop held them through the
-    backward pass and the next forward pass."""
+class Torchtitan(Llama):
+    """Llama as torchtitan trains it: rotations are complex products, which PyTorch's compiler does not fuse, and keys
+    and values are repeated for their queries. Its loop frees the logits before the backward pass.
+
+    Args:
+        fused_norm: RMSNorm is one kernel, as torchtitan's in Triton.
+    """
+
+    def __init__(self, *, fused_norm: bool = False, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        rotary = _ComplexRotary(self.head_dim, sizes["max_seq_len"])
+        for block in self.blocks:
+            block.attention = _RepeatedAttention(sizes["dim"], self.num_heads, sizes["num_kv_heads"], rotary)
+            if not fused_norm:
+                block.attention_norm, block.ffn_norm = _Norm(sizes["dim"]), _Norm(sizes["dim"])
+        if not fused_norm:
+            self.norm = _Norm(sizes["dim"])
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, loss_chunks: int = 1) -> Any:
+        """Return the logits; with labels the sum of the losses and their number, as `task.loss_chunks` asks."""
+        logits = super().forward(tokens)
+        if labels is None:
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")  # type: ignore[union-attr]
+        return loss, torch.tensor(labels.numel(), device=labels.device)
+
+
+class EarlyTorchtitan(Torchtitan):
+    """The same in March 2024: it returned logits in float32, and its loop held them through the backward pass and the
+    next forward pass."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -115,6 +142,37 @@ class EarlyTorchtitan(Llama):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, loss_chunks: int = 1) -> Any:
         """Return the logits."""
-        logits = super().forward(tokens).float()  # type: ignore[union-attr]
+        logits = super().forward(tokens).float()
         self.pred = logits.detach()
         return logits
+
+
+class _ComplexRotary(nn.Module):
+    def __init__(self, head_dim: int, max_seq_len: int) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(max_seq_len), 500000.0 ** -(torch.arange(0, head_dim, 2) / head_dim))
+        self.register_buffer("rotations", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self.rotations[: x.shape[-2]]).flatten(-2).to(x.dtype)
+
+
+class _RepeatedAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        queries = q.shape[1] // k.shape[1]
+        k, v = (t.transpose(1, 2).repeat_interleave(queries, 2).transpose(1, 2) for t in (self.rotary(k), v))
+        out = F.scaled_dot_product_attention(self.rotary(q), k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class _Norm(nn.RMSNorm):
+    """RMSNorm from single operators, as it was until PyTorch had a kernel for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight

@@ -22,7 +22,9 @@ _CHECKPOINTING = {
 # kernel of 2022 and 2023, whose rate is fitted to those rows as `efficiency.attention`, for those rows alone.
 _MPT_NETWORK = {"a100_40gb": 1600.0}  # llm-foundry states it for these only
 _DECODERS = "benchmarks.published.decoders"
-_EARLY = "torchtitan PR 165"
+_EARLY, _FUSED_NORM = "torchtitan PR 165", "torchtitan docs/performance.md"
+_EXPANDABLE = "torchtitan benchmarks/"  # its script sets it since October 2024
+_TORCHTITAN = ("torchtitan", "PyTorch blog 2024-11-25")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Row:
         marks: of `fsdp1`, `compiled`, `float8`: what makes the forecast one of something else.
         fitted: efficiencies are fitted to rows of its kind.
         early: its FSDP2 is from before pytorch#129721.
+        expandable: its allocator had expandable segments.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Row:
     marks: tuple[str, ...] = ()
     fitted: bool = False
     early: bool = False
+    expandable: bool = False
 
     @property
     def several_nodes(self) -> bool:
@@ -118,12 +122,12 @@ def _step(facts: Mapping[str, str]) -> Row:
     local = int(facts["local_batch"])
     checkpointing, *more = _CHECKPOINTING.get(facts["ac"], (facts["ac"],))
     early = facts["source"].startswith(_EARLY)
-    decoder = f"{_DECODERS}.EarlyTorchtitan" if early else "fsdp_lab.workloads.language.llama.Llama"
+    decoder, *loss = _decoder(facts["source"])
     compiled, fsdp2 = facts["compile"] == "true", facts["impl"] == "fsdp2"
     words = (
         "model=custom", f"model._target_={decoder}", f"model.vocab_size={facts['vocab']}", f"model.dim={facts['dim']}",
         f"model.num_heads={facts['heads']}", f"model.num_kv_heads={facts['kv_heads']}", f"model.ffn_dim={facts['ffn']}",
-        f"model.max_seq_len={length}", f"model.tied={facts['tied']}", "task=language", "data=synthetic_tokens",
+        f"model.max_seq_len={length}", f"model.tied={facts['tied']}", *loss, "task=language", "data=synthetic_tokens",
         f"data.vocab_size={facts['vocab']}", f"data.seq_len={length}",
         f"training.global_batch_size={gpus * local * accum}", f"training.grad_accum_steps={accum}",
         "training.max_grad_norm=1.0", "optimizer=adamw", "optimizer.implementation=foreach", "sharding=per_block",
@@ -137,8 +141,18 @@ def _step(facts: Mapping[str, str]) -> Row:
         facts["id"], facts["source"], facts["model"], _device(facts["gpu"], float(gbit) if gbit else None),
         facts["gpu"], gpus, words, int(facts["layers"]), accum, _seconds(facts, length * local * accum),
         float(reserved) if reserved and fsdp2 else None, tuple(mark for mark, has in marks.items() if has),
-        early=early,
+        early=early, expandable=facts["source"].startswith(_EXPANDABLE),
     )  # fmt: skip
+
+
+def _decoder(source: str) -> tuple[str, ...]:
+    """Return the class of a row's model, and overrides for it."""
+    if source.startswith(_EARLY):
+        return (f"{_DECODERS}.EarlyTorchtitan",)
+    if source.startswith(_TORCHTITAN):
+        fused = str(source.startswith(_FUSED_NORM)).lower()
+        return f"{_DECODERS}.Torchtitan", f"model.fused_norm={fused}", "task.loss_chunks=2"
+    return ("fsdp_lab.workloads.language.llama.Llama",)
 
 
 def _seconds(facts: Mapping[str, str], tokens: int) -> float:

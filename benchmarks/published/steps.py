@@ -21,7 +21,7 @@ DEPTHS = (4, 6)  # a step is linear in its equal blocks; even numbers, for rows 
 # Of a GPU: what needs less fits, however its memory is fragmented (0.31 of the GPU at most here). To follow the memory
 # of all blocks takes most of the time.
 ROOMY = 0.5
-_LIMIT_S = 300.0
+_LIMIT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def _trace(row: Row) -> Traced | str:
     def followed(blocks: int, traced: bool) -> tuple[ForecastStep, Forecast]:
         config = read_config(None, [*row.words, f"model.num_layers={blocks}"])
         step = forecast_step(config, row.workers, cuda=True, traced=traced)
-        streams = STREAMS_BEFORE_129721 if row.early else STREAMS
-        return step, weigh(step.profile, config, row.workers, True, int(row.device.memory_gib * GIB), streams)
+        streams, capacity = STREAMS_BEFORE_129721 if row.early else STREAMS, int(row.device.memory_gib * GIB)
+        return step, weigh(step.profile, config, row.workers, True, capacity, streams, row.expandable)
 
     try:
         few = {blocks: followed(blocks, traced=True) for blocks in DEPTHS}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.published import __main__ as command
-from benchmarks.published.decoders import EarlyTorchtitan, Mpt
+from benchmarks.published.decoders import EarlyTorchtitan, Mpt, Torchtitan
 from benchmarks.published.fit import START, fit, without_each
 from benchmarks.published.rows import MPT, STEPS, Row, read_mpt, read_steps
 from benchmarks.published.steps import DEPTHS, Step, Traced
@@ -22,6 +22,7 @@ from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.speed.device import Efficiency, load_device, on_network
 from fsdp_lab.speed.program import Kind, Operator, Stream
 from fsdp_lab.training.__main__ import read_config
+from fsdp_lab.workloads.language.llama import Llama
 
 A100 = load_device(Path(__file__).parents[2] / "conf" / "device" / "a100_80gb.yaml")
 KNOWN = Efficiency(matmul=0.7, attention=0.5, memory=0.8, link=0.45, network=START.network)
@@ -57,6 +58,24 @@ def test_early_torchtitan_keeps_its_logits_in_float32():
     logits = model(torch.zeros(1, 8, dtype=torch.long))
     assert logits.dtype is torch.float32
     assert model.pred is not None and model.pred.data_ptr() == logits.data_ptr()
+
+
+def test_torchtitan_computes_what_our_llama_does():
+    """Its rotations pair neighbours in a head: with the rows of both projections in its order the logits are equal."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48}
+    ours, model = Llama(**sizes, max_seq_len=8), Torchtitan(**sizes, max_seq_len=8)
+    weights = ours.state_dict()
+    order = torch.arange(8).view(2, 4).t().flatten()  # 0, 4, 1, 5, ... of each head of eight
+    for name, weight in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weights[name] = weight.view(-1, 8, 32)[:, order].flatten(0, 1)
+    model.load_state_dict(weights)
+    tokens, labels = torch.randint(0, 11, (2, 2, 8))
+    torch.testing.assert_close(model(tokens), ours(tokens))
+    total, count = model(tokens, labels, 2)
+    mean = F.cross_entropy(ours(tokens).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(total / count, mean)
 
 
 def program(blocks: int, tokens: int, microbatches: int = 1, ranks: int = 8) -> list[Operator]:
@@ -181,6 +200,7 @@ ROWS = [
     f"g00,torchtitan PR 165,{LLAMA},h100_96gb,8,,fsdp2,1,1,1,1,2048,8,1,full,true,bf16_mixed,6100,6300,,,,31.0,true,",
     f"g01,YaFSDP,{LLAMA},a100_80gb,64,,fsdp1,4,1,1,1,2048,1,1,every_n,false,bf16,,,0.9,,,9.9,true,",
     f"g02,fms,{LLAMA},a100_80gb,64,400,fsdp1,1,8,1,1,2048,1,1,none,false,bf16,,,0.9,,,,true,",
+    f"g04,torchtitan benchmarks/,{LLAMA},h100_96gb,8,,fsdp2,1,1,1,1,2048,8,1,full,true,bf16_mixed,6100,,,,,31.0,true,",
     f"g03,nanotron,{LLAMA},a100_80gb,64,,zero1,1,1,1,1,2048,1,1,none,false,bf16,,,0.9,,,,true,",
 ]
 
@@ -191,7 +211,10 @@ def read(folder: Path, lines: Sequence[str]) -> tuple[list[Row], dict[str, str]]
 
 
 def test_rows_are_overrides_with_what_is_stated(tmp_path: Path):
-    (one, two), left_out = read(tmp_path, ROWS)
+    (one, two, three), left_out = read(tmp_path, ROWS)
+    assert one.early and not one.expandable, "its script set nothing yet"
+    assert three.expandable and not three.early
+    assert {"model._target_=benchmarks.published.decoders.Torchtitan", "task.loss_chunks=2"} <= set(three.words)
     assert one.measured_s == pytest.approx(2048 * 8 / 6200), "the middle of both rates"
     assert (one.reserved_gib, one.marks) == (31.0, ("compiled",))
     assert {"model._target_=benchmarks.published.decoders.EarlyTorchtitan", "compile=true"} <= set(one.words)
