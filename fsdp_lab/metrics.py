@@ -380,6 +380,17 @@ def can_be_objective(key: str) -> bool:
     return any(metric.objective and metric.matches(key) for metric in METRICS)
 
 
+def same_loss(key: str, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Return whether the metric is a loss that rounding does not tell apart in two trials' figures.
+
+    A loss is computed in a type whose relative rounding is `LOSS_EPS`; without that metric it is float32.
+    """
+    if key not in (TRAIN_LOSS, VAL_LOSS):
+        return False
+    rounding = max(abs(figures[key]) * figures.get(LOSS_EPS, 0.0) for figures in (one, other))
+    return abs(one[key] - other[key]) <= rounding
+
+
 def mib_figures(figures: Mapping[str, float]) -> dict[str, float]:
     """Return the figures that MLflow also gets in MiB."""
     return {m.mib_key: figures[m.key] / MIB for m in METRICS if m.mib_key and m.key in figures}

@@ -88,3 +88,16 @@ def test_values_that_look_the_same_are_none_the_best(sweep: SweepState):
     assert "*1.2514" not in show(sweep, 200)
     sweep.trials[3].status = TrialStatus.finished
     assert show(sweep, 200).count("*1.2514") == 2, "both are better than the third"
+
+
+def test_losses_within_their_rounding_are_both_the_best(sweep: SweepState):
+    """A loss of 1.6 in bfloat16, of which neighbours are 1/128 apart."""
+    third = sweep.trials[3]
+    third.status = TrialStatus.finished
+    assert "*1.5933" in show(sweep, 200) and "*1.6091" not in show(sweep, 200)
+    for loss, best in ((1.6, True), (1.62, False)):
+        sweep.trials[1].metrics = {**sweep.trials[1].metrics, "val/loss": loss, "train/loss_eps": 2.0**-7}
+        assert (f"*{loss:.4f}" in show(sweep, 200)) is best
+    third.status = TrialStatus.running
+    sweep.trials[1].metrics = {**sweep.trials[1].metrics, "val/loss": 1.6}
+    assert "*1.5933" not in show(sweep, 200), "nothing tells the two apart"

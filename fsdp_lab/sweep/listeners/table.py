@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from fsdp_lab.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, table_columns
+from fsdp_lab.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, same_loss, table_columns
 from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import setting
@@ -150,26 +150,38 @@ def _trial_cell(number: int, state: TrialState, is_chosen: bool, digits: int) ->
 
 def _best(
     sweep: SweepState, columns: Sequence[Metric], figures: Sequence[Mapping[str, float]]
-) -> dict[str, float | None]:
-    """Return for each column the best value of a finished trial; None if all are equal, or no direction is better."""
+) -> dict[str, Mapping[str, float]]:
+    """Return for each column the figures of its best finished trial; no column whose trials are equal or unordered."""
     finished = [
         (state, each) for state, each in zip(sweep.trials, figures, strict=True) if state.status is TrialStatus.finished
     ]
-    return {c.key: c.best_of([f[c.key] for s, f in finished if c.key in f and not _excluded(c, s)]) for c in columns}
+    best = {}
+    for column in columns:
+        key = column.key
+        having = [each for state, each in finished if key in each and not _excluded(column, state)]
+        highest = column.best_of([each[key] for each in having])
+        holder = next((each for each in having if each[key] == highest), None)
+        if holder is not None and not all(same_loss(key, each, holder) for each in having):
+            best[key] = holder
+    return best
 
 
 def _excluded(metric: Metric, state: TrialState) -> bool:
     return metric.is_speed and state.timing_excluded is not None
 
 
-def _cell(metric: Metric, state: TrialState, figures: Mapping[str, float], best: Mapping[str, float | None]) -> Text:
-    value, highest = figures.get(metric.key), best.get(metric.key)
+def _cell(
+    metric: Metric, state: TrialState, figures: Mapping[str, float], best: Mapping[str, Mapping[str, float]]
+) -> Text:
+    key, value = metric.key, figures.get(metric.key)
     if value is None:
         return Text(metric.text(value))
     if _excluded(metric, state):
         return Text(f"{metric.text(value)}†")
-    if state.status is TrialStatus.finished and highest is not None and metric.text(value) == metric.text(highest):
-        return Text(f"*{metric.text(value)}", style="bold green")
+    if state.status is TrialStatus.finished and key in best:
+        highest = best[key]
+        if metric.text(value) == metric.text(highest[key]) or same_loss(key, figures, highest):
+            return Text(f"*{metric.text(value)}", style="bold green")
     return Text(metric.text(value))
 
 
