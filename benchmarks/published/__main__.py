@@ -33,7 +33,8 @@ What the models do not know of the runs, which their sources do not state:
 - FSDP1 is forecast as FSDP2: its units are flat parameters, and it records streams, so freed memory returns later.
 - MPT: that the runs computed Composer's default metrics and clipped gradients; which kernel of attention they called.
 - The loss of rows other than torchtitan's of March 2024: a cross entropy in float32 of logits that are kept in bf16.
-- Compiled rows: whether the loss was compiled too. Rows g00 to g06: whether `selective` is by operator, as here."""
+- Rows g18 to g21: whether the loss was compiled, and whether the allocator had expandable segments: both as without.
+- Rows g00 to g06: whether `selective` is by operator, as here. Rows of others than torchtitan: their model's code."""
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -185,6 +186,10 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.graph import GraphLowering
+    from torch.hub import tqdm
+
+    if hasattr(tqdm, "set_lock"):  # else tqdm makes one from a semaphore, which a killed process leaves behind
+        tqdm.set_lock(threading.RLock())
 
     def kernel(_: Any, argtypes: Sequence[str], source_code: str) -> Callable[..., None]:
         names = re.findall(r"\b(in_out_ptr|in_ptr|out_ptr)\d+", source_code[source_code.index("kernel(") :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.hub import tqdm
 
 from fsdp_lab.config.conf import device_file
 from fsdp_lab.forecast.forecast import forecast, forecast_profile, forecast_step
@@ -46,6 +48,7 @@ def test_a_fused_chain_is_one_kernel_that_keeps_its_input_and_writes_its_output(
         assert kept(chain, x) == 2 * SIZE
         assert kept(torch.compile(chain), x) == SIZE
         assert x.grad is not None and x.grad.shape == x.shape
+    assert type(tqdm.get_lock()) is type(threading.RLock()), "no semaphore that a killed process leaves behind"
     forward, backward = kernels
     assert forward == ([SIZE], [SIZE])
     assert backward == ([SIZE, SIZE], [SIZE]), "it reads x and the gradient of y"
