@@ -78,7 +78,7 @@ def room_text(forecast: Forecast) -> str:
     share = forecast.needed_bytes / forecast.capacity_bytes
     return (
         f"It needs {share:.0%} of the GPU's {size_text(forecast.capacity_bytes)}. With more than {NEARLY_FULL:.0%} the "
-        "allocator may have to free memory and retry. Four of 29 published steps took 11 to 36% longer than predicted: "
+        "allocator may have to free memory and retry. Four of 39 published steps took 11 to 36% longer than predicted: "
         f"the range covers {1 / (1 - NEARLY_FULL_ERROR) - 1:.0%}, which nine of ten were within."
     )
 

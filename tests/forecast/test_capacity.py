@@ -150,7 +150,7 @@ def test_the_share_of_memory_from_which_steps_are_slower_is_that_of_the_publishe
     errors = [(float(row["share"] or 0), float(row["error"].rstrip("%")) / 100) for row in rows]
     full = [error for share, error in errors if share > NEARLY_FULL]
     others = [error for share, error in errors if share <= NEARLY_FULL]
-    assert (len(full), len(others)) == (29, 81)
+    assert (len(full), len(others)) == (39, 71)
     assert sum(error < -0.08 for error in full) == 4 and sum(abs(error) > 0.08 for error in others) == 2
     too_fast = sorted(-error for error in full)
     assert too_fast[-1] == pytest.approx(1 - 1 / 1.36, abs=5e-3), "36% longer"
@@ -166,13 +166,15 @@ def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_
     slower, same = on_capacity(full, 950).speed, on_capacity(full, 1000).speed
     assert same == full.speed
     assert slower is not None and full.speed is not None
-    assert slower.high_s == pytest.approx(1.0 / (1 - NEARLY_FULL_ERROR)) and slower.low_s == full.speed.low_s
+    assert (
+        slower.high_s == pytest.approx(max(1 / 0.9, 1.0 / (1 - NEARLY_FULL_ERROR))) and slower.low_s == full.speed.low_s
+    )
     assert slower.relative is None and slower.error == full.speed.error
     on_cpu = replace(full, cuda=False)
     assert on_capacity(on_cpu, 950).speed == full.speed, "which has no allocator that retries"
     rows = [Row(["root"], on_capacity(full, 950), None, 64), Row(["ddp"], forecast_of("yes", 1.2, 2000), None, 64)]
     sentences = speed_verdict(rows, ["sharding"], 0.0)
-    assert sentences[0].startswith("Predicted fastest: root: ") and "step 1.00 s (0.909 to 1.12)" in sentences[0]
+    assert sentences[0].startswith("Predicted fastest: root: ") and "step 1.00 s (0.909 to 1.11)" in sentences[0]
     assert (
         sentences[1].startswith("It needs 95% of the GPU's ") and "took 11 to 36% longer than predicted" in sentences[1]
     )
