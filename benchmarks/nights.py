@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from fsdp_lab.metrics import SPEED
-from fsdp_lab.nightly.nights import read_nights
+from fsdp_lab.nightly.nights import Nights
 
 # two settings, three repeats each, in the sweep's own process: some fifteen seconds a night
 TINY = (
@@ -31,16 +31,14 @@ def main() -> int:
             if done.returncode not in (0, 3):
                 print(done.stdout[-2000:], done.stderr, file=sys.stderr)
                 return 1
-            night = read_nights(Path(folder, "nights/nightly"))[-1]
+            night = Nights(str(Path(folder, "nights/nightly"))).read()[-1]
             alarms += night.verdict == "regression"
             speeds = "   ".join(
-                f"{setting} {'/'.join(f'{v:.0f}' for v in result.values[SPEED])}"
-                for setting, result in night.results.items()
+                f"{setting} {'/'.join(f'{v:.0f}' for v in rows[SPEED])}"
+                for setting, rows in night.frame.groupby("setting", sort=False)
             )
-            busy = ", speed not judged" if night.busy else ""
-            print(
-                f"night {number}: {night.verdict} (others had {night.others:.0%}{busy})  samples/s {speeds}", flush=True
-            )
+            excluded = int(night.frame["timing_excluded"].sum())
+            print(f"night {number}: {night.verdict} ({excluded} timings excluded)  samples/s {speeds}", flush=True)
     print(f"{alarms} of {count} unchanged nights raised an alarm")
     return 0
 

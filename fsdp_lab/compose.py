@@ -123,7 +123,7 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
 def typed_config(cfg: DictConfig) -> SweepConfig:
     """Return a composed config as a sweep's.
 
-    `nightly` is not part of it: its address may be a secret, which must not be in a trial's files.
+    `nightly` is not part of it: no trial depends on it.
 
     Raises:
         ConfigError: as for `nightly_config`.

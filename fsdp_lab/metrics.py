@@ -20,13 +20,14 @@ FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # what of a forecast is no number
 OTHERS_CPU = "perf/others_cpu"
 FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
-_SPEEDS = {
+_TIMINGS = {
     SPEED,
     "perf/forecast_error",
     "perf/tokens_per_s",
     "perf/step_time_p50_s",
     "perf/step_time_p95_s",
     "perf/mfu",
+    DATA_WAIT,
 }
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
 LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
@@ -61,14 +62,14 @@ class Gate:
 
     Attributes:
         tolerance: a key of `nightly.tolerance`.
-        kind: the quantity that the tolerance limits: a `ratio` to the baseline's value, or in the metric's own unit the
-            `distance` from 0, or the `fall`.
+        kind: the quantity that the tolerance limits: a `ratio` to the earlier value, or in the metric's own unit the
+            `distance` from 0, the `fall` or the `rise`.
         key: of the metric in the results of a night; None: the metric's own.
         label: of the metric in the table of a night; None: the metric's own.
     """
 
     tolerance: str
-    kind: Literal["ratio", "distance", "fall"] = "ratio"
+    kind: Literal["ratio", "distance", "fall", "rise"] = "ratio"
     key: str | None = None
     label: str | None = None
 
@@ -111,8 +112,8 @@ class Metric:
 
     @property
     def is_speed(self) -> bool:
-        """Whether it is a speed of training."""
-        return self.key in _SPEEDS
+        """Whether it is a speed of training, or follows from one: it is excluded with the timing."""
+        return self.key in _TIMINGS
 
     @property
     def is_family(self) -> bool:
@@ -208,7 +209,7 @@ METRICS = (
     Metric(
         DATA_WAIT, "data wait", "", "the share of the step time in which a process waits for batches, "
         "the mean over ranks; its GPU may be busy meanwhile",
-        better="min", form="{:.3f}", csv=_SHOWN, report=_SHOWN,
+        better="min", form="{:.3f}", csv=_SHOWN, report=_SHOWN, gate=Gate("data_wait_share", kind="rise"),
     ),
     Metric(
         "perf/timed_steps", "timed steps", "steps", "the steps behind the speed", form="{:.0f}", objective=False,

@@ -9,6 +9,7 @@ import io
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from omegaconf import DictConfig
 from rich.console import Console as RichConsole
@@ -18,8 +19,8 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import METRICS, Column, Gate, Metric, declared
-from fsdp_lab.nightly.gate import LOSS, compare, judged_metrics
-from fsdp_lab.nightly.verdict import results_of
+from fsdp_lab.nightly.gate import LOSS, judge, judged_columns, judged_metrics
+from fsdp_lab.nightly.texts import row
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.markdown import to_markdown
 from fsdp_lab.report.plots import figures
@@ -79,9 +80,12 @@ def test_an_added_metric_is_in_the_report(added: Metric):
 
 
 def test_an_added_metric_is_judged_at_night(added: Metric):
-    before, now = (results_of(sweep([trial(0, ROWS[0], **{KEY: seconds})])) for seconds in (0.010, 0.020))
-    collected = [f for f in compare(now, before, [], ToleranceConfig(), 0.005) if f.regression]
-    assert [(f.metric, f.baseline, f.tonight, f.change) for f in collected] == [
+    before, now = (
+        judged_columns(pd.DataFrame([{"setting": "a", "status": "finished", "timing_excluded": False, KEY: seconds}]))
+        for seconds in (0.010, 0.020)
+    )
+    collected = [row(f) for f in judge(now, [("before", True, before)], ToleranceConfig(), 0.005) if f.is_regression]
+    assert [(r.metric, r.before, r.tonight, r.change) for r in collected] == [
         ("stalled ms", "10.0", "20.0", "+100.0 %")
     ]
 
@@ -128,9 +132,9 @@ def test_keys_are_declared_once_and_labels_of_a_table_differ():
 
 def test_the_gate_has_a_metric_for_each_tolerance():
     judged = judged_metrics()
-    assert [each.gate.tolerance for each in judged] == [field.name for field in dataclasses.fields(ToleranceConfig)]
+    assert {each.gate.tolerance for each in judged} == {field.name for field in dataclasses.fields(ToleranceConfig)}
     assert LOSS in [each.key for each in judged]
-    assert all(each.metric.better or not each.as_ratio for each in judged), "which way is worse"
+    assert all(each.metric.better or each.gate.kind != "ratio" for each in judged), "which way is worse"
 
 
 _KEY = re.compile(r"(train|val|perf|memory|forecast|checkpoint)/[a-z0-9_]+")

@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "takehome", "terminal", "tracking"},
     "nightly": {"cpu_contention", "deploy", "locks", "files", "config", "record", "report", "storage", "sweep",
         "terminal", "tracking"},
-    "nightly.__main__": {"locks", "config", "explain", "nightly"},
+    "nightly.__main__": {"locks", "config", "explain", "nightly", "storage"},
     "nightly.read_study": {"config", "compose", "hardware", "nightly", "sweep"},
     "deploy": {"files", "config"},
     "predict": {"config", "training", "tracking", "workloads"},

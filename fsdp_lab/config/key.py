@@ -40,7 +40,6 @@ class Secret(Enum):
     """Which part of a value must not be shown."""
 
     CREDENTIALS = auto()  # the user and password of an address
-    VALUE = auto()  # all of it
 
 
 # Returns what is wrong with a value, to stand after `key=value`; None for a valid value. The reference shows its

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.errors import ConfigError
-from fsdp_lab.config.key import Secret, keys_of
+from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.nightly import NightlyConfig
 
 
@@ -113,11 +113,6 @@ def names_code(words: Sequence[str]) -> bool:
 def may_name_code(key: str) -> bool:
     """Return whether the values of a key, or the options of a group, may name the user's code."""
     return key in (*_CHOSEN, "experiment") or names_code([f"{key}="])
-
-
-def secret_keys() -> list[str]:
-    """Return the keys whose whole value is a secret, which is never written or shown."""
-    return [name for name, key in keys_of(NightlyConfig).items() if key.secret is Secret.VALUE]
 
 
 def option_values(group: str, option: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from fsdp_lab.config import ConfigError, to_dict
 from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.config.job import JobConfig
 from fsdp_lab.config.key_value_args import quoted
-from fsdp_lab.config.options import secret_keys
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.files import write_text
 
@@ -68,17 +67,7 @@ def job_words(typed: Sequence[str], cluster: ClusterConfig) -> list[str]:
     Args:
         typed: the command line.
         cluster: its configuration.
-
-    Raises:
-        ConfigError: the value of an argument is a secret, which would be in the job's script.
     """
-    for word in typed:
-        key, _, value = word.lstrip("+").partition("=")
-        if key in secret_keys() and not value.startswith("${oc.env:"):
-            raise ConfigError(
-                f"{key}=... is a secret, which the job's script would show; export the value as a variable, and write "
-                f"'{key}=${{oc.env:NAME}}'."
-            )
     option = next((word.partition("=")[2] for word in typed if word.startswith("cluster=")), "local")
     keys = [word.partition("=")[0].lstrip("+") for word in typed]
     implied = [] if (conf_dir() / "cluster" / f"{option}.yaml").exists() else _words_implied_by_option(cluster, keys)

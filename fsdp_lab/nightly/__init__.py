@@ -1,5 +1,5 @@
-"""A study that runs every night: the schedule, one night, the gate, and the page of the last thirty.
+"""A study that runs every night: one night, the gate, the documents of the nights, and the schedule.
 
-Start with `night.py`, one night from begin to end. `loop.py` decides which nights are due, `gate.py` what got worse.
-`nights.py` lists the files of a night, `shared.py` its objects in storage.
+Start with `run.py`, one night from start to finish. `gate.py` decides what got worse, `nights.py` keeps a document of
+each night, `schedule.py` starts them, and `texts.py` makes all text that a verdict shows.
 """

@@ -1,4 +1,4 @@
-"""The sweep of a night, in a process of its own: started, or resumed."""
+"""The sweep of a night, in a process of its own: started, or resumed; and its frame."""
 
 from __future__ import annotations
 
@@ -7,51 +7,52 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp_lab.config import UserError
-from fsdp_lab.locks import InUse, exclusive, holder
-from fsdp_lab.report.data import SweepData
+from fsdp_lab.nightly.gate import EXCLUDED, STATUS
 from fsdp_lab.status import ExitCode
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _LIBC = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
 _END_LIMIT_S = 60.0  # of a sweep that was told to end
-_LOCK_LIMIT_S = 120.0  # of what a killed night left, to end
 
 
-def set_aside_if_changed(folder: Path, log: Callable[[str], None]) -> bool:
-    """Set a sweep aside that was begun with other code, because its trials would not be comparable.
+def frame_of(folder: Path) -> pd.DataFrame:
+    """Return the sweep in a folder as a frame: a row a trial; none, if it ended before its first trial.
 
-    Returns:
-        whether it was.
-
-    Raises:
-        UserError: the sweep that was begun there does not end.
+    It has the columns of `SweepRecord.frame`, with the name of each trial's setting, and whether its timing is excluded.
     """
-    if not (folder / "sweep.json").exists():
-        return False
-    _wait_until_free(folder, log)
-    if not changed_since(folder):
-        return False
-    aside = next(p for n in count(1) if not (p := folder.with_name(f"sweep.{n}")).exists())
-    log(f"the code changed after the night began: its results move to {aside.name}, and it starts again")
-    folder.rename(aside)
-    return True
+    import pandas as pd
+
+    from fsdp_lab.sweep.sweep_data import sweep_in
+
+    try:
+        sweep = sweep_in(folder)[0]
+    except UserError:
+        return pd.DataFrame(columns=["setting", STATUS, EXCLUDED])
+    frame = sweep.frame()
+    names = {trial.number: setting.name for setting in sweep.settings for trial in setting.trials}
+    return frame.assign(**{"setting": frame.index.map(names), EXCLUDED: frame[EXCLUDED].notna()})
+
+
+def changed_since(folder: Path) -> list[str]:
+    """Return the changes of code and libraries since a sweep began: its trials would not be comparable."""
+    from fsdp_lab.sweep.store.changes import changes_of_code
+    from fsdp_lab.record.sweep_json import read_record
+
+    return changes_of_code(read_record(folder, "sweep")) if (folder / "sweep.json").exists() else []
 
 
 def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> int:
-    """Start a night's sweep, or resume it.
+    """Start the sweep of a command line in a folder, or resume it, and return its exit status.
 
-    Args:
-        arguments: its command line.
-        folder: the sweep's.
-        resume_command: the command that resumes the night, for the message after an interrupt.
-
-    Returns:
-        its exit status: 0, 1 (a trial failed), 2 (refused), or another if it was killed.
+    After an interrupt it prints `resume_command`.
 
     Raises:
         UserError: the sweep cannot be resumed until the user fixes something; nothing of it is lost.
@@ -63,14 +64,6 @@ def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> in
     if status == ExitCode.refused:
         raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")
     return status
-
-
-def changed_since(folder: Path) -> list[str]:
-    """Return the changes of code and libraries since a sweep was begun."""
-    from fsdp_lab.record.sweep_json import read_record
-    from fsdp_lab.sweep.store.changes import changes_of_code
-
-    return changes_of_code(read_record(folder, "sweep"))
 
 
 def _run(arguments: Sequence[str], resume_command: str) -> int:
@@ -98,33 +91,6 @@ def _end_with_parent() -> None:
         _LIBC.prctl(1, signal.SIGTERM)
 
 
-def _wait_until_free(folder: Path, log: Callable[[str], None]) -> None:
-    """Wait until the sweep of a killed night has ended.
-
-    Raises:
-        UserError: it does not end.
-    """
-    lock = folder / ".lock"
-    if holder(lock):
-        log(f"waiting up to {_LOCK_LIMIT_S:g} s for the sweep in {folder} to end")
-    try:
-        with exclusive(lock, _LOCK_LIMIT_S):
-            pass
-    except InUse as error:
-        raise UserError(f"the sweep in {folder} still runs ({error.holder}); end it first.") from None
-
-
 def _quoted(folder: Path) -> str:
     text = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"
-
-
-def results_in(folder: Path) -> tuple[SweepData | None, str]:
-    """Return the sweep in a folder and its id; None if it ended before its first trial."""
-    from fsdp_lab.sweep.sweep_data import sweep_in
-
-    try:
-        sweep, record, _ = sweep_in(folder)
-    except UserError:
-        return None, ""
-    return sweep, record.id

@@ -1,229 +1,281 @@
-"""Whether a night is worse than the baseline: setting by setting and metric, beyond tolerance and noise. Pure."""
+"""What got worse in a night: setting by setting and metric, beyond tolerance, noise and rounding. Pure.
+
+Every metric has positions on a scale where larger is worse and equal distances count the same. Tolerance, noise and
+rounding are distances there, so they can be compared, and are shown as changes of the metric.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from statistics import median, variance
+from typing import TYPE_CHECKING, Any, Self
 
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import SPEED, Gate, Metric, gated
+from fsdp_lab.metrics import LOSS_EPS, SPEED, TRAIN_LOSS, VAL_LOSS, Gate, Metric, gated
 from fsdp_lab.status import TrialStatus
 
-NOT_JUDGED = "not judged: "
-DISTURBED = "other processes used the cores while it was timed"
+if TYPE_CHECKING:
+    import pandas as pd
+
+STATUS = "status"  # the column with how a trial ended, and the subject of such a finding
 LOSS = "loss"  # the validation loss, or the training loss where there is none
-_FEWEST_NIGHTS = 4  # from so many on, how much nights differ from one another is known
+EXCLUDED = "timing_excluded"
+_ENOUGH_NIGHTS = 5  # from so many on, how much nights differ from one another is known
+_LATEST = 10  # by so many, at most
+_FEWEST_OF_SLOPE = 6  # in five nights the order of chance is too likely
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
 
 
+class Outcome(StrEnum):
+    """What the gate found of a metric in a setting."""
+
+    ok = "ok"
+    better = "better"
+    noise = "noise"  # worse by more than the tolerance, but not by more than noise explains
+    rounding = "rounding"  # the same of the rounding of a loss
+    slope = "slope"  # worse night by night, by less than the tolerance so far
+    regression = "regression"  # worse than the last good night
+    drift = "drift"  # not worse than the last good night, but than the best one
+    unfinished = "unfinished"  # fewer trials finish
+    lost = "lost"  # no longer measured
+    new = "new"  # a setting that the last good night did not have
+    excluded = "excluded"  # other processes used the cores in all of the setting's trials
+    unmatched = "unmatched"  # no good night on this machine has measured it with its timing included
+
+
+_REGRESSIONS = (Outcome.regression, Outcome.drift, Outcome.unfinished, Outcome.lost)
+
+
 @dataclass(frozen=True)
-class Result:
-    """The results of a setting in a night: the status of each repeat, and metric -> its values in finished ones."""
+class Finding:
+    """What the gate found of a metric in a setting.
 
-    statuses: list[TrialStatus]
-    values: dict[str, list[float]]
+    Attributes:
+        setting: by its values.
+        metric: the key of the metric in the rows of a night, or `STATUS`.
+        outcome: see `Outcome`.
+        against: the night that it was compared with; "": none.
+        before: that night's median.
+        tonight: this night's median.
+        change: from one to the other: a ratio minus 1, or in the metric's unit.
+        tolerance: the largest change that is tolerated, as `change`.
+        noise: the largest change that noise explains, as `change`; None: not known.
+        slope: the change of a typical night, as `change`; for `drift` and `slope`.
+        nights: over how many.
+        ended: the status of each trial tonight, and of that night, for `unfinished` and `new`.
+    """
+
+    setting: str
+    metric: str
+    outcome: Outcome
+    against: str = ""
+    before: float | None = None
+    tonight: float | None = None
+    change: float | None = None
+    tolerance: float | None = None
+    noise: float | None = None
+    slope: float | None = None
+    nights: int = 0
+    ended: list[list[str]] = field(default_factory=list)
 
     @property
-    def finished(self) -> str:
-        """How many repeats finished, and how the others ended, in words."""
-        others = [status for status in self.statuses if status != TrialStatus.finished]
-        words = f" ({', '.join(dict.fromkeys(others))})" if others else ""
-        return f"{len(self.statuses) - len(others)} of {len(self.statuses)} finished{words}"
+    def is_regression(self) -> bool:
+        """Whether it makes the night a bad one."""
+        return self.outcome in _REGRESSIONS
 
-    @property
-    def share(self) -> float:
-        """The share of repeats that finished."""
-        return self.statuses.count(TrialStatus.finished) / len(self.statuses)
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the finding of plain values, as a document has them."""
+        return cls(**{**plain, "outcome": Outcome(plain["outcome"])})
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A metric, and how the nightly gate judges it."""
+    """A metric, and how the gate judges it."""
 
     metric: Metric
     gate: Gate
 
     @property
     def key(self) -> str:
-        """Its key in a night's results."""
+        """Its column in the rows of a night."""
         return self.gate.key or self.metric.key
 
     @property
     def label(self) -> str:
-        """The metric's name in the table of a night."""
+        """Its name in the table of a night."""
         return self.gate.label or self.metric.label
 
-    @property
-    def word(self) -> str:
-        """The subject of the metric in a sentence, such as `memory`."""
-        return {
-            "peak_memory": "memory",
-            "samples_per_s": "speed",
-            "forecast_error": "forecast",
-            "speed_forecast_error": "speed forecast",
-        }.get(self.gate.tolerance, self.gate.tolerance)
-
-    @property
-    def as_ratio(self) -> bool:
-        """Whether the tolerance is a ratio to the baseline's value."""
-        return self.gate.kind == "ratio"
-
-    def worse(self, a: float, b: float) -> float:
-        """Return how much worse b is than a, in the unit of the tolerance."""
-        if self.gate.kind == "fall":
-            return a - b
-        if not self.as_ratio:
-            return abs(b) - abs(a)
-        more = (b - a) / abs(a or 1)
-        return -more if self.metric.better == "max" else more
-
-    def describe_change(self, a: float, b: float) -> str:
-        """Return the change from a to b as text."""
-        if not self.as_ratio:
-            return self.metric.text(b - a if self.gate.kind == "fall" else abs(b) - abs(a))
-        change = (b / a - 1) * 100 if a else 0.0
-        if abs(change) < 0.05:  # it would read +0.0 %
-            return "none" if change == 0 else "below 0.1 %"
-        return f"{change:+.1f} %"
-
-
-def speeds() -> list[str]:
-    """Return the keys of judged metrics that are speeds."""
-    return [judged.key for judged in judged_metrics() if judged.metric.is_speed]
-
-
-def judged_metrics() -> list[Judged]:
-    """Return the metrics that a night is judged by, in the order of the tolerances."""
-    return [
-        Judged(metric, gate)
-        for field in fields(ToleranceConfig)
-        for metric, gate in gated()
-        if gate.tolerance == field.name
-    ]
+    def scale(self, values: Sequence[float]) -> Scale:
+        """Return the scale for these values: logarithms for ratios, unless a value has none."""
+        if self.gate.kind != "ratio":
+            return Scale(self.gate.kind)
+        sign = -1 if self.metric.better == "max" else 1
+        return Scale("ratio", sign) if min(values) > 0 else Scale("share", sign, abs(median(values)) or 1.0)
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The change of a metric in a setting since the baseline.
+class Scale:
+    """Positions of a metric; larger is worse.
 
     Attributes:
-        setting: by its values.
-        metric: its name for people; `result` for whether the setting finished at all.
-        baseline: the baseline's value, as text.
-        tonight: the night's value, as text.
-        change: as text.
-        regression: beyond the tolerance and beyond noise.
-        note: why it is a regression, or why it is none although it exceeds the tolerance.
+        kind: as in `metrics.Gate`; `share`: linear, in shares of `unit`.
+        sign: of a ratio: -1 if a larger value is better.
+        unit: of a share.
     """
 
-    setting: str
-    metric: str
-    baseline: str
-    tonight: str
-    change: str
-    regression: bool
-    note: str = ""
+    kind: str
+    sign: int = 1
+    unit: float = 1.0
+
+    def of(self, value: float) -> float:
+        """Return the position of a value."""
+        if self.kind == "ratio":
+            return self.sign * math.log(value)
+        return {"share": self.sign * value / self.unit, "distance": abs(value), "fall": -value}.get(self.kind, value)
+
+    def distance(self, tolerance: float) -> float:
+        """Return how far a tolerance reaches; a ratio of 1 or more never ends where larger is better."""
+        if self.kind != "ratio":
+            return tolerance
+        if self.sign < 0 and tolerance >= 1:
+            return math.inf
+        return self.sign * math.log1p(self.sign * tolerance)
+
+    def change(self, distance: float) -> float:
+        """Return a distance as a change of the metric."""
+        if self.kind == "ratio":
+            return math.expm1(self.sign * distance)
+        return -distance if self.kind == "fall" else self.sign * distance
 
 
-def compare(
-    tonight: Mapping[str, Result],
-    baseline: Mapping[str, Result],
-    earlier: Sequence[Mapping[str, Result]],
-    tolerance: ToleranceConfig,
-    significance: float,
-    no_speed: str = "no speeds to compare with",
+def judged_metrics() -> list[Judged]:
+    """Return the metrics that a night is judged by."""
+    return [Judged(metric, gate) for metric, gate in gated()]
+
+
+def judged_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the columns of a sweep's frame by which its night is judged, with its loss under `LOSS`."""
+    loss = VAL_LOSS if VAL_LOSS in frame and frame[VAL_LOSS].notna().any() else TRAIN_LOSS
+    frame = frame.assign(**{LOSS: frame.get(loss)})
+    return frame.reindex(columns=["setting", STATUS, EXCLUDED, LOSS_EPS, *(j.key for j in judged_metrics())])
+
+
+def judge(
+    tonight: pd.DataFrame, past: Sequence[tuple[str, bool, pd.DataFrame]], tolerance: ToleranceConfig, chance: float
 ) -> list[Finding]:
-    """Return the changes of every setting of either night, in every metric that both have.
+    """Return what the gate finds of every setting, in every metric.
 
     Args:
-        tonight: setting -> its results.
-        baseline: setting -> its results.
-        earlier: the results of good nights in order, including the baseline, for the variation between nights.
+        tonight: a row for each trial, with `judged_columns`.
+        past: the good nights since the last accepted one, the oldest first: the name of each, whether it ran on the
+            same machine, so that its timings can be compared, and its rows.
         tolerance: how much worse a metric may be.
-        significance: the probability of taking noise for a regression, for one setting and metric.
-        no_speed: why speed is not judged, if a night has no reliable one.
+        chance: the probability of taking noise for a regression, for one setting and metric.
     """
-    findings = []
-    for setting, before in baseline.items():
-        now = tonight.get(setting)
-        if now is None or now.share < before.share:
-            ended = now.finished if now else "not run"
-            findings.append(
-                Finding(setting, "result", before.finished, ended, "", True, "it no longer finishes as before")
-            )
-        if now is None:
+    if not past:
+        return []
+    name, _, baseline = past[-1]
+    findings: list[Finding] = []
+    for setting, before in baseline.groupby("setting", sort=False):
+        now = tonight[tonight["setting"] == setting]
+        if _share(now) < _share(before):
+            ended = [list(now[STATUS]), list(before[STATUS])]
+            findings.append(Finding(str(setting), STATUS, Outcome.unfinished, name, ended=ended))
+    for setting, now in tonight.groupby("setting", sort=False):
+        if setting not in set(baseline["setting"]):
+            findings.append(Finding(str(setting), STATUS, Outcome.new, ended=[list(now[STATUS]), []]))
             continue
+        rows = [(night, same, frame[frame["setting"] == setting]) for night, same, frame in past]
         for judged in judged_metrics():
-            if judged.metric.is_speed and (not before.values.get(judged.key) or judged.key not in now.values):
-                if judged.key != SPEED:
-                    continue  # said once
-                is_calm = any(result.values.get(judged.key) for result in tonight.values())
-                why = DISTURBED if is_calm and judged.key not in now.values else no_speed
-                findings.append(Finding(setting, judged.label, "", "", "", False, f"{NOT_JUDGED}{why}"))
-                continue
-            if not before.values.get(judged.key) or judged.key not in now.values:
-                continue
-            if not now.values[judged.key]:
-                if now.share:
-                    gone = "it is no longer measured"
-                    there = judged.metric.text(median(before.values[judged.key]))
-                    findings.append(Finding(setting, judged.label, there, "none", "", True, gone))
-                continue
-            nights = [
-                median(v) for night in earlier if setting in night and (v := night[setting].values.get(judged.key))
-            ]
-            values = before.values[judged.key], now.values[judged.key]
-            findings.append(_judge(setting, judged, *values, nights, tolerance, significance))
-    new = [setting for setting in tonight if setting not in baseline]
-    return [*findings, *(Finding(s, "result", "", tonight[s].finished, "", False, "new") for s in new)]
+            usable = [(night, r) for night, same, r in rows if same or not judged.metric.is_speed]
+            earlier = [(night, values) for night, r in usable if (values := _values(r, judged))]
+            eps = max(_largest(r, LOSS_EPS) for r in (now, *(r for *_, r in rows))) if judged.key == LOSS else 0.0
+            limits = getattr(tolerance, judged.gate.tolerance), eps, chance
+            findings += _judge(str(setting), judged, now, earlier, limits)
+    return findings
 
 
 def _judge(
     setting: str,
     judged: Judged,
-    before: Sequence[float],
+    rows: pd.DataFrame,
+    earlier: Sequence[tuple[str, list[float]]],
+    limits: tuple[float, float, float],
+) -> list[Finding]:
+    """Return the finding of one metric in one setting; none for what was never measured, or has no trial now."""
+    now, is_timing = _values(rows, judged), judged.metric.is_speed
+    if not now:
+        if not _share(rows):
+            return []
+        if is_timing and bool(rows[EXCLUDED].any()):
+            return [Finding(setting, judged.key, Outcome.excluded)] if judged.key == SPEED else []
+        if not earlier:
+            return []
+        name, values = earlier[-1]
+        return [Finding(setting, judged.key, Outcome.lost, name, median(values))]
+    if not earlier:
+        return [Finding(setting, judged.key, Outcome.unmatched, tonight=median(now))] if judged.key == SPEED else []
+    return [_compare(setting, judged, now, earlier, limits)]
+
+
+def _compare(
+    setting: str,
+    judged: Judged,
     now: Sequence[float],
-    nights: Sequence[float],
-    tolerance: ToleranceConfig,
-    significance: float,
+    earlier: Sequence[tuple[str, list[float]]],
+    limits: tuple[float, float, float],
 ) -> Finding:
-    a, b = median(before), median(now)
-    limit = getattr(tolerance, judged.gate.tolerance)
-    worse = judged.worse(a, b)
-    regression, note = worse > limit, ""
-    if abs(worse) > limit:
-        most = f"{limit * 100:g} %" if judged.as_ratio else f"{limit:g}"
-        note = f"worse by more than {most}" if regression else "better"
-        # what noise does to a speed is a factor, so ratios are compared as differences of logarithms
-        as_ratio = judged.as_ratio and min(*before, *now, *nights, a) > 0
-        there, here, others = ([math.log(v) if as_ratio else v for v in values] for values in (before, now, nights))
-        noise = _noise(there, here, others, significance)
-        if noise is not None:
-            spread = f"{math.expm1(noise) * 100:.0f} %" if as_ratio else judged.metric.text(noise)
-            if abs(median(here) - median(there)) <= noise:
-                regression, note = False, f"within the noise: repeats and nights differ by up to {spread}"
-            elif regression:
-                note += f", and by more than the noise ({spread})"
-    texts = judged.metric.text(a), judged.metric.text(b), judged.describe_change(a, b)
-    return Finding(setting, judged.label, *texts, regression, note)
+    """Compare with the last good night, then with the best one, then with the slope of all."""
+    tolerance, eps, chance = limits
+    scale = judged.scale([*now, *(value for _, values in earlier for value in values)])
+    here, there = [scale.of(v) for v in now], [[scale.of(v) for v in values] for _, values in earlier]
+    levels = [median(positions) for positions in there]
+    level, limit, rounding = median(here), scale.distance(tolerance), math.log1p(eps)
+
+    def finding(outcome: Outcome, place: int, noise: float | None, **slope: Any) -> Finding:
+        return Finding(
+            setting, judged.key, outcome, earlier[place][0], median(earlier[place][1]), median(now),
+            scale.change(level - levels[place]), scale.change(limit) if limit < math.inf else None,
+            None if noise is None else scale.change(noise), **slope,
+        )  # fmt: skip
+
+    last, best = len(levels) - 1, levels.index(min(levels))
+    for place, share in ((last, 1), (best, len(levels))):  # the best of many is the best by chance, too
+        noise = _noise(there[place], here, levels, chance / share)
+        if level - levels[place] > max(limit, noise or 0.0, rounding):
+            if place == last:
+                return finding(Outcome.regression, place, noise)
+            since = [*levels[place:], level]
+            return finding(Outcome.drift, place, noise, slope=scale.change(_slope(since)), nights=len(since) - 1)
+    noise, change = _noise(there[last], here, levels, chance), level - levels[last]
+    if _is_slope([*levels, level], limit, chance):
+        slope = scale.change(_slope([*levels, level]))
+        return finding(Outcome.slope, last, noise, slope=slope, nights=len(levels))
+    if change > limit:
+        return finding(Outcome.noise if change <= (noise or 0.0) else Outcome.rounding, last, noise)
+    return finding(Outcome.better if -change > max(limit, noise or 0.0, rounding) else Outcome.ok, last, noise)
 
 
-def _noise(before: Sequence[float], now: Sequence[float], nights: Sequence[float], significance: float) -> float | None:
-    """Return the difference that noise alone exceeds with the given probability; None if the noise is not known.
+def _noise(before: Sequence[float], now: Sequence[float], levels: Sequence[float], chance: float) -> float | None:
+    """Return the distance that noise alone exceeds with the given probability; None if the noise is not known.
 
     By Welch's one-sided test. Nights differ by more than repeats in one night, so the variance of their medians is
-    added to each of the two. It is estimated from the differences of consecutive nights, by their median, so that a
-    permanent change (faster code, an accepted night) does not count as noise. Before enough nights are known they are
-    assumed to differ as repeats do.
+    added to each of the two. It is that of the differences of consecutive nights around their median, so that neither
+    one lasting change nor a steady drift counts as noise. Before enough nights are known they are assumed to differ as
+    repeats do.
     """
-    within = [(variance(v), len(v)) for v in (before, now) if len(v) > 1]
+    within = [(variance(values), len(values)) for values in (before, now) if len(values) > 1]
     parts = [(var / count, count - 1) for var, count in within]
-    if len(nights) >= _FEWEST_NIGHTS:
-        between = median(abs(b - a) for a, b in pairwise(nights)) / _MEDIAN_OF_NORMAL
-        parts += [(between**2, len(nights) - 1)]  # of a difference, so twice the variance of a night
+    if len(levels) >= _ENOUGH_NIGHTS:
+        steps = [b - a for a, b in pairwise(levels[-_LATEST:])]
+        spread = sorted(abs(step - median(steps)) for step in steps)
+        spread = spread[len(steps) % 2 :]  # one of an odd number is the median itself
+        parts += [((median(spread) / _MEDIAN_OF_NORMAL) ** 2, len(steps))]  # of a difference: of both nights
     elif within:
         freedom = sum(count - 1 for _, count in within)
         parts += [(2 * sum(var * (count - 1) for var, count in within) / freedom, freedom)]
@@ -235,14 +287,38 @@ def _noise(before: Sequence[float], now: Sequence[float], nights: Sequence[float
     from scipy.stats import t
 
     degrees = error**2 / sum(part**2 / freedom for part, freedom in parts)
-    return float(t.ppf(1 - significance, degrees)) * math.sqrt(error)
+    return float(t.ppf(1 - chance, degrees)) * math.sqrt(error)
 
 
-def table(findings: Sequence[Finding], only_moved: bool = False) -> str:
-    """Return the findings as Markdown, regressions first."""
-    shown = sorted((f for f in findings if f.regression or f.note or not only_moved), key=lambda f: not f.regression)
-    lines = ["| setting | metric | baseline | tonight | change | verdict |", "| --- | --- | --- | --- | --- | --- |"]
-    for f in shown:
-        verdict = ("**regression**: " if f.regression else "") + f.note
-        lines.append(f"| `{f.setting}` | {f.metric} | {f.baseline} | {f.tonight} | {f.change} | {verdict or 'ok'} |")
-    return "\n".join(lines) + "\n"
+def _is_slope(levels: Sequence[float], limit: float, chance: float) -> bool:
+    """Return whether nights get worse one by one, by more than half the tolerance: Kendall's test of their order."""
+    if len(levels) < _FEWEST_OF_SLOPE or _slope(levels) * (len(levels) - 1) <= limit / 2:
+        return False
+    from scipy.stats import kendalltau
+
+    return bool(kendalltau(range(len(levels)), levels, alternative="greater").pvalue < chance)
+
+
+def _slope(levels: Sequence[float]) -> float:
+    """Return how much worse a night is than the one before: the median over all pairs of nights."""
+    return median((b - a) / (j - i) for i, a in enumerate(levels) for j, b in enumerate(levels) if j > i)
+
+
+def _values(rows: pd.DataFrame, judged: Judged) -> list[float]:
+    """Return a metric's values in finished trials; no timing of one that other processes disturbed."""
+    finished = rows[rows[STATUS] == TrialStatus.finished]
+    if judged.metric.is_speed:
+        finished = finished[~finished[EXCLUDED].astype(bool)]
+    return [] if judged.key not in finished else _finite(finished[judged.key])
+
+
+def _finite(values: Iterable[Any]) -> list[float]:
+    return [float(value) for value in values if value is not None and math.isfinite(value)]
+
+
+def _largest(rows: pd.DataFrame, column: str) -> float:
+    return max(_finite(rows[column]), default=0.0) if column in rows else 0.0
+
+
+def _share(rows: pd.DataFrame) -> float:
+    return float((rows[STATUS] == TrialStatus.finished).mean()) if len(rows) else 0.0

@@ -1,30 +1,48 @@
-"""The files of nights on disk, and how the next start reads them.
+"""The documents of a study's nights: one JSON file or object each.
 
 | path below `nightly.folder`/<study> | what |
 | --- | --- |
-| `.lock`, `.schedule` | locked while a night runs here, and while a process waits for the nights |
-| `since.json` | when the schedule began: no earlier night was missed |
-| `<night>/night.json` | the verdict on the night, with the results that it is compared by |
+| `<night>.json` | the night: its trials, its verdict, what it was compared with, and when the next one was due |
 | `<night>/sweep/` | its sweep, like any other |
-| `<night>/gate.md` | the table of changes |
+| `<night>/gate.md` | the verdict and the table of changes |
 | `nights.html` | the last thirty nights |
+| `.lock` | locked while a night runs here |
+
+With object storage in `cluster.storage_path`, `<night>.json` and `nights.html` are below
+`<cluster.storage_path>/nights/<study>` instead, where every machine finds them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.config import UserError
-from fsdp_lab.files import write_json
-from fsdp_lab.nightly.gate import Result
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.config import UserError, is_address
+from fsdp_lab.files import write_text
+from fsdp_lab.nightly.gate import Finding
+from fsdp_lab.storage import Storage
 
-RUNNING, GOOD, REGRESSION, ACCEPTED, FAILED, LEFT = "running", "good", "regression", "accepted", "failed", "left"
+if TYPE_CHECKING:
+    import pandas as pd
+
+_DOCUMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\w+)?\.json")
+
+
+class Verdict(StrEnum):
+    """The verdict on a night."""
+
+    running = "running"  # or interrupted, and to be resumed
+    good = "good"
+    regression = "regression"
+    accepted = "accepted"  # made the baseline by hand
+    failed = "failed"  # nothing finished
+    left = "left"  # interrupted, and never resumed
 
 
 @dataclass(frozen=True)
@@ -32,66 +50,64 @@ class Night:
     """A night of a study.
 
     Attributes:
-        id: when it began, and the name of its folder.
-        due: seconds since 1970.
+        id: when it began; the name of its document and of its folder.
         begun: seconds since 1970.
-        ended: seconds since 1970; None: it has not.
-        verdict: running (or interrupted, and to be resumed), good, regression, accepted, failed (nothing finished),
-            left (interrupted, and never resumed).
+        next_due: when the night after it was due, seconds since 1970.
+        host: on which it runs; only there it can be resumed.
+        verdict: see `Verdict`.
         study: the settings that all its trials share, which identify the study.
-        results: by setting, for comparisons.
-        machine: host, device and workers.
-        commit: of the code; "": not known.
+        machine: host, device and workers: what speeds depend on.
+        commit: of fsdp_lab; "": not known.
         libraries: name -> version.
-        baseline: the night it was compared with; None: none.
-        findings: the changes since the baseline, as plain values of `gate.Finding`.
+        code: the digest of fsdp_lab's files.
+        user_code: file -> digest, of the user's code, as in `sweep.json`.
+        trials: a row for each trial, with the columns of `gate.judged_columns`.
+        baseline: the last good night, with which it was compared; None: there was none.
+        changed: what changed since the baseline: `(what, name, before, now)` of each.
+        findings: what the gate found.
         run_id: of its sweep's MLflow run; "": none.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
-        attempts: how often its sweep ended by itself.
-        code: what changed in code, libraries and machine since the baseline; "": not compared.
-        pruned: its checkpoints were removed; if nights are in storage, those there.
-        sweeps: the addresses of its sweeps in object storage.
-        others: the share of all cores that other processes used.
-        busy: whether that was too much to judge speed.
-        speed_baseline: the night whose speeds it was compared with, or several; None: speed was not judged.
     """
 
     id: str
-    due: float
     begun: float
-    ended: float | None = None
-    verdict: str = RUNNING
+    next_due: float
+    host: str = ""
+    verdict: Verdict = Verdict.running
     study: dict[str, Any] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
     machine: str = ""
     commit: str = ""
     libraries: dict[str, str] = field(default_factory=dict)
+    code: str = ""
+    user_code: dict[str, str] = field(default_factory=dict)
+    trials: list[dict[str, Any]] = field(default_factory=list)
     baseline: str | None = None
-    findings: list[dict[str, Any]] = field(default_factory=list)
+    changed: list[list[str]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     run_id: str = ""
     accepted: dict[str, str] | None = None
-    attempts: int = 0
-    others: float = 0.0
-    busy: bool = False
-    speed_baseline: str | None = None
-    code: str = ""
-    pruned: bool = False
-    sweeps: list[str] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
         """Whether it can be a baseline."""
-        return self.verdict in (GOOD, ACCEPTED)
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether it was held against its baseline."""
-        return self.baseline is not None and self.verdict not in (FAILED, LEFT)
+        return self.verdict in (Verdict.good, Verdict.accepted)
 
     @property
     def over(self) -> bool:
         """Whether it has a verdict."""
-        return self.verdict != RUNNING
+        return self.verdict is not Verdict.running
+
+    @property
+    def regressions(self) -> list[Finding]:
+        """What got worse."""
+        return [finding for finding in self.findings if finding.is_regression]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Its trials, a row each."""
+        import pandas as pd
+
+        return pd.DataFrame(self.trials)
 
 
 def night_id(moment: float) -> str:
@@ -99,69 +115,78 @@ def night_id(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
-def write_night(folder: Path, night: Night) -> None:
-    """Write a night's `night.json`, durably."""
-    (folder / night.id).mkdir(parents=True, exist_ok=True)
-    write_json(folder / night.id / "night.json", asdict(night), durable=True)
+class Nights:
+    """The documents of a study's nights.
 
+    Args:
+        place: their folder, or their address in object storage.
 
-def read_nights(folder: Path) -> list[Night]:
-    """Return all nights that began, the oldest first. A folder without a `night.json` is none.
-
-    Raises:
-        UserError: a night cannot be read.
+    Every method raises StorageRefused and StorageAway.
     """
-    nights = [night_of(path.read_text(errors="replace"), str(path)) for path in sorted(folder.glob("*/night.json"))]
-    return sorted(nights, key=lambda night: night.begun)
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def read(self) -> list[Night]:
+        """Return all nights that began, the oldest first.
+
+        Raises:
+            UserError: a document cannot be read.
+        """
+        if is_address(self.place):
+            storage = Storage(self.place)
+            texts = storage.read_all([name for name in storage.files() if _DOCUMENT.fullmatch(name)])
+        else:
+            files = (path for path in Path(self.place).glob("*.json") if _DOCUMENT.fullmatch(path.name))
+            texts = {path.name: path.read_bytes() for path in files}
+        nights = [_night_of(text.decode(errors="replace"), name, self.place) for name, text in texts.items()]
+        return sorted(nights, key=lambda night: night.begun)
+
+    def write(self, night: Night) -> None:
+        """Keep a night, durably."""
+        self.put(f"{night.id}.json", json.dumps(asdict(night), indent=1))
+
+    def put(self, name: str, text: str) -> None:
+        """Keep a text beside the documents."""
+        if is_address(self.place):
+            Storage(self.place).write(name, text.encode())
+        else:
+            write_text(Path(self.place, name), text, durable=True)
 
 
-def night_of(text: str, source: str) -> Night:
-    """Return the night in the text of a `night.json`; keys of a newer version are ignored.
+def since_accepted(nights: Sequence[Night]) -> list[Night]:
+    """Return the good nights from the last accepted one on: with them a night is compared."""
+    good = [night for night in nights if night.is_good]
+    accepted = [place for place, night in enumerate(good) if night.verdict is Verdict.accepted]
+    return good[accepted[-1] :] if accepted else good
 
-    Raises:
-        UserError: it cannot be read.
-    """
+
+def changes(before: Night, night: Night) -> list[list[str]]:
+    """Return `(what, name, before, now)` of what changed in code, libraries and machine since an earlier night."""
+    found = [["commit", "", before.commit, night.commit]] if before.commit != night.commit else []
+    if not found and before.code != night.code:
+        found.append(["code", "", before.code, night.code])
+    for what, there, here in (
+        ("your code", before.user_code, night.user_code),
+        ("library", before.libraries, night.libraries),
+    ):
+        names = sorted(there.keys() | here.keys())
+        found += [[what, n, there.get(n, ""), here.get(n, "")] for n in names if there.get(n) != here.get(n)]
+    return found + ([["machine", "", before.machine, night.machine]] if before.machine != night.machine else [])
+
+
+def _night_of(text: str, name: str, place: str) -> Night:
+    """Return the night in a document; keys of a newer version are ignored."""
     known = {f.name for f in fields(Night)}
     try:
         content = {key: value for key, value in json.loads(text).items() if key in known}
-        content["results"] = {
-            setting: Result([TrialStatus(status) for status in result["statuses"]], result["values"])
-            for setting, result in content["results"].items()
-        }
-        return Night(**content)
+        content["verdict"] = Verdict(content["verdict"])
+        content["findings"] = [Finding.of(finding) for finding in content["findings"]]
+        night = Night(**content)
+        if name != f"{night.id}.json":  # the id becomes the name of a folder
+            raise ValueError(f"it is the document of night {night.id!r}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{source} cannot be read ({error}); repair it, or move it away to compare with an older night."
+            f"{place}/{name} cannot be read ({error}); repair it, or move it away to compare with an older night."
         ) from None
-
-
-def read_since(folder: Path, now: float) -> float:
-    """Return when the schedule began; the first call defines that moment."""
-    path = folder / "since.json"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"since": now}, durable=True)
-    return float(json.loads(path.read_text())["since"])
-
-
-def last_good(nights: Sequence[Night]) -> Night | None:
-    """Return the last night that can be a baseline; None without one."""
-    return next((night for night in reversed(nights) if night.is_good), None)
-
-
-def changes(before: Night, night: Night) -> list[str]:
-    """Return the changes of code and libraries since an earlier night, in words."""
-    commits = before.commit, night.commit
-    differences = [f"commit {_short(commits[0])} → {_short(commits[1])}"] if commits[0] != commits[1] else []
-    names = sorted(before.libraries.keys() | night.libraries.keys())
-    pairs = [(name, before.libraries.get(name, "none"), night.libraries.get(name, "none")) for name in names]
-    differences += [f"{name} {there} → {here}" for name, there, here in pairs if there != here]
-    if before.machine != night.machine:
-        differences.append(f"machine {before.machine or 'unknown'} → {night.machine}")
-    return differences
-
-
-def _short(commit: str) -> str:
-    """Return a commit as short as `git log` takes it, with the mark of uncommitted changes."""
-    name, mark, _ = commit.partition("+")
-    return f"{name[:10]}{' with uncommitted changes' if mark else ''}" if name else "unknown"
+    return night

@@ -16,6 +16,7 @@ from fsdp_lab.compose import check, check_overrides, group_choices, nightly_conf
 from fsdp_lab.config import (
     Between,
     ConfigError,
+    UserError,
     all_keys,
     conf_dir,
     is_address,
@@ -26,10 +27,10 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.key_value_args import AUTO_REPEAT
 from fsdp_lab.config.machine import loader_workers_of
-from fsdp_lab.config.nightly import NightlyConfig
-from fsdp_lab.config.options import secret_keys
+from fsdp_lab.config.nightly import NightConfig, NightlyConfig
+from fsdp_lab.config.sweep import ClusterConfig, TrackingConfig
 from fsdp_lab.hardware import num_gpus
-from fsdp_lab.nightly.study import Study
+from fsdp_lab.nightly.nights import Night
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 
@@ -37,20 +38,59 @@ _RESUME_KEYS = [key for key in all_keys() if key.startswith("resume")]
 
 
 @dataclass(frozen=True)
-class _Composed:
-    """What Hydra makes of the overrides.
+class Study:
+    """The sweep that runs every night.
 
     Attributes:
-        config: of the study's first setting.
-        option: the name of the experiment's preset.
-        axes: key -> its overrides, one for each value.
-        defaults: key -> the values of an axis that `-m` has without being named; None: none.
+        name: of the study.
+        folder: its own, below `nightly.folder`.
+        place: of the documents of its nights: the folder, or an address in object storage.
+        nightly: the configuration of its nights.
+        tracking: where it logs.
+        cluster: where its trials run.
+        arguments: of its sweep. All axes are named, the repeats first, so that they are as far apart in time as
+            possible.
+        settings: the ones that all its trials share.
+        resume_command: the command that resumes an interrupted night.
     """
 
-    config: NightlyConfig
-    option: str
-    axes: Mapping[str, Sequence[str]]
-    defaults: Mapping[str, Any]
+    name: str
+    folder: Path
+    place: str
+    nightly: NightConfig
+    tracking: TrackingConfig
+    cluster: ClusterConfig
+    arguments: list[str]
+    settings: dict[str, Any]
+    resume_command: str
+
+    def differences(self, night: Night) -> list[str]:
+        """Return how it differs from a night's study, such as `training.epochs was 3 and is 2`; no passwords."""
+        here, there = self.settings, night.study
+        # a key that one of them does not have is of other code, but for an axis: that one varied nothing
+        keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
+        return [
+            redact(f"{k} was {_typed(there.get(k, 'one value'))} and is {_typed(here.get(k, 'one value'))}")
+            for k in keys
+            if there.get(k) != here.get(k)
+        ]
+
+    def check_baseline(self, nights: Sequence[Night]) -> None:
+        """Check that the last of these nights can be the baseline.
+
+        Raises:
+            UserError: it is of another study.
+        """
+        if nights and (others := self.differences(nights[-1])):
+            keys = "cluster.storage_path=..." if is_address(self.place) else "nightly.folder=..."
+            raise UserError(
+                f"the baseline, night {nights[-1].id}, is of another study: {'; '.join(others[:5])}. Restore the "
+                f"study, set {keys} for this one, or move the old nights away."
+            )
+
+
+def _typed(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def read_study(overrides: list[str]) -> Study:
@@ -62,45 +102,35 @@ def read_study(overrides: list[str]) -> Study:
     config_dir, overrides = split_config_dir(overrides)
     overrides, search_words = with_custom(overrides), search_path(config_dir)
     _check_repeats(overrides)
-    auto = AUTO_REPEAT in _plain(overrides)
+    auto = any(word.lstrip("+~") == AUTO_REPEAT for word in overrides)
     overrides = [word for word in overrides if word.lstrip("+~") != AUTO_REPEAT]
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
-    composed = _compose(overrides, search_words)
-    config = composed.config
+    config, name, axes, defaults = _compose(overrides, search_words)
     check(config)
     if config.forecast.keep is not None:
         raise ConfigError(
             f"forecast.keep={config.forecast.keep}: a night runs every setting of its study, because a changed "
             "prediction is not a regression; leave it out."
         )
-    folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
-    arguments = [*folder, *_repeats(config, overrides, auto), *_axes(composed, overrides)]
-    judged = _settings(composed)
-    secret = [word for word in overrides if word.lstrip("+").partition("=")[0] in secret_keys()]
-    shown = [f"{word.partition('=')[0]}=***" if word in secret else word for word in overrides]
-    path = config.cluster.storage_path
+    code = [f"--config-dir={config_dir}"] if config_dir is not None else []
+    folder, storage = Path(config.nightly.folder) / name, config.cluster.storage_path
     return Study(
-        composed.option,
-        Path(config.nightly.folder) / composed.option,
+        name,
+        folder,
+        f"{storage}/nights/{name}" if is_address(storage) else str(folder),
         config.nightly,
         config.tracking,
-        arguments,
-        judged,
-        shares_cores=judged["device"] == "cpu" and config.cluster.is_here,
-        resume_command=redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *folder, *shown])),
-        storage=path if is_address(path) else None,
-        cluster=config.cluster,
+        config.cluster,
+        [*code, *_repeats(config, overrides, auto), *_axes(defaults, overrides)],
+        _settings(config, axes),
+        redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *code, *overrides])),
     )
-
-
-def _plain(overrides: Sequence[str]) -> list[str]:
-    return [word.lstrip("+~") for word in overrides]
 
 
 def _check_repeats(overrides: Sequence[str]) -> None:
     """Refuse keys that a night sets itself."""
-    words = _plain(overrides)
+    words = [word.lstrip("+~") for word in overrides]
     if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
         raise ConfigError(f"{resumes[0]}: an interrupted night resumes by itself; leave it out.")
     if repeats := [word for word in words if word.startswith("repeat=") and word != AUTO_REPEAT]:
@@ -110,8 +140,13 @@ def _check_repeats(overrides: Sequence[str]) -> None:
         )
 
 
-def _compose(overrides: list[str], search_words: Sequence[str]) -> _Composed:
-    """Compose the first setting, and list the values of each axis."""
+def _compose(
+    overrides: list[str], search_words: Sequence[str]
+) -> tuple[NightlyConfig, str, dict[str, Sequence[str]], dict[str, Any]]:
+    """Return the config of the study's first setting, and the name of its preset.
+
+    Then each axis, with an override for each value; and the default axes of `-m`, with their values; None: none.
+    """
     check_overrides(overrides)
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -123,29 +158,25 @@ def _compose(overrides: list[str], search_words: Sequence[str]) -> _Composed:
         ).hydra.sweeper.params
         given = all_overrides(parser, {k: None if v is None else str(v) for k, v in defaults.items()}, overrides)
         axes = {o.get_key_element(): discrete_values(o) for o in given.values()}
-        if several := [
-            key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1
-        ]:
+        own = [key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1]
+        if own:
             raise ConfigError(
-                f"{several[0]} has several values, but takes one; quote a value with a comma: "
-                f"\"{several[0]}='0 2,14 * * *'\"."
+                f"{own[0]} has several values, but takes one; quote a value with a comma: \"{own[0]}='0 2,14 * * *'\"."
             )
         first = [values[0] for values in axes.values()]
         cfg = compose("config", [*first, *search_words], return_hydra_config=True)
-    config = nightly_config(cfg)
-    return _Composed(config, group_choices(cfg).get("experiment", "nightly"), axes, defaults)
+    return nightly_config(cfg), group_choices(cfg).get("experiment", "nightly"), axes, defaults
 
 
-def _settings(composed: _Composed) -> dict[str, Any]:
+def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return what nights must have in common to be compared."""
-    config, axes = composed.config, composed.axes
     swept = {key.lstrip("+") for key, values in axes.items() if len(values) > 1}
     judged = {
         key: value
         for key, value in settings(config, Between.NIGHTS).items()
         if key.partition(".")[0] not in swept and key not in swept
     }
-    if "data.loader_workers" in judged:  # as a number: nights before null wrote one, and it changes what is measured
+    if "data.loader_workers" in judged:  # as a number: what null stands for changes what is measured
         judged["data.loader_workers"] = loader_workers_of(config)
     judged |= {"workers": workers_of(config), "device": "cuda" if num_gpus() else "cpu"}
     return judged | {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
@@ -158,18 +189,18 @@ def _repeats(config: NightlyConfig, overrides: Sequence[str], auto: bool) -> lis
         return [f"repeat={','.join(map(str, range(repeats)))}"] if repeats > 1 else []
     if repeats < 2:
         raise ConfigError(f"repeat=auto with nightly.repeats={repeats}: nothing can repeat; use 2 or more.")
-    if most := [word for word in _plain(overrides) if word.startswith("repeat_max=")]:
+    if most := [word for word in overrides if word.lstrip("+~").startswith("repeat_max=")]:
         raise ConfigError(f"{most[0]}: nightly.repeats is the maximum number of rounds; leave it out.")
     return [AUTO_REPEAT, f"repeat_max={repeats}"]
 
 
-def _axes(composed: _Composed, overrides: Sequence[str]) -> list[str]:
+def _axes(defaults: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     """Return the arguments for the axes, in the order of the words.
 
     The default axes are typed, and out of the way of Hydra's own: the repeats then lie as far apart as they can.
     """
     typed = [w for w in overrides if not w.lstrip("+~").startswith(("nightly.", "hydra.sweep.dir="))]
     named = {w.partition("=")[0] for w in typed}
-    defaults = {key: value for key, value in composed.defaults.items() if value is not None}
-    default_axes = [f"{key}={value}" for key, value in defaults.items() if key not in named]
-    return [*default_axes, *typed, *(f"hydra.sweeper.params.{key}=null" for key in defaults)]
+    own = {key: value for key, value in defaults.items() if value is not None}
+    default_axes = [f"{key}={value}" for key, value in own.items() if key not in named]
+    return [*default_axes, *typed, *(f"hydra.sweeper.params.{key}=null" for key in own)]

@@ -1,26 +1,31 @@
-"""The schedule of nights: a cron expression, by APScheduler's trigger, and the nights that are due.
-
-APScheduler's own scheduler is not used: it stores missed runs as pickles, and here the nights' folders record them.
-"""
+"""The schedule of nights: APScheduler's own scheduler, with a trigger that means what cron means."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from zoneinfo import ZoneInfo
 
+from apscheduler.schedulers.blocking import BlockingScheduler
+from apscheduler.triggers.base import BaseTrigger
 from apscheduler.triggers.combining import OrTrigger
 from apscheduler.triggers.cron import CronTrigger
 from tzlocal import get_localzone
 
-from fsdp_lab.config import ConfigError
+from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.nightly.nights import Night
 from fsdp_lab.wording import count
 
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")
-_LOOK_BACK_DAYS = (1, 8, 64, 512, 4096)
+_LOOK_MINUTES = 10  # for a night that was missed, or that could not run
 
 
-class Schedule:
-    """The nights of a cron expression.
+class Cron(BaseTrigger):  # type: ignore[misc]
+    """The times of a cron expression: APScheduler's, with cron's weekdays, and the hour that occurs twice counted once.
 
     Args:
         cron: minute hour day month weekday, with cron's numbers for weekdays: 0 and 7 are Sunday.
@@ -54,51 +59,101 @@ class Schedule:
             raise ConfigError(
                 f"nightly.cron='{cron}': {error}; use minute hour day month weekday, for example '0 2 * * *'."
             ) from None
-        try:
-            self.after(now)
-        except StopIteration:
+        if self.get_next_fire_time(None, now) is None:
             raise ConfigError(
                 f"nightly.cron='{cron}' never runs: no date has its day and month; use for example '0 2 * * *'."
-            ) from None
+            )
 
-    def after(self, moment: datetime) -> datetime:
-        """Return the first night after a moment, in UTC. If clocks are set back, the repeated hour counts once.
-
-        Raises:
-            StopIteration: there is none.
-        """
-        moment = moment.astimezone(UTC)
+    def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime | None:
+        """Return the first time after the previous one, or from now on; None: there is none."""
+        moment = (previous_fire_time or now - timedelta(microseconds=1)).astimezone(UTC)
         asked = moment
         while True:
-            fire_time = self._trigger.get_next_fire_time(None, asked + timedelta(microseconds=1))
-            if fire_time is None:
-                raise StopIteration
-            night = fire_time.astimezone(UTC)
-            if night > moment and not (fire_time.fold and self._was_night(fire_time.replace(fold=0))):
-                return night
-            asked = max(asked + timedelta(minutes=1), night)
+            found: datetime | None = self._trigger.get_next_fire_time(None, asked + timedelta(microseconds=1))
+            if found is None or (found.astimezone(UTC) > moment and not self._is_repeated(found)):
+                return found
+            asked = max(asked + timedelta(minutes=1), found.astimezone(UTC))
 
-    def _was_night(self, moment: datetime) -> bool:
-        before = moment.astimezone(UTC)
-        fire_time = self._trigger.get_next_fire_time(None, before - timedelta(microseconds=1))
-        return fire_time is not None and fire_time.astimezone(UTC) == before
+    def after(self, moment: datetime) -> datetime:
+        """Return the first night after a moment, in UTC."""
+        found = self.get_next_fire_time(moment, moment)
+        assert found is not None, "the constructor has refused it"
+        return found.astimezone(UTC)
 
-    def last(self, now: datetime, since: datetime | None = None) -> datetime | None:
-        """Return the latest night in (since, now], in UTC; without `since`, within eleven years. None without one."""
-        starts = [since] if since is not None else [now - timedelta(days=days) for days in _LOOK_BACK_DAYS]
-        for start in starts:
-            last, at = None, start.astimezone(UTC)
-            while True:
-                try:
-                    at = self.after(at)
-                except StopIteration:
-                    break
-                if at > now:
-                    break
-                last = at
-            if last is not None:
-                return last
-        return None
+    def _is_repeated(self, found: datetime) -> bool:
+        """Return whether clocks were set back, and the same time of the clock was one an hour ago."""
+        if not found.fold:
+            return False
+        before = found.replace(fold=0).astimezone(UTC)
+        there = self._trigger.get_next_fire_time(None, before - timedelta(microseconds=1))
+        return there is not None and there.astimezone(UTC) == before
+
+
+def is_due(nights: Sequence[Night], host: str, now: float) -> bool:
+    """Return whether a night waits: one of this machine was interrupted, or the last one's next was missed."""
+    known = [night for night in nights if night.over or night.host == host]
+    return bool(known) and (not known[-1].over or known[-1].next_due <= now)
+
+
+class Schedule:
+    """Runs `python -m fsdp_lab.nightly --once` at the times of a trigger, and when a night waits.
+
+    Each night is a process of its own, so it has the code as it is then.
+
+    Args:
+        trigger: of the nights.
+        overrides: of the command.
+        waits: returns whether a night waits, see `is_due`.
+        log: logs a message.
+    """
+
+    def __init__(
+        self, trigger: Cron, overrides: Sequence[str], waits: Callable[[], bool], log: Callable[[str], None]
+    ) -> None:
+        self._trigger, self._waits, self._log = trigger, waits, log
+        self._command = [sys.executable, "-m", "fsdp_lab.nightly", "--once", *overrides]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._busy = threading.Lock()
+        self.scheduler = BlockingScheduler(timezone=UTC)
+        once: dict[str, Any] = {"coalesce": True, "misfire_grace_time": None}  # however many were missed, and when
+        self.scheduler.add_job(self._run, trigger, **once)
+        self.scheduler.add_job(
+            self._look, "interval", minutes=_LOOK_MINUTES, next_run_time=datetime.now(UTC), **once
+        )  # fmt: skip
+
+    def run(self) -> int:
+        """Run nights until this process is interrupted; return 130 if that interrupted one, else 0."""
+        self._log_next()
+        try:
+            self.scheduler.start()
+        except KeyboardInterrupt:
+            process = self._process
+            if process is not None and process.poll() is None:
+                process.terminate()
+                return 130 if process.wait() == 130 else 0
+        return 0
+
+    def _look(self) -> None:
+        try:
+            waits = self._waits()
+        except (OSError, UserError) as error:  # a store that is away
+            self._log(f"the nights could not be read: {error}; next attempt in {_LOOK_MINUTES} minutes")
+            return
+        if waits:
+            self._run()
+
+    def _run(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._process = subprocess.Popen(self._command, start_new_session=True)  # Ctrl-C is ours to hand on
+            self._process.wait()
+            self._log_next()
+        finally:
+            self._busy.release()
+
+    def _log_next(self) -> None:
+        self._log(f"the next night is {self._trigger.after(datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M:%S %Z}")
 
 
 def _weekdays(text: str) -> str:

@@ -8,7 +8,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.config.job import Manager
 from fsdp_lab.deploy.job import Job, job_words
 from fsdp_lab.deploy.launch import launch
-from fsdp_lab.nightly.study import Study
+from fsdp_lab.nightly.read_study import Study
 
 
 def is_for_manager(study: Study) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +9,11 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
 from fsdp_lab.config.key_value_args import AUTO_REPEAT, as_typed
-from fsdp_lab.config.options import secret_keys
 from fsdp_lab.forecast.devices import check_sweep
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import locked
@@ -277,11 +275,7 @@ def write_multirun(config: DictConfig, plan: SweepPlan) -> None:
     """Write `multirun.yaml`, the record of the sweep, and `.hydra/` of each known trial, as Hydra's launcher does."""
     trials = [state.trial for state in plan.state.trials]
     begin_folder(plan.folder, trials)
-    kept = copy.deepcopy(config)
-    with open_dict(kept):
-        for key in secret_keys():
-            OmegaConf.update(kept, key, None)
-    plain = redact_strings(OmegaConf.to_container(kept, resolve=False, enum_to_str=True))
+    plain = redact_strings(OmegaConf.to_container(config, resolve=False, enum_to_str=True))
     OmegaConf.save(OmegaConf.create(plain), plan.folder / "multirun.yaml")
     for trial in trials:
         write_hydra_folder(trial)

@@ -104,7 +104,7 @@ def test_a_night_that_comes_to_its_time_limit_is_queued_again(lab: Slurm, tmp_pa
     assert lab.run(tmp_path, "scancel", "--batch", "--signal=USR1", job).returncode == 0
     lab.wait(job, "COMPLETED", log=log)
     assert "the job is back in the queue" in log.read_text() and "(start 2)" in log.read_text()
-    (night,) = (json.loads(file.read_text()) for file in tmp_path.glob("nights/*/*/night.json"))
+    (night,) = (json.loads(file.read_text()) for file in tmp_path.glob("nights/*/*.json"))
     assert night["verdict"] == "good"
     (trial,) = tmp_path.glob("nights/**/metrics.jsonl")
     assert [json.loads(line)["epoch"] for line in trial.read_text().splitlines()] == [*range(1, 31)], "each once"

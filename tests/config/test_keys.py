@@ -23,8 +23,8 @@ from fsdp_lab.config import (
     to_dict,
 )
 from fsdp_lab.config.key import Secret, key, keys_of
-from fsdp_lab.config.nightly import NightConfig, NotifyConfig
-from fsdp_lab.config.options import secret_keys, values_implied_by_option
+from fsdp_lab.config.nightly import NightConfig
+from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import ReportConfig
 
 # Another value makes another trial of a grid (cells), is refused by a resume (starts) and by the trial's own checkpoint
@@ -153,21 +153,16 @@ report.speed_tolerance
 report.others_cpu
 nightly.cron
 nightly.timezone
-nightly.jitter_s
-nightly.late_s
 nightly.repeats
 nightly.significance
 nightly.tolerance.peak_memory
 nightly.tolerance.samples_per_s
 nightly.tolerance.loss
+nightly.tolerance.data_wait_share
 nightly.tolerance.forecast_error
 nightly.tolerance.speed_forecast_error
-nightly.others_cpu
-nightly.baseline
 nightly.folder
 nightly.keep
-nightly.notify.url
-nightly.notify.timeout_s
 """
 EXPECTED = {line.split()[0]: set(line.split()[1:]) for line in COUNTS.strip().splitlines()}
 KEYS = keys_of(NightlyConfig)
@@ -224,11 +219,8 @@ def test_secrets_are_no_trials():
     assert {name: known.secret for name, known in KEYS.items() if known.secret} == {
         "tracking.uri": Secret.CREDENTIALS,
         "tracking.ui": Secret.CREDENTIALS,
-        "nightly.notify.url": Secret.VALUE,
     }
-    assert secret_keys() == ["nightly.notify.url"]
     assert not any(known.secret for known in keys_of(TrialConfig).values())
-    assert "nightly.notify.url" not in keys_of(SweepConfig)
 
 
 def test_a_key_of_a_sweep_does_not_keep_a_trial_from_its_checkpoint():
@@ -257,7 +249,7 @@ def test_every_number_has_a_rule():
 
 
 def test_a_part_is_the_class_and_no_more():
-    config = NightlyConfig(repeat=3, trial_timeout_s=7.0, nightly=NightConfig(notify=NotifyConfig("http://secret")))
+    config = NightlyConfig(repeat=3, trial_timeout_s=7.0, nightly=NightConfig(cron="0 3 * * *"))
     sweep, trial = part(config, SweepConfig), part(config, TrialConfig)
     assert type(sweep) is SweepConfig and sweep.trial_timeout_s == 7.0 and "nightly" not in to_dict(sweep)
     assert type(trial) is TrialConfig and trial.repeat == 3 and list(to_dict(trial))[-1] == "memory_profile"

@@ -1,4 +1,4 @@
-"""Nights in this process, whose sweep is a copy of one that has trained, with planted speeds and a clock that jumps."""
+"""Nights in this process, whose sweep is a copy of one that has trained, with planted speeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,37 +17,19 @@ from typing import Any
 import pytest
 
 from fsdp_lab.nightly import __main__ as main_module
-from fsdp_lab.nightly import night as night_module
-from fsdp_lab.nightly.nights import Night, read_nights
-from fsdp_lab.nightly.read_study import read_study
+from fsdp_lab.nightly import run
+from fsdp_lab.nightly.nights import Night, Nights
+from fsdp_lab.nightly.read_study import Study, read_study
+from fsdp_lab.nightly.run import WEBHOOK
 from tests import trained
 
 # No test is to be overtaken by the next night.
 IN_TWELVE_HOURS = (f"nightly.cron='0 {(datetime.now(UTC).hour + 12) % 24} * * *'", "nightly.timezone=UTC")
 WORDS = (
     *(w for w in trained.INLINE if not w.startswith(("precision=", "hydra."))), *trained.AXES, "nightly.repeats=1",
-    "nightly.folder=nights", "nightly.others_cpu=1", *IN_TWELVE_HOURS,
+    "nightly.folder=nights", *IN_TWELVE_HOURS,
 )  # fmt: skip
 SPEEDS = {"fp32": 1000.0, "bf16": 2000.0}
-
-
-class FakeClock:
-    """Time passes by sleeping, and by what `jump` adds after a sleep: a machine that was off."""
-
-    def __init__(self, now: float) -> None:
-        self.time, self.slept, self.jump = now, 0.0, 0.0
-        self.interrupts: Callable[[], bool] = lambda: False
-
-    def now(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        assert 0 < seconds <= 30.0
-        if self.interrupts():
-            raise KeyboardInterrupt
-        self.time += seconds + self.jump
-        self.slept += seconds
-        self.jump = 0.0
 
 
 class PlantedNights:
@@ -55,25 +37,25 @@ class PlantedNights:
 
     Attributes:
         speeds: precision -> samples/s of the next nights.
-        clock: of the nights.
+        now: the time of the nights, in seconds since 1970.
         sweep: replaces a night's sweep, given its folder; returns its exit status.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.speeds, self.clock, self.sweep = dict(SPEEDS), FakeClock(time.time()), self._copy
+        self.speeds, self.now, self.sweep = dict(SPEEDS), time.time(), self._copy
         self.cwd, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
         monkeypatch.chdir(folder)
+        monkeypatch.delenv(WEBHOOK, raising=False)
         monkeypatch.setattr(main_module.signal, "signal", lambda *arguments: None)
-        monkeypatch.setattr(main_module, "WallClock", lambda: self.clock)
-        monkeypatch.setattr(main_module, "time", SimpleNamespace(time=self.clock.now))
-        run_night = night_module.run_night
+        monkeypatch.setattr(main_module, "time", SimpleNamespace(time=lambda: self.now))
         monkeypatch.setattr(
-            main_module, "run_night", lambda study, due, log: run_night(study, due, log, self.clock.now)
+            main_module, "run_night", lambda study, trigger, log: run.run_night(study, trigger, log, lambda: self.now)
         )
-        monkeypatch.setattr(night_module, "run_sweep", lambda arguments, folder, command: self.sweep(folder))
+        monkeypatch.setattr(run, "run_sweep", lambda arguments, folder, command: self.sweep(folder))
 
     def _copy(self, folder: Path) -> int:
-        trained.copy_sweep(folder, self.speeds)
+        if not folder.exists():  # else it is resumed, and all of it has finished
+            trained.copy_sweep(folder, self.speeds)
         return 0
 
     @property
@@ -83,18 +65,18 @@ class PlantedNights:
 
     @property
     def all(self) -> list[Night]:
-        return read_nights(self.folder)
+        return Nights(str(self.folder)).read()
 
     @property
     def last(self) -> Night:
         return self.all[-1]
 
-    def settings(self) -> dict[str, Any]:
-        """What makes nights of this study comparable."""
-        return read_study(list(WORDS)).settings
+    def study(self) -> Study:
+        """The study of the nights."""
+        return read_study(list(WORDS))
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
-        self.clock.time += 60.0
+        self.now += 60.0
         self._monkeypatch.setattr("sys.argv", ["nightly", *words])
         status = main_module.main()
         out, err = self._capsys.readouterr()

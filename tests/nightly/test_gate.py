@@ -1,128 +1,198 @@
-"""The gate on numbers of which it can be said by hand, and on noise of which the share of alarms is known."""
+"""The gate on frames of which the answer is known by hand, and on noise of which the share of alarms is known."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+import pandas as pd
 import pytest
 from scipy.stats import ttest_ind
 
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED
-from fsdp_lab.nightly.gate import LOSS, Finding, Result, compare, table
-from fsdp_lab.nightly.read_study import read_study
-from fsdp_lab.nightly.verdict import without_speed
+from fsdp_lab.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, SPEED
+from fsdp_lab.nightly.gate import EXCLUDED, LOSS, STATUS, Finding, Outcome, judge, judged_columns
 
 TOLERANCE = ToleranceConfig()
+SPEED_ERROR = "perf/forecast_error"
 
 
-def result(
-    speed: Sequence[float] = (1000, 1010, 990), memory: float = 100.0, loss: float = 1.0, error: float = 0.0
-) -> Result:
-    count = len(speed)
-    values = {SPEED: list(speed), MEMORY: [memory * MIB] * count, LOSS: [loss] * count, FORECAST_ERROR: [error] * count}
-    return Result(["finished"] * count, values)
+def rows(
+    speed: Sequence[float] = (1000, 1010, 990), setting: str = "a", status: Sequence[str] = (), excluded: bool = False,
+    **metrics: float | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each speed; `memory`, `loss`, `eps`, `wait`, `error` and `speed_error` are those of all."""
+    keys = {"memory": MEMORY, "loss": LOSS, "eps": LOSS_EPS, "wait": DATA_WAIT, "error": FORECAST_ERROR,
+            "speed_error": SPEED_ERROR}  # fmt: skip
+    values = {"memory": 100.0, "loss": 1.0, "wait": 0.1, "error": 0.0, **metrics}
+    same = {keys[name]: value for name, value in values.items()}
+    statuses = status or ["finished"] * len(speed)
+    return [
+        {"setting": setting, STATUS: one, EXCLUDED: excluded, SPEED: value, **same}
+        for value, one in zip(speed, statuses, strict=True)
+    ]
 
 
-def judged(tonight: Result, baseline: Result, earlier: Sequence[Result] = ()) -> list[Finding]:
-    both = {"a": tonight, "b": result()}, {"a": baseline, "b": result()}
-    return compare(*both, [{"a": e} for e in earlier], TOLERANCE, 0.005)
+Rows = list[dict[str, Any]]
 
 
-def regressions(findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    return [(f.setting, f.metric) for f in findings if f.regression]
+def found(
+    tonight: Rows, *past: Rows, tolerance: ToleranceConfig = TOLERANCE, chance: float = 0.005, machines: str = ""
+) -> list[Finding]:
+    """What the gate finds; `machines` has an `x` for each past night that ran on another one."""
+    other = {place for place, mark in enumerate(machines) if mark == "x"}
+    nights = [(f"night {i}", i not in other, pd.DataFrame(night)) for i, night in enumerate(past)]
+    return judge(pd.DataFrame(tonight), nights, tolerance, chance)
+
+
+def bad(findings: Sequence[Finding]) -> list[tuple[str, Outcome]]:
+    return [(f.metric, f.outcome) for f in findings if f.is_regression]
+
+
+def of(findings: Sequence[Finding], metric: str) -> Finding:
+    (finding,) = [finding for finding in findings if finding.metric == metric]
+    return finding
 
 
 @pytest.mark.parametrize(
     ("tonight", "expected"),
     [
-        (result(), []),
-        (result(memory=100.9), []),  # within the tolerance of 1 %
-        (result(memory=101.1), [("a", "peak MiB")]),
-        (result(memory=50), []),  # better
-        (result(loss=1.019), []),
-        (result(loss=1.021), [("a", "final loss")]),
-        (result(error=0.009), []),
-        (result(error=-0.011), [("a", "forecast error")]),
-        (result((700, 710, 690)), [("a", "samples/s")]),
-        (result((860, 870, 880)), []),  # 13 % slower
-        (result((2000, 2100, 2050)), []),
-        (result((700, 400, 1300)), []),  # 30 % slower, and repeats that say nothing
-        (result((700, 710, 690), memory=200), [("a", "peak MiB"), ("a", "samples/s")]),
+        (rows(), []),
+        (rows(memory=100.9), []),  # within the tolerance of 1 %
+        (rows(memory=101.1), [MEMORY]),
+        (rows(memory=50.0), []),  # better
+        (rows(loss=1.019), []),
+        (rows(loss=1.021), [LOSS]),
+        (rows(error=0.009), []),
+        (rows(error=-0.011), [FORECAST_ERROR]),
+        (rows(wait=0.149), []),
+        (rows(wait=0.151), [DATA_WAIT]),
+        (rows((700, 710, 690)), [SPEED]),
+        (rows((860, 870, 880)), []),  # 13 % slower
+        (rows((2000, 2100, 2050)), []),
+        (rows((700, 400, 1300)), []),  # 30 % slower, and repeats that say nothing
+        (rows((700, 710, 690), memory=200.0), [SPEED, MEMORY]),
     ],
 )
-def test_exactly_what_got_worse_is_named(tonight: Result, expected: list[tuple[str, str]]):
-    assert regressions(judged(tonight, result())) == expected
+def test_exactly_what_got_worse_is_named(tonight: Rows, expected: list[str]):
+    assert bad(found(tonight, rows())) == [(metric, Outcome.regression) for metric in expected]
 
 
-def with_prediction(factor: float, speed: float = 1000.0) -> Result:
-    """Three repeats so many times as fast as the baseline, whose step was predicted 5 % too long."""
-    outcome = result((speed * factor,) * 3)
-    return Result(outcome.statuses, {**outcome.values, "perf/forecast_error": [1.05 * factor - 1] * 3})
+def test_a_drift_of_three_nights_is_named_though_each_is_within_the_tolerance():
+    """The speeds of the nights in which a sleep was planted twice: -13.4 % and -10.3 %."""
+    nights = [rows((speed, speed * 1.01, speed * 0.99)) for speed in (262.0, 227.0, 204.0)]
+    assert bad(found(nights[1], nights[0])) == []
+    assert bad(found(nights[2], nights[1])) == [], "against the night before it is within the tolerance"
+    drift = of(found(nights[2], *nights[:2]), SPEED)
+    assert (drift.outcome, drift.against, drift.nights) == (Outcome.drift, "night 0", 2)
+    assert drift.change == pytest.approx(204 / 262 - 1) and drift.before == 262.0
+    assert drift.slope == pytest.approx((204 / 262) ** 0.5 - 1, abs=0.01), "of a typical night, as a ratio"
 
 
-@pytest.mark.parametrize(
-    ("factor", "expected"),
-    [(1.0, []), (1.3, []), (0.9, []), (0.8, [("a", "samples/s"), ("a", "speed forecast error")])],
-)
-def test_a_prediction_is_worse_where_the_night_is_slower_and_not_where_it_is_faster(
-    factor: float, expected: list[tuple[str, str]]
-):
-    assert regressions(judged(with_prediction(factor), with_prediction(1.0))) == expected
+@pytest.mark.parametrize("share", [0.9, 0.95, 0.98])
+def test_a_steady_drift_is_no_noise(share: float):
+    """The nights differ by the drift alone, which must not count as how much nights differ by chance."""
+    nights, outcomes = [rows()], []
+    for number in range(1, 12):
+        speed = 1000.0 * share**number
+        outcomes.append(of(found(rows((speed, speed * 1.01, speed * 0.99)), *nights), SPEED).outcome)
+        nights.append(rows((speed, speed * 1.01, speed * 0.99)))
+    beyond = next(n for n in range(1, 12) if share**n < 0.85)  # the first night that the tolerance does not cover
+    assert outcomes.index(Outcome.drift) == beyond - 1
+    assert set(outcomes[: beyond - 1]) <= {Outcome.ok, Outcome.slope}
+    assert (Outcome.slope in outcomes) == (share == 0.98), "it was named before, where there were nights enough"
 
 
-def test_a_prediction_is_a_speed_and_not_judged_where_speed_is_not():
-    busy = without_speed({"a": with_prediction(0.5)})
-    findings = compare(busy, {"a": with_prediction(1.0)}, [], TOLERANCE, 0.005, "others used the cores")
-    assert regressions(findings) == []
-    assert [f.note for f in findings if "others used" in f.note] == ["not judged: others used the cores"]
+def test_a_slope_is_named_and_is_no_regression():
+    nights = [rows(memory=100 * 1.0012**n) for n in range(7)]
+    slope = of(found(nights[-1], *nights[:-1]), MEMORY)
+    assert (slope.outcome, slope.nights) == (Outcome.slope, 6) and not slope.is_regression
+    assert slope.slope == pytest.approx(0.0012, rel=0.01)
+    assert of(found(nights[0], *nights[1:]), MEMORY).outcome is not Outcome.slope, "it gets better"
+
+
+def test_tolerance_noise_and_change_are_on_one_scale():
+    """What noise explains of a loss of speed is less than 100 %, as the loss itself."""
+    before, now = (1000.0, 1150.0, 870.0), (708.0, 760.0, 650.0)
+    finding = of(found(rows(now), rows(before)), SPEED)
+    assert finding.outcome is Outcome.noise
+    assert finding.change == pytest.approx(-0.292) and finding.tolerance == pytest.approx(-0.15)
+    assert finding.noise is not None and -1 < finding.noise < finding.change
+    memory = of(found(rows(memory=120.0), rows()), MEMORY)
+    assert (memory.change, memory.tolerance) == (pytest.approx(0.2), pytest.approx(0.01))
+
+
+def test_a_loss_within_its_rounding_is_no_regression():
+    strict = ToleranceConfig(loss=0.0)
+    for eps, outcome in ((0.0078, Outcome.rounding), (None, Outcome.regression)):
+        assert of(found(rows(loss=1.007, eps=eps), rows(eps=eps), tolerance=strict), LOSS).outcome is outcome
+    assert bad(found(rows(loss=1.009, eps=0.0078), rows(), tolerance=strict)) == [(LOSS, Outcome.regression)]
+
+
+def test_a_speed_whose_timing_is_excluded_is_not_judged():
+    slow = rows((100, 100, 100), excluded=True, wait=0.9, speed_error=-0.9, memory=200.0)
+    findings = found(slow, rows(speed_error=0.0))
+    assert bad(findings) == [(MEMORY, Outcome.regression)]
+    assert of(findings, SPEED).outcome is Outcome.excluded
+    assert {DATA_WAIT, SPEED_ERROR}.isdisjoint(f.metric for f in findings)
+    # a single disturbed repeat is left out, and the others are judged
+    one = [*rows((990, 1000)), *rows((100,), excluded=True)]
+    assert of(found(one, rows()), SPEED).tonight == 995.0
+    assert bad(found([*rows((690, 700)), *rows((990,), excluded=True)], rows())) == [(SPEED, Outcome.regression)]
+
+
+def test_an_excluded_timing_and_another_machine_lend_no_speed_and_hide_no_later_slowdown():
+    busy, slow = rows((50, 50, 50), excluded=True), rows((600, 610, 590))
+    finding = of(found(slow, rows(), busy), SPEED)
+    assert (finding.outcome, finding.against) == (Outcome.regression, "night 0")
+    assert of(found(slow, rows(), rows((70, 70, 70)), machines=" x"), SPEED).against == "night 0"
+    assert of(found(slow, rows(), machines="x"), SPEED).outcome is Outcome.unmatched
+    assert of(found(slow, busy), SPEED).outcome is Outcome.unmatched
+    assert of(found(rows(memory=200.0), rows(), machines="x"), MEMORY).outcome is Outcome.regression
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, []), (1.3, []), (0.9, []), (0.8, [SPEED, SPEED_ERROR])])
+def test_a_prediction_is_worse_where_the_night_is_slower_and_not_where_it_is_faster(factor: float, expected: list[str]):
+    """Predicted 5 % too long on the night before."""
+    tonight = rows((1000 * factor,) * 3, speed_error=1.05 * factor - 1)
+    assert [metric for metric, _ in bad(found(tonight, rows((1000,) * 3, speed_error=0.05)))] == expected
 
 
 def test_the_noise_is_that_of_welchs_test():
     before, now = (1000.0, 1100.0, 900.0), (700.0, 760.0, 640.0)
     logs = [[math.log(v) for v in values] for values in (before, now)]  # noise is a factor
     p = ttest_ind(*logs, equal_var=False, alternative="greater").pvalue
-    alike = [{"a": result((1000.0,))}] * 4  # nights that do not differ
-    for significance, expected in ((p * 1.02, [("a", "samples/s")]), (p * 0.98, [])):
-        outcome = compare({"a": result(now)}, {"a": result(before)}, alike, TOLERANCE, significance)
-        assert regressions(outcome) == expected, p
+    alike = [rows((1000.0,))] * 5  # nights that do not differ
+    for chance, outcome in ((p * 1.02, Outcome.regression), (p * 0.98, Outcome.noise)):
+        # against the best of six nights the chance of each comparison is a sixth
+        assert of(found(rows(now), *alike, rows(before), chance=chance), SPEED).outcome is outcome, p
 
 
 def test_nights_that_differ_among_themselves_count_as_noise():
-    slow = result((700, 701, 699))
-    assert regressions(judged(slow, result((1000, 1001, 999)))) == [("a", "samples/s")]
-    nights = [result((s, s + 1, s - 1)) for s in (1000, 750, 1100, 800, 1050)]
-    assert regressions(judged(slow, result((1000, 1001, 999)), nights)) == []
-    steady = [result((s, s + 1, s - 1)) for s in (1000, 1005, 995, 1002, 998)]
-    assert regressions(judged(slow, result((1000, 1001, 999)), steady)) == [("a", "samples/s")]
+    slow = rows((700, 701, 699))
+    assert bad(found(slow, rows((1000, 1001, 999)))) == [(SPEED, Outcome.regression)]
+    assert bad(found(slow, *(rows((s, s + 1, s - 1)) for s in (1000, 750, 1100, 800, 1050)))) == []
+    steady = [rows((s, s + 1, s - 1)) for s in (1000, 1005, 995, 1002, 998)]
+    assert bad(found(slow, *steady)) == [(SPEED, Outcome.regression)]
 
 
 def test_a_single_repeat_has_only_the_tolerance():
-    assert regressions(judged(result((840,)), result((1000,)))) == [("a", "samples/s")]
-    assert regressions(judged(result((860,)), result((1000,)))) == []
-
-
-@pytest.mark.parametrize(
-    ("tonight", "limit"), [(result(loss=1.5), "2 %"), (result(error=0.5), "0.01")]
-)  # of the first the tolerance is a ratio, of the second a difference
-def test_a_note_has_the_tolerance_in_its_unit(tonight: Result, limit: str):
-    (finding,) = [finding for finding in judged(tonight, result()) if finding.regression]
-    assert finding.note.startswith(f"worse by more than {limit}")
+    assert bad(found(rows((840,)), rows((1000,)))) == [(SPEED, Outcome.regression)]
+    assert bad(found(rows((860,)), rows((1000,)))) == []
 
 
 def test_a_setting_that_does_not_finish_as_before_is_a_regression():
-    broken = Result(["finished", "oom", "oom"], result((1000,)).values)
-    (finding,) = [f for f in judged(broken, result()) if f.regression]
-    assert (finding.setting, finding.metric, finding.baseline, finding.tonight) == (
-        "a", "result", "3 of 3 finished", "1 of 3 finished (oom)",
-    )  # fmt: skip
-    assert regressions(judged(broken, broken)) == []  # as before
-    gone = compare({}, {"a": result()}, [], TOLERANCE, 0.005)
-    assert regressions(gone) == [("a", "result")]
-    new = compare({"a": result(), "c": result()}, {"a": result()}, [], TOLERANCE, 0.005)
-    assert regressions(new) == [] and new[-1].setting == "c"
+    broken = rows((1000, 1000, 1000), status=["finished", "oom", "oom"])
+    (finding,) = [f for f in found(broken, rows()) if f.is_regression]
+    assert (finding.metric, finding.outcome) == (STATUS, Outcome.unfinished)
+    assert finding.ended == [["finished", "oom", "oom"], ["finished"] * 3]
+    assert bad(found(broken, broken)) == []  # as before
+    gone = found(rows(setting="b"), [*rows(), *rows(setting="b")])
+    assert [(f.setting, f.outcome) for f in gone if f.is_regression] == [("a", Outcome.unfinished)]
+    new = found([*rows(), *rows(setting="c")], rows())
+    assert bad(new) == [] and (new[-1].setting, new[-1].outcome) == ("c", Outcome.new)
 
 
 @pytest.mark.parametrize(
@@ -130,69 +200,48 @@ def test_a_setting_that_does_not_finish_as_before_is_a_regression():
     [
         ([100] * 9 + [70], 100),  # faster code for one night, undone the next
         ([100, 100, 100, 70], 140),
-        ([100] * 9 + [150], 220),  # accepted, and then worse again
-        ([100] * 5 + [150] * 5, 220),
+        ([100] * 5 + [70] * 5, 100),
     ],
 )
 def test_a_change_for_good_is_not_taken_for_noise(levels: list[float], now: float):
     for make, metric in (
-        (lambda v: result(memory=v), "peak MiB"),
-        (lambda v: result(loss=v / 100), "final loss"),
-        (lambda v: result((1e5 / v, 1.01e5 / v, 0.99e5 / v)), "samples/s"),
+        (lambda v: rows(memory=v), MEMORY),
+        (lambda v: rows(loss=v / 100), LOSS),
+        (lambda v: rows((1e5 / v, 1.01e5 / v, 0.99e5 / v)), SPEED),
     ):
         nights = [make(level) for level in levels]
-        assert regressions(judged(make(now), nights[-1], nights)) == [("a", metric)]
-        assert regressions(judged(nights[-1], nights[-1], nights)) == []
+        assert bad(found(make(now), *nights)) == [(metric, Outcome.regression)]
+        assert bad(found(nights[-1], *nights)) == []
 
 
 def test_what_is_not_measured_any_more_is_a_regression():
-    blind = Result(["finished"] * 3, {**result().values, MEMORY: []})
-    (finding,) = [f for f in judged(blind, result()) if f.regression]
-    assert (finding.metric, finding.baseline, finding.tonight) == ("peak MiB", "100.00", "none")
-    # what was not to be judged has no key at all
-    unjudged = Result(["finished"] * 3, {k: v for k, v in result().values.items() if k != SPEED})
-    assert regressions(judged(unjudged, result())) == []
+    (finding,) = [f for f in found(rows(memory=None), rows()) if f.is_regression]
+    assert (finding.metric, finding.outcome, finding.before) == (MEMORY, Outcome.lost, 100.0)
 
 
-@pytest.mark.parametrize("known", [1, 2, 6])
-def test_noise_alone_raises_an_alarm_less_often_than_it_may(known: int):
+def test_a_loss_that_is_not_positive_is_judged_in_shares():
+    assert bad(found(rows(loss=-1.9), rows(loss=-2.0))) == [(LOSS, Outcome.regression)]
+    assert bad(found(rows(loss=-2.1), rows(loss=-2.0))) == []
+    assert bad(found(rows(loss=0.0), rows(loss=0.0))) == []
+
+
+def test_the_loss_is_that_of_validation_where_there_is_one():
+    trained = {"setting": "a", STATUS: "finished", EXCLUDED: False, "train/loss": 2.0}
+    both = pd.DataFrame([{**trained, "val/loss": 1.0}])
+    assert list(judged_columns(both)[LOSS]) == [1.0]
+    assert list(judged_columns(pd.DataFrame([trained]))[LOSS]) == [2.0]
+
+
+@pytest.mark.parametrize("known", [1, 2, 5, 8])
+def test_noise_alone_raises_an_alarm_seldom_and_half_the_speed_does_mostly(known: int):
     """Settings that are the same, with repeats and nights that differ by 10 % (standard deviation) each."""
     rng = random.Random(0)
 
-    def noisy_night() -> Result:
-        level = 1000 * rng.gauss(1, 0.1)
-        return result([level * rng.gauss(1, 0.1) for _ in range(3)])
+    def night(level: float, noise: float) -> Rows:
+        level *= rng.gauss(1, noise)
+        speeds = [level * rng.gauss(1, noise) for _ in range(3)]
+        return [{"setting": "a", STATUS: "finished", EXCLUDED: False, SPEED: speed} for speed in speeds]
 
-    alarms = 0
-    for _ in range(300):
-        earlier = [noisy_night() for _ in range(known)]
-        alarms += bool(
-            regressions(
-                compare({"a": noisy_night()}, {"a": earlier[-1]}, [{"a": e} for e in earlier], TOLERANCE, 0.005)
-            )
-        )
-    assert alarms <= 5  # 0.005 of 300 is 1.5
-    # and it is not deaf: half the speed is seen, most times
-    seen = 0
-    for _ in range(100):
-        earlier = [result([1000 * rng.gauss(1, 0.03) for _ in range(3)]) for _ in range(known)]
-        slow = result([500 * rng.gauss(1, 0.03) for _ in range(3)])
-        seen += bool(
-            regressions(compare({"a": slow}, {"a": earlier[-1]}, [{"a": e} for e in earlier], TOLERANCE, 0.005))
-        )
-    assert seen >= 85
-
-
-def test_the_table_has_the_regressions_first():
-    rows = table(judged(result(memory=120), result())).splitlines()
-    assert "| `a` | peak MiB | 100.00 | 120.00 | +20.0 % | **regression**: worse by more than 1 %" in rows[2]
-    assert len(rows) == 2 + 2 * 4
-
-
-@pytest.mark.parametrize(
-    ("words", "workers"), [((), 0), (("data.loader_workers=3",), 3), (("data.loader_workers=null",), 0)]
-)
-def test_a_study_has_the_number_of_loader_workers(fake_nvml: Callable[..., None], words: tuple[str, ...], workers: int):
-    """Nights before null wrote 0 on a CPU, and can stay the baseline."""
-    fake_nvml(gpus=0)
-    assert read_study(["nightly.notify.url=null", *words]).settings["data.loader_workers"] == workers
+    alarms = sum(bool(bad(found(night(1000, 0.1), *(night(1000, 0.1) for _ in range(known))))) for _ in range(100))
+    seen = sum(bool(bad(found(night(500, 0.03), *(night(1000, 0.03) for _ in range(known))))) for _ in range(30))
+    assert alarms <= 3 and seen >= 26, "0.005 of 100, for each of two comparisons, is 1"

@@ -1,26 +1,22 @@
-"""The clock, the schedule, what was missed and what overlaps, with a clock that a test sets."""
+"""What cron means, which night waits, and the scheduler that starts them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
 
 import pytest
+from apscheduler.triggers.base import BaseTrigger
 
 from fsdp_lab.config import ConfigError, UserError
-from fsdp_lab.locks import InUse
-from fsdp_lab.nightly.loop import due_now, due_unfinished, loop
-from fsdp_lab.nightly.nights import GOOD, LEFT, Night, night_id
-from fsdp_lab.nightly.schedule import Schedule
-from tests.nightly.conftest import FakeClock
+from fsdp_lab.nightly import schedule as schedule_module
+from fsdp_lab.nightly.nights import Night, Verdict, night_id
+from fsdp_lab.nightly.schedule import Cron, Schedule, is_due
 
 FRIDAY = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
-DAILY = Schedule("0 2 * * *", "UTC", FRIDAY)
-
-
-def at(text: str) -> float:
-    return datetime.fromisoformat(f"2026-11-{text}:00+00:00").timestamp()
+DAILY = Cron("0 2 * * *", "UTC", FRIDAY)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +36,11 @@ def at(text: str) -> float:
     ],
 )
 def test_cron_means_what_it_means_to_cron(cron: str, expected: str):
-    night = Schedule(cron, "UTC", FRIDAY).after(FRIDAY)
-    assert night == datetime.fromisoformat(expected).replace(tzinfo=UTC)
+    assert Cron(cron, "UTC", FRIDAY).after(FRIDAY) == datetime.fromisoformat(expected).replace(tzinfo=UTC)
 
 
 def test_the_zone_decides_and_the_hour_that_comes_twice_counts_once():
-    berlin = Schedule("30 2 * * *", "Europe/Berlin", FRIDAY)
+    berlin = Cron("30 2 * * *", "Europe/Berlin", FRIDAY)
     nights, moment = [], datetime(2026, 10, 24, 12, tzinfo=UTC)
     for _ in range(3):
         moment = berlin.after(moment)
@@ -54,6 +49,12 @@ def test_the_zone_decides_and_the_hour_that_comes_twice_counts_once():
     spring = berlin.after(datetime(2026, 3, 28, 12, tzinfo=UTC))  # 02:30 does not exist there on the 29th
     assert spring == datetime(2026, 3, 29, 1, 30, tzinfo=UTC)
     assert berlin.after(spring) == datetime(2026, 3, 30, 0, 30, tzinfo=UTC)
+
+
+def test_it_is_a_trigger_of_apscheduler():
+    due = DAILY.get_next_fire_time(None, FRIDAY.replace(hour=2))
+    assert due == FRIDAY.replace(hour=2), "the moment itself counts"
+    assert DAILY.get_next_fire_time(due, FRIDAY + timedelta(days=5)) == due + timedelta(days=1), "what was missed, too"
 
 
 @pytest.mark.parametrize(
@@ -71,137 +72,108 @@ def test_the_zone_decides_and_the_hour_that_comes_twice_counts_once():
 )
 def test_what_is_no_schedule_is_reported(cron: str, zone: str, message: str):
     with pytest.raises(ConfigError, match="nightly") as error:
-        Schedule(cron, zone, FRIDAY)
+        Cron(cron, zone, FRIDAY)
     assert message in str(error.value)
 
 
-def night(due: str, verdict: str = GOOD, begun: str | None = None) -> Night:
-    return Night(night_id(at(due)), at(due), at(begun or due), verdict=verdict)
+def at(text: str) -> float:
+    return datetime.fromisoformat(f"2026-11-{text}:00+00:00").timestamp()
+
+
+def night(begun: str, verdict: Verdict = Verdict.good, host: str = "here") -> Night:
+    """A night of the daily schedule."""
+    due = DAILY.after(datetime.fromtimestamp(at(begun), UTC)).timestamp()
+    return Night(night_id(at(begun)), at(begun), due, host, verdict)
 
 
 @pytest.mark.parametrize(
-    ("nights", "now", "late_s", "expected"),
+    ("nights", "now", "expected"),
     [
-        ([], "19T01:00", None, None),  # none came since the first start
-        ([], "19T02:00", None, "19T02:00"),
-        ([], "20T09:00", None, "20T02:00"),  # two were missed: the latest, once
-        ([], "20T09:00", 3600.0, None),  # too late for it
-        ([night("20T02:00")], "20T09:00", None, None),
-        ([night("20T02:00", LEFT)], "20T09:00", None, None),
-        ([night("20T02:00", "running")], "20T09:00", None, "20T02:00"),  # interrupted: goes on
-        ([night("20T02:00", "running")], "20T09:00", 60.0, "20T02:00"),  # and is never too late
-        ([night("19T02:00", "running")], "20T09:00", None, "20T02:00"),  # another night by now
-        ([night("20T08:00")], "20T09:00", None, None),  # by --once, in the same night
-        ([night("20T08:00", "running")], "20T09:00", None, "20T08:00"),  # and interrupted: it goes on
+        ([], "20T09:00", False),  # no night was missed before the first
+        ([night("19T02:00")], "20T01:59", False),
+        ([night("19T02:00")], "20T02:00", True),
+        ([night("17T02:00")], "20T09:00", True),  # three were missed: one runs
+        ([night("20T08:00")], "20T09:00", False),  # by --once, in the same night
+        ([night("20T02:00", Verdict.left)], "20T09:00", False),
+        ([night("20T02:00", Verdict.running)], "20T09:00", True),  # interrupted: it continues
+        ([night("19T02:00", Verdict.running)], "20T09:00", True),
+        ([night("19T02:00"), night("20T02:00", Verdict.running, "there")], "20T01:00", False),  # another machine's
+        ([night("19T02:00"), night("20T02:00", host="there")], "20T09:00", False),
     ],
 )
-def test_what_is_due(nights: list[Night], now: str, late_s: float | None, expected: str | None):
-    result = due_now(DAILY, nights, at("19T01:30"), at(now), late_s)
-    assert result == (at(expected) if expected else None)
+def test_which_night_waits(nights: list[Night], now: str, expected: bool):
+    assert is_due(nights, "here", at(now)) is expected
 
 
-def test_what_was_interrupted_goes_on_in_the_same_night_only():
-    begun = night("20T08:00", "running")
-    assert due_unfinished(DAILY, [begun], at("20T09:00")) == at("20T08:00")
-    assert due_unfinished(DAILY, [begun], at("21T09:00")) is None
-    assert due_unfinished(DAILY, [night("20T08:00")], at("20T09:00")) is None
+class Soon(BaseTrigger):
+    """Fires at once, and then never; `after` is for the log alone."""
+
+    def get_next_fire_time(self, previous: datetime | None, now: datetime) -> datetime | None:
+        return now if previous is None else None
+
+    def after(self, moment: datetime) -> datetime:
+        return moment
 
 
-def test_a_schedule_goes_on_with_what_once_began_before_there_was_one():
-    assert due_now(DAILY, [night("20T08:00", "running")], at("20T08:30"), at("20T09:00"), 0.0) == at("20T08:00")
-    assert due_now(DAILY, [night("20T08:00")], at("20T08:30"), at("20T09:00"), 0.0) is None
+class Never(Soon):
+    def get_next_fire_time(self, previous: datetime | None, now: datetime) -> datetime | None:
+        return None
 
 
-def run_loop(clock: FakeClock, takes: Callable[[float], float], count: int, **options: float) -> list[tuple[str, str]]:
-    """`(due, begun)` of each night; `takes` says how long the one that was due then takes."""
-    nights: list[Night] = []
+def started(
+    monkeypatch: pytest.MonkeyPatch, trigger: Soon, waits: Sequence[bool | Exception], count: int = 1
+) -> tuple[list[list[str]], list[str]]:
+    """The commands that a schedule has started, and its log; it ends after so many, or when nobody waits any more."""
+    commands: list[list[str]] = []
+    logged: list[str] = []
+    answers = iter(waits)
 
-    def run(due: float) -> int:
-        nights.append(Night(night_id(clock.now()), due, clock.now(), verdict=GOOD))
-        clock.time += takes(due)
-        return 0
+    class Process:
+        def __init__(self, command: list[str], **options: object) -> None:
+            commands.append(command)
 
-    loop(DAILY, lambda: nights, run, clock.now(), clock, lambda text: None, nights=count, **options)
-    return [
-        tuple(datetime.fromtimestamp(t, UTC).strftime("%dT%H:%M") for t in (n.due, n.begun))  # type: ignore[misc]
-        for n in nights
-    ]
-
-
-def test_a_night_begins_at_its_time_and_none_twice():
-    assert run_loop(FakeClock(at("20T12:00")), lambda due: 600.0, 3) == [
-        ("21T02:00", "21T02:00"), ("22T02:00", "22T02:00"), ("23T02:00", "23T02:00"),
-    ]  # fmt: skip
-
-
-def test_a_night_that_takes_longer_than_a_day_is_followed_by_one_not_by_all_it_missed():
-    took = run_loop(FakeClock(at("20T12:00")), lambda due: 60 * 3600.0 if due == at("21T02:00") else 600.0, 3)
-    assert took == [("21T02:00", "21T02:00"), ("23T02:00", "23T14:00"), ("24T02:00", "24T02:00")]
-
-
-def test_a_machine_that_slept_through_its_nights_runs_the_last_of_them_once():
-    clock = FakeClock(at("20T12:00"))
-    clock.jump = 50 * 3600.0
-    assert run_loop(clock, lambda due: 600.0, 2) == [("22T02:00", "22T14:00"), ("23T02:00", "23T02:00")]
-    late = FakeClock(at("20T12:00"))
-    late.jump = 50 * 3600.0
-    assert run_loop(late, lambda due: 600.0, 1, late_s=3600.0) == [("23T02:00", "23T02:00")]
-
-
-def test_jitter_delays_the_start_within_its_limit():
-    begun = [run_loop(FakeClock(at("20T12:00")), lambda due: 60.0, 1, jitter_s=1800.0)[0] for _ in range(20)]
-    assert {due for due, _ in begun} == {"21T02:00"}
-    assert len({start for _, start in begun}) > 1
-    assert all("21T02:00" <= start <= "21T02:30" for _, start in begun)
-
-
-def test_what_was_waited_for_is_never_too_late():
-    clock = FakeClock(at("20T12:00"))
-    assert len(run_loop(clock, lambda due: 60.0, 5, late_s=0.0, jitter_s=1800.0)) == 5
-    assert clock.now() < at("26T00:00")  # five nights in a row
-
-
-def test_a_night_that_cannot_be_run_is_tried_again_and_does_not_end_the_schedule():
-    clock, logged, tries = FakeClock(at("20T12:00")), [], []
-
-    def run(due: float) -> int:
-        tries.append(clock.now())
-        raise OSError(28, "No space left on device") if len(tries) == 1 else UserError("mend it")
-
-    loop(DAILY, list, run, clock.now(), clock, logged.append, nights=2)
-    assert [t - tries[0] for t in tries] == [0, 600.0]
-    assert "No space left" in logged[1] and "was missed or interrupted" in logged[2] and "mend it" in logged[3]
-
-
-def test_nights_that_cannot_be_read_are_read_again_and_do_not_end_the_schedule():
-    clock, logged, reads, ran = FakeClock(at("21T02:00")), [], [], []
-
-    def read() -> list[Night]:
-        reads.append(clock.now())
-        if len(reads) < 3:
-            raise UserError("the store does not answer")
-        return []
-
-    loop(DAILY, read, lambda due: ran.append(due) or 0, at("20T12:00"), clock, logged.append, nights=1)
-    assert [t - reads[0] for t in reads] == [0, 600.0, 1200.0] and ran == [at("21T02:00")]
-    assert logged[:2] == ["the nights could not be read: the store does not answer; next attempt in 600 s"] * 2
-
-
-def test_while_another_start_is_at_work_no_second_night_begins():
-    clock, nights, tries = FakeClock(at("21T01:59")), [], []
-
-    def run(due: float) -> int:
-        tries.append(due)
-        if nights:
+        def wait(self) -> int:
+            if len(commands) == count:
+                schedule.scheduler.shutdown(wait=False)
             return 0
-        nights.append(night("21T02:00"))  # the other's; it ends while we wait
-        raise InUse("nightly.folder is in use by another sweep or run")
 
-    loop(DAILY, lambda: nights, run, clock.now(), clock, lambda text: None, nights=2)
-    assert tries == [at("21T02:00"), at("22T02:00")]
+        def poll(self) -> int:
+            return 0
+
+    def waits_now() -> bool:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def log(text: str) -> None:
+        logged.append(text)
+        if "could not be read" in text:
+            schedule.scheduler.shutdown(wait=False)
+
+    monkeypatch.setattr(schedule_module.subprocess, "Popen", Process)
+    schedule = Schedule(trigger, ["precision=fp32"], waits_now, log)  # type: ignore[arg-type]
+    assert schedule.run() == 0
+    return commands, logged
 
 
-def test_a_clock_that_is_set_back_does_not_run_the_night_again():
-    done = [night("20T02:00")]
-    assert due_now(DAILY, done, at("19T01:30"), at("20T02:00") - 600, None) is None
-    assert due_now(DAILY, done, at("19T01:30"), at("20T02:00") + timedelta(minutes=1).seconds, None) is None
+def test_a_night_that_was_missed_runs_once_at_the_start(monkeypatch: pytest.MonkeyPatch):
+    commands, logged = started(monkeypatch, Never(), [True])
+    assert commands == [[sys.executable, "-m", "fsdp_lab.nightly", "--once", "precision=fp32"]]
+    assert logged[0].startswith("the next night is ")
+
+
+def test_a_night_runs_when_it_is_due(monkeypatch: pytest.MonkeyPatch):
+    assert len(started(monkeypatch, Soon(), [False])[0]) == 1
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), UserError("the store does not answer")])
+def test_nights_that_cannot_be_read_do_not_end_the_schedule(monkeypatch: pytest.MonkeyPatch, error: Exception):
+    commands, logged = started(monkeypatch, Never(), [error])
+    assert commands == [] and logged[1] == f"the nights could not be read: {error}; next attempt in 10 minutes"
+
+
+def test_apscheduler_runs_what_was_missed_once_and_looks_every_ten_minutes():
+    nights, looks = Schedule(DAILY, [], lambda: False, print).scheduler.get_jobs()
+    assert nights.trigger is DAILY and looks.trigger.interval == timedelta(minutes=10)
+    assert [(job.coalesce, job.misfire_grace_time) for job in (nights, looks)] == [(True, None)] * 2

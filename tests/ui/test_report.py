@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fsdp_lab.nightly.nights import read_nights
-from fsdp_lab.nightly.page import write_page
+from fsdp_lab.config.nightly import ToleranceConfig
+from fsdp_lab.nightly.page import nights_page
 from fsdp_lab.report.write import write_report
 from tests.conftest import ROOT
 from tests.ui.conftest import Lab
@@ -194,8 +194,7 @@ def test_two_hundred_trials_still_read(page: Page, crowd: Lab, errors: list[str]
 def test_the_page_of_the_nights(page: Page, tmp_path: Path, errors: list[str]) -> None:
     from tests.nightly.test_pages import made_up_nights
 
-    made_up_nights(tmp_path)
-    write_page(tmp_path / "nights.html", "nightly", read_nights(tmp_path))
+    (tmp_path / "nights.html").write_text(nights_page("nightly", made_up_nights(), ToleranceConfig()))
     page.goto((tmp_path / "nights.html").as_uri())
     expect(page.locator(".js-plotly-plot .main-svg").first).to_be_visible()
     expect(page.locator("#metric-1")).to_contain_text("torch 2.15.0 → 2.16.0")

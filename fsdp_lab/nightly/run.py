@@ -1,0 +1,284 @@
+"""One night: run the study's sweep, compare it with the nights before, and deliver the verdict.
+
+The verdict goes to gate.md, MLflow, the webhook and the terminal before the night's document has it. A kill in between
+makes the next start deliver it again: verdicts are delivered at least once.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+from uuid import uuid4
+
+from fsdp_lab.config import ConfigError, UserError, is_address
+from fsdp_lab.files import write_text
+from fsdp_lab.nightly.attempt import changed_since, frame_of, run_sweep
+from fsdp_lab.nightly.gate import judge, judged_columns
+from fsdp_lab.nightly.nights import Night, Nights, Verdict, changes, night_id, since_accepted
+from fsdp_lab.nightly.page import nights_page
+from fsdp_lab.nightly.read_study import Study
+from fsdp_lab.nightly.schedule import Cron
+from fsdp_lab.nightly.texts import markdown, regressions_line, row, sentences, terminal_table, title
+from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.terminal import open_console
+from fsdp_lab.tracking import TrackingError, annotate, find_sweep_run
+from fsdp_lab.tracking.tags import machine_tags
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WEBHOOK = "FSDP_LAB_WEBHOOK"
+REGRESSED = 3
+_MOST_ATTEMPTS = 3  # of a sweep that keeps being killed
+_WEBHOOK_S = 10.0
+_STATUS = {Verdict.regression: REGRESSED, Verdict.failed: ExitCode.failed}
+
+Log = Callable[[str], None]
+
+
+def run_night(study: Study, trigger: Cron, log: Log, now: Callable[[], float] = time.time) -> int:
+    """Run a night to its end, or the rest of an interrupted one.
+
+    Returns:
+        0: good; 1: nothing finished; 2: the sweep was refused; 3: regression.
+
+    Raises:
+        UserError: the baseline is of another study, or the user has to fix something before the night can resume.
+        KeyboardInterrupt: the next start resumes it, until the next night is due.
+    """
+    check_webhook()
+    store = Nights(study.place)
+    nights = store.read()
+    past = since_accepted(nights)
+    study.check_baseline(past)
+    night = _begin(study, store, nights, trigger, log, now())
+    status = _sweep(study, night, log)
+    folder = study.folder / night.id / "sweep"
+    frame = frame_of(folder)
+    night = _with_run(study, night, folder, log)
+    if status == ExitCode.refused or _lacks_results(frame) or not (frame["status"] == TrialStatus.finished).any():
+        night = replace(night, verdict=Verdict.failed)
+    else:
+        night = judged(study, night, past, frame)
+    _deliver(study, night, log)
+    store.write(night)
+    _show_nights(study, store, log)
+    prune(study, store, log)
+    log(f"night {night.id}: {night.verdict}   page: {os.path.join(study.place, 'nights.html')}")
+    return ExitCode.refused if status == ExitCode.refused else _STATUS.get(night.verdict, 0)
+
+
+def judged(study: Study, night: Night, past: Sequence[Night], frame: pd.DataFrame) -> Night:
+    """Return the night with its trials, what the gate finds of them, and its verdict."""
+    rows = judged_columns(frame)
+    earlier = [(each.id, each.machine == night.machine, each.frame) for each in past]
+    findings = judge(rows, earlier, study.nightly.tolerance, study.nightly.significance)
+    return replace(
+        night,
+        trials=rows.astype(object).where(rows.notna(), None).to_dict("records"),
+        baseline=past[-1].id if past else None,
+        changed=changes(past[-1], night) if past else [],
+        findings=findings,
+        verdict=Verdict.regression if any(finding.is_regression for finding in findings) else Verdict.good,
+    )
+
+
+def accept(study: Study, reason: str, log: Log) -> None:
+    """Make the last night the baseline, whatever its verdict.
+
+    Raises:
+        UserError: there is no night with results.
+    """
+    store = Nights(study.place)
+    nights = [night for night in store.read() if night.over and night.verdict is not Verdict.left]
+    if not nights or not nights[-1].trials:
+        which = f"night {nights[-1].id} has no results" if nights else f"no night has ended in {study.place}"
+        raise UserError(f"--accept: {which}, so there is nothing to accept; run one with --once.")
+    night = nights[-1]
+    if others := study.differences(night):
+        log(f"note: night {night.id} is of another study than this command's: {'; '.join(others[:5])}.")
+    for text in map(row, night.regressions):
+        log(f"accepts: {text.setting}: {text.metric} {text.before} -> {text.tonight} {text.change}".rstrip())
+    before = f"{night.accepted['reason']}; then: " if night.accepted else ""
+    accepted = {"reason": before + reason.strip(), "by": _user(), "at": night_id(time.time())}
+    night = replace(night, verdict=Verdict.accepted, accepted=accepted)
+    _tag(study, night, log)
+    store.write(night)
+    _show_nights(study, store, log)
+    log(f"night {night.id} is the baseline from now on: {accepted['reason']}")
+
+
+def prune(study: Study, store: Nights, log: Log) -> None:
+    """Remove the checkpoints and models of all but the newest `nightly.keep` nights; metrics stay.
+
+    Each machine removes those of the nights that it ran.
+    """
+    from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
+
+    try:
+        for night in [night for night in store.read() if night.over][: -study.nightly.keep]:
+            for sweep in (study.folder / night.id).glob("sweep*"):  # those with other code, too
+                if not (sweep / ".pruned").exists():
+                    drop_checkpoints(sweep)
+                    write_text(sweep / ".pruned", "")
+    except (OSError, UserError) as error:
+        log(f"the checkpoints of old nights could not be removed: {error}")
+
+
+def resumable(nights: Sequence[Night], study: Study, now: float) -> Night | None:
+    """Return the interrupted night that this machine can resume: of this study and code, before the next one is due."""
+    here = [n for n in nights if not n.over and n.host == platform.node() and n.study == study.settings]
+    if not here or now >= here[-1].next_due or changed_since(study.folder / here[-1].id / "sweep"):
+        return None
+    return here[-1]
+
+
+def check_webhook() -> None:
+    """Check the address in the environment; no message shows it, since it may be a secret.
+
+    Raises:
+        ConfigError: it is not an http or https address.
+    """
+    if (address := os.environ.get(WEBHOOK)) and not re.match(r"https?://[\w.-]", address):
+        raise ConfigError(f"{WEBHOOK} is not an http or https address; set another one, or unset it.")
+
+
+def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: Cron, log: Log, now: float) -> Night:
+    resumed = resumable(nights, study, now)
+    for night in nights:
+        if not night.over and night.host == platform.node() and night is not resumed:
+            log(f"night {night.id} was interrupted, and is not resumed: it is over, or the study or the code changed")
+            night = replace(night, verdict=Verdict.left)
+            _deliver(study, night, log)
+            store.write(night)
+    if resumed is not None:
+        log(f"night {resumed.id} was interrupted and resumes")
+        return resumed
+    own = f"-{uuid4().hex[:4]}" if is_address(study.place) else ""  # another machine may begin in the same second
+    next_due = trigger.after(datetime.fromtimestamp(now, UTC)).timestamp()
+    night = Night(night_id(now) + own, now, next_due, platform.node(), study=study.settings, **_origin(study))
+    store.write(night)
+    log(f"night {night.id} begins")
+    return night
+
+
+def _sweep(study: Study, night: Night, log: Log) -> int:
+    """Run its sweep until every trial has a result, or it was refused, or died too often; return its exit status."""
+    folder, status = study.folder / night.id / "sweep", 0
+    for _ in range(_MOST_ATTEMPTS):
+        status = run_sweep(study.arguments, folder, study.resume_command)
+        if status == ExitCode.refused or not _lacks_results(frame_of(folder)):
+            break
+        log(f"the night's sweep ended by itself, with status {status} and trials without a result")
+    return status
+
+
+def _lacks_results(frame: pd.DataFrame) -> bool:
+    return frame.empty or any(not TrialStatus(status).is_result for status in frame["status"])
+
+
+def _origin(study: Study) -> dict[str, Any]:
+    """Return the machine, the code and the libraries of a night, as they are now."""
+    tags = machine_tags()
+    return {
+        "machine": f"{platform.node()}, {study.settings['device']}, {study.settings['workers']} workers",
+        "commit": tags.get("mlflow.source.git.commit", "") + ("+changes" if tags.get("git.dirty") == "true" else ""),
+        "libraries": {key.removeprefix("version."): tags[key] for key in tags if key.startswith("version.")},
+    }
+
+
+def _with_run(study: Study, night: Night, folder: Path, log: Log) -> Night:
+    """Return the night with the digests of its sweep's code, and with the sweep's run in MLflow."""
+    from fsdp_lab.record.sweep_json import read_record
+
+    try:
+        record = read_record(folder, "sweep")
+    except UserError:  # the sweep was refused
+        return night
+    code = hashlib.sha256(json.dumps(record.code, sort_keys=True).encode()).hexdigest()[:16]
+    night = replace(night, code=code, user_code=record.user_code)
+    try:
+        return replace(night, run_id=find_sweep_run(study.tracking, record.id))
+    except TrackingError as error:
+        log(f"the run of this night was not found in MLflow: {error}")
+        return night
+
+
+def _deliver(study: Study, night: Night, log: Log) -> None:
+    """Deliver the verdict: to gate.md, MLflow, the webhook and the terminal."""
+    write_text(study.folder / night.id / "gate.md", markdown(night))
+    _tag(study, night, log, [study.folder / night.id / "gate.md"])
+    if problem := notify(study, night):
+        log(problem)
+    log("\n\n".join([title(night), *sentences(night)]))
+    if night.findings:
+        open_console().print(terminal_table(night))
+
+
+def _tag(study: Study, night: Night, log: Log, files: Sequence[Path] = ()) -> None:
+    """Tag the sweep's MLflow run with the verdict, and add the files."""
+    if not night.run_id:
+        return
+    tags = {"nightly.study": study.name, "nightly.night": night.id, "nightly.verdict": str(night.verdict)}
+    tags |= {"nightly.baseline": night.baseline} if night.baseline else {}
+    tags |= {"nightly.regressions": regressions_line(night)[:5000]} if night.regressions else {}
+    tags |= {f"nightly.accepted_{key}": value for key, value in (night.accepted or {}).items()}
+    try:
+        # what differs first: MLflow's page shows a dozen letters
+        annotate(study.tracking, night.run_id, tags, files, name=f"{night.verdict} {night.id} {study.name}")
+    except TrackingError as error:
+        log(f"the verdict did not reach MLflow: {error}")
+
+
+def notify(study: Study, night: Night) -> str | None:
+    """POST the verdict as JSON to the address in the environment, if there is one.
+
+    Returns:
+        the problem, without the address, whose path or query may be the secret; None if there was none.
+    """
+    address = os.environ.get(WEBHOOK)
+    if not address:
+        return None
+    regressions = [asdict(f) | {"text": " ".join(row(f))} for f in night.regressions]
+    shown = ("verdict", "baseline", "changed", "commit", "machine", "run_id")
+    content = {
+        "study": study.name,
+        "night": night.id,
+        "regressions": regressions,
+        "folder": str(study.folder / night.id),
+    }
+    body = json.dumps(content | {name: getattr(night, name) for name in shown}).encode()
+    request = Request(address, body, {"Content-Type": "application/json"}, method="POST")
+    try:
+        with urlopen(request, timeout=_WEBHOOK_S):
+            return None
+    except Exception as error:  # noqa: BLE001 - a night is not lost over a webhook, whatever it does
+        reason = getattr(error, "code", None) or getattr(error, "reason", None) or type(error).__name__
+        host = urlsplit(address).netloc.rpartition("@")[2]
+        return f"{WEBHOOK}: {host} did not accept the verdict ({reason}); gate.md and MLflow have it"
+
+
+def _show_nights(study: Study, store: Nights, log: Log) -> None:
+    try:
+        store.put("nights.html", nights_page(study.name, store.read(), study.nightly.tolerance))
+    except (OSError, UserError) as error:
+        log(f"the page of the nights could not be written: {error}")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

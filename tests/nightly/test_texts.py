@@ -1,0 +1,146 @@
+"""Verdicts as text. `verdicts.md` has what gate.md shows of ten cases: `python -m tests.nightly.test_texts` writes it
+again, to be read before it is committed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fsdp_lab.config.nightly import ToleranceConfig
+from fsdp_lab.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, MIB, SPEED
+from fsdp_lab.nightly.gate import EXCLUDED, LOSS, STATUS, judge
+from fsdp_lab.nightly.nights import Night, Verdict, changes, night_id
+from fsdp_lab.nightly.texts import changed_words, markdown, terminal_table, title
+
+VERDICTS = Path(__file__).with_name("verdicts.md")
+DAY = 86400.0
+FIRST = 1.7951e9
+LIBRARIES = {"ray": "2.56.0", "torch": "2.15.0"}
+Trials = list[dict[str, Any]]
+
+
+def trials(
+    speed: float = 262.0, loss: float = 0.5123, memory: float = 19.25, spread: float = 0.01, excluded: bool = False,
+    status: str = "finished", eps: float | None = None, wait: float = 0.012, per_block: bool = True,
+) -> Trials:  # fmt: skip
+    """Three repeats of two settings; of `ddp` nothing changes."""
+    common = {EXCLUDED: excluded, LOSS_EPS: eps, FORECAST_ERROR: 0.0}
+    ddp = {"setting": "sharding=ddp", STATUS: "finished", LOSS: 0.5123, MEMORY: 24.5 * MIB, DATA_WAIT: 0.012}
+    own = {"setting": "sharding=per_block", LOSS: loss, MEMORY: memory * MIB, DATA_WAIT: wait}
+    rows = []
+    for place, share in enumerate((1.0, 1 + spread, 1 - spread)):
+        rows.append({**ddp, **common, SPEED: 310.0 * share})
+        ended = status if place == 2 else "finished"
+        rows += [{**own, **common, STATUS: ended, SPEED: speed * share}] if per_block else []
+    return rows
+
+
+def a_night(number: int, rows: Trials, past: list[Night], **more: Any) -> Night:
+    """The night of a number, as it is judged against the ones before."""
+    moment = FIRST + number * DAY
+    origin = {
+        "machine": "box, cpu, 2 workers", "commit": "3b3f407aa1c2d3e4f5a6", "libraries": LIBRARIES,
+        "user_code": {"my_model.py": "1"},
+    }  # fmt: skip
+    night = Night(night_id(moment), moment, moment + DAY, trials=rows, **{**origin, **more})
+    frames = [(each.id, each.machine == night.machine, each.frame) for each in past]
+    findings = judge(night.frame, frames, ToleranceConfig(), 0.005)
+    bad = any(finding.is_regression for finding in findings)
+    return dataclasses.replace(
+        night, findings=findings, baseline=past[-1].id if past else None,
+        changed=changes(past[-1], night) if past else [], verdict=Verdict.regression if bad else Verdict.good,
+    )  # fmt: skip
+
+
+def last_of(*rows: Trials, **more: Any) -> Night:
+    """The last of the nights with these trials; what differs concerns that one."""
+    nights: list[Night] = []
+    for number, each in enumerate(rows):
+        nights.append(a_night(number, each, nights, **(more if number == len(rows) - 1 else {})))
+    return nights[-1]
+
+
+def cases() -> dict[str, Night]:
+    busy = trials(excluded=True, speed=90.0)
+    first = last_of(trials())
+    return {
+        "the first night": first,
+        "the first night, in which not every trial finished": last_of(trials(status="oom")),
+        "nothing changed": last_of(trials(), trials()),
+        "slower, with new libraries": last_of(
+            trials(), trials(speed=185.5), libraries={"ray": "2.57.0", "torch": "2.15.0"}, commit="5b0c9e1d2f3a4b5c6d7e"
+        ),
+        "a drift of three nights, with another model every night": last_of(
+            trials(), trials(speed=227.0), trials(speed=204.0), user_code={"my_model.py": "2"}
+        ),
+        "a slope that the tolerance covers": last_of(*(trials(memory=19.25 * 1.0013**n) for n in range(7))),
+        "noise": last_of(trials(spread=0.2), trials(speed=205.0, spread=0.2)),
+        "a trial that no longer finishes, and a longer wait for data": last_of(
+            trials(), trials(status="oom", wait=0.31)
+        ),
+        "excluded timings": last_of(trials(), busy),
+        "another machine": last_of(trials(), trials(), machine="other, cpu, 2 workers"),
+        "accepted": dataclasses.replace(
+            last_of(trials(), trials(loss=0.61)), verdict=Verdict.accepted,
+            accepted={"reason": "the data grew", "by": "ada", "at": first.id},
+        ),
+        "nothing finished": dataclasses.replace(first, verdict=Verdict.failed, trials=[]),
+        "interrupted, and not resumed": dataclasses.replace(first, verdict=Verdict.left, trials=[]),
+    }  # fmt: skip
+
+
+def all_verdicts() -> str:
+    return "\n".join(f"<!-- {name} -->\n{markdown(night)}" for name, night in cases().items())
+
+
+def test_the_verdicts_are_those_that_were_read():
+    assert all_verdicts() == VERDICTS.read_text()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_terminal_shows_all_digits_regressions_first_and_a_setting_once(width: int):
+    out = io.StringIO()
+    Console(file=out, width=width).print(terminal_table(cases()["slower, with new libraries"]))
+    text = out.getvalue()
+    assert "…" not in text and "`" not in text and "|" not in text
+    assert all(word in text for word in ("19.25", "24.50", "0.5123", "samples/s", "regression:"))
+    assert text.index("186") < text.index("19.25"), "the regression first"
+    assert ("-29.2 %" in text) or "Too narrow for change: see gate.md." in text
+    wide = io.StringIO()
+    Console(file=wide, width=200).print(terminal_table(cases()["nothing changed"]))
+    assert wide.getvalue().count("sharding=per_block") == wide.getvalue().count("sharding=ddp") == 1
+
+
+def test_several_regressions_are_counted_and_what_was_not_judged_is_in_the_title():
+    night = cases()["a trial that no longer finishes, and a longer wait for data"]
+    assert title(night).endswith(": 2 regressions")
+    both = last_of(trials(), trials(excluded=True, memory=25.0))
+    assert title(both).endswith(
+        ": a regression; speed was not judged: other processes used the cores while it was timed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "nothing in code, libraries and machine"),
+        ({"commit": "b" * 40}, "commit 3b3f407aa1 → bbbbbbbbbb"),
+        ({"commit": "3b3f407aa1c2d3e4f5a6+changes"}, "commit 3b3f407aa1 → 3b3f407aa1 with uncommitted changes"),
+        ({"commit": ""}, "commit 3b3f407aa1 → unknown"),
+        ({"code": "2"}, "the uncommitted code of fsdp_lab"),
+        ({"user_code": {"my_model.py": "2", "my_data.py": "1"}}, "your code (my_data.py, my_model.py)"),
+        ({"libraries": {"torch": "2.16.0"}}, "ray 2.56.0 → none, torch 2.15.0 → 2.16.0"),
+        ({"machine": "other, cpu, 2 workers"}, "machine box, cpu, 2 workers → other, cpu, 2 workers"),
+    ],
+)
+def test_what_changed_since_the_night_before(more: dict[str, Any], words: str):
+    assert changed_words(last_of(trials(), trials(), **more).changed) == words
+
+
+if __name__ == "__main__":
+    VERDICTS.write_text(all_verdicts())
