@@ -118,7 +118,12 @@ def run_schedule(study: Study, trigger: Cron, overrides: Sequence[str]) -> int:
     check_webhook()
     store = Nights(study.place)
     study.check_baseline(since_accepted(store.read()))  # now, not in the night
-    status = Schedule(trigger, overrides, lambda: is_due(store.read(), platform.node(), time.time()), log).run()
+    lock = study.folder / ".lock"
+
+    def waits() -> bool:
+        return not holder(lock) and is_due(store.read(), platform.node(), time.time())
+
+    status = Schedule(trigger, overrides, waits, log).run()
     log("fsdp_lab.nightly: ended")
     return status
 

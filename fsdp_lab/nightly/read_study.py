@@ -142,7 +142,7 @@ def _check_repeats(overrides: Sequence[str]) -> None:
 
 def _compose(
     overrides: list[str], search_words: Sequence[str]
-) -> tuple[NightlyConfig, str, dict[str, Sequence[str]], dict[str, Any]]:
+) -> tuple[NightlyConfig, str, dict[str, list[str]], dict[str, Any]]:
     """Return the config of the study's first setting, and the name of its preset.
 
     Then each axis, with an override for each value; and the default axes of `-m`, with their values; None: none.

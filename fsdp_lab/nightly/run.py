@@ -64,9 +64,8 @@ def run_night(study: Study, trigger: Cron, log: Log, now: Callable[[], float] = 
     past = since_accepted(nights)
     study.check_baseline(past)
     night = _begin(study, store, nights, trigger, log, now())
-    status = _sweep(study, night, log)
     folder = study.folder / night.id / "sweep"
-    frame = frame_of(folder)
+    frame, status = _sweep(study, folder, log)
     night = _with_run(study, night, folder, log)
     if status == ExitCode.refused or _lacks_results(frame) or not (frame["status"] == TrialStatus.finished).any():
         night = replace(night, verdict=Verdict.failed)
@@ -174,15 +173,15 @@ def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: Cron, 
     return night
 
 
-def _sweep(study: Study, night: Night, log: Log) -> int:
-    """Run its sweep until every trial has a result, or it was refused, or died too often; return its exit status."""
-    folder, status = study.folder / night.id / "sweep", 0
+def _sweep(study: Study, folder: Path, log: Log) -> tuple[pd.DataFrame, int]:
+    """Run the sweep until every trial has a result, it was refused, or died too often; return its frame and status."""
     for _ in range(_MOST_ATTEMPTS):
         status = run_sweep(study.arguments, folder, study.resume_command)
-        if status == ExitCode.refused or not _lacks_results(frame_of(folder)):
+        frame = frame_of(folder)
+        if status == ExitCode.refused or not _lacks_results(frame):
             break
         log(f"the night's sweep ended by itself, with status {status} and trials without a result")
-    return status
+    return frame, status
 
 
 def _lacks_results(frame: pd.DataFrame) -> bool:
