@@ -26,7 +26,7 @@ _END_LIMIT_S = 60.0  # of a sweep that was told to end
 def frame_of(folder: Path) -> pd.DataFrame:
     """Return the sweep in a folder as a frame: a row a trial; none, if it ended before its first trial.
 
-    It has the columns of `SweepRecord.frame`, with the name of each trial's setting, and whether its timing is excluded.
+    It has the columns of `SweepRecord.frame`, with the name of each setting, and whether its timing is excluded.
     """
     import pandas as pd
 
@@ -43,8 +43,8 @@ def frame_of(folder: Path) -> pd.DataFrame:
 
 def changed_since(folder: Path) -> list[str]:
     """Return the changes of code and libraries since a sweep began: its trials would not be comparable."""
-    from fsdp_lab.sweep.store.changes import changes_of_code
     from fsdp_lab.record.sweep_json import read_record
+    from fsdp_lab.sweep.store.changes import changes_of_code
 
     return changes_of_code(read_record(folder, "sweep")) if (folder / "sweep.json").exists() else []
 

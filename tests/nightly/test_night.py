@@ -123,7 +123,7 @@ def test_a_slower_setting_is_named_and_its_address_is_secret(two: TwoNights):
     assert two.second.returncode == 3, two.second.stdout + two.second.stderr
     assert regressions(second) == [("precision=bf16", "perf/samples_per_s")]
     assert (second.verdict, second.baseline) == ("regression", first.id)
-    assert [trial["setting"] for trial in second.trials] == ["precision=fp32"] * 2 + ["precision=bf16"] * 2
+    assert [trial["setting"] for trial in second.trials] == ["precision=fp32", "precision=bf16"] * 2
     (verdict,) = two.got
     assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", second.id, second.run_id)
     runs = {run.info.run_id: run.data.tags for run in Store(two.folder).parents}
