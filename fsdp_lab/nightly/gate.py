@@ -7,7 +7,7 @@ rounding are distances there, so they can be compared, and are shown as changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -180,47 +180,55 @@ def judge(
     if not past:
         return []
     name, _, baseline = past[-1]
-    findings: list[Finding] = []
-    for setting, before in baseline.groupby("setting", sort=False):
-        now = tonight[tonight["setting"] == setting]
-        if _share(now) < _share(before):
-            ended = [list(now[STATUS]), list(before[STATUS])]
-            findings.append(Finding(str(setting), STATUS, Outcome.unfinished, name, ended=ended))
-    for setting, now in tonight.groupby("setting", sort=False):
-        if setting not in set(baseline["setting"]):
-            findings.append(Finding(str(setting), STATUS, Outcome.new, ended=[list(now[STATUS]), []]))
+    ended, ended_before = (frame.groupby("setting", sort=False)[STATUS].agg(list) for frame in (tonight, baseline))
+    findings = [
+        Finding(setting, STATUS, Outcome.unfinished, name, ended=[now, before])
+        for setting, before in ended_before.items()
+        if _share(now := ended.get(setting, [])) < _share(before)
+    ]
+    excluded = set(tonight.loc[tonight[EXCLUDED].astype(bool), "setting"])
+    values, nights = measured(tonight), [(night, same, measured(frame)) for night, same, frame in past]
+    for setting, now in ended.items():
+        if setting not in ended_before:
+            findings.append(Finding(setting, STATUS, Outcome.new, ended=[now, []]))
             continue
-        rows = [(night, same, frame[frame["setting"] == setting]) for night, same, frame in past]
+        known = [values, *(of_night for *_, of_night in nights)]
+        eps = max((one for of_night in known for one in of_night.get((setting, LOSS_EPS), [])), default=0.0)
         for judged in judged_metrics():
-            usable = [(night, r) for night, same, r in rows if same or not judged.metric.is_speed]
-            earlier = [(night, values) for night, r in usable if (values := _values(r, judged))]
-            eps = max(_largest(r, LOSS_EPS) for r in (now, *(r for *_, r in rows))) if judged.key == LOSS else 0.0
-            limits = getattr(tolerance, judged.gate.tolerance), eps, chance
-            findings += _judge(str(setting), judged, now, earlier, limits)
+            at = (setting, judged.key)
+            earlier = [(night, v[at]) for night, same, v in nights if at in v and (same or not judged.metric.is_speed)]
+            if at in values and earlier:
+                limits = getattr(tolerance, judged.gate.tolerance), eps if judged.key == LOSS else 0.0, chance
+                findings.append(_compare(setting, judged, values[at], earlier, limits))
+            elif _share(now):
+                findings += _uncompared(setting, judged, values.get(at), earlier, setting in excluded)
     return findings
 
 
-def _judge(
+def measured(frame: pd.DataFrame) -> dict[tuple[str, str], list[float]]:
+    """Return setting and metric -> its values in finished trials, without the timings of disturbed ones."""
+    keys = [LOSS_EPS, *(judged.key for judged in judged_metrics())]
+    finished = frame[frame[STATUS] == TrialStatus.finished].reindex(columns=["setting", EXCLUDED, *keys])
+    finished = finished.astype(dict.fromkeys(keys, float)).replace([math.inf, -math.inf], math.nan)
+    timings = [judged.key for judged in judged_metrics() if judged.metric.is_speed]
+    finished.loc[finished[EXCLUDED].astype(bool), timings] = math.nan
+    values = finished.melt(["setting"], keys).dropna()
+    return dict(values.groupby(["setting", "variable"])["value"].agg(list).items())
+
+
+def _uncompared(
     setting: str,
     judged: Judged,
-    rows: pd.DataFrame,
+    now: Sequence[float] | None,
     earlier: Sequence[tuple[str, list[float]]],
-    limits: tuple[float, float, float],
+    is_excluded: bool,
 ) -> list[Finding]:
-    """Return the finding of one metric in one setting; none for what was never measured, or has no trial now."""
-    now, is_timing = _values(rows, judged), judged.metric.is_speed
-    if not now:
-        if not _share(rows):
-            return []
-        if is_timing and bool(rows[EXCLUDED].any()):
-            return [Finding(setting, judged.key, Outcome.excluded)] if judged.key == SPEED else []
-        if not earlier:
-            return []
-        name, values = earlier[-1]
-        return [Finding(setting, judged.key, Outcome.lost, name, median(values))]
-    if not earlier:
-        return [Finding(setting, judged.key, Outcome.unmatched, tonight=median(now))] if judged.key == SPEED else []
-    return [_compare(setting, judged, now, earlier, limits)]
+    """Return what there is to say of a metric that was not measured in both nights; of timings, the speed speaks."""
+    if now:
+        return [Finding(setting, SPEED, Outcome.unmatched, tonight=median(now))] if judged.key == SPEED else []
+    if is_excluded and judged.metric.is_speed:
+        return [Finding(setting, SPEED, Outcome.excluded)] if judged.key == SPEED else []
+    return [Finding(setting, judged.key, Outcome.lost, night, median(before)) for night, before in earlier[-1:]]
 
 
 def _compare(
@@ -304,21 +312,5 @@ def _slope(levels: Sequence[float]) -> float:
     return median((b - a) / (j - i) for i, a in enumerate(levels) for j, b in enumerate(levels) if j > i)
 
 
-def _values(rows: pd.DataFrame, judged: Judged) -> list[float]:
-    """Return a metric's values in finished trials; no timing of one that other processes disturbed."""
-    finished = rows[rows[STATUS] == TrialStatus.finished]
-    if judged.metric.is_speed:
-        finished = finished[~finished[EXCLUDED].astype(bool)]
-    return [] if judged.key not in finished else _finite(finished[judged.key])
-
-
-def _finite(values: Iterable[Any]) -> list[float]:
-    return [float(value) for value in values if value is not None and math.isfinite(value)]
-
-
-def _largest(rows: pd.DataFrame, column: str) -> float:
-    return max(_finite(rows[column]), default=0.0) if column in rows else 0.0
-
-
-def _share(rows: pd.DataFrame) -> float:
-    return float((rows[STATUS] == TrialStatus.finished).mean()) if len(rows) else 0.0
+def _share(ended: Sequence[str]) -> float:
+    return ended.count(TrialStatus.finished) / len(ended) if ended else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def last_of(*rows: Trials, **more: Any) -> Night:
     return nights[-1]
 
 
+@cache
 def cases() -> dict[str, Night]:
     busy = trials(excluded=True, speed=90.0)
     first = last_of(trials())
