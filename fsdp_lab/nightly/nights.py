@@ -167,7 +167,7 @@ def changes(before: Night, night: Night) -> list[list[str]]:
     if not found and before.code != night.code:
         found.append(["code", "", before.code, night.code])
     for what, there, here in (
-        ("your code", before.user_code, night.user_code),
+        ("user_code", before.user_code, night.user_code),
         ("library", before.libraries, night.libraries),
     ):
         names = sorted(there.keys() | here.keys())

@@ -86,12 +86,12 @@ def sentences(night: Night) -> list[str]:
 
 def changed_words(changed: Sequence[Sequence[str]]) -> str:
     """Return what changed between two nights."""
-    own = [name for what, name, *_ in changed if what == "your code"]
+    own = [name for what, name, *_ in changed if what == "user_code"]
     words = [f"your code ({', '.join(own)})"] if own else []
     for what, name, before, now in changed:
         if what == "code":
             words.append("the uncommitted code of fsdp_lab")
-        elif what != "your code":
+        elif what != "user_code":
             there, here = (_commit(value) if what == "commit" else value or "none" for value in (before, now))
             words.append(f"{name or what} {there} → {here}")
     return ", ".join(words) or "nothing in code, libraries and machine"
