@@ -22,8 +22,18 @@ def user_packages(paths: Iterable[str]) -> list[str]:
 
 def code_digest(packages: Sequence[str]) -> str:
     """Return the SHA-256, shortened to 16 digits, of every Python file of fsdp_lab and of the user's packages."""
+    return _digest([PACKAGE, *(root for name in packages if (root := user_root(name)) is not None)])
+
+
+def user_digest(package: str) -> str:
+    """Return the same of one of the user's packages alone."""
+    root = user_root(package)
+    return _digest([] if root is None else [root])
+
+
+def _digest(roots: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for root in [PACKAGE, *(root for name in packages if (root := user_root(name)) is not None)]:
+    for root in roots:
         for file in [root] if root.is_file() else _python_files(root):
             with suppress(OSError):  # it cannot be read, so it cannot be imported either
                 content = hashlib.sha256(file.read_bytes()).hexdigest()

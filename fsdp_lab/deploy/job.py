@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_lab.config import ConfigError, to_dict
+from fsdp_lab.config import to_dict
 from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.config.job import JobConfig
 from fsdp_lab.config.key_value_args import quoted

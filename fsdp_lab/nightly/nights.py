@@ -59,8 +59,8 @@ class Night:
         machine: host, device and workers: what speeds depend on.
         commit: of fsdp_lab; "": not known.
         libraries: name -> version.
-        code: the digest of fsdp_lab's files.
-        user_code: file -> digest, of the user's code, as in `sweep.json`.
+        code: the digest of fsdp_lab's own files.
+        user_code: the user's packages that targets name, as in `sweep.json`, -> the digest of each.
         trials: a row for each trial, with the columns of `gate.judged_columns`.
         baseline: the last good night, with which it was compared; None: there was none.
         changed: what changed since the baseline: `(what, name, before, now)` of each.

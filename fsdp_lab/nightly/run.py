@@ -7,7 +7,6 @@ makes the next start deliver it again: verdicts are delivered at least once.
 from __future__ import annotations
 
 import getpass
-import hashlib
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from urllib.request import Request, urlopen
 from uuid import uuid4
 
 from fsdp_lab.config import ConfigError, UserError, is_address
+from fsdp_lab.config.code import code_digest, user_digest
 from fsdp_lab.files import write_text
 from fsdp_lab.nightly.attempt import changed_since, frame_of, run_sweep
 from fsdp_lab.nightly.gate import judge, judged_columns
@@ -206,8 +206,10 @@ def _with_run(study: Study, night: Night, folder: Path, log: Log) -> Night:
         record = read_record(folder, "sweep")
     except UserError:  # the sweep was refused
         return night
-    code = hashlib.sha256(json.dumps(record.code, sort_keys=True).encode()).hexdigest()[:16]
-    night = replace(night, code=code, user_code=record.user_code)
+    packages = record.user_packages
+    is_same = record.code == code_digest(packages)  # as when the sweep began; else both nights around it differ
+    user_code = {name: user_digest(name) if is_same else record.code for name in packages}
+    night = replace(night, code=code_digest([]), user_code=user_code)
     try:
         return replace(night, run_id=find_sweep_run(study.tracking, record.id))
     except TrackingError as error:

@@ -17,7 +17,6 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from fsdp_lab.config import ConfigError
 from fsdp_lab.config.job import JobConfig, Manager
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.deploy import kuberay, slurm

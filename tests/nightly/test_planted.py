@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fsdp_lab.config.code import code_digest
 from fsdp_lab.nightly import __main__ as main_module
 from fsdp_lab.nightly.attempt import run_sweep
 from fsdp_lab.nightly.nights import Night, Nights, Verdict, night_id
@@ -93,19 +94,23 @@ def test_a_slower_setting_is_reported_everywhere_until_it_is_accepted(
     assert nights("--once", *WORDS).returncode == 0 and nights.last.baseline == night.id
 
 
-def test_a_drift_of_three_nights_is_named_and_what_changed_in_the_users_code(nights: PlantedNights):
-    """The speeds that a planted sleep gave. The user's file is another one every night, as its digest says."""
+def test_a_drift_of_three_nights_is_named_and_what_changed_in_the_users_code(
+    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
+):
+    """The speeds that a planted sleep gave. The user's file is another one every night."""
+    monkeypatch.syspath_prepend(nights.cwd)
 
     def sweep(folder: Path) -> int:
         trained.copy_sweep(folder, nights.speeds)
         record = json.loads((folder / "sweep.json").read_text())
-        record["user_code"] = {"my_model.py": str(nights.speeds["fp32"])}
+        record |= {"user_packages": ["my_model"], "code": code_digest(["my_model"])}
         (folder / "sweep.json").write_text(json.dumps(record))
         return 0
 
     nights.sweep = sweep
     for speed, status in ((262.0, 0), (227.0, 0), (204.0, 3)):
         nights.speeds["fp32"] = speed
+        (nights.cwd / "my_model.py").write_text(f"SPEED = {speed}")
         done = nights("--once", *WORDS)
         assert done.returncode == status, done.stdout + done.stderr
     first, second, third = nights.all
@@ -113,8 +118,8 @@ def test_a_drift_of_three_nights_is_named_and_what_changed_in_the_users_code(nig
     drifts = [f for f in third.regressions if f.outcome == "drift"]
     assert {(f.setting.split()[0], f.metric, f.against) for f in drifts} == {("precision=fp32", SPEED, first.id)}
     assert re.search(rf"262 +204 +-22\.1 % +drift: -12 % a night over 2 nights, since {first.id}", done.stdout)
-    assert f"Changed since {second.id}: your code (my_model.py)." in done.stdout
-    assert "your code (my_model.py)" in (nights.folder / "nights.html").read_text()
+    assert f"Changed since {second.id}: your code (my_model)." in done.stdout
+    assert "your code (my_model)" in (nights.folder / "nights.html").read_text()
 
 
 def test_a_disturbed_night_lends_and_gets_no_speed(nights: PlantedNights):

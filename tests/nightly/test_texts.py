@@ -46,7 +46,7 @@ def a_night(number: int, rows: Trials, past: list[Night], **more: Any) -> Night:
     moment = FIRST + number * DAY
     origin = {
         "machine": "box, cpu, 2 workers", "commit": "3b3f407aa1c2d3e4f5a6", "libraries": LIBRARIES,
-        "user_code": {"my_model.py": "1"},
+        "user_code": {"my_model": "1"},
     }  # fmt: skip
     night = Night(night_id(moment), moment, moment + DAY, trials=rows, **{**origin, **more})
     frames = [(each.id, each.machine == night.machine, each.frame) for each in past]
@@ -78,7 +78,7 @@ def cases() -> dict[str, Night]:
             trials(), trials(speed=185.5), libraries={"ray": "2.57.0", "torch": "2.15.0"}, commit="5b0c9e1d2f3a4b5c6d7e"
         ),
         "a drift of three nights, with another model every night": last_of(
-            trials(), trials(speed=227.0), trials(speed=204.0), user_code={"my_model.py": "2"}
+            trials(), trials(speed=227.0), trials(speed=204.0), user_code={"my_model": "2"}
         ),
         "a slope that the tolerance covers": last_of(*(trials(memory=19.25 * 1.0013**n) for n in range(7))),
         "noise": last_of(trials(spread=0.2), trials(speed=205.0, spread=0.2)),
@@ -135,7 +135,7 @@ def test_several_regressions_are_counted_and_what_was_not_judged_is_in_the_title
         ({"commit": "3b3f407aa1c2d3e4f5a6+changes"}, "commit 3b3f407aa1 → 3b3f407aa1 with uncommitted changes"),
         ({"commit": ""}, "commit 3b3f407aa1 → unknown"),
         ({"code": "2"}, "the uncommitted code of fsdp_lab"),
-        ({"user_code": {"my_model.py": "2", "my_data.py": "1"}}, "your code (my_data.py, my_model.py)"),
+        ({"user_code": {"my_model": "2", "my_data": "1"}}, "your code (my_data, my_model)"),
         ({"libraries": {"torch": "2.16.0"}}, "ray 2.56.0 → none, torch 2.15.0 → 2.16.0"),
         ({"machine": "other, cpu, 2 workers"}, "machine box, cpu, 2 workers → other, cpu, 2 workers"),
     ],
