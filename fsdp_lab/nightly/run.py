@@ -128,10 +128,10 @@ def prune(study: Study, store: Nights, log: Log) -> None:
 
     try:
         for night in [night for night in store.read() if night.over][: -study.nightly.keep]:
-            for sweep in (study.folder / night.id).glob("sweep*"):  # those with other code, too
-                if not (sweep / ".pruned").exists():
-                    drop_checkpoints(sweep)
-                    write_text(sweep / ".pruned", "")
+            sweep = study.folder / night.id / "sweep"
+            if sweep.exists() and not (sweep / ".pruned").exists():  # another machine's nights are not here
+                drop_checkpoints(sweep)
+                write_text(sweep / ".pruned", "")
     except (OSError, UserError) as error:
         log(f"the checkpoints of old nights could not be removed: {error}")
 

@@ -179,6 +179,7 @@ def test_a_night_that_was_killed_before_its_verdict_was_kept_delivers_it_again(
     assert [verdict["night"] for verdict in got] == [nights.last.id] * 2, "at least once"
 
 
+@pytest.mark.ci
 def test_what_was_interrupted_is_left_when_the_next_night_is_due(nights: PlantedNights):
     def interrupted(folder: object) -> int:
         raise KeyboardInterrupt
@@ -266,6 +267,7 @@ def test_a_webhook_that_is_down_or_refuses_changes_nothing(nights: PlantedNights
     assert "t0psecret" not in refused.stderr
 
 
+@pytest.mark.ci
 def test_a_machine_keeps_the_checkpoints_of_the_newest_nights(nights: PlantedNights):
     for _ in range(3):
         assert nights("--once", *WORDS, "nightly.keep=1").returncode == 0
