@@ -3,7 +3,7 @@
 python -m benchmarks.auto_repeat
 
 Sweeps whose speeds and noise are planted: nothing is trained, so the figures hang on no machine. The rules are those of
-a sweep: what runs again is what `fsdp_lab.report.choice.candidates` leaves.
+a sweep: what runs again is what `fsdp_lab.report.repeats.undecided` leaves.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.metrics import MEMORY, SPEED, VAL_LOSS
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.choice import candidates
 from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.report.repeats import undecided
 from fsdp_lab.status import TrialStatus
 
 SWEEPS = 100
@@ -57,7 +57,7 @@ def run(speeds: Sequence[float], noise: Noise, rng: np.random.Generator, most: i
             trials.append(TrialRow(len(trials), setting, TrialStatus.finished, figures))
         simulated = SweepData("", "", ["sharding", "repeat"], trials, 0.02, 0.03, repeat_max=most if auto else None)
         if auto:
-            left = sorted(int(setting.values["sharding"]) for setting in candidates(simulated))
+            left = sorted(int(setting.values["sharding"]) for setting in undecided(simulated.frame(), simulated.rules))
             if len(left) < 2:
                 break
     recommended = answer(simulated).setting

@@ -22,7 +22,7 @@ from fsdp_lab.metrics import METRICS, Column, Gate, Metric, declared
 from fsdp_lab.nightly.gate import LOSS, judge, judged_columns, judged_metrics
 from fsdp_lab.nightly.texts import row
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.markdown import to_markdown
+from fsdp_lab.report.page import to_markdown
 from fsdp_lab.report.plots import figures
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
@@ -75,7 +75,7 @@ def test_an_added_metric_is_in_the_report(added: Metric):
     made = sweep([trial(i, ROWS[i], **{KEY: 0.01 * (i + 1)}) for i in (0, 2)])
     table = to_markdown(made, answer(made)).partition("## Trials")[2]
     assert "| forecast error | stalled ms |" in table and "| **10.0** |" in table and "| 30.0 |" in table
-    points = {name: figure for name, _, figure in figures(made, answer(made))}["main"].data[0]
+    points = {chart.name: chart.figure for chart in figures(made, answer(made))}["main"].data[0]
     assert "10.0 ms stalled" in points.text[0]
 
 

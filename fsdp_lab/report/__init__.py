@@ -1,5 +1,5 @@
 """The report of a sweep: tables, plots and the recommended setting. Never trains.
 
-Start with `data.py`, the sweep as plain values, and `choice.py`, the rules of the recommendation. `speed.py` computes
-intervals, `answer.py` writes the sentences, `write.py` the three files.
+Start with `recommend.py`, which chooses from a frame by rules and returns codes with values. `speed.py` computes
+intervals, `answer.py` and `templates/` write the sentences, `write.py` the three files.
 """

@@ -33,7 +33,7 @@ from fsdp_lab import takehome
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, is_address, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.redact import redact
-from fsdp_lab.report.answer import Answer, answer, plain_text, plainest
+from fsdp_lab.report.answer import Answer, answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
@@ -145,13 +145,13 @@ def used(sweep: SweepData, use: str, number: str | None = None) -> str:
     """
     if number is None:
         recommendation = answer(sweep)
-        if recommendation.setting is None:
+        if recommendation.trial is None:
             raise UserError(f"use={use}: {recommendation.sentence} Choose a trial with trial=<number>.")
-        trial = plainest(recommendation.setting)
-        if recommendation.by_memory:  # beside what use=... prints
+        trial = recommendation.trial
+        if not recommendation.head:  # beside what use=... prints
             print(
-                f"fsdp_lab.report: no setting is recommended, because speeds do not count; this is trial {trial.number}"
-                ", with the least memory. trial=<number> chooses another.",
+                f"fsdp_lab.report: no setting is recommended: timings are excluded; this is trial {trial.number}, with "
+                "the least memory. trial=<number> chooses another.",
                 file=sys.stderr,
             )
     else:
@@ -217,6 +217,8 @@ def with_tolerances(sweep: SweepData, options: dict[str, str]) -> SweepData:
     check_ranges(ReportConfig(**given), "report.")
     if sweep.resume and "report.others_cpu" in options:  # a resume is to judge by the same limit
         given["resume"] = f"{sweep.resume} report.others_cpu={options['report.others_cpu']}"
+    if "report.others_cpu" in options:
+        sweep = sweep.judged_by(given["others_cpu"])
     return dataclasses.replace(sweep, **given)
 
 

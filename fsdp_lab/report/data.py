@@ -1,27 +1,25 @@
-"""The data of a report: a sweep's trials as they ended, in plain values, wherever they were read from."""
+"""The data of a report: a sweep's record, the rules that it is judged by, and its trials by setting."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
+from typing import Self
 
-from fsdp_lab.config import may_change_speed
-from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.config.workload import ModelConfig
+from fsdp_lab.metrics import OTHERS_CPU, TRAIN_LOSS, VAL_LOSS
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord as TrialRow
-from fsdp_lab.record.trial import words
-from fsdp_lab.report.speed import Run
+from fsdp_lab.record.trial import why_timing_is_excluded, words
+from fsdp_lab.report.settings import REPEATS, Rules
 from fsdp_lab.status import TrialStatus
-
-# Axes that distinguish attempts at a setting, not settings.
-REPEATS = ("repeat", "training.seed")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The trials that differ only in the attempt: one, or several repeats."""
+    """The trials that differ only in the attempt, as the nights compare them."""
 
     values: dict[str, str]
     trials: list[TrialRow]
@@ -31,14 +29,10 @@ class Setting:
         """The values as typed."""
         return words(self.values)
 
-    @property
-    def finished(self) -> list[TrialRow]:
-        """The trials that finished."""
-        return [trial for trial in self.trials if trial.status == TrialStatus.finished]
-
     def of(self, key: str) -> list[float]:
         """Return the values of a metric in the finished trials that have it."""
-        return [trial.figures[key] for trial in self.finished if math.isfinite(trial.figures.get(key, math.nan))]
+        finished = [trial.figures for trial in self.trials if trial.status == TrialStatus.finished]
+        return [figures[key] for figures in finished if math.isfinite(figures.get(key, math.nan))]
 
     def median(self, key: str) -> float:
         """Return the median over the finished trials; NaN if none has the metric."""
@@ -50,79 +44,49 @@ class SweepData(SweepRecord):
     """A sweep to report on."""
 
     @property
-    def setting_axes(self) -> list[str]:
-        """The axes that make a setting: all except repeats and axes that change nothing."""
-        return [axis for axis in self.axes if axis not in REPEATS and axis not in self.idle_axes]
-
-    @cached_property
-    def idle_axes(self) -> list[str]:
-        """The axes whose values make no difference: offload, if all trials ran on a CPU."""
-        on_cpu = {trial.device for trial in self.trials if trial.device} == {"cpu"}
-        return [axis for axis in self.axes if axis.partition(".")[0] == "offload"] if on_cpu else []
-
-    @cached_property
-    def speed_axes(self) -> list[str]:
-        """The axes of a setting whose values may differ in speed or peak memory; `init` and the like do not."""
-        return [axis for axis in self.setting_axes if may_change_speed(axis)]
-
-    def shared(self, trial: TrialRow) -> bool:
-        """Return whether the trial ran on a CPU whose cores other processes used too."""
-        return trial.device == "cpu" and trial.figures.get(OTHERS_CPU, 0.0) > self.others_cpu
-
-    @cached_property
-    def groups(self) -> dict[str, int]:
-        """Setting, by name -> the group of settings that cannot differ in speed."""
-        known: dict[tuple[str, ...], int] = {}
-        return {
-            setting.name: known.setdefault(tuple(setting.values[axis] for axis in self.speed_axes), len(known))
-            for setting in self.settings
-        }
-
-    @cached_property
-    def peaks(self) -> dict[int, float]:
-        """Group of settings -> the median of their peak memories, which nothing in it changes; NaN without one."""
-        by_group: dict[int, list[float]] = {}
-        for setting in self.settings:
-            by_group.setdefault(self.groups[setting.name], []).extend(setting.of(MEMORY))
-        return {group: median(peaks) if peaks else math.nan for group, peaks in by_group.items()}
+    def rules(self) -> Rules:
+        """How a setting is chosen."""
+        return Rules(
+            tuple(self.axes),
+            self.loss_tolerance,
+            self.speed_tolerance,
+            tuple(self.objectives),
+            self.repeat_max,
+            self._trivial_loss,
+        )
 
     @property
-    def timed(self) -> bool:
-        """Whether any trial's steps were timed, whether its speed counts or not."""
-        return any(_has_speed(trial) for trial in self.trials)
-
-    @cached_property
-    def runs(self) -> list[Run]:
-        """The runs whose speed counts: timed, finished or stopped early, on cores that other processes did not use."""
-        rounds: dict[tuple[str, ...], int] = {}
-        for trial in self.trials:
-            rounds.setdefault(tuple(trial.setting.get(axis, "") for axis in REPEATS), len(rounds))
-        return [
-            Run(
-                self.groups[setting.name],
-                rounds[tuple(trial.setting.get(axis, "") for axis in REPEATS)],
-                trial.figures[SPEED],
-                trial.figures.get("perf/speed_error"),
-                int(trial.figures.get("perf/timed_steps", 0)),
-            )
-            for setting in self.settings
-            for trial in setting.trials
-            if trial.status in (TrialStatus.finished, TrialStatus.stopped)
-            and _has_speed(trial)
-            and not self.shared(trial)
-        ]
+    def _trivial_loss(self) -> float | None:
+        """The cross entropy of guessing among the classes of our image models; None: not known."""
+        models = [trial.config.model for trial in self.trials if trial.config is not None]
+        classes = {model.num_classes for model in models if isinstance(model, ModelConfig)}
+        return math.log(classes.pop()) if len(classes) == 1 else None
 
     @property
     def unfinished(self) -> int:
         """How many trials have no result yet."""
         return sum(not status.is_result for status in self.statuses)
 
+    def judged_by(self, others_cpu: float) -> Self:
+        """Return the sweep with timings excluded by another `report.others_cpu`."""
+        trials = [
+            replace(trial, timing_excluded=why_timing_is_excluded(trial.facts, trial.figures, others_cpu))
+            for trial in self.trials
+        ]
+        return replace(self, others_cpu=others_cpu, trials=trials)
+
+    def shared(self, trial: TrialRow) -> bool:
+        """Return whether the trial ran on a CPU whose cores other processes used too."""
+        return trial.device == "cpu" and trial.figures.get(OTHERS_CPU, 0.0) > self.others_cpu
+
     @cached_property
     def settings(self) -> list[Setting]:
         """In the order of their first trials."""
+        on_cpu = {trial.device for trial in self.trials if trial.device} == {"cpu"}
+        axes = [a for a in self.axes if a not in REPEATS and not (on_cpu and a.partition(".")[0] == "offload")]
         settings: dict[tuple[str, ...], Setting] = {}
         for trial in self.trials:
-            values = {axis: trial.setting.get(axis, "") for axis in self.setting_axes}
+            values = {axis: trial.setting.get(axis, "") for axis in axes}
             settings.setdefault(tuple(values.values()), Setting(values, [])).trials.append(trial)
         return list(settings.values())
 
@@ -143,7 +107,3 @@ def as_number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-def _has_speed(trial: TrialRow) -> bool:
-    return 0 < trial.figures.get(SPEED, 0.0) < math.inf

@@ -5,17 +5,33 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_lab.metrics import FORECAST, MEMORY, MIB, SPEED, TRAIN_LOSS, VAL_LOSS, declared
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData, TrialRow, as_number
-from fsdp_lab.report.effects import effects
 from fsdp_lab.report.main_plot import STOPPED, main_plot
-from fsdp_lab.report.style import COLORS, GREY, MOST_COLORS, coloring, four_digits, is_numeric, lay_out, trial_text
-from fsdp_lab.report.thin import MOST_BARS, MOST_LINES, shown_trials
+from fsdp_lab.report.style import (
+    COLORS,
+    GREY,
+    MOST_COLORS,
+    coloring,
+    is_numeric,
+    lay_out,
+    setting_table,
+    trial_text,
+)
+from fsdp_lab.report.tables import MOST, MOST_BARS, MOST_LINES, shown_trials, thinned_notes
 from fsdp_lab.status import TrialStatus
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+_EFFECTS = (
+    "Points: means over the other axes, of the combinations in which every value has a result. Bars: one standard "
+    "deviation."
+)
+_BREAKDOWN = "Memory by category at the peak of the largest worker."
 _CATEGORY_COLORS = {
     "param": "#0072B2", "optimizer": "#D55E00", "buffer": "#000000", "input": "#8C6D31", "grad": "#009E73",
     "unsharded_param": "#56B4E9", "all_gather": "#3B4CC0", "activation": "#E69F00", "unsharded_grad": "#7FC97F",
@@ -23,18 +39,31 @@ _CATEGORY_COLORS = {
 }  # fmt: skip
 
 
-def figures(sweep: SweepData, answer: Answer) -> list[tuple[str, str, Any]]:
-    """Return `(id, heading, figure)` of every chart with content, the main one first."""
-    main = main_plot(sweep, answer)
+class Chart(NamedTuple):
+    """A figure of the page: its id, its heading, the figure and how to read it."""
+
+    name: str
+    heading: str
+    figure: Any
+    note: str = ""
+
+
+def figures(sweep: SweepData, answer: Answer) -> list[Chart]:
+    """Return every chart with content, the main one first."""
+    main, r = main_plot(sweep, answer), answer.recommendation
+    points, lines, bars = (shown_trials(sweep, r, most) for most in (MOST, MOST_LINES, MOST_BARS))
     charts = [
-        *([("main", main.heading, main.figure())] if main else []),
-        ("forecast", "Forecast against measured", forecast(sweep, shown_trials(sweep, answer))),
-        ("effects", "Effect of each axis", axis_effects(sweep)),
-        ("parallel", "All axes at once", parallel(sweep, shown_trials(sweep, answer, MOST_LINES))),
-        ("losses", "Loss by epoch", losses(sweep, shown_trials(sweep, answer, MOST_LINES))),
-        ("breakdown", "Peak memory by category", breakdown(sweep, shown_trials(sweep, answer, MOST_BARS))),
+        *([Chart("main", main.heading, main.figure(), main.note)] if main else []),
+        Chart("forecast", "Forecast against measured", forecast(sweep, points), _cut(sweep, MOST)),
+        Chart("effects", "Effect of each axis", axis_effects(sweep, answer), _EFFECTS),
+        Chart("losses", "Loss by epoch", losses(sweep, answer, lines), _cut(sweep, MOST_LINES)),
+        Chart("breakdown", "Peak memory by category", breakdown(sweep, bars), f"{_BREAKDOWN} {_cut(sweep, MOST_BARS)}"),
     ]
-    return [(name, heading, figure) for name, heading, figure in charts if figure is not None]
+    return [chart for chart in charts if chart.figure is not None]
+
+
+def _cut(sweep: SweepData, most: int) -> str:
+    return " ".join(thinned_notes(sweep, most)[:1])
 
 
 def breakdown(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
@@ -69,7 +98,7 @@ def breakdown(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
     return figure
 
 
-def losses(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
+def losses(sweep: SweepData, answer: Answer, trials: Sequence[TrialRow]) -> Any | None:
     """Return a line for each trial that reported, even if it did not finish; a menu switches between the losses."""
     import plotly.graph_objects as go
 
@@ -77,13 +106,13 @@ def losses(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
     if not kinds:
         return None
     figure = go.Figure()
-    colors = coloring(sweep, [{s.name: s.median(sweep.loss_key) for s in sweep.settings}], scale=False)
+    colors = coloring(answer, [sweep.loss_key], scale=False)
     reported = [t for t in trials if t.epochs]
     for kind in kinds:
         named: set[str] = set()
         for trial in reported:
             stopped = trial.status is TrialStatus.stopped
-            name = STOPPED if stopped else colors.name(trial.setting.get(colors.axis or "", ""))
+            name = STOPPED if stopped else colors.name(trial.setting)
             # a value that is not finite is a gap: the line ends there
             figure.add_scatter(
                 x=[m["epoch"] for m in trial.epochs if kind in m],
@@ -118,70 +147,17 @@ def _loss_menus(kinds: Sequence[str], lines: int) -> list[dict[str, Any]]:
     return [{"buttons": b, "x": x, "y": 1.16, "xanchor": "left"} for b, x in ((buttons, 0), (scales, 0.16))]
 
 
-def parallel(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
-    """Return a line for each finished trial through all axes and figures, scaled to their ranges; None for one axis."""
-    import plotly.graph_objects as go
-
-    keys = (MEMORY, SPEED, sweep.loss_key)
-    shown = [t for t in _finished(trials) if _has(t, *keys)]
-    if len(shown) < 2 or len(sweep.setting_axes) < 2:
-        return None
-    columns = [(axis, [t.setting.get(axis, "") for t in shown]) for axis in sweep.setting_axes]
-    scaled = [_scaled_axis(texts, axis in sweep.log_axes) for axis, texts in columns]
-    metrics = [declared(key) for key in keys]
-    scaled += [_scaled_numbers([t.figures[metric.key] / metric.scale for t in shown]) for metric in metrics]
-    names = [axis for axis, _ in columns] + [metric.label for metric in metrics]
-    colors = coloring(sweep, [{s.name: s.median(key) for s in sweep.settings} for key in keys], scale=False)
-    figure = go.Figure()
-    named: set[str] = set()
-    for i, trial in enumerate(shown):
-        name = colors.name(trial.setting.get(colors.axis or "", ""))
-        figure.add_scatter(
-            x=list(range(len(names))),
-            y=[positions[i] for positions, _ in scaled],
-            mode="lines+markers",
-            opacity=0.7 if len(shown) <= 40 else 0.35,
-            line={"color": colors.of(trial.setting), "width": 1.5},
-            marker={"size": 4},
-            name=name,
-            legendgroup=name,
-            showlegend=name not in named and colors.axis is not None,
-            customdata=[[sweep.url(trial)]] * len(names),
-            hovertemplate=trial_text(trial, sweep.loss_key) + "<extra></extra>",
-        )
-        named.add(name)
-    _draw_scales(figure, names, [ticks for _, ticks in scaled])
-    return figure
-
-
-def _draw_scales(figure: Any, names: Sequence[str], scales: Sequence[Sequence[tuple[float, str]]]) -> None:
-    """Draw a vertical line for each column, with texts at its ticks."""
-    for x, ticks in enumerate(scales):
-        figure.add_vline(x=x, line={"color": GREY, "width": 1}, opacity=0.5, layer="below")
-        for y, text in ticks:
-            figure.add_annotation(
-                x=x, y=y, text=html.escape(text), showarrow=False, xanchor="left", xshift=6, font={"size": 11}
-            )
-    lay_out(figure, "", "", 480)
-    figure.update_xaxes(
-        tickvals=list(range(len(names))),
-        ticktext=[html.escape(name) for name in names],
-        range=[-0.1, len(names) - 0.55],
-        showgrid=False,
-    )
-    figure.update_yaxes(visible=False, range=[-0.06, 1.06])
-
-
-def axis_effects(sweep: SweepData) -> Any | None:
+def axis_effects(sweep: SweepData, answer: Answer) -> Any | None:
     """Return a column for each axis and a row for each metric; None for a single axis.
 
     Each cell shows the mean of each value over the other axes, with the standard deviation.
     """
     from plotly.subplots import make_subplots
 
-    axes = [axis for axis in sweep.setting_axes if len({s.values[axis] for s in sweep.settings}) > 1]
     wanted = dict.fromkeys([SPEED, MEMORY, sweep.loss_key, *(metric for metric, _ in sweep.objectives)])
-    metrics = [m for m in wanted if any(math.isfinite(s.median(m)) for s in sweep.settings)]
+    table = setting_table(answer, list(wanted))
+    axes = [axis for axis in answer.recommendation.settings.axes if table[axis].nunique() > 1]
+    metrics = [metric for metric in wanted if table[metric].notna().any()]
     if len(axes) < 2 or not metrics:
         return None
     figure = make_subplots(
@@ -189,36 +165,39 @@ def axis_effects(sweep: SweepData) -> Any | None:
         vertical_spacing=0.06, horizontal_spacing=0.02,
     )  # fmt: skip
     for row, metric in enumerate(metrics, 1):
+        scale = declared(metric).scale
         for column, axis in enumerate(axes, 1):
-            _draw_effect(figure, sweep, axis, metric, row, column)
-            figure.update_xaxes(showticklabels=row == len(metrics), row=row, col=column)
+            points = effects(table, axes, axis, metric)
+            numeric = is_numeric(answer, axis)
+            figure.add_scatter(
+                x=[as_number(value) if numeric else html.escape(value) for value in points.index],
+                y=points["mean"] / scale,
+                error_y={"array": points["std"].fillna(0.0) / scale, "thickness": 1.5, "width": 6},
+                mode="markers",
+                marker={"size": 11, "color": COLORS[(row - 1) % MOST_COLORS]},
+                text=[html.escape(f"{axis}={value}") for value in points.index],
+                hovertemplate="%{text}<br>%{y:,.4~r}<extra></extra>",
+                showlegend=False,
+                row=row, col=column,
+            )  # fmt: skip
+            log = numeric and axis in sweep.log_axes and all((as_number(value) or 0.0) > 0 for value in points.index)
+            kind = "log" if log else "linear" if numeric else "category"
+            figure.update_xaxes(type=kind, showticklabels=row == len(metrics), row=row, col=column)
         figure.update_yaxes(title_text=html.escape(declared(metric).label), row=row, col=1)
     lay_out(figure, None, None, 120 + 210 * len(metrics))
     return figure
 
 
-def _draw_effect(figure: Any, sweep: SweepData, axis: str, metric: str, row: int, column: int) -> None:
-    scale = declared(metric).scale
-    points = effects(sweep, axis, metric)
-    numeric = is_numeric(sweep, axis)
-    many = len(points) > 2 * MOST_COLORS
-    bars = {"array": [e.spread / scale for e in points], "thickness": 1.5, "width": 6}
-    figure.add_scatter(
-        x=[as_number(e.value) if numeric else html.escape(e.value) for e in points],
-        y=[e.mean / scale for e in points],
-        error_y=None if many else bars,
-        mode="markers",
-        marker={"size": 6 if many else 11, "color": COLORS[(row - 1) % MOST_COLORS]},
-        text=[f"{html.escape(f'{axis}={e.value}')}<br>{four_digits(e.mean / scale):,.9g} ± {e.spread / scale:.2g}, of "
-              f"{e.count} setting{'s' if e.count != 1 else ''}" for e in points],
-        hovertemplate="%{text}<extra></extra>",
-        showlegend=False,
-        row=row, col=column,
-    )  # fmt: skip
-    if not numeric:  # the room at the sides keeps points off the frame
-        figure.update_xaxes(type="category", range=[-0.5, len(points) - 0.5], row=row, col=column)
-    elif axis in sweep.log_axes and all((as_number(e.value) or 0.0) > 0 for e in points):
-        figure.update_xaxes(type="log", row=row, col=column)
+def effects(table: pd.DataFrame, axes: Sequence[str], axis: str, metric: str) -> pd.DataFrame:
+    """Return the mean, standard deviation and count of a metric for each value of an axis, in the order of the sweep.
+
+    A mean over the settings that have a result would compare a value's easy cases with another's hard ones. So only
+    combinations of the other axes count in which every value has a result. Without any such combination, all count.
+    """
+    known = table.dropna(subset=[metric])
+    others = [other for other in axes if other != axis]
+    whole = known.groupby(others)[axis].transform("count") == known[axis].nunique()
+    return (known[whole] if whole.any() else known).groupby(axis, sort=False)[metric].agg(["mean", "std", "count"])
 
 
 def forecast(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
@@ -254,32 +233,6 @@ def forecast(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
 def with_forecast(trials: Sequence[TrialRow]) -> list[TrialRow]:
     """Return the finished trials whose peak was forecast and measured."""
     return [t for t in _finished(trials) if _has(t, FORECAST, MEMORY) and t.figures[MEMORY] > 0]
-
-
-def _scaled_axis(texts: Sequence[str], log: bool) -> tuple[list[float], list[tuple[float, str]]]:
-    numbers = [number for text in texts if (number := as_number(text)) is not None]
-    if len(numbers) == len(texts) and len(set(texts)) > 2:
-        if not log or min(numbers) <= 0:
-            return _scaled_numbers(numbers)
-        logs, ticks = _scaled_numbers([math.log10(number) for number in numbers])
-        return logs, [(place, f"{10 ** float(text):.2g}") for place, text in ticks]
-    values = list(dict.fromkeys(texts))
-    step = 1 / max(len(values) - 1, 1)
-    places = {value: i * step for i, value in enumerate(values)}
-    shown = {
-        value: place
-        for i, (value, place) in enumerate(places.items())
-        if len(values) <= 12 or i in (0, len(values) - 1)
-    }
-    return [places[text] for text in texts], [(place, value) for value, place in shown.items()]
-
-
-def _scaled_numbers(values: Sequence[float]) -> tuple[list[float], list[tuple[float, str]]]:
-    low, high = min(values), max(values)
-    if high == low:
-        return [0.5] * len(values), [(0.5, f"{low:.4g}")]
-    ticks = [(part, f"{low + part * (high - low):.4g}") for part in (0, 0.5, 1)]
-    return [(value - low) / (high - low) for value in values], ticks
 
 
 def _finished(trials: Sequence[TrialRow]) -> list[TrialRow]:

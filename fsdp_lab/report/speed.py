@@ -7,8 +7,7 @@ of all ratios of a sweep hold together with the stated confidence: they are Tuke
 (Kramer, "Extension of multiple range tests to group means with unequal numbers of replications", Biometrics 12, 1956).
 So the fastest of many is not called so for being the luckiest.
 
-Without repeats only the steps of each run are known. The differences between runs of one setting are then not in the
-intervals.
+Without repeats there is no interval: the steps of one run do not show how much two runs of a setting differ.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Basis(Enum):
     """The source of intervals."""
 
     repeats = "repeats"
-    steps = "steps"
     nothing = "nothing"
 
 
@@ -42,14 +40,12 @@ class Run:
         round: of repeats; any numbers.
         speed: above 0.
         error: the relative standard error of the speed by the run's own steps; None: not known.
-        steps: how many steps were timed.
     """
 
     group: int
     round: int
     speed: float
     error: float | None = None
-    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Interval:
 
     Attributes:
         value: the estimate.
-        low: the lower end, 0 if the runs determine too little; NaN without repeats and timed steps.
+        low: the lower end, 0 if the runs determine too little; NaN without repeats.
         high: the upper end, infinite if the runs determine too little; NaN likewise.
     """
 
@@ -114,9 +110,7 @@ class Speeds:
     @cached_property
     def basis(self) -> Basis:
         """The source of the intervals."""
-        if self._freedom > 0:
-            return Basis.repeats
-        return Basis.steps if any(run.error for run in self._runs) else Basis.nothing
+        return Basis.repeats if self._freedom > 0 else Basis.nothing
 
     def estimate(self, group: int) -> float:
         """Return the group's speed over the rounds of the sweep."""
@@ -126,13 +120,12 @@ class Speeds:
         """Return the group's speed over the rounds of the sweep, and its interval."""
         place = self._place[group]
         log = self._effects[place]
-        if self.basis is Basis.repeats:
-            if not self._estimable(self._share[place] - 1 / self._num_rounds):
-                return _interval(log, math.inf)
-            error = math.sqrt(self._variance * self._unscaled(place, place))
-            return _interval(log, _student(SIGNIFICANCE, self._freedom) * error)
-        error, freedom = self._steps_error(place)
-        return _interval(log, _student(SIGNIFICANCE, freedom) * error if error else math.nan)
+        if self.basis is Basis.nothing:
+            return Interval(math.exp(log))
+        if not self._estimable(self._share[place] - 1 / self._num_rounds):
+            return _interval(log, math.inf)
+        error = math.sqrt(self._variance * self._unscaled(place, place))
+        return _interval(log, _student(SIGNIFICANCE, self._freedom) * error)
 
     def ratio(self, a: int, b: int) -> Interval:
         """Return the speed of a group over that of another, and its interval."""
@@ -140,17 +133,13 @@ class Speeds:
             return Interval(1.0, 1.0, 1.0)
         i, j = self._place[a], self._place[b]
         log = float(self._effects[i] - self._effects[j])
-        if self.basis is Basis.repeats:
-            if not self._estimable(self._share[i] - self._share[j]):
-                return _interval(log, math.inf)
-            unscaled = self._unscaled(i, i) + self._unscaled(j, j) - 2 * self._unscaled(i, j)
-            error = math.sqrt(self._variance * max(unscaled, 0.0))
-            return _interval(log, _tukey(self._significance, len(self._known), self._freedom) * error)
-        (first, of_first), (second, of_second) = self._steps_error(i), self._steps_error(j)
-        if not first or not second:
+        if self.basis is Basis.nothing:
             return Interval(math.exp(log))
-        freedom = min(of_first, of_second)
-        return _interval(log, _tukey(self._significance, len(self._known), freedom) * math.hypot(first, second))
+        if not self._estimable(self._share[i] - self._share[j]):
+            return _interval(log, math.inf)
+        unscaled = self._unscaled(i, i) + self._unscaled(j, j) - 2 * self._unscaled(i, j)
+        error = math.sqrt(self._variance * max(unscaled, 0.0))
+        return _interval(log, _tukey(self._significance, len(self._known), self._freedom) * error)
 
     # The normal equations, solved by the rounds: there are few of them, and may be thousands of groups.
 
@@ -219,21 +208,6 @@ class Speeds:
         errors = [run.error for run in self._runs if run.error]
         floor = sum(error**2 for error in errors) / len(errors) if errors else 0.0
         return max(float(residuals @ residuals) / self._freedom, floor)
-
-    @cached_property
-    def _by_group(self) -> list[list[Run]]:
-        by_group: list[list[Run]] = [[] for _ in self._known]
-        for run, place in zip(self._runs, self._groups.tolist(), strict=True):
-            by_group[place].append(run)
-        return by_group
-
-    def _steps_error(self, place: int) -> tuple[float, int]:
-        """Return the relative standard error of a group's only run and its degrees of freedom; zeros if not known."""
-        runs = self._by_group[place]
-        if not all(run.error for run in runs):
-            return 0.0, 0
-        error = math.sqrt(sum((run.error or 0.0) ** 2 for run in runs)) / len(runs)
-        return error, max(min(math.isqrt(run.steps) for run in runs) - 1, 1)
 
 
 def _interval(log: float, half: float) -> Interval:

@@ -6,13 +6,17 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.metrics import SPEED, Metric, table_columns
-from fsdp_lab.report.answer import memory_text, speed_text
-from fsdp_lab.report.data import Setting, SweepData, TrialRow, as_number
-from fsdp_lab.report.effects import share_explained
+from fsdp_lab.report.answer import Answer, numbers
+from fsdp_lab.report.data import TrialRow, as_number
+from fsdp_lab.report.settings import Setting
 from fsdp_lab.report.speed import Interval
+from fsdp_lab.report.texts import memory_text, speed_text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; on white their yellow is too faint for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
@@ -39,41 +43,68 @@ class Coloring:
         """Return the colour of a setting or trial, by its values."""
         return self.colors.get(values.get(self.axis or "", ""), GREY if self.axis else COLORS[0])
 
-    def name(self, value: str) -> str:
-        """Return the value's name in the legend."""
-        return html.escape(f"{self.axis}={value}") if self.axis else "settings"
+    def name(self, values: Mapping[str, str]) -> str:
+        """Return the name of a setting's or trial's colour in the legend."""
+        return html.escape(f"{self.axis}={values.get(self.axis, '')}") if self.axis and self.colors else "settings"
 
 
-def coloring(
-    sweep: SweepData, by: Sequence[Mapping[str, float]], without: str | None = None, scale: bool = True
-) -> Coloring:
-    """Return a coloring by the axis that explains most of these figures.
+def coloring(answer: Answer, metrics: Sequence[str], without: str | None = None, scale: bool = True) -> Coloring:
+    """Return a coloring by the axis that explains most of these metrics.
 
     Args:
-        sweep: of the settings.
-        by: for each figure, name of a setting -> its value.
+        answer: with the settings.
+        metrics: that the figure shows.
         without: an axis that the figure shows in another way; None: none.
         scale: whether a continuous scale can be drawn.
     """
+    table = setting_table(answer, metrics)
     able = []
-    for axis in sweep.setting_axes:
-        count = len({s.values[axis] for s in sweep.settings})
-        if axis != without and count > 1 and (count <= MOST_COLORS or (scale and is_numeric(sweep, axis))):
+    for axis in answer.recommendation.settings.axes:
+        number = table[axis].nunique()
+        if axis != without and number > 1 and (number <= MOST_COLORS or (scale and is_numeric(answer, axis))):
             able.append(axis)
     if not able:
         return Coloring(None, {})
-    axis = max(able, key=lambda axis: sum(share_explained(sweep, axis, values) for values in by))
-    values = list(dict.fromkeys(s.values[axis] for s in sweep.settings))
-    if is_numeric(sweep, axis):
+    axis = max(able, key=lambda axis: sum(_share_explained(table, axis, metric) for metric in metrics))
+    values = list(dict.fromkeys(table[axis]))
+    if is_numeric(answer, axis):
         values.sort(key=lambda value: as_number(value) or 0.0)
     if len(values) > MOST_COLORS:
         return Coloring(axis, {}, is_scale=True)
     return Coloring(axis, dict(zip(values, COLORS, strict=False)))
 
 
-def is_numeric(sweep: SweepData, axis: str) -> bool:
+def setting_table(answer: Answer, metrics: Sequence[str]) -> pd.DataFrame:
+    """Return a row for each setting: the values of its axes, and its figures."""
+    import pandas as pd
+
+    r = answer.recommendation
+    rows = [{**s.values, **{metric: r.value(s, metric) for metric in metrics}} for s in r.settings.all]
+    return pd.DataFrame(rows, columns=[*r.settings.axes, *metrics])
+
+
+def _share_explained(table: pd.DataFrame, axis: str, metric: str) -> float:
+    """Return how much of the differences an axis explains alone, the adjusted R²; at least 0.
+
+    The adjustment removes what many values explain by chance. An axis of many numbers counts by fifths of them.
+    """
+    import pandas as pd
+
+    known = table[[axis, metric]].dropna()
+    figures, by = known[metric], known[axis]
+    if by.nunique() > MOST_COLORS:
+        by = pd.qcut(by.astype(float), 5, labels=False, duplicates="drop")
+    freedom = len(figures) - by.nunique()
+    total = ((figures - figures.mean()) ** 2).sum()
+    if freedom < 1 or not total:
+        return 0.0
+    within = ((figures - figures.groupby(by).transform("mean")) ** 2).sum()
+    return max(1 - within / freedom * (len(figures) - 1) / total, 0.0)
+
+
+def is_numeric(answer: Answer, axis: str) -> bool:
     """Whether every value of the axis is a number."""
-    return all(as_number(s.values.get(axis, "")) is not None for s in sweep.settings)
+    return all(as_number(s.values[axis]) is not None for s in answer.recommendation.settings.all)
 
 
 def lay_out(figure: Any, x: str | None, y: str | None, height: int) -> None:
@@ -90,21 +121,21 @@ def lay_out(figure: Any, x: str | None, y: str | None, height: int) -> None:
         figure.update_layout(xaxis_title=x, yaxis_title=y)
 
 
-def setting_text(setting: Setting, speed: Interval | None, loss_key: str, why_not: str) -> str:
+def setting_text(answer: Answer, setting: Setting) -> str:
     """Return the text over a setting's point: its figures and the interval of its speed."""
-    figures = {key: setting.median(key) for trial in setting.finished for key in trial.figures}
-    numbers = ", ".join(str(trial.number) for trial in setting.trials[:6]) + (" …" if len(setting.trials) > 6 else "")
-    many = len(setting.trials) > 1
-    head = [*(f"{key}={value}" for key, value in setting.values.items()), f"trial{'s' if many else ''} {numbers}"]
-    return _lines([*head, *_figure_lines(figures, speed, loss_key), *([why_not] if why_not else [])])
+    r = answer.recommendation
+    head = [*(f"{key}={value}" for key, value in setting.values.items()), numbers(setting.trials)]
+    why_not = answer.why_not.get(setting.name)
+    lines = _figure_lines(r.settings.medians(setting), r.interval(setting), r.settings.loss_key)
+    return _joined([*head, *lines, *([f"does not qualify: {why_not}"] if why_not else [])])
 
 
 def trial_text(trial: TrialRow, loss_key: str, note: str = "") -> str:
     """Return the text over a trial's point."""
     head = [f"trial {trial.number}", *(f"{key}={value}" for key, value in trial.setting.items())]
     speed = trial.figures.get(SPEED, math.nan)
-    measured = Interval(speed) if math.isfinite(speed) else None
-    return _lines([*head, *_figure_lines(trial.figures, measured, loss_key), *([note] if note else [])])
+    lines = _figure_lines(trial.figures, Interval(speed) if math.isfinite(speed) else None, loss_key)
+    return _joined([*head, *lines, *([note] if note else [])])
 
 
 def _figure_lines(figures: Mapping[str, float], speed: Interval | None, loss_key: str) -> list[str]:
@@ -126,5 +157,5 @@ def four_digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _lines(lines: Sequence[str]) -> str:
+def _joined(lines: Sequence[str]) -> str:
     return "<br>".join(html.escape(line) for line in lines)

@@ -1,115 +1,138 @@
-"""The content of the report's tables, for the page and for Markdown."""
+"""The table of trials, of a large sweep the most important ones. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 
-from fsdp_lab.metrics import FORECAST, MEMORY, SPEED, Metric, declared, table_columns
+from fsdp_lab.metrics import SPEED, Metric, table_columns
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData, TrialRow
-from fsdp_lab.report.effects import effects
-from fsdp_lab.report.plots import with_forecast
+from fsdp_lab.report.recommend import Recommendation
 from fsdp_lab.status import TrialStatus
 
-SHARED_MARK = "†"
-TAKE_HOME = "This setting for your own training, in files beside this one"
+MOST = 500  # trials; of more than these a table has so many, a picture so many points
+MOST_LINES = 100  # in a picture of lines
+MOST_BARS = 60
+MOST_ROWS = 100  # of what did not finish or does not qualify
 
 
-def columns_of(sweep: SweepData, answer: Answer) -> list[Metric]:
-    """Return the metrics that a trial of the sweep has. Those that decided come first: a phone shows only a few."""
+@dataclass(frozen=True)
+class Cell:
+    """A figure of a trial: as text, as it is, whether it is the best, and whether its timing is excluded."""
+
+    text: str
+    value: float | str
+    best: bool
+    excluded: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial: its number, its values and status, its figures; for the page also its run, filter words and colour."""
+
+    number: int
+    texts: list[str]
+    cells: list[Cell]
+    url: str
+    words: str
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table and the notes below it."""
+
+    heads: list[str]
+    rows: list[Row]
+    notes: list[str]
+
+
+def trials_table(sweep: SweepData, answer: Answer) -> Table:
+    """Return the trials with their figures. Those that decided come first: a phone shows only a few columns."""
+    decided = [metric for metric, _ in answer.recommendation.axes]
     columns = [c for c in table_columns("report") if any(c.key in trial.figures for trial in sweep.trials)]
-    decided = [metric for metric, _ in answer.axes]
-    return sorted(columns, key=lambda c: c.key not in decided)
-
-
-def best_of(sweep: SweepData, columns: Sequence[Metric]) -> dict[str, float | None]:
-    """Return metric -> the best value of a finished trial; None if no direction is better, or all are equal."""
-    best: dict[str, float | None] = {}
-    for column in columns:
-        trials = [t for t in sweep.trials if t.status is TrialStatus.finished and not is_shared(sweep, t, column)]
-        values = [t.figures.get(column.key, math.nan) for t in trials]
-        best[column.key] = column.best_of([value for value in values if math.isfinite(value)])
-    return best
-
-
-def is_shared(sweep: SweepData, trial: TrialRow, column: Metric) -> bool:
-    """Whether it is a speed that does not count, because others used the cores too."""
-    return column.key.startswith("perf/") and bool(column.better) and sweep.shared(trial)
-
-
-def shared_note(sweep: SweepData, columns: Sequence[Metric]) -> str:
-    """Return the meaning of the mark beside a speed; "" if no speed has it."""
-    if not any(is_shared(sweep, trial, column) for trial in sweep.trials for column in columns):
-        return ""
-    return (
-        f"{SHARED_MARK} Other processes used more than {sweep.others_cpu * 100:.3g} % of the machine's cores "
-        "(report.others_cpu), so the speed does not count."
-    )
-
-
-def about(sweep: SweepData) -> list[tuple[str, str]]:
-    """Return the environment of the sweep, as (name, text)."""
-    counts = ", ".join(f"{sweep.statuses.count(status)} {status}" for status in dict.fromkeys(sweep.statuses))
-    return [("sweep", sweep.name), ("trials", counts), *sweep.about]
-
-
-def heading(sweep: SweepData, answer: Answer) -> str:
-    """Return the study and what it compares."""
-    return f"{sweep.study}: {answer.title}" if sweep.study else answer.title
-
-
-def forecast_sentence(sweep: SweepData) -> str:
-    """Return a sentence about the errors of peak forecasts; "" without any."""
-    count = len(with_forecast(sweep.trials))
-    if not count:
-        return ""
-    error, number = worst_forecast(sweep)
-    if error == 0:
-        trials = f"all {count} trials that have both" if count > 1 else "the trial that has both"
-        return f"The forecast of the peak equals the measurement, to the byte, in {trials}."
-    return f"The forecast of the peak is at most {error * 100:.3g} % off, in trial {number}."
-
-
-def worst_forecast(sweep: SweepData) -> tuple[float, int]:
-    """Return the largest error of a peak forecast, as a ratio, and the trial; zeros without any."""
-    errors = [
-        (abs(trial.figures[FORECAST] / trial.figures[MEMORY] - 1), trial.number)
-        for trial in with_forecast(sweep.trials)
+    columns.sort(key=lambda c: c.key not in decided)
+    best = {column.key: _best(sweep, column) for column in columns}
+    chosen = set(answer.setting.trials) if answer.setting else set()
+    rows = [
+        Row(
+            trial.number,
+            [*(trial.setting.get(axis, "") for axis in sweep.axes), trial.status],
+            [_cell(trial, column, best[column.key]) for column in columns],
+            sweep.url(trial),
+            f"{trial.name} {trial.status}".lower(),
+            trial.number in chosen,
+        )
+        for trial in shown_trials(sweep, answer.recommendation)
     ]
-    return max(errors, key=lambda error: error[0], default=(0.0, 0))
+    notes = thinned_notes(sweep)
+    if any(cell.excluded for row in rows for cell in row.cells):
+        notes.append(
+            f"† Timing excluded: other processes used more than {sweep.others_cpu * 100:.3g} % of the cores "
+            "(report.others_cpu)."
+        )
+    return Table(["trial", *sweep.axes, "status", *(c.label for c in columns)], rows, notes)
 
 
-def ended_otherwise(sweep: SweepData) -> list[TrialRow]:
-    """Return the trials that ended without finishing, except for those that a scheduler stopped."""
-    usual = (TrialStatus.finished, TrialStatus.stopped)
-    return [trial for trial in sweep.trials if trial.status.ended and trial.status not in usual]
+def _cell(trial: TrialRow, column: Metric, best: float | None) -> Cell:
+    value = trial.figures.get(column.key)
+    if value is None:
+        return Cell("", "", False, False)
+    return Cell(column.text(value), value, value == best, _is_excluded(trial, column))
 
 
-def stopped_sentence(sweep: SweepData) -> str:
-    """Return how many trials a scheduler stopped; "" for none."""
-    count = sweep.statuses.count(TrialStatus.stopped)
-    return f"The scheduler stopped {count} trial{'s' if count != 1 else ''} early." if count else ""
+def _is_excluded(trial: TrialRow, column: Metric) -> bool:
+    return column.is_speed and trial.timing_excluded is not None
 
 
-def not_qualified(answer: Answer) -> list[tuple[str, str]]:
-    """Return the settings that do not qualify, with the reason; empty if the lines of the answer name each."""
-    return list(answer.why_not.items()) if answer.why_not.keys() - set(answer.described) else []
+def _best(sweep: SweepData, column: Metric) -> float | None:
+    trials = [t for t in sweep.trials if t.status is TrialStatus.finished and not _is_excluded(t, column)]
+    values = [t.figures.get(column.key, math.nan) for t in trials]
+    return column.best_of([value for value in values if math.isfinite(value)])
 
 
-def effect_rows(sweep: SweepData) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of the effect of each axis alone; no rows for a single axis."""
-    metrics = [declared(key) for key in (SPEED, MEMORY, sweep.loss_key)]
-    heads = ["axis", "value", "settings", *(metric.label for metric in metrics)]
-    rows = []
-    for axis in sweep.setting_axes if len(sweep.setting_axes) > 1 else []:
-        by_metric = [{effect.value: effect for effect in effects(sweep, axis, metric.key)} for metric in metrics]
-        for value in dict.fromkeys(value for of_metric in by_metric for value in of_metric):
-            counts = [str(of_metric[value].count) for of_metric in by_metric if value in of_metric]
-            row = [axis, value, counts[0]]
-            for of_metric, metric in zip(by_metric, metrics, strict=True):
-                effect = of_metric.get(value)
-                spread = f" ± {metric.text(effect.spread)}" if effect and effect.count > 1 else ""
-                row.append(metric.text(effect.mean) + spread if effect else "")
-            rows.append(row)
-    return heads, rows
+def shown_trials(sweep: SweepData, recommendation: Recommendation, most: int = MOST) -> list[TrialRow]:
+    """Return all trials of the sweep in order, or if they are more than `MOST` the `most` most important ones.
+
+    Those are the recommended setting's, then the Pareto front's, then the best by each metric of the main picture in
+    turn.
+    """
+    if len(sweep.trials) <= MOST:
+        return sweep.trials
+    by_number = {trial.number: trial for trial in sweep.trials}
+    chosen = recommendation.setting.trials[: most // 2] if recommendation.setting else ()
+    of_front = [number for setting in recommendation.front for number in setting.trials]
+    best = (
+        sorted(_measured(sweep, metric), key=lambda n: by_number[n].figures[metric], reverse=better == "max")
+        for metric, better in recommendation.axes
+    )
+    in_turn = (number for each in zip_longest(*best) for number in each if number is not None)
+    kept: dict[int, TrialRow] = {}
+    for number in chain(chosen, of_front, in_turn, by_number):
+        if len(kept) == most:
+            break
+        kept.setdefault(number, by_number[number])
+    return [kept[number] for number in sorted(kept)]
+
+
+def _measured(sweep: SweepData, metric: str) -> list[int]:
+    return [
+        trial.number
+        for trial in sweep.trials
+        if trial.status is TrialStatus.finished
+        and math.isfinite(trial.figures.get(metric, math.nan))
+        and not (metric == SPEED and trial.timing_excluded)
+    ]
+
+
+def thinned_notes(sweep: SweepData, most: int = MOST) -> list[str]:
+    """Return notes about the selection of `shown_trials`; empty if all trials are shown."""
+    if len(sweep.trials) <= MOST:
+        return []
+    return [
+        f"{most:,} of {len(sweep.trials):,} trials are shown: the recommended setting's, the Pareto front's, then the "
+        "best by each metric. report.csv has all.",
+        "In MLflow each trial's run has the metrics of the last epoch only; the trial's folder has those of all.",
+    ]

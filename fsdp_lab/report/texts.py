@@ -29,6 +29,11 @@ def _ratio_text(number: float) -> str:
     return f"{number:.2f}" if 0.1 <= number < 9.995 else significant(number)
 
 
+def percent_text(share: float) -> str:
+    """Return a share in per cent, below ten with two digits."""
+    return f"{share * 100:.2g} %" if share < 0.095 else f"{share * 100:.0f} %"
+
+
 def speed_text(speed: Interval) -> str:
     """Return text such as `1,950 samples/s (1,900 to 2,000)`."""
     return f"{figures_text(speed.value)} samples/s{_spread(speed, figures_text)}"

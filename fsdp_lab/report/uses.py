@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.files import write_text
-from fsdp_lab.report.answer import Answer, plainest
+from fsdp_lab.report.answer import Answer
 from fsdp_lab.takehome import FILES, write_out
 
 USE_FILES = tuple(FILES.values())
@@ -20,7 +20,7 @@ def write_uses(answer: Answer, folder: Path) -> list[str]:
     Raises:
         OSError: the folder cannot be written.
     """
-    setup = plainest(answer.setting).setup if answer.setting else None
+    setup = answer.trial.setup if answer.trial else None
     written = []
     for use, name in FILES.items():
         (folder / name).unlink(missing_ok=True)

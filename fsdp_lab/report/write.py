@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 
 from fsdp_lab.files import write_text
 from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.markdown import to_markdown
-from fsdp_lab.report.page import to_html
+from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.uses import write_uses
 
 FILES = ("report.html", "report.md", "report.csv")
@@ -28,40 +25,25 @@ def write_report(sweep: SweepData, folder: Path) -> Answer:
     Raises:
         OSError: the folder cannot be written.
     """
-    recommendation = answer(sweep)
-    uses = write_uses(recommendation, folder)
-    contents = (
-        to_html(sweep, recommendation, uses),
-        to_markdown(sweep, recommendation, uses),
-        to_csv(sweep, recommendation),
-    )
+    made = answer(sweep)
+    uses = write_uses(made, folder)
+    contents = to_html(sweep, made, uses), to_markdown(sweep, made, uses), to_csv(sweep, made)
     for name, content in zip(FILES, contents, strict=True):
         write_text(folder / name, content, parents=False)
-    return recommendation
+    return made
 
 
-def to_csv(sweep: SweepData, recommendation: Answer) -> str:
+def to_csv(sweep: SweepData, answer: Answer) -> str:
     """Return a row for each trial with the latest of every figure, in bytes, seconds and samples/s."""
-    keys = sorted({key for trial in sweep.trials for key in trial.figures})
-    out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(
-        ["trial", *sweep.axes, "status", "recommended", "pareto", "why_not", "error", "run_id", "seconds", *keys]
-    )
-    for setting in sweep.settings:
-        for trial in setting.trials:
-            rows.writerow(
-                [
-                    trial.number,
-                    *(trial.setting.get(axis, "") for axis in sweep.axes),
-                    trial.status,
-                    recommendation.basis if setting is recommendation.setting else "",
-                    "yes" if setting.name in recommendation.front else "",
-                    recommendation.why_not.get(setting.name, ""),
-                    trial.error or "",
-                    trial.run_id,
-                    "" if trial.seconds is None else round(trial.seconds, 2),
-                    *(trial.figures.get(key, "") for key in keys),
-                ]
-            )
-    return out.getvalue()
+    r, frame = answer.recommendation, sweep.frame()
+    of = r.settings.of_trial
+    head = frame[["run_id", "seconds"]].assign(seconds=frame["seconds"].round(2))
+    head.insert(0, "error", frame["error"].fillna(""))
+    head.insert(0, "why_not", [answer.why_not.get(of[number].name, "") for number in frame.index])
+    head.insert(0, "pareto", ["yes" if of[number] in r.front else "" for number in frame.index])
+    head.insert(0, "recommended", [r.basis if of[number] is r.setting else "" for number in frame.index])
+    head.insert(0, "status", frame["status"])
+    metrics = frame[sorted({key for trial in sweep.trials for key in trial.figures})]
+    together = frame[list(sweep.axes)].join(head).join(metrics)
+    in_order = together.loc[[number for setting in r.settings.all for number in setting.trials]]
+    return in_order.to_csv(index_label="trial", lineterminator="\n")

@@ -12,7 +12,8 @@ from dataclasses import replace
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError
 from fsdp_lab.report import data
-from fsdp_lab.report.choice import candidates
+from fsdp_lab.report.repeats import undecided
+from fsdp_lab.report.settings import Settings
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import FIRST_ROUND
 from fsdp_lab.sweep.state import SweepState
@@ -100,11 +101,11 @@ class AutoRepeat:
     def _undecided_before(self, number: int) -> list[list[str]]:
         sweep = self._read_sweep()
         before = [trial for trial in sweep.trials if self._state.trials[trial.number].trial.config.repeat < number]
-        seen = replace(sweep, trials=before)
+        frame = replace(sweep, trials=before).frame()
+        seen = Settings(frame, sweep.rules)
         if not seen.runs and (number >= _TRIED_IN_VAIN or not seen.timed):
             return []
-        open_ones = candidates(seen)
-        numbers = sorted(setting.trials[0].number for setting in open_ones)
+        numbers = sorted(setting.trials[0] for setting in undecided(frame, sweep.rules))
         return [list(self._state.trials[n].trial.overrides) for n in numbers] if len(numbers) > 1 else []
 
     def _first_round(self) -> list[int]:

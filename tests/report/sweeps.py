@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from fsdp_lab.metrics import MIB
+from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED
+from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.status import TrialStatus
 
@@ -42,3 +44,19 @@ def sweep(trials: Sequence[TrialRow] | None = None, **changed: object) -> SweepD
     trials = [trial(i, row) for i, row in enumerate(ROWS)] if trials is None else trials
     given = {"loss_tolerance": 0.02, "speed_tolerance": 0.03, "axes": ["sharding", "precision"], **changed}
     return SweepData(name="a/sweep", command="python -m fsdp_lab -m", trials=list(trials), **given)  # type: ignore[arg-type]
+
+
+def on_cpu(number: int, row: int, others: float, speed: float) -> TrialRow:
+    """A trial on a CPU of which other processes used a share; above a quarter its timing is excluded."""
+    one = trial(number, ROWS[row], **{SPEED: speed, OTHERS_CPU: others})
+    facts = {"device": "cpu"}
+    return dataclasses.replace(one, facts=facts, timing_excluded=why_timing_is_excluded(facts, one.figures, 0.25))
+
+
+def rounds(row: int, *speeds: float, **figures: float) -> list[TrialRow]:
+    """A setting, once a round with each of these speeds."""
+    ones = [trial(10 * row + i, ROWS[row], **{SPEED: s, **figures}) for i, s in enumerate(speeds)]
+    return [dataclasses.replace(one, setting={**one.setting, "repeat": str(i)}) for i, one in enumerate(ones)]
+
+
+REPEATED = ["sharding", "precision", "repeat"]

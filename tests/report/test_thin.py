@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import csv
-import html
 import re
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 from fsdp_lab.metrics import MIB
 from fsdp_lab.report.answer import Answer, answer
-from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.data import SweepData, TrialRow
-from fsdp_lab.report.markdown import to_markdown
-from fsdp_lab.report.page import to_html
+from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.plots import figures
-from fsdp_lab.report.thin import MOST, MOST_BARS, MOST_LINES, shown_trials
+from fsdp_lab.report.tables import MOST, MOST_BARS, MOST_LINES, shown_trials
 from fsdp_lab.report.write import write_report
 from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import sweep
@@ -49,19 +47,19 @@ def made() -> tuple[SweepData, Answer]:
 def test_a_page_says_what_it_and_mlflow_lack_of_many_trials_only(made: tuple[SweepData, Answer]):
     few = many(MOST)
     result = answer(few)
-    assert shown_trials(few, result) == few.trials
+    assert shown_trials(few, result.recommendation) == few.trials
     note = "In MLflow each trial's run has the metrics of the last epoch only"
     page, text = to_html(few, result), to_markdown(few, result)
-    assert "trials are shown" not in page and html.escape(note) not in page and note not in text
-    assert to_html(*made).count(html.escape(note)) == 1 and to_markdown(*made).count(note) == 1
+    assert "trials are shown" not in page and str(escape(note)) not in page and note not in text
+    assert to_html(*made).count(str(escape(note))) == 1 and to_markdown(*made).count(note) == 1
 
 
 def test_of_more_the_recommended_the_front_and_the_best_are_shown(made: tuple[SweepData, Answer]):
     large, result = made
-    shown = shown_trials(large, result)
+    shown = shown_trials(large, result.recommendation)
     assert len(shown) == MOST and [t.number for t in shown] == sorted({t.number for t in shown})
-    assert result.setting is not None and result.setting.trials[0] in shown
-    on_front = {trial.number for s in large.settings if s.name in result.front[:100] for trial in s.trials}
+    assert result.setting is not None and result.setting.trials[0] in {t.number for t in shown}
+    on_front = {number for s in result.recommendation.front[:100] for number in s.trials}
     assert on_front <= {trial.number for trial in shown}
     assert large.trials[COUNT - 1] in shown, "the fastest"
     assert large.trials[0] in shown, "the smallest"
@@ -83,13 +81,7 @@ def test_the_page_and_the_text_state_what_they_leave_out_and_the_csv_has_all(
 
 
 def test_pictures_are_thinned_too(made: tuple[SweepData, Answer]):
-    charts = {name: figure for name, _, figure in figures(*made)}
+    charts = {chart.name: chart.figure for chart in figures(*made)}
     assert sum(len(trace.x) for trace in charts["main"].data) <= 2 * MOST + 10
-    assert len(charts["parallel"].data) <= MOST_LINES
     assert len(charts["losses"].data) <= 2 * MOST_LINES
     assert len(charts["breakdown"].data[0].x) <= MOST_BARS
-
-
-def test_a_pareto_front_holds_equals_and_leaves_out_what_is_beaten():
-    rows = [{"a": a, "b": b} for a, b in ((1, 3), (1, 3), (2, 2), (2, 3), (3, 1), (3, 1.5), (0, float("nan")))]
-    assert pareto_front(rows, [("a", "min"), ("b", "min")]) == [0, 1, 2, 4]

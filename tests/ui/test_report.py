@@ -69,7 +69,7 @@ def test_the_page_answers_first_and_its_controls_work(
     expect(hover).to_contain_text("MiB at the peak")
 
     # what is folded is drawn when it opens
-    for name in ("effects", "parallel", "losses", "breakdown"):
+    for name in ("effects", "losses", "breakdown"):
         expect(page.locator(f"#{name} .main-svg")).to_have_count(0)
         page.locator("details", has=page.locator(f"#{name}")).locator("summary").click()
         expect(page.locator(f"#{name} .main-svg").first).to_be_visible()
@@ -144,7 +144,7 @@ def test_the_page_and_its_pictures_follow_the_browsers_colours(page: Page, tmp_p
     dark = scheme == "dark"
     assert (sum(color(page, "body", "backgroundColor")) < 150) == dark
     # the ring, the legend and the axes are as the page's text; what lies below them lets the page through
-    for part in ("#main .xtick text", "#main .legendtext", "#main .ytitle", "#main .textpoint text"):
+    for part in ("#main .xtick text", "#main .legendtext", "#main .ytitle"):
         assert color(page, part, "fill") == color(page, "body", "color"), part
     ring = page.locator("#main .trace path.point").last
     assert ring.evaluate("e => getComputedStyle(e).stroke") == page.evaluate("getComputedStyle(document.body).color")

@@ -97,7 +97,7 @@ class Console(Listener):
 
     def final(self, answer: Answer | None = None) -> None:
         """Print the table of all trials that began, best values marked, and below it the report's recommendation."""
-        chosen = {trial.number for trial in answer.setting.trials} if answer and answer.setting else set()
+        chosen = set(answer.setting.trials) if answer and answer.setting else set()
         begun = [(i, state) for i, state in enumerate(self._state.trials) if state.status != "waiting"]
         rows = rows_to_keep(self._state, begun, chosen)
         title = how_far(self._state, time.time() - self._begun)

@@ -1,0 +1,88 @@
+"""Which settings more repeats could still make the recommended one, for `repeat=auto`. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_lab.metrics import SPEED
+from fsdp_lab.report.choice import departures, smallest
+from fsdp_lab.report.qualify import qualify
+from fsdp_lab.report.settings import Rules, Setting, Settings
+from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Speeds
+from fsdp_lab.report.ties import best_of, is_memory_scarce
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_BEYOND_NOISE = 3.0
+_POCOCK = {1: 0.05, 2: 0.0294, 3: 0.0221, 4: 0.0182, 5: 0.0158}  # all looks together: 0.05
+
+
+def significance_of(settings: Settings) -> float:
+    """Return the significance with which ratios are judged: of each look, if repeats run until the answer is settled.
+
+    There is a look after each round. The first shows no noise, unless several of its runs share one speed.
+    """
+    if settings.rules.repeat_max is None:
+        return SIGNIFICANCE
+    first = min((run.round for run in settings.runs), default=0)
+    groups = [run.group for run in settings.runs if run.round == first]
+    return level_of(settings.rules.repeat_max - (len(set(groups)) == len(groups)))
+
+
+def level_of(looks: int) -> float:
+    """Return the significance of each of so many looks, all of which together have the usual one.
+
+    Pocock's ("Group sequential methods in the design and analysis of clinical trials", Biometrika 64, 1977); beyond
+    five looks Bonferroni's.
+    """
+    return _POCOCK.get(looks, SIGNIFICANCE / max(looks, 1))
+
+
+def undecided(frame: pd.DataFrame, rules: Rules) -> list[Setting]:
+    """Return the settings that more repeats could still make the recommended one, one for each group of equal speeds.
+
+    A single one, or none, means that the answer is settled. With objectives that lack speed there is none. A setting is
+    out in any of these cases:
+
+    - Another is faster beyond noise and tolerance.
+    - Another goes first among equals, and this one is not faster beyond noise and tolerance.
+    - Without repeats, another was three times as fast: runs of one setting differ less on cores of their own.
+    """
+    settings = Settings(frame, rules)
+    speeds = Speeds(settings.runs, significance_of(settings))
+    able, _ = qualify(settings)
+    if not rules.by_speed:
+        return []
+    if rules.objectives:
+        _, able = best_of(settings, speeds, able)
+    ranked = _ranked(settings, able, is_memory_scarce(settings, able))
+    breaks_ties = not rules.objectives or rules.objectives[-1][0] == SPEED
+    limit = 1 / (1 - rules.speed_tolerance)
+
+    def is_beaten(one: Setting, other: Setting) -> bool:
+        if not speeds.has(one.group) or not speeds.has(other.group):
+            return False
+        ratio = speeds.ratio(other.group, one.group)
+        if speeds.basis is not Basis.repeats:
+            return ratio.value > _BEYOND_NOISE
+        faster = ratio.known and ratio.low > 1 and ratio.value > limit
+        first = breaks_ties and ranked.index(other) < ranked.index(one)
+        # With no tolerance nothing is ever shown to be as fast.
+        return faster or (first and ratio.known and ratio.low > 1 / limit)
+
+    fast = sorted(ranked, key=lambda s: -speeds.estimate(s.group) if speeds.has(s.group) else 0.0)  # these beat most
+    return [one for one in ranked if not any(is_beaten(one, other) for other in fast if other is not one)]
+
+
+def _ranked(settings: Settings, able: list[Setting], scarce: bool) -> list[Setting]:
+    """Return one setting of each group, those that win ties first."""
+    firsts: dict[int, Setting] = {}
+    for setting in sorted(able, key=lambda s: departures(s.values)):
+        firsts.setdefault(setting.group, setting)
+    ranked, left = [], list(firsts.values())
+    while scarce and left:
+        small = [left[place] for place in smallest([settings.peaks[s.group] for s in left])]
+        ranked += small
+        left = [s for s in left if s not in small]
+    return ranked or left

@@ -1,0 +1,201 @@
+"""The settings in a sweep's frame: its trials, without what distinguishes attempts at one setting. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fsdp_lab.config import may_change_speed
+from fsdp_lab.metrics import LOSS_EPS, MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.record.trial import words
+from fsdp_lab.report.speed import Run, Speeds
+from fsdp_lab.status import TrialStatus
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Axes that distinguish attempts at a setting, not settings.
+REPEATS = ("repeat", "training.seed")
+LOSSES = (TRAIN_LOSS, VAL_LOSS)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a setting is chosen.
+
+    Attributes:
+        axes: the keys that differ between trials; columns of the frame.
+        loss_tolerance: a setting qualifies if its loss is within this ratio of the best.
+        speed_tolerance: settings within this ratio of the fastest tie.
+        objectives: `(metric, "min" or "max")`, the most important first; empty: the fastest.
+        repeat_max: the most rounds of `repeat=auto`; None: repeats were typed.
+        trivial_loss: the loss of a model that guesses; None: not known, so nothing is said of learning.
+    """
+
+    axes: Sequence[str]
+    loss_tolerance: float = 0.02
+    speed_tolerance: float = 0.03
+    objectives: Sequence[tuple[str, str]] = ()
+    repeat_max: int | None = None
+    trivial_loss: float | None = None
+
+    @property
+    def by_speed(self) -> bool:
+        """Whether speed decides, alone or among other objectives."""
+        return not self.objectives or any(metric == SPEED for metric, _ in self.objectives)
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The trials that differ only in the attempt: one, or several repeats.
+
+    Attributes:
+        values: of each axis, as typed.
+        trials: their numbers.
+        group: of the settings that cannot differ in speed.
+    """
+
+    values: dict[str, str]
+    trials: tuple[int, ...]
+    group: int
+
+    @property
+    def name(self) -> str:
+        """The values as typed."""
+        return words(self.values)
+
+    def apart(self, other: Setting) -> str:
+        """Return the other setting by the values that differ from this one's."""
+        return words({key: text for key, text in other.values.items() if self.values.get(key) != text})
+
+
+class Settings:
+    """The settings of a frame, in the order of their first trials.
+
+    Args:
+        frame: a row a trial, as of `SweepRecord.frame`.
+        rules: name its axes.
+    """
+
+    def __init__(self, frame: pd.DataFrame, rules: Rules) -> None:
+        self.frame, self.rules = frame, rules
+        on_cpu = set(frame["device"]) - {""} == {"cpu"}
+        self.idle_axes = [axis for axis in rules.axes if on_cpu and axis.partition(".")[0] == "offload"]
+        self.axes = [axis for axis in rules.axes if axis not in (*REPEATS, *self.idle_axes)]
+        self.speed_axes = [axis for axis in self.axes if may_change_speed(axis)]
+        by_values: dict[tuple[str, ...], list[int]] = {}
+        for number, values in zip(frame.index, self._rows(self.axes), strict=True):
+            by_values.setdefault(values, []).append(number)
+        groups: dict[tuple[str, ...], int] = {}
+        self.all: list[Setting] = []
+        for values, numbers in by_values.items():
+            named = dict(zip(self.axes, values, strict=True))
+            group = groups.setdefault(tuple(named[axis] for axis in self.speed_axes), len(groups))
+            self.all.append(Setting(named, tuple(numbers), group))
+        self.of_trial = {number: setting for setting in self.all for number in setting.trials}
+
+    def _rows(self, axes: Sequence[str]) -> list[tuple[str, ...]]:
+        columns = [self.frame[axis].tolist() for axis in axes]
+        return list(zip(*columns, strict=True)) if columns else [()] * len(self.frame)
+
+    @cached_property
+    def statuses(self) -> dict[int, TrialStatus]:
+        """Trial -> how it ended."""
+        return dict(zip(self.frame.index, map(TrialStatus, self.frame["status"]), strict=True))
+
+    @cached_property
+    def excluded(self) -> set[int]:
+        """The trials whose timing is excluded."""
+        return set(self.frame.index[self.frame["timing_excluded"].notna()])
+
+    @cached_property
+    def loss_key(self) -> str:
+        """The metric of learning: the validation loss if there is one, else the training loss."""
+        return VAL_LOSS if VAL_LOSS in self.frame and self.frame[VAL_LOSS].notna().any() else TRAIN_LOSS
+
+    def is_finished(self, setting: Setting) -> bool:
+        """Whether a trial of the setting finished."""
+        return any(self.statuses[number] is TrialStatus.finished for number in setting.trials)
+
+    def figure(self, number: int, key: str) -> float:
+        """Return a trial's figure; NaN without one."""
+        return float(self.frame.at[number, key]) if key in self.frame else math.nan
+
+    @cached_property
+    def _medians(self) -> dict[str, dict[str, float]]:
+        numbers = self.frame.select_dtypes("number").replace([math.inf, -math.inf], math.nan)
+        finished = numbers[self.frame["status"] == TrialStatus.finished]
+        medians: dict[str, dict[str, float]] = (
+            finished.groupby([self.of_trial[number].name for number in finished.index]).median().to_dict("index")
+            if len(finished)
+            else {}
+        )
+        return medians
+
+    def median(self, setting: Setting, key: str) -> float:
+        """Return the median of a metric over the finished trials; NaN if none has it."""
+        return self._medians.get(setting.name, {}).get(key, math.nan)
+
+    def medians(self, setting: Setting) -> dict[str, float]:
+        """Return metric -> median over the finished trials, of those that have it."""
+        return {key: value for key, value in self._medians.get(setting.name, {}).items() if math.isfinite(value)}
+
+    def value(self, speeds: Speeds, setting: Setting, metric: str) -> float:
+        """Return a setting's figure: for speed the estimate from its runs, else the median; NaN without one."""
+        if metric != SPEED:
+            return self.median(setting, metric)
+        return speeds.estimate(setting.group) if speeds.has(setting.group) else math.nan
+
+    @cached_property
+    def peaks(self) -> dict[int, float]:
+        """Group of settings -> the median of its peak memories, which nothing in it changes; infinite without one."""
+        by_group: dict[int, list[float]] = {}
+        for setting in self.all:
+            by_group.setdefault(setting.group, []).append(self.median(setting, MEMORY))
+        known = {group: sorted(p for p in peaks if math.isfinite(p)) for group, peaks in by_group.items()}
+        return {group: peaks[len(peaks) // 2] if peaks else math.inf for group, peaks in known.items()}
+
+    @cached_property
+    def _speeds(self) -> dict[int, float]:
+        figures = {number: self.figure(number, SPEED) for number in self.frame.index}
+        return {number: speed for number, speed in figures.items() if 0 < speed < math.inf}
+
+    @property
+    def timed(self) -> bool:
+        """Whether any trial's steps were timed, whether the timing is excluded or not."""
+        return bool(self._speeds)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The runs that are compared: timed, finished or stopped early, and not excluded."""
+        axes = [axis for axis in REPEATS if axis in self.frame]
+        rounds: dict[tuple[str, ...], int] = {}
+        round_of = dict(
+            zip(self.frame.index, (rounds.setdefault(r, len(rounds)) for r in self._rows(axes)), strict=True)
+        )
+        return [
+            Run(self.of_trial[number].group, round_of[number], speed, self._error(number))
+            for number, speed in self._speeds.items()
+            if number not in self.excluded and self.statuses[number] in (TrialStatus.finished, TrialStatus.stopped)
+        ]
+
+    def _error(self, number: int) -> float | None:
+        error = self.figure(number, "perf/speed_error")
+        return error if math.isfinite(error) else None
+
+    def rounding(self, one: Setting, other: Setting, metric: str) -> float:
+        """Return the difference of two losses that the rounding of a narrow type explains; 0 for other metrics."""
+        return max(self.spacing(one, metric), self.spacing(other, metric))
+
+    def spacing(self, setting: Setting, metric: str) -> float:
+        """Return the distance of neighbouring values around a loss, at most: they are closest above a power of two."""
+        share = abs(self.median(setting, metric)) * self.median(setting, LOSS_EPS) if metric in LOSSES else 0.0
+        return share if math.isfinite(share) else 0.0
+
+
+def or_inf(number: Any) -> float:
+    """Return the number, or infinity for one that is not finite."""
+    return float(number) if math.isfinite(number) else math.inf

@@ -1,0 +1,113 @@
+"""What a report says, of sweeps made by hand: the terminal's text and `report.md`, compared as a whole.
+
+`python -m tests.report.test_golden` writes the files again. Read what changed: a person will.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.config import SweepConfig
+from fsdp_lab.metrics import MIB, SPEED
+from fsdp_lab.report.answer import answer, plain_text
+from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.page import to_markdown
+from fsdp_lab.status import TrialStatus
+from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def nearly_full() -> SweepData:
+    """The fastest needs 95 of 100 MiB, so the smaller of two as fast is taken."""
+    capacity = 100.0 * MIB
+    needs = {3: 95.0 * MIB, 5: 60.0 * MIB}
+    figures = {n: {"forecast/needed_bytes": need, "forecast/capacity_bytes": capacity} for n, need in needs.items()}
+    return sweep([trial(n, ROWS[n], **figures[n]) for n in needs])
+
+
+def rates() -> SweepData:
+    """Learning rates, which cannot change the speed: compared by the loss alone, which is no better than guessing."""
+    losses = {"0.1": 2.31, "0.01": 2.29, "0.001": 2.302}
+    speeds = (1000.0, 950.0, 1020.0)
+    rows = [
+        dataclasses.replace(
+            trial(n, ("", "", "finished", 100, speed, loss)),
+            setting={"optimizer.lr": lr},
+            overrides=[f"optimizer.lr={lr}"],
+            config=SweepConfig(),
+        )
+        for n, ((lr, loss), speed) in enumerate(zip(losses.items(), speeds, strict=True))
+    ]
+    return sweep(rows, axes=["optimizer.lr"])
+
+
+def rounded() -> SweepData:
+    """4.03 is 0.75 % above 4, and less than a step of bfloat16."""
+    narrow = {"train/loss_eps": 2.0**-7}
+    rows = [("ddp", "fp32", "finished", 100, 1000.0, 4.0), ("root", "fp32", "finished", 100, 1500.0, 4.03)]
+    return sweep([trial(n, row, **narrow) for n, row in enumerate(rows)], loss_tolerance=0.001)
+
+
+def unfinished() -> SweepData:
+    waiting = dataclasses.replace(trial(1, ROWS[2]), status=TrialStatus.waiting, figures={}, epochs=[])
+    return sweep([trial(0), waiting])
+
+
+CASES = {
+    "failures": sweep(),
+    "tie_where_memory_is_scarce": nearly_full(),
+    "one_trial": sweep([trial(0)], axes=[]),
+    "objectives": sweep(objectives=[("val/loss", "min"), (SPEED, "max")]),
+    "one_timing_excluded": sweep([on_cpu(0, 0, 0.05, 1000.0), on_cpu(1, 2, 0.05, 900.0), on_cpu(2, 3, 0.44, 3000.0)]),
+    "all_timings_excluded": sweep(
+        [on_cpu(0, 0, 0.4, 1000.0), on_cpu(1, 2, 0.3, 900.0)], resume="python -m fsdp_lab resume=out"
+    ),
+    "loss_within_rounding": rounded(),
+    "repeats": sweep(
+        [*rounds(0, 1000.0, 1010.0, 990.0), *rounds(3, 2000.0, 1500.0, 1900.0), *rounds(5, 1200.0, 1000.0, 1600.0)],
+        axes=REPEATED,
+    ),
+    "none_qualifies": sweep(
+        [trial(0, ("ddp", "fp32", "oom", 0, 0, 0)), trial(1, ("root", "fp32", "diverged", 0, 0, 0))]
+    ),
+    "learning_rates": rates(),
+    "unfinished": unfinished(),
+}
+
+
+def written(made: SweepData) -> str:
+    recommendation = answer(made)
+    sentence, *rest = plain_text(recommendation)
+    terminal = "\n".join([recommendation.head + sentence, *rest])
+    return f"{terminal}\n\n{'=' * 80}\n\n{to_markdown(made, recommendation)}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_report_says_what_it_said(name: str):
+    assert written(CASES[name]) == (FOLDER / f"{name}.md").read_text()
+
+
+def test_each_file_has_its_case():
+    assert {path.stem for path in FOLDER.glob("*.md")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_line_of_the_answer_has_three_figures_at_most(name: str):
+    """Names of settings, shares of a tolerance and the confidence aside, which are no measurements."""
+    import re
+
+    recommendation = answer(CASES[name])
+    lines = [recommendation.sentence, *recommendation.details, *recommendation.lines, *recommendation.notes]
+    for line in (part for text in lines for part in text.split("\n")):
+        bare = re.sub(r"`[^`]*`|\([^()]*(limit|=)[^()]*\)|95 %|repeat=\S+|[0-9]+ of [0-9]+", "", line)
+        assert len(re.findall(r"(?<![\w.])[+-]?\d[\d,.]*", bare)) <= 3, line
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for case, planted in CASES.items():
+        (FOLDER / f"{case}.md").write_text(written(planted))
