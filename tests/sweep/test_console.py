@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.engine.failures import RankFailure, record_failure
-from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.report.answer import answer
@@ -22,7 +20,7 @@ from fsdp_lab.sweep.listeners.console import Console, _where_traced
 from fsdp_lab.sweep.listeners.table import MOST_ROWS, rows_to_keep, trial_table
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
-from tests.report.sweeps import ROWS, trial
+from tests.report.sweeps import on_cpu
 from tests.report.sweeps import sweep as made_up
 
 
@@ -41,10 +39,7 @@ def test_the_mark_of_a_speed_is_explained(compose_trial: Callable[..., object]):
 def test_what_is_chosen_by_memory_alone_is_not_marked_as_recommended(compose_trial: Callable[..., object]):
     states = [TrialState(compose_trial([], number), TrialStatus.finished) for number in range(2)]  # type: ignore[arg-type]
     for others, recommended in ((0.0, True), (0.9, False)):
-        rows = [
-            dataclasses.replace(trial(n, ROWS[2 * n], **{OTHERS_CPU: others}), facts={"device": "cpu"})
-            for n in range(2)
-        ]
+        rows = [on_cpu(n, 2 * n, others, 1000.0) for n in range(2)]
         shown = io.StringIO()
         Console(SweepState(states, []), [], RichConsole(file=shown, width=160)).final(answer(made_up(rows)))
         assert ("No setting is recommended" in shown.getvalue()) is not recommended

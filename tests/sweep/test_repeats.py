@@ -74,7 +74,8 @@ class Planted:
             )
             for number, state in enumerate(self.state.trials)
         ]  # fmt: skip
-        return data.SweepData("s", "", ["sharding", "repeat"], trials, 0.02, 0.03, repeat_max=self.most)
+        read = data.SweepData("s", "", ["sharding", "repeat"], trials, 0.02, 0.03, repeat_max=self.most)
+        return read.judged_by(0.25)  # as the driver judges a trial that ends
 
     def search(self) -> AutoRepeat:
         return AutoRepeat(self.state, self.read_sweep, compose, self.most)

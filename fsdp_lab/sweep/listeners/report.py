@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_lab.record.sweep import RECORD
-from fsdp_lab.report.answer import Answer, plainest
+from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
@@ -35,7 +35,7 @@ class Report(Listener):
             data.write(plan.folder)
             if plan.record.multirun and not ending.early:
                 self.answer = write_report(data, plan.folder)
-                chosen = plainest(self.answer.setting).number if self.answer.setting else None
+                chosen = self.answer.trial.number if self.answer.trial else None
                 self._runs.describe(self.answer.head + self.answer.sentence, chosen)
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             again = report_command(plan.folder, sweep.address)
