@@ -56,7 +56,7 @@ def test_overrides_are_strings_lists_or_dictionaries(given: object, words: list[
 
 def test_a_sweep_has_its_answer_and_its_chart():
     result = SweepResult.of(sweep())
-    assert "per_block" in result.recommendation.sentence and len(result.plot().data) > 0
+    assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0
 
 
 def test_a_sweep_in_this_process_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Self
 
 from fsdp_lab.config.workload import ModelConfig
-from fsdp_lab.metrics import OTHERS_CPU, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord as TrialRow
 from fsdp_lab.record.trial import why_timing_is_excluded, words
@@ -74,10 +74,6 @@ class SweepData(SweepRecord):
             for trial in self.trials
         ]
         return replace(self, others_cpu=others_cpu, trials=trials)
-
-    def shared(self, trial: TrialRow) -> bool:
-        """Return whether the trial ran on a CPU whose cores other processes used too."""
-        return trial.device == "cpu" and trial.figures.get(OTHERS_CPU, 0.0) > self.others_cpu
 
     @cached_property
     def settings(self) -> list[Setting]:
