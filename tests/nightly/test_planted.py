@@ -39,6 +39,7 @@ def tags(nights: PlantedNights) -> dict[str, str]:
     return dict(run.data.tags)
 
 
+@pytest.mark.ci
 def test_the_same_readings_twice_pass(nights: PlantedNights):
     for _ in range(2):
         done = nights("--once", *WORDS)
@@ -57,6 +58,7 @@ def test_the_same_readings_twice_pass(nights: PlantedNights):
     assert first.id in page and second.id in page and "peak MiB by night" in page
 
 
+@pytest.mark.ci
 def test_a_slower_setting_is_reported_everywhere_until_it_is_accepted(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
 ):
@@ -276,6 +278,7 @@ def test_a_machine_keeps_the_checkpoints_of_the_newest_nights(nights: PlantedNig
     assert all(list((nights.folder / night.id).glob("sweep/*/metrics.jsonl")) for night in nights.all)
 
 
+@pytest.mark.ci
 def test_another_machine_is_compared_with_what_the_bucket_has(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
     """Objects in memory stand for the bucket; a real one is in tests/cluster/test_nights.py."""
     place = f"memory://bucket/{nights.cwd.name}"

@@ -37,11 +37,11 @@ MARK = "FSDP_LAB_FATES"  # in the environment of the sweep's processes
 EPOCHS, STEPS = 3, 4
 TIMEOUT_S = 12
 COMMON = {
-    "finishes": "finished", "hangs": "failed", "raises": "failed", "killed": "finished", "runs_out_of_memory": "oom",
-    "falls_behind": "stopped",
+    "finishes": "finished", "hangs": "failed", "raises": "failed", "killed": "finished", "falls_behind": "stopped",
 }  # fmt: skip
 RARE = {
-    "killed_again": "failed", "refused": "failed", "crashes": "failed", "diverges": "diverged", "exits": "failed",
+    "killed_again": "failed", "runs_out_of_memory": "oom", "refused": "failed", "crashes": "failed",
+    "diverges": "diverged", "exits": "failed",
 }  # fmt: skip
 STATUS = COMMON | RARE
 SWEEP = (
