@@ -34,46 +34,18 @@ from fsdp_lab.status import ExitCode
 _SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead of running
 
 
-class Refused(SystemExit):
-    """The command line is refused: exit status 2. `message` says why, and what to type instead."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(int(ExitCode.refused))
-        self.message = message
-
-
 def main() -> None:
     """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input) or 130 (interrupted)."""
-    try:
-        run(sys.argv[1:])
-    except KeyboardInterrupt:
-        end_interrupted()
-    except Refused as refused:
-        print(f"fsdp_lab: {refused.message}", file=sys.stderr)
-        raise
-    except SystemExit as end:
-        if end.code == ExitCode.interrupted:
-            end_interrupted()
-        raise
-
-
-def run(arguments: Sequence[str]) -> None:
-    """Run a command line in this process. Hydra reads `sys.argv`, which is changed.
-
-    Raises:
-        Refused: it is.
-        SystemExit: 1 when a trial failed, 130 when interrupted.
-    """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
     try:
-        if (answer := information(arguments)) is not None:
+        if (answer := information(sys.argv[1:])) is not None:
             print_to_reader(answer)
             return
-        if nightly := [a for a in arguments if a.lstrip("+~").startswith("nightly.")]:
+        if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
             key = nightly[0].partition("=")[0]
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there.")
-        meant, code_folder = resume_first(list(arguments))
-        config_dir, words = split_config_dir(meant)
+        arguments, code_folder = resume_first(sys.argv[1:])
+        config_dir, words = split_config_dir(arguments)
         if {"-h", "--help"} & set(words):
             words = ["--help"]  # Hydra would first compose a trial of the other words
         search_words = search_path(config_dir)  # looks whether the folder is there
@@ -87,10 +59,19 @@ def run(arguments: Sequence[str]) -> None:
             print_axes(with_custom(words), search_words)
         if config_dir is not None or names_code(words):
             import_from(code_folder)
-        register_schema()
-        app = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_single)
+    except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
+        leave(error)
+    register_schema()
+    app = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_single)
+    try:
         with with_comments() if shows_trial(sys.argv[1:]) else nullcontext():
             app()
+    except KeyboardInterrupt:
+        end_interrupted()
+    except SystemExit as end:
+        if end.code == ExitCode.interrupted:
+            end_interrupted()
+        raise
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)
 
@@ -174,11 +155,12 @@ def run_single(cfg: Any) -> None:
 
 
 def leave(error: Exception) -> NoReturn:
-    """Raise an error that the user can fix as `Refused`; let a bug keep its traceback."""
+    """Print an error that the user can fix and exit with 2; let a bug keep its traceback."""
     message = explain(error)
     if message is None:
         raise error
-    raise Refused(message)
+    print(f"fsdp_lab: {message}", file=sys.stderr)
+    sys.exit(ExitCode.refused)
 
 
 def resume_first(arguments: list[str]) -> tuple[list[str], str]:

@@ -6,28 +6,34 @@
     print(result.recommendation.sentence)
     result.frame()
 
-They run in this process, and leave its arguments, folder and environment as they were. Importing this module imports no
-library.
+A sweep and a forecast run in a process of their own: they start and end Ray, and leave nothing behind in a notebook.
+Importing this module imports no library.
 """
 
 from __future__ import annotations
 
-import os
+import signal
+import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.status import ExitCode
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from fsdp_lab.report.result import SweepResult
+
+_END_S = 60.0  # for a command to end by itself after an interrupt
+_LAST_WORDS_S = 5.0  # for the rest of its output, once it has ended
 
 __all__ = ["UserError", "forecast", "report", "sweep"]
 
@@ -44,17 +50,8 @@ def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False
         UserError: the command line is refused, with its message; or no trial has finished.
         KeyboardInterrupt: it was interrupted, and can be resumed: `python -m fsdp_lab resume=last`.
     """
-    from fsdp_lab.__main__ import Refused, run
-
     chosen = Path(folder) if folder is not None else _new_folder("outputs/multirun")
-    with _as_command("fsdp_lab", quiet):
-        try:
-            run(["-m", *_words(overrides), f"hydra.sweep.dir={chosen}"])
-        except Refused as refused:
-            raise ConfigError(refused.message) from refused.__cause__
-        except SystemExit as end:
-            if end.code == ExitCode.interrupted:
-                raise KeyboardInterrupt from None
+    _run("fsdp_lab", ["-m", *_words(overrides), f"hydra.sweep.dir={quoted(chosen)}"], quiet)
     return report(chosen)
 
 
@@ -74,18 +71,8 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
     """
     import pandas as pd
 
-    from fsdp_lab.explain import explain
-    from fsdp_lab.forecast.__main__ import run
-    from fsdp_lab.forecast.cells import plan_forecasts
-
     chosen = Path(folder) if folder is not None else _new_folder("outputs/forecast")
-    with _as_command("fsdp_lab.forecast", quiet):
-        try:
-            run(*plan_forecasts([*_words(overrides), f"forecast.folder={chosen}"], multirun=True))
-        except Exception as error:
-            if (message := explain(error)) is None:
-                raise
-            raise ConfigError(message) from error
+    _run("fsdp_lab.forecast", ["-m", *_words(overrides), f"forecast.folder={quoted(chosen)}"], quiet)
     return pd.read_csv(chosen / "forecast.csv", keep_default_na=False, na_values=[""])
 
 
@@ -127,28 +114,41 @@ def _value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@contextmanager
-def _as_command(name: str, quiet: bool) -> Iterator[None]:
-    """Let a command run here, with its arguments, and put back what it changes of this process."""
-    from fsdp_lab.compose import forget_hydra
+def _run(module: str, words: list[str], quiet: bool) -> None:
+    """Run a command to its end, and print its output where Python prints: in a notebook, below the cell.
 
-    arguments, folder, path, environment = sys.argv, os.getcwd(), list(sys.path), dict(os.environ)
-    sys.argv = [name]
-    forget_hydra()
-    with ExitStack() as stack:
-        if quiet:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        try:
-            yield
-        finally:
-            forget_hydra()
-            sys.argv, sys.path[:] = arguments, path
-            os.chdir(folder)
-            for key in os.environ.keys() - environment.keys():
-                del os.environ[key]
-            os.environ.update(environment)
+    Raises:
+        UserError: it refused its words.
+        KeyboardInterrupt: it, or this process, was interrupted.
+    """
+    printed: list[str] = []
+    command = [sys.executable, "-m", module, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    reader = threading.Thread(target=_pass_on, args=(process, printed, quiet), daemon=True)
+    reader.start()
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        process.kill()
+        raise
+    reader.join(_LAST_WORDS_S)
+    if code == ExitCode.interrupted:
+        raise KeyboardInterrupt
+    if code not in (ExitCode.finished, ExitCode.failed):
+        refusals = [line for line in printed if line.startswith(f"{module}: ")]
+        message = refusals[-1].removeprefix(f"{module}: ") if refusals else "\n".join(printed[-20:])
+        raise ConfigError(message.strip() or f"{module} ended with {code}")
+
+
+def _pass_on(process: subprocess.Popen[str], printed: list[str], quiet: bool) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        printed.append(line.rstrip("\n"))
+        if not quiet:
+            print(line, end="", flush=True)
 
 
 def _new_folder(below: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,6 @@ def test_a_refusal_is_raised_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    before = (list(sys.argv), dict(os.environ), list(sys.path))
     with pytest.raises(api.UserError, match=r"^sharding=foo is not an option"):
         api.sweep("sharding=foo", quiet=True)
     with pytest.raises(api.UserError, match=r"^optimizer\.rate is not a key"):
@@ -39,7 +37,27 @@ def test_a_refusal_is_raised_with_its_message(
     with pytest.raises(api.UserError, match="3 is no override"):
         api.sweep(3)
     assert capsys.readouterr() == ("", "")
-    assert (list(sys.argv), dict(os.environ), list(sys.path)) == before and Path.cwd() == tmp_path
+
+
+def test_an_interrupted_command_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A module in its place that leaves as an interrupted sweep does."""
+    (tmp_path / "stopped.py").write_text("print('resume with ...'); raise SystemExit(130)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        api._run("stopped", [], quiet=True)
+
+
+def test_an_interrupt_reaches_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A module in its place that says by a file that it was interrupted."""
+    (tmp_path / "waits.py").write_text(
+        "import pathlib, time, os, signal\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"  # as a notebook interrupts its kernel alone
+        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path('ended').touch()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        api._run("waits", [], quiet=True)
+    assert (tmp_path / "ended").exists()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +77,7 @@ def test_a_sweep_has_its_answer_and_its_chart():
     assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0
 
 
-def test_a_sweep_in_this_process_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_sweep_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
     lay_store(tmp_path)
     fixed = {"precision": "fp32", "offload": "none", "reshard_after_forward": "always", "model": "mlp"}
