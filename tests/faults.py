@@ -222,7 +222,7 @@ FAULTS = (
     Fault("a write that got through makes a second run", "fsdp_lab/tracking/projection.py",
           "        if number not in self._unsure:", "        if True:", TRACKING),
     Fault("what a store that is away has not taken is forgotten", "fsdp_lab/tracking/projection.py",
-          "self._changed = {number: None, **self._changed}", "self._changed = dict(self._changed)", TRACKING),
+          "self._changed.setdefault(number)  # behind the others", "self._changed.pop(number, None)", TRACKING),
     Fault("a password is printed", "fsdp_lab/redact.py",
           r'return _QUERY.sub(_redact_value, _CREDENTIALS.sub(r"\1***@", text))', "return text", TRACKING),
     # answers

@@ -31,11 +31,13 @@ from fsdp_lab.tracking.tags import (
     one_line,
     shortened,
 )
+from fsdp_lab.wording import count
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
+_SPEAK_S = 10.0  # then a wait says what it waits for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts while the store is away
 # An expired token and a proxy in between are mended by people, and until then the writes wait.
 _AWAY = (401, 403, 408, 429)
@@ -190,6 +192,11 @@ class Projection:
         stored = self._stored.get(number)
         return stored.end[1] if stored and stored.end else None
 
+    def has_tag(self, number: int | None, key: str, value: str) -> bool:
+        """Return whether a run in the store has a tag with that value."""
+        stored = self._stored.get(number)
+        return stored is not None and stored.tags.get(key) == value
+
     def changed(self, *numbers: int | None) -> None:
         """Compare these runs with the store, soon."""
         with self._new:
@@ -200,21 +207,26 @@ class Projection:
         """Wait until the store has everything, and return how many runs lack something.
 
         Args:
-            patience_s: gives up when nothing was sent for so long.
+            patience_s: gives up when the store has been away for so long. A write ends, or fails, by its own limit.
             limit_s: gives up after so long in any case; None: never.
         """
-        begun = time.monotonic()
+        begun, told = time.monotonic(), False
         with self._new:
             self._hurry = True
             self._last_success = begun
             self._new.notify_all()
             if self._away and patience_s > 0 and limit_s is None:
                 self._on_problem(f"waiting up to tracking.patience_s={patience_s:g} s for the MLflow store to answer")
-            while self._changed or self._busy:
+            while (self._changed or self._busy) and self._thread.is_alive():
                 now = time.monotonic()
-                if now - self._last_success >= patience_s or (limit_s is not None and now - begun >= limit_s):
+                if self._away and now - self._last_success >= patience_s:
                     break
-                self._new.wait(min(0.2, patience_s))
+                if limit_s is not None and now - begun >= limit_s:
+                    break
+                if not told and now - begun >= _SPEAK_S:
+                    told = True
+                    self._on_problem(f"{count(len(self._changed) + self._busy, 'run')} still to be sent to MLflow")
+                self._new.wait(0.2)
             self._hurry = False
             return len(self._changed) + self._busy
 
@@ -241,7 +253,7 @@ class Projection:
             except _StoreAway as error:
                 self._note_away(str(error))
                 with self._new:
-                    self._changed = {number: None, **self._changed}
+                    self._changed.setdefault(number)  # behind the others
                     self._busy = False
                     self._new.notify_all()
                     self._new.wait_for(lambda: self._stopped or self._hurry, pause_s)
@@ -250,6 +262,8 @@ class Projection:
                     time.sleep(min(_FIRST_PAUSE_S, pause_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
+            except Exception as error:  # noqa: BLE001 (what one run lacks must not end the thread)
+                self._report("the run of a trial", error)
             pause_s = _FIRST_PAUSE_S
             with self._new:
                 self._busy, self._last_success = False, time.monotonic()
@@ -294,7 +308,9 @@ class Projection:
                 if _number(run) == number:
                     return _Stored.of(run)
         except Exception as error:
-            raise _StoreAway(_reason(error)) from error
+            if _is_away(error):
+                raise _StoreAway(_reason(error)) from error
+            self._report("a search for runs", error)
         return None
 
     def _create(self, number: int | None, wanted: WantedRun) -> _Stored:
@@ -316,7 +332,7 @@ class Projection:
                 self._try(what, stored, do)
                 stored.sent.add(item)
 
-        if stored.end is not None and stored.end[0] != str(wanted.status):
+        if (stored.end is not None and stored.end[0] not in ("", str(wanted.status))) or _goes_on(stored, wanted):
             self._try("a run", stored, lambda: _reopen(client, run_id))
             stored.end = None
             for tag in ("status", "error", RECORDED_TAG):
@@ -336,7 +352,7 @@ class Projection:
         send("facts", ("data", facts.get("data_digest")), partial(writes.log_dataset, client, run_id, facts))
         for step in sorted(wanted.epochs):
             if stored.steps is None:
-                stored.steps = self._ask(lambda: writes.steps_of(client, run_id))
+                stored.steps = self._try("metrics", stored, partial(writes.steps_of, client, run_id)) or set()
             if step not in stored.steps:
                 self._try("metrics", stored, partial(writes.log_epoch, client, run_id, wanted.epochs[step], step))
                 stored.steps.add(step)
@@ -345,7 +361,8 @@ class Projection:
         if wanted.status is not None:
             self._end(client, stored, wanted)
         for path, inside in wanted.files:
-            with suppress(OSError):  # it went away: what needs it says so
+            with suppress(OSError):  # it went away, or cannot be read: what needs it says so
+                path.open("rb").close()
                 status = path.stat()
                 item = (str(path), inside, status.st_mtime_ns, status.st_size)
                 send("files", item, partial(writes.log_file, client, run_id, path, inside))
@@ -356,6 +373,8 @@ class Projection:
         """End a run, before its files: one that the store does not take must not leave the run open."""
         assert wanted.status is not None
         status, when = wanted.status, wanted.ended or int(time.time() * 1000)
+        if stored.end is not None and not stored.end[0]:  # its end was cut short
+            when = stored.end[1] or when
         if stored.end is None:
             do = lambda: client.set_terminated(stored.run_id, writes.RUN_STATUS[status], when)  # noqa: E731
             self._try("the end of a run", stored, do)
@@ -367,12 +386,6 @@ class Projection:
         if new := {key: value for key, value in tags.items() if stored.tags.get(key) != value}:
             self._try("tags", stored, lambda: writes.set_tags(client, stored.run_id, new))
             stored.tags |= new
-
-    def _ask(self, do: Callable[[], Any]) -> Any:
-        try:
-            return do()
-        except Exception as error:
-            raise _StoreAway(_reason(error)) from error
 
     def _try(self, what: str, stored: _Stored | None, do: Callable[[], Any]) -> Any:
         """Make a write. What the store refuses is reported once for each kind, and None.
@@ -387,15 +400,22 @@ class Projection:
                 raise _StoreAway(_reason(error)) from error
             if stored is not None:
                 stored.refused = True
-            if what not in self._reported:
-                self._reported.add(what)
-                self._on_problem(f"tracking.uri={self._uri}: MLflow refused {what} ({_reason(error)}).")
+            self._report(what, error)
             return None
+
+    def _report(self, what: str, error: Exception) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
+            self._on_problem(f"tracking.uri={self._uri}: MLflow refused {what} ({_reason(error)}).")
 
 
 def _number(run: Run) -> int | None:
     tag = run.data.tags.get(TRIAL_TAG)
     return None if tag is None else int(tag)
+
+
+def _goes_on(stored: _Stored, wanted: WantedRun) -> bool:
+    return stored.end is not None and wanted.status is None
 
 
 def _reopen(client: MlflowClient, run_id: str) -> None:

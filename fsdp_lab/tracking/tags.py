@@ -20,7 +20,7 @@ from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import SweepConfig
 from fsdp_lab.metrics import PREDICTED_BY
-from fsdp_lab.redact import redact
+from fsdp_lab.redact import redact, redact_typed
 
 _FOR_SAMPLERS = ("search.num_trials", "search.seed")  # a grid has all its cells
 _HOW_TO_READ = """\
@@ -79,22 +79,25 @@ def one_line(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def trial_params(config: SweepConfig, choices: Mapping[str, str], num_workers: int) -> dict[str, str]:
+def trial_params(
+    config: SweepConfig, choices: Mapping[str, str], num_workers: int, typed: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Return the parameters of a trial: the group choices, then every key by its dotted name, as they are typed.
 
     Keys that a choice implies are left out, so that a comparison shows an axis once. `num_workers` is the number of
-    ranks, where `cluster.num_workers` is null.
+    ranks, where `cluster.num_workers` is null. `typed` has the values that name variables of the environment.
     """
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
     keys = keys_of(config)
     idle = () if config.search.samples else _FOR_SAMPLERS
     own = {k: v for k, v in flatten(config).items() if keys[k].is_param and k not in idle}
+    own |= {key: value for key, value in (typed or {}).items() if key in own}
     own["cluster.num_workers"] = config.cluster.num_workers or num_workers
     implied = {
         k: v for group, option in chosen.items() if group != "experiment" for k, v in _implied(group, option).items()
     }
     values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in implied or implied[k] != v)}}
-    return {shortened(key): shortened(redact(_typed(value)), _PARAM_LENGTH) for key, value in values.items()}
+    return {shortened(key): shortened(redact_typed(_typed(value)), _PARAM_LENGTH) for key, value in values.items()}
 
 
 def _implied(group: str, option: str) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def command_of(tags: Mapping[str, str]) -> str:
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
-    return {shortened(key): redact(str(value))[:_TAG_LENGTH] for key, value in tags.items()}
+    return {shortened(key): redact_typed(str(value))[:_TAG_LENGTH] for key, value in tags.items()}
 
 
 @cache

@@ -140,11 +140,13 @@ def test_the_answer_is_data_of_the_sweeps_run(planned: Callable[[], SweepPlan]):
         def run(self, sweep: SweepRun) -> None:
             super().run(sweep)
             sweep.states[1].setting = {"training.seed": "1"}
+            sweep.states[0].setting = {"training.seed": "0"}
+            runs_of.describe("Recommended: `training.seed=0`", 0)
             runs_of.describe("Recommended: `training.seed=1`", 1)
 
     run_sweep(plan, Recommends(), [runs_of])
     (parent,), children = runs(plan.folder)
-    assert parent.data.params["training.seed"] == "1" and parent.data.metrics["val/loss"] == 1 / LAST
+    assert parent.data.tags["recommended.training.seed"] == "1" and parent.data.metrics["val/loss"] == 1 / LAST
     assert parent.data.tags[RECOMMENDED_TAG] == "1"
-    assert [run.data.tags.get(RECOMMENDED_TAG) for run in children] == [None, "true", None]
+    assert [run.data.tags.get(RECOMMENDED_TAG) for run in children] == ["false", "true", None]
     assert parent.data.tags["mlflow.note.content"].startswith("Recommended: `training.seed=1`")

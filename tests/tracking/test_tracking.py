@@ -569,6 +569,14 @@ def test_a_store_that_breaks_and_comes_back_is_reported_once_and_gets_everything
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+def test_what_cannot_be_wanted_or_read_ends_nothing(lab: Lab, tmp_path: Path, problems: list[str]) -> None:
+    """An error in one run is reported, and a file that cannot be read is left out; the others go on."""
+    lab.projection.changed(7)  # nobody knows what it should hold
+    run = lab.sent(0, epochs={1: METRICS}, files=[(tmp_path, "folder")], status=TrialStatus.finished)
+    assert run.info.status == "FINISHED" and RECORDED_TAG in run.data.tags
+    assert len(problems) == 1 and "refused the run of a trial" in problems[0]
+
+
 def test_what_seemed_to_fail_and_got_through_is_not_written_twice(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is lost, not the write: the next attempt looks first."""
     monkeypatch.setattr("fsdp_lab.tracking.projection._FIRST_PAUSE_S", 0.05)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.config.sweep import Engine, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES
@@ -16,6 +16,7 @@ from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
+from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking import Projection, WantedRun
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, sweep_tags, trial_params, trial_tags
 from fsdp_lab.wording import count
@@ -45,6 +46,7 @@ class MlflowRuns(Listener):
         self._closed_at: int | None = None
         self._with_files = self._gave_up = False
         self._answer, self._recommended = "", -1  # the number of a trial
+        self._replaced: set[int] = set()  # trials that an earlier answer recommended
 
     @property
     def parent_id(self) -> str:
@@ -72,7 +74,8 @@ class MlflowRuns(Listener):
         again = [number for number, state in enumerate(states) if state.again]
         self._projection.open(sweep.plan.resumed, again)
         ended = [n for n, state in enumerate(states) if state.ended and not self._projection.is_recorded(n)]
-        self._projection.changed(*([None] if record.multirun else []), *ended)
+        ended_before = bool(self._projection.ended(None)) and not sweep.has_more()
+        self._projection.changed(*([None] if record.multirun and not ended_before else []), *ended)
 
     def added(self, sweep: SweepRun, number: int) -> None:
         """Rename the sweep's run: its name counts the trials."""
@@ -92,8 +95,10 @@ class MlflowRuns(Listener):
             self._change(number)
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of an epoch."""
+        """Log the metrics of an epoch; in the process that trains, before it trains on: a step shares no core."""
         self._change(number)
+        if self._projection is not None and sweep.config.engine is Engine.inline:
+            self._projection.settle(0.0)
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         """End the run of a trial."""
@@ -114,7 +119,8 @@ class MlflowRuns(Listener):
         if self._projection is None:
             return
         self._with_files = True
-        self._change(None if sweep.plan.record.multirun else 0)
+        if sweep.plan.record.multirun or self.run_id(0):
+            self._change(None if sweep.plan.record.multirun else 0)
         unsent = self._settle(ending)
         self._projection.stop()
         if unsent:
@@ -125,8 +131,12 @@ class MlflowRuns(Listener):
 
     def describe(self, answer: str, recommended: int | None = None) -> None:
         """Log the sweep's answer: as the beginning of its run's description, and the recommended trial as data."""
+        if self._projection is not None and self._sweep is not None:
+            was = self._projection.has_tag
+            self._replaced |= {n for n in range(len(self._sweep.states)) if was(n, RECOMMENDED_TAG, "true")}
+        self._replaced |= {self._recommended} - {-1}
         self._answer, self._recommended = answer, -1 if recommended is None else recommended
-        self._change(None, *([] if recommended is None else [recommended]))
+        self._change(None, *self._replaced, *([] if recommended is None else [recommended]))
 
     def _change(self, *numbers: int | None) -> None:
         sweep = self._sweep
@@ -160,9 +170,8 @@ class MlflowRuns(Listener):
         return WantedRun(
             sweep_name(trials, sweep.plan.swept),
             sweep_tags(sweep.folder, command_line()),
-            {"num_trials": str(len(trials)), **({RECOMMENDED_TAG: str(best.number)} if best else {})},
-            best.setting if best else {},
-            {0: {key: value for key, value in best.figures.items() if key not in ("epoch", "step")}} if best else {},
+            {"num_trials": str(len(trials)), **(_answer_tags(best) if best else {})},
+            epochs={sum(state.ended for state in sweep.states): _figures(best)} if best else {},
             files=[(sweep.folder / name, "") for name in names] if self._with_files else (),
             answer=self._answer,
             status=TrialStatus[self._ending.code.name] if self._ending else None,
@@ -182,8 +191,8 @@ class MlflowRuns(Listener):
         return WantedRun(
             short_name(trial, sweep.plan.swept),
             trial_tags(trial.folder, words),
-            {RECOMMENDED_TAG: "true"} if self._recommended == number else {},
-            trial_params(trial.config, trial.choices, record.num_workers),
+            self._tags_of(state, number),
+            trial_params(trial.config, trial.choices, record.num_workers, state.variables),
             epochs,
             facts,
             list(self._files(trial.folder, folder, state.ended, number)),
@@ -191,6 +200,12 @@ class MlflowRuns(Listener):
             error=state.error,
             ended=self._ended.get(number),
         )
+
+    def _tags_of(self, state: TrialState, number: int) -> dict[str, str]:
+        tags = {"timing_excluded": str(state.timing_excluded)} if state.timing_excluded else {}
+        if self._recommended == number:
+            return tags | {RECOMMENDED_TAG: "true"}
+        return tags | ({RECOMMENDED_TAG: "false"} if number in self._replaced else {})
 
     def _files(self, own: Path, folder: Path, ended: bool, number: int) -> Iterator[tuple[Path, str]]:
         for name in ("config.yaml", "overrides.yaml"):
@@ -201,3 +216,12 @@ class MlflowRuns(Listener):
                     yield path, "/".join(part for part in (where, *path.relative_to(folder).parts[1:-1]) if part)
         if self._with_files and self._sweep is not None and not self._sweep.plan.record.multirun and number == 0:
             yield self._sweep.folder / RECORD, ""
+
+
+def _answer_tags(best: TrialState) -> dict[str, str]:
+    """Return the recommended setting as tags: a later answer may be another, and MLflow changes no parameter."""
+    return {RECOMMENDED_TAG: str(best.number), **{f"recommended.{key}": value for key, value in best.setting.items()}}
+
+
+def _figures(best: TrialState) -> dict[str, float]:
+    return {key: value for key, value in best.usable.items() if key not in ("epoch", "step")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
@@ -29,11 +28,11 @@ class Report(Listener):
         if not sweep.has_folder or not sweep.states:
             return
         try:
-            for name in (RECORD, *FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
-                (plan.folder / name).unlink(missing_ok=True)
             data = sweep_of(sweep.states, plan.swept, plan.folder, plan.record, self._runs.run_id, self._runs.parent_id)
             data.write(plan.folder)
             if plan.record.multirun and not ending.early:
+                for name in (*FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
+                    (plan.folder / name).unlink(missing_ok=True)
                 self.answer = write_report(data, plan.folder)
                 chosen = self.answer.trial.number if self.answer.trial else None
                 self._runs.describe(self.answer.head + self.answer.sentence, chosen)
