@@ -133,6 +133,10 @@ def _check_repeats(overrides: Sequence[str]) -> None:
     words = [word.lstrip("+~") for word in overrides]
     if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
         raise ConfigError(f"{resumes[0]}: an interrupted night resumes by itself; leave it out.")
+    if any(word.startswith("dry_run=") for word in words):
+        raise ConfigError(
+            "dry_run=... lists the trials of a sweep; use it with python -m fsdp_lab, and leave it out here."
+        )
     if repeats := [word for word in words if word.startswith("repeat=") and word != AUTO_REPEAT]:
         raise ConfigError(
             f"{repeats[0]}: nightly.repeats=3 sets how often a night trains each setting; leave it out. With "

@@ -113,6 +113,7 @@ class Schedule:
         self._trigger, self._waits, self._log = trigger, waits, log
         self._command = [sys.executable, "-m", "fsdp_lab.nightly", "--once", *overrides]
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
         self._busy = threading.Lock()
         self.scheduler = BlockingScheduler(timezone=UTC)
         once: dict[str, Any] = {"coalesce": True, "misfire_grace_time": None}  # however many were missed, and when
@@ -127,6 +128,7 @@ class Schedule:
         try:
             self.scheduler.start()
         except KeyboardInterrupt:
+            self._stopping = True
             process = self._process
             if process is not None and process.poll() is None:
                 process.terminate()
@@ -146,7 +148,11 @@ class Schedule:
         if not self._busy.acquire(blocking=False):
             return
         try:
+            if self._stopping:
+                return
             self._process = subprocess.Popen(self._command, start_new_session=True)  # Ctrl-C is ours to hand on
+            if self._stopping:  # an interrupt came between the two
+                self._process.terminate()
             self._process.wait()
             self._log_next()
         finally:
