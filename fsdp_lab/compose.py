@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
@@ -84,6 +83,28 @@ class Trial:
         return " ".join(self.overrides) or "trial"
 
 
+def variables_in(composed: Mapping[str, Any], within: str = "") -> dict[str, str]:
+    """Return the values that name a variable of the environment, as typed, by their dotted keys."""
+    found: dict[str, str] = {}
+    for key, value in composed.items():
+        if isinstance(value, Mapping):
+            found |= {} if key == "hydra" and not within else variables_in(value, f"{within}{key}.")
+        elif isinstance(value, str) and "${oc.env:" in value:
+            found[f"{within}{key}"] = value
+    return found
+
+
+def with_typed(values: dict[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
+    """Set values by their dotted keys, and return the same."""
+    for key, value in typed.items():
+        *groups_, name = key.split(".")
+        inner = values
+        for group in groups_:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return values
+
+
 @dataclass
 class Schema(NightlyConfig):
     """The schema of a composed config.
@@ -104,11 +125,6 @@ def register_schema() -> None:
     schema.task.name = "custom"  # of an option of the user's that says no name: ours say theirs
     ConfigStore.instance().store(name="schema", node=schema, provider="fsdp_lab")
     OmegaConf.register_new_resolver("per_worker", _per_worker, replace=True)
-
-
-def forget_hydra() -> None:
-    """Let Hydra start again in this process: it does so once, unless it is told."""
-    GlobalHydra.instance().clear()
 
 
 def _per_worker(count: int, *, _root_: DictConfig) -> int:

@@ -17,6 +17,7 @@ _VARIABLE = r"\$\{oc\.env:\w+\}"
 # `://user:${oc.env:NAME}@`, and a whole value of a query: what is read from the environment.
 _FROM_ENVIRONMENT = re.compile(rf"(?<=//)(?:(?:[\w.%+-]+|{_VARIABLE}):)?{_VARIABLE}@|(?<==){_VARIABLE}(?=[&;'\"\s]|$)")
 _SECRET_NAME = re.compile(r"pass|pwd|token|secret|key|auth|sig|cred|connect$", re.IGNORECASE)
+_IN_AUTHORITY = re.compile(r"\w\\?://[^\s/@:]*:[^\s/]*@")
 _SMALL_VALUE = re.compile(r"\d{1,6}|true|false|null", re.IGNORECASE)
 _HARMLESS = (
     "application_name", "charset", "check_same_thread", "connect_timeout", "database", "driver", "encrypt", "mode",
@@ -36,6 +37,18 @@ def has_password(word: str) -> bool:
     """Return whether typed text has credentials in it that are not read from the environment."""
     rest = _FROM_ENVIRONMENT.sub("", word)
     return redact(rest) != rest
+
+
+def redact_typed(text: str) -> str:
+    """Return typed text with its credentials as `***`; what is read from the environment stays as typed."""
+    return redact(text) if has_password(text) else text
+
+
+def names_password(word: str) -> bool:
+    """Return whether any typed value has credentials: `user:password@` before a path, or a secret's name in a query."""
+    rest = _FROM_ENVIRONMENT.sub("", word)
+    by_name = any(_SECRET_NAME.search(match[2]) for match in _QUERY.finditer(rest))
+    return by_name or _IN_AUTHORITY.search(rest) is not None
 
 
 def _redact_value(match: re.Match[str]) -> str:
@@ -58,6 +71,6 @@ def redact_strings(content: Any) -> Any:
     """Return plain values with every text in them redacted."""
     if isinstance(content, dict):
         return {key: redact_strings(value) for key, value in content.items()}
-    if isinstance(content, list):
+    if isinstance(content, (list, tuple)):
         return [redact_strings(value) for value in content]
     return redact(content) if isinstance(content, str) else content

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from fsdp_lab.config.errors import ConfigError
-from fsdp_lab.redact import has_password
+from fsdp_lab.redact import has_password, names_password
 
 
 def key_of(word: str) -> str:
@@ -47,7 +47,8 @@ def check_passwords(words: Sequence[str]) -> None:
     """
     for word in words:
         key = key_of(word)
-        if key not in _OF_STORAGE and has_password(word):
+        is_held = has_password(word) if key.startswith("tracking.") else names_password(word)
+        if key not in _OF_STORAGE and is_held:
             by_mlflow = " MLflow also reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
             raise ConfigError(
                 f"{key}=... holds a password, which the sweep's folder would keep; export the value as a variable, and "

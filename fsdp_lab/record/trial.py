@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.compose import with_typed
 from fsdp_lab.config import NightlyConfig, SweepConfig, TrialConfig, UserError, from_dict, part, to_dict
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, OTHERS_CPU, PREDICTED_BY, PREDICTED_SPEED, SPEED
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, OTHERS_CPU, PREDICTED_BY, PREDICTED_SPEED, SPEED, declared
 from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import TrialStatus
@@ -37,6 +37,7 @@ class TrialRecord:
         config: typed; None: of another version.
         choices: group -> option.
         folder: that the trial's processes wrote to.
+        variables: dotted key -> its value as typed, if that names a variable of the environment.
     """
 
     number: int
@@ -55,6 +56,7 @@ class TrialRecord:
     config: SweepConfig | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:
@@ -77,10 +79,11 @@ class TrialRecord:
         return self.forecast_words.get(PREDICTED_BY, "")
 
     @property
-    def speed(self) -> float | None:
-        """Samples/s, if it was measured and may be used."""
-        value = self.figures.get(SPEED, 0.0)
-        return value if 0 < value < inf and self.timing_excluded is None else None
+    def usable(self) -> dict[str, float]:
+        """The figures that may be used: without speeds if its timing is excluded."""
+        if self.timing_excluded is None:
+            return self.figures
+        return {key: value for key, value in self.figures.items() if not declared(key).is_speed}
 
     @property
     def setup(self) -> Setup | None:
@@ -94,7 +97,7 @@ class TrialRecord:
         """Return plain values, without passwords."""
         values = {key: value for key, value in vars(self).items() if key in _PLAIN}
         others = {
-            "config": to_dict(self.config) if self.config else None,
+            "config": with_typed(to_dict(self.config), self.variables) if self.config else None,
             "folder": str(self.folder) if self.folder else None,
         }
         plain: dict[str, Any] = redact_strings({**values, "overrides": list(self.overrides), **others})

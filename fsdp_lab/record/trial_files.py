@@ -126,11 +126,6 @@ def metrics_in(line: str | bytes) -> dict[str, float] | None:
     return metrics if known and isfinite(metrics["epoch"]) else None
 
 
-def read_latest(folder: Path) -> dict[str, float]:
-    """Return the latest value of each metric, as MLflow shows it: an epoch resumed near its end has no speed."""
-    return {key: value for epoch in read_metrics(folder) for key, value in epoch.items()}
-
-
 def read_failures(folder: Path) -> list[dict[str, Any]]:
     """Return the failures of ranks, the cause first. A rank that lost its peers is not the cause."""
     paths = sorted((folder / "failures").glob("rank*.json"))

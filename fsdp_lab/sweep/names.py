@@ -14,7 +14,7 @@ from fsdp_lab.config.key_value_args import as_typed, key_of
 from fsdp_lab.deploy.job import resume_by
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.paths import copy_of
-from fsdp_lab.redact import redact
+from fsdp_lab.redact import redact, redact_typed
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
 from fsdp_lab.sweep.store.trust import why_refused
@@ -138,7 +138,7 @@ def _typed_again(arguments: Sequence[str]) -> list[str]:
     """
     words = [word for word in as_typed(arguments) if not word.startswith("-") and key_of(word) not in _NOT_AGAIN]
     wanted = [word for word in words if why_refused(word, own=False)]
-    return [*config_dir_words(arguments), *(redact(word) for word in wanted)]
+    return [*config_dir_words(arguments), *(redact_typed(word) for word in wanted)]
 
 
 def ui_command(uri: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from fsdp_lab.compose import Trial
+from fsdp_lab.compose import Trial, variables_in
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_forecast
@@ -46,6 +46,7 @@ class TrialState(TrialRecord):
         forecast: Forecast | None = None,
     ) -> None:
         super().__init__(trial.index or 0, {}, status, config=trial.config, choices=trial.choices)
+        self.variables = variables_in(trial.composed)
         self.trial = trial
         self.forecast: Forecast | None = None
         self._metrics, self._forecast_figures = dict(metrics or {}), dict[str, float]()
@@ -200,7 +201,7 @@ class SweepState:
         if len(self.objectives) < 2:
             return set()
         finished = [i for i, state in enumerate(self.trials) if state.status is TrialStatus.finished]
-        return {finished[i] for i in pareto_front([self.trials[i].metrics for i in finished], self.objectives)}
+        return {finished[i] for i in pareto_front([self.trials[i].usable for i in finished], self.objectives)}
 
     def exit_code(self, interrupted: bool, error: BaseException | None) -> ExitCode:
         """Return how the sweep ends: finished if every trial has a result, failed if one failed.

@@ -26,7 +26,7 @@ from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage, sweep_address
 from fsdp_lab.record.sweep_json import Record, read_record
 from fsdp_lab.record.trials_jsonl import read_trials
-from fsdp_lab.redact import redact
+from fsdp_lab.redact import redact, redact_typed
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
@@ -58,11 +58,13 @@ def sweep_of(
     address = sweep_address(config.cluster.storage_path, folder) if is_rays_copy(folder) else None
     for number, state in enumerate(states):
         state.setting = {key: typed(setting(state.trial, key)) for key in swept}
-        state.overrides = [redact(unescaped(override)) for override in state.trial.overrides]
+        state.overrides = [redact_typed(unescaped(override)) for override in state.trial.overrides]
         state.folder, state.run_id = storage(state.trial, folder), run_id(number)
     return data.SweepData(
         "/".join(folder.absolute().parts[-2:]),
-        redact(shlex.join(["python", "-m", "fsdp_lab", *(["-m"] if record.multirun else []), *record.arguments])),
+        shlex.join(
+            ["python", "-m", "fsdp_lab", *(["-m"] if record.multirun else []), *map(redact_typed, record.arguments)]
+        ),
         list(swept),
         list(states),
         config.report.loss_tolerance,
