@@ -135,7 +135,7 @@ def end_interrupted() -> NoReturn:
 
 def run_single(cfg: Any) -> None:
     """Run one trial: Hydra's function without -m."""
-    from fsdp_lab.sweep.alone import run_alone
+    from fsdp_lab.sweep.alone import list_alone, run_alone
     from fsdp_lab.sweep.axes import preset_note
     from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
 
@@ -144,7 +144,9 @@ def run_single(cfg: Any) -> None:
         check(trial.config)
         if trial.config.resume is None and (note := preset_note(trial.hydra_config.hydra)):
             print(note, flush=True)
-        if is_for_manager(trial.config):
+        if trial.config.dry_run:
+            code = list_alone(trial)
+        elif is_for_manager(trial.config):
             code = submit_sweep(trial.config, trial.folder, trial.hydra_config.hydra, multirun=False)
         else:
             code = run_alone(trial)

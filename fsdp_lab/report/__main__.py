@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab import takehome
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, is_address, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
+from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, answer, plain_text
 from fsdp_lab.report.data import SweepData
@@ -118,12 +119,13 @@ def run(options: dict[str, str]) -> None:
     out = Path(options["out"]) if "out" in options else folder or Path("outputs/report", which)
     out.mkdir(parents=True, exist_ok=True)
     recommendation = write_report(sweep, out)
+    sweep.write(out)
     try:
         if not is_run and "tracking.uri" not in options:
             tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
         run_id = which if is_run else find_sweep_run(tracking, record.id)
         if run_id:
-            files = [out / name for name in (*FILES, *USE_FILES) if (out / name).exists()]
+            files = [out / name for name in (RECORD, *FILES, *USE_FILES) if (out / name).exists()]
             annotate(tracking, run_id, {}, files, recommendation.head + recommendation.sentence)
         else:
             print("fsdp_lab.report: the store has no run of this sweep, so the report is only in its folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -69,10 +70,9 @@ class SweepData(SweepRecord):
 
     def judged_by(self, others_cpu: float) -> Self:
         """Return the sweep with timings excluded by another `report.others_cpu`."""
-        trials = [
-            replace(trial, timing_excluded=why_timing_is_excluded(trial.facts, trial.figures, others_cpu))
-            for trial in self.trials
-        ]
+        trials = [copy(trial) for trial in self.trials]
+        for trial in trials:
+            trial.timing_excluded = why_timing_is_excluded(trial.facts, trial.figures, others_cpu)
         return replace(self, others_cpu=others_cpu, trials=trials)
 
     @cached_property

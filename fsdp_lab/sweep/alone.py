@@ -39,10 +39,6 @@ def run_alone(trial: Trial) -> ExitCode:
             reach_cluster(plan)
             remember_last(trial.folder)
             return _start(plan)
-    if trial.config.dry_run:
-        print(f"1 trial: {run_name(trial, [])}", flush=True)
-        _remove_empty(trial.folder)
-        return ExitCode.finished
     record = Record.of(sys.argv[1:], False, trial.config)
     reach_cluster(_plan([TrialState(trial)], record))
     with new_folder(trial.folder, "hydra.run.dir", trial.hydra_config.hydra) as folder:
@@ -52,6 +48,13 @@ def run_alone(trial: Trial) -> ExitCode:
         record.write(folder)
         remember_last(folder)
         return _start(_plan([TrialState(trial)], record))
+
+
+def list_alone(trial: Trial) -> ExitCode:
+    """Print a trial that would run."""
+    print(f"1 trial: {run_name(trial, [])}", flush=True)
+    _remove_empty(trial.folder)
+    return ExitCode.finished
 
 
 def _remove_empty(folder: Path) -> None:

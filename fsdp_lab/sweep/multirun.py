@@ -51,10 +51,12 @@ def run_multirun(
     command = Command(context, config, defaults, arguments)
     if command.common.config.resume is None:
         plan, notes = command.new_sweep()  # first: a command that is refused writes nothing
-        if command.common.config.dry_run:
-            _print_plan(plan, notes)
-            print(*trial_lines(plan), sep="\n", flush=True)
-            return
+    if command.common.config.dry_run:
+        if command.common.config.resume is not None:
+            plan, notes = command.resumed_sweep(), []
+        _print_plan(plan, notes)
+        print(*trial_lines(plan), sep="\n", flush=True)
+        return
     if is_for_manager(command.common.config):
         if command.common.config.resume is None:
             _print_plan(plan, notes)
@@ -99,7 +101,8 @@ def _print_plan(plan: SweepPlan, notes: Sequence[str]) -> None:
 
 def trial_lines(plan: SweepPlan) -> list[str]:
     """Return a line for each known trial: its number, and what distinguishes it."""
-    lines = [f"  {number}  {run_name(state.trial, plan.swept)}" for number, state in enumerate(plan.state.trials)]
+    left = [(number, state) for number, state in enumerate(plan.state.trials) if not state.ended]
+    lines = [f"  {number}  {run_name(state.trial, plan.swept)}" for number, state in left]
     return [*lines, "  further ones are suggested while it runs"] if plan.search is not None else lines
 
 
@@ -219,7 +222,7 @@ class Command:
         states = resumed_states(trials, self.folder, config)
         check_unchanged(record, states, self.folder, config, typed_now)
         if search is not None:
-            search.resume([(state.trial, state.status, state.figures) for state in states])
+            search.resume([(state.trial, state.status, state.usable) for state in states])
         return replace(self._plan(states, swept, record, search, typed_now), resumed=True)
 
     def _plan(

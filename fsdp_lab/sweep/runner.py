@@ -433,7 +433,7 @@ class SweepRun:
         state = self.states[number]
         self.publish("ended", number)
         if self.plan.search is not None:
-            self.plan.search.report_result(state.trial, state.status, state.figures)
+            self.plan.search.report_result(state.trial, state.status, state.usable)
 
     def _write_outcome(self, number: int) -> None:
         state, folder = self.states[number], self.folder_of(number)

@@ -239,7 +239,7 @@ class OptunaSearch:
             try:
                 self._check(trial.config)
             except ConfigError as error:
-                if not isinstance(error, CombinationError) and self._fixed_are_wrong():
+                if not isinstance(error, CombinationError) and not self._made and self._fixed_are_wrong():
                     raise
                 reason = str(error)
                 self._refuse(asked, reason, overrides)

@@ -26,7 +26,6 @@ from fsdp_lab.record.trial_files import (
     append_line,
     clear_left_over,
     read_failures,
-    read_latest,
     read_metrics,
     read_outcome,
     why_unwritten,
@@ -152,17 +151,6 @@ def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
     (tmp_path / "model/config.json").write_text("{}")
     clear_left_over(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_the_last_epoch_has_not_keeps_its_latest_value(tmp_path: Path):
-    """Resumed within its last epoch, nothing of it may be timed."""
-    for metrics in (
-        {"epoch": 1, "val/loss": 2.0, "perf/samples_per_s": 40.0},
-        {"epoch": 2, "val/loss": 1.0, "perf/samples_per_s": 50.0},
-        {"epoch": 3, "val/loss": 0.5},
-    ):
-        append_line(tmp_path / "metrics.jsonl", json.dumps(metrics))
-    assert read_latest(tmp_path) == {"epoch": 3, "val/loss": 0.5, "perf/samples_per_s": 50.0}
 
 
 def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.config import UserError, is_address
+from fsdp_lab.config import is_address
 from fsdp_lab.record.paths import is_storage_of
-from fsdp_lab.record.trials_jsonl import lines_of, parsed
+from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.storage import Storage
 
 _OF_CHECKPOINTS = re.compile(r"checkpoints/.+|model/.+|model\.pt")  # objects of a trial
-_ANY_CHECKPOINT = re.compile(r"(^|/)checkpoints/")
 
 
 def drop_checkpoints(folder: Path, stored: bool = True) -> None:
@@ -48,23 +46,6 @@ def drop_weights(folder: Path) -> None:
         shutil.rmtree(folder / "checkpoints")
     (folder / "model.pt").unlink(missing_ok=True)
     shutil.rmtree(folder / "model", ignore_errors=True)
-
-
-def drop_stored_sweep(address: str) -> None:
-    """Remove the checkpoints of a sweep in object storage, by its `trials.jsonl` there.
-
-    Raises:
-        UserError: it has checkpoints, and the trials are not known.
-        StorageRefused: see there.
-        StorageAway: see there.
-    """
-    storage, trials = Storage(address), ""
-    with suppress(FileNotFoundError):  # a sweep that was refused has none
-        trials = storage.read("trials.jsonl").decode(errors="replace")
-    folders = [line["folder"] for line in parsed(trials)]
-    if not folders and any(_ANY_CHECKPOINT.search(name) for name in storage.files()):
-        raise UserError(f"{address} has checkpoints, but its trials.jsonl names no trial; remove them by hand.")
-    drop_stored_weights(storage, folders)
 
 
 def drop_stored_weights(storage: Storage, folders: Sequence[str]) -> None:
