@@ -42,11 +42,14 @@ projection._thread.start()
 projection.changed(0)
 sweep = Sweep()
 with shutdown.interruptible(sweep):
-    while True:
-        with suppress(KeyboardInterrupt):
-            if not sweep.closed:  # Python may miss a signal that comes as it begins to wait
-                os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+    try:
+        while True:
+            with suppress(KeyboardInterrupt):
+                if not sweep.closed:  # Python may miss a signal that comes as it begins to wait
+                    os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+    except KeyboardInterrupt:  # it came between two turns
+        time.sleep(1000)
 """
 
 
