@@ -120,7 +120,8 @@ def _kill_ray_and_the_driver_under_the_second(sweep: GatedSweep) -> None:
     sweep.note_session()
     sweep.kill("driver", [psutil.Process(sweep.driver.pid)])
     sweep.wait()
-    sweep.let_go(1, 3)
+    assert still_running(sweep.processes(), 15) == [], "the driver's death ends Ray and its workers"
+    sweep.let_go(1, 3)  # not before: a worker that has yet to end would go on
     sweep.start("resume=out")
     sweep.rank(1, 4)
     sweep.note_session()
