@@ -352,6 +352,11 @@ def declared(key: str) -> Metric:
     raise KeyError(f"{key} is not declared in fsdp_lab.metrics")
 
 
+def is_timing(key: str) -> bool:
+    """Return whether a metric is excluded with the timing of a trial."""
+    return key in _TIMINGS
+
+
 def table_columns(table: Table) -> list[Metric]:
     """Return the metrics that a table shows, in its order, with its labels and formats."""
     shown = [(column, metric) for metric in METRICS if (column := getattr(metric, table)) is not None]

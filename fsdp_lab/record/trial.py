@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_lab.compose import with_typed
 from fsdp_lab.config import NightlyConfig, SweepConfig, TrialConfig, UserError, from_dict, part, to_dict
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, OTHERS_CPU, PREDICTED_BY, PREDICTED_SPEED, SPEED, declared
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, OTHERS_CPU, PREDICTED_BY, PREDICTED_SPEED, SPEED, is_timing
 from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import TrialStatus
@@ -83,7 +83,7 @@ class TrialRecord:
         """The figures that may be used: without speeds if its timing is excluded."""
         if self.timing_excluded is None:
             return self.figures
-        return {key: value for key, value in self.figures.items() if not declared(key).is_speed}
+        return {key: value for key, value in self.figures.items() if not is_timing(key)}
 
     @property
     def setup(self) -> Setup | None:

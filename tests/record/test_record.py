@@ -72,6 +72,14 @@ def test_a_timing_is_excluded_where_others_used_the_cores():
     assert why_timing_is_excluded({"device": "cpu"}, {OTHERS_CPU: 0.3}, 0.25) is None, "nothing was timed"
 
 
+def test_an_excluded_timing_is_no_usable_figure():
+    figures = {SPEED: 9.0, "step": 4.0, "epoch": 1.0, "memory/rank0/peak_bytes": 5.0, "perf/tokens_per_s": 3.0}
+    trial = TrialRecord(0, {}, TrialStatus.finished, figures)
+    assert trial.usable == figures
+    trial.timing_excluded = TimingExcluded.others_cpu
+    assert trial.usable == {"step": 4.0, "epoch": 1.0, "memory/rank0/peak_bytes": 5.0}
+
+
 def test_the_errors_of_a_forecast_stand_beside_it():
     measured, forecast = {MEMORY: 100.0, SPEED: 50.0}, {"forecast/peak_bytes": 90.0, "forecast/samples_per_s": 40.0}
     figures = with_forecast(measured, forecast)
