@@ -103,15 +103,16 @@ def run(options: dict[str, str]) -> None:
     if is_run and (here := folder_here(tracking, which)) is not None and (trust or why_foreign(here) is None):
         which, is_run = str(here), False
     if is_run:
-        sweep = with_tolerances(sweep_stored(tracking, which), options)
+        recorded = sweep_stored(tracking, which)
+        sweep = with_tolerances(recorded, options)
     else:
         if is_address(which) and trust:  # beside what use=... prints
             print(f"reaching {redact(which)}", file=sys.stderr, flush=True)
         folder, own = find_trusted(which, "sweep", tracking, trust)
-        sweep, record, config = sweep_in(folder)
+        recorded, record, config = sweep_in(folder)
         ui = options.get("tracking.ui", config.tracking.ui)
         tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)
-        sweep = dataclasses.replace(with_tolerances(sweep, options), runs_url=runs_url(tracking))
+        sweep = dataclasses.replace(with_tolerances(recorded, options), runs_url=runs_url(tracking))
     require_results(sweep, which)
     if "use" in options:
         print(used(sweep, options["use"], options.get("trial")), end="")
@@ -119,7 +120,7 @@ def run(options: dict[str, str]) -> None:
     out = Path(options["out"]) if "out" in options else folder or Path("outputs/report", which)
     out.mkdir(parents=True, exist_ok=True)
     recommendation = write_report(sweep, out)
-    sweep.write(out)
+    recorded.write(out)  # with the sweep's own tolerances
     try:
         if not is_run and "tracking.uri" not in options:
             tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))

@@ -16,6 +16,8 @@ from fsdp_lab.status import TrialStatus
 
 _TYPES = {2.0**-7: "bfloat16", 2.0**-10: "float16"}
 
+_CLEARLY = 0.02  # a loss that is lower by less may be chance
+
 
 def notes_on(settings: Settings, speeds: Speeds, able: Sequence[Setting], chosen: Setting, raced: bool) -> list[Reason]:
     """Return the notes below a recommendation.
@@ -45,10 +47,10 @@ def notes_on(settings: Settings, speeds: Speeds, able: Sequence[Setting], chosen
 
 
 def _nothing_learned(settings: Settings, able: Sequence[Setting]) -> Iterator[Reason]:
-    """Yield a note if no loss is below that of a model that guesses, by more than the tolerance."""
+    """Yield a note if no loss is clearly below that of a model that guesses."""
     trivial = settings.rules.trivial_loss
     least = min(or_inf(settings.median(s, settings.loss_key)) for s in able)
-    if trivial is not None and trivial * (1 - settings.rules.loss_tolerance) <= least < math.inf:
+    if trivial is not None and trivial * (1 - _CLEARLY) <= least < math.inf:
         yield Reason(Note.nothing_learned, {"metric": settings.loss_key, "loss": least, "trivial": trivial})
 
 
