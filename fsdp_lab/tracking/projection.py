@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _SPEAK_S = 10.0  # then a wait says what it waits for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts while the store is away
-# An expired token and a proxy in between are mended by people, and until then the writes wait.
+# An expired token or a proxy takes a person to fix, so the writes wait.
 _AWAY = (401, 403, 408, 429)
 _ERROR_LENGTH = 500
 
@@ -361,7 +361,7 @@ class Projection:
         if wanted.status is not None:
             self._end(client, stored, wanted)
         for path, inside in wanted.files:
-            with suppress(OSError):  # it went away, or cannot be read: what needs it says so
+            with suppress(OSError):  # it is gone or unreadable: its reader reports that
                 path.open("rb").close()
                 status = path.stat()
                 item = (str(path), inside, status.st_mtime_ns, status.st_size)

@@ -90,7 +90,7 @@ class MlflowRuns(Listener):
         self._change(number)
 
     def forecast(self, sweep: SweepRun, number: int) -> None:
-        """Log the forecast of a trial that has begun; else it is logged when it begins, or ends."""
+        """Log the forecast of a trial that has begun. For others it is logged with their first event."""
         if sweep.states[number].status is not TrialStatus.waiting:
             self._change(number)
 
