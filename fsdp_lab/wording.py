@@ -1,13 +1,19 @@
-"""Numbers in sentences for people: counts, times, three significant digits."""
+"""Numbers in sentences for people: counts, resources, times, three significant digits."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 
 def count(number: int, what: str) -> str:
     """Return `1 trial`, `2 trials`, `1,254 trials`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def resources_text(resources: Mapping[str, float]) -> str:
+    """Return text such as `2 CPU and 1 GPU`; only resources that trials take."""
+    return " and ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)) or "no cores"
 
 
 def duration(seconds: float) -> str:

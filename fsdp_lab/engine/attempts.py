@@ -10,15 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.engine.failures import RankFailure, record_failure
 from fsdp_lab.engine.nodes import dead_node_of
 from fsdp_lab.engine.resources import release_placement_group
-from fsdp_lab.record.trial_files import read_failures, read_progress, set_aside_failures, wait_until_alone
+from fsdp_lab.record.failures import RankFailure, read_failures, record_failure, set_aside_failures
+from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.trial_files import read_progress, wait_until_alone
 
 _PEER_S = 1.0
 _ALONE_S = 30.0
 _CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
-_FINAL = ("oom", "timeout", "user", "diverged")  # it would be so again
+# It would be so again.
+_FINAL = (Code.out_of_memory, Code.host_out_of_memory, Code.timed_out, Code.user_error, Code.diverged)
 
 
 class Attempts:
@@ -54,12 +56,12 @@ class Attempts:
         """
         self._note_deaths(getattr(error, "worker_failures", {}))
         failures = read_failures(self.folder)
-        if failures and failures[0]["kind"] == "peer":
+        if failures and failures[0].reason.code is Code.peer_lost:
             # Who lost a peer knows it at once; that the peer was killed, and for want of what, takes Ray a moment.
             time.sleep(_PEER_S)
             self._note_deaths(poll(_PEER_S))
             failures = read_failures(self.folder)
-        return bool(failures and failures[0]["kind"] in _FINAL) or failed_to_be_placed(error)
+        return bool(failures and failures[0].reason.code in _FINAL) or failed_to_be_placed(error)
 
     def retry(self) -> None:
         """Prepare for another attempt."""
@@ -87,20 +89,23 @@ def note_deaths(
             record_failure(folder, error)
             continue
         step = read_progress(folder).get("step")
-        where = f"rank {rank}" + (f", step {step:.0f}" if step else "")
+        at = f"step {step:.0f}" if step else None
         causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
         node = dead_node_of(folder, rank)
         by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
         if by_ray or (node is None and _kernel_kills() > kernel_kills_before):
-            kind, why = "oom", "its process was killed: the host is out of memory"
+            reason = Reason.of(Code.host_out_of_memory, rank=rank, at=at)
+        elif node is not None:
+            reason = Reason.of(Code.node_lost, rank=rank, at=at, node=str(node))
+        elif signal := crash_of(folder, rank, log_sizes):
+            reason = Reason.of(Code.crashed, rank=rank, at=at, signal=signal, log=str(folder / f"logs/rank{rank}.log"))
         else:
-            kind, why = "killed", f"its node {node} went down" if node else how_it_ended(folder, rank, log_sizes)
-        text = "".join(traceback.format_exception(error))
-        record_failure(folder, RankFailure(rank, kind, f"{where}: {why}", text))
+            reason = Reason.of(Code.killed, rank=rank, at=at)
+        record_failure(folder, RankFailure(reason, "".join(traceback.format_exception(error))))
 
 
-def how_it_ended(folder: Path, rank: int, log_sizes: Mapping[str, int]) -> str:
-    """Return how the process of a rank ended that raised no error. faulthandler writes about a crash into its log.
+def crash_of(folder: Path, rank: int, log_sizes: Mapping[str, int]) -> str:
+    """Return by what the process of a rank crashed, as faulthandler has written into its log; "": it did not crash.
 
     Args:
         folder: the trial's.
@@ -110,9 +115,8 @@ def how_it_ended(folder: Path, rank: int, log_sizes: Mapping[str, int]) -> str:
     log = folder / "logs" / f"rank{rank}.log"
     with suppress(OSError):
         written = log.read_bytes()[log_sizes.get(log.name, 0) :].decode(errors="replace")
-        if crashes := _CRASH.findall(written):
-            return f"its process crashed: {crashes[-1]}; its stack is in {log}"
-    return "its process ended without an error, as if killed"
+        return next(iter(reversed(_CRASH.findall(written))), "")
+    return ""
 
 
 def failed_to_be_placed(error: Exception) -> bool:

@@ -1,83 +1,69 @@
-"""Failures of a rank: what kind an error is, and how `failures/` in the trial's folder records it."""
+"""Failures of a rank: which code an error is."""
 
 from __future__ import annotations
 
 import sys
-import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
-from fsdp_lab.files import write_json
-from fsdp_lab.record.trial_files import no_space
+from fsdp_lab.record.failures import RankFailure
+from fsdp_lab.record.reasons import Code, Reason
+
+# A person reads what to correct: no traceback says more, unless the error was raised from another.
+PLAIN = (Code.user_error, Code.diverged)
 
 
-class RankFailure(Exception):
-    """An error of a rank, as plain values: it crosses process boundaries, where the error's own class may be unknown.
-
-    Attributes:
-        rank: that failed.
-        kind: `oom`, `peer` (only another rank's failure), `user`, `diverged`, `timeout`, `killed` or `error`.
-        message: a line for people.
-        traceback: of the error; "": none.
-        time: when it failed, in seconds since 1970 by its node's clock; by default now.
-    """
-
-    def __init__(self, rank: int, kind: str, message: str, traceback: str = "", at: float | None = None) -> None:
-        self.rank, self.kind, self.message, self.traceback = rank, kind, message, traceback
-        self.time = time.time() if at is None else at
-        super().__init__(rank, kind, message, traceback, self.time)  # by which pickle makes it again
-
-    def __str__(self) -> str:
-        return self.message
-
-
-def failure_of(error: BaseException, rank: int, kind: str, folder: Path) -> RankFailure:
+def failure_of(error: BaseException, rank: int, code: Code, folder: Path) -> RankFailure:
     """Return the failure of a rank that raised an error.
 
     Args:
         error: that was raised.
         rank: of this process.
-        kind: see `RankFailure`.
-        folder: the trial's, for the message about a full disk.
+        code: why.
+        folder: the trial's, for a full disk.
     """
+    if "No space left on device" in str(error):  # the system's words, whichever class carries them
+        return RankFailure(Reason.of(Code.disk_full, rank=rank, folder=str(folder)), _traceback(error))
+    if code is Code.user_error:
+        # a process that loads data gives back a whole traceback, with the message at its end
+        from_loader = str(error).startswith("Caught ")
+        text = str(error).partition("UserError: ")[2] if from_loader else str(error)
+        trace = _traceback(error) if from_loader or error.__cause__ is not None else ""
+        return RankFailure(Reason.of(code, rank=rank, text=text), trace)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-    where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the step
-    message = f"rank {rank}{where}: {type(error).__name__}: {text.strip()[:300]}"
-    if kind == "user":  # a process that loads data gives back a whole traceback, with the message at its end
-        message = text.partition("UserError: ")[2] if str(error).startswith("Caught ") else str(error)
-    elif kind == "error" and (line := user_line(error)):
-        message += f" ({line})"
-    if "No space left on device" in str(error):
-        message = f"rank {rank}: {no_space(folder)}"
-    return RankFailure(rank, kind, message, "".join(traceback.format_exception(error)))
+    reason = Reason.of(
+        code,
+        rank=rank,
+        at=", ".join(getattr(error, "__notes__", ())),  # the step
+        error=type(error).__name__,
+        text=text.strip()[:300],
+        line=user_line(error) if code is Code.error else None,
+    )
+    return RankFailure(reason, _traceback(error))
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def print_failure(failure: RankFailure) -> None:
     """Print an error into the rank's log: its traceback, or only the message of a user's error."""
-    if failure.kind == "user":
-        print(failure.message, file=sys.stderr, flush=True)
-    elif failure.kind != "diverged":
+    if failure.reason.code is Code.user_error:
+        print(failure.reason.values["text"], file=sys.stderr, flush=True)
+    elif failure.reason.code is not Code.diverged:
         print(failure.traceback, end="", file=sys.stderr, flush=True)
 
 
-def record_failure(folder: Path, failure: RankFailure) -> None:
-    """Write `failures/rank<r>.json`; does nothing if the disk is full or the folder is gone."""
-    with suppress(OSError):  # the driver looks at the disk when it finds no outcome
-        (folder / "failures").mkdir(exist_ok=True)
-        content = {name: getattr(failure, name) for name in ("rank", "kind", "message", "traceback", "time")}
-        write_json(folder / "failures" / f"rank{failure.rank}.json", content, parents=False)
-
-
-def kind_of(error: BaseException) -> str:
-    """Return the kind of an error: `user`, `oom`, `peer` (only another rank's failure) or `error`."""
+def code_of(error: BaseException) -> Code:
+    """Return why a rank failed that raised an error."""
     if isinstance(error, UserError):
-        return "user"
+        return Code.user_error
     if is_out_of_memory(error):
-        return "oom"
-    return "peer" if is_peer_failure(error) else "error"
+        return Code.out_of_memory
+    return Code.peer_lost if is_peer_failure(error) else Code.error
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -5,25 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, record_failure
+from fsdp_lab.engine.failures import PLAIN, code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import Uploads, sent_at_end
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
 from fsdp_lab.engine.rendezvous import leave
 from fsdp_lab.hardware import num_gpus
-from fsdp_lab.record.trial_files import (
-    Outcome,
-    Progress,
-    TrialWriter,
-    read_failures,
-    set_aside_failures,
-    write_outcome,
-    write_progress,
-)
+from fsdp_lab.record.failures import RankFailure, record_failure, set_aside_failures
+from fsdp_lab.record.trial_files import Progress, TrialWriter, write_outcome, write_progress
 from fsdp_lab.storage import Storage
 
 _PROGRESS_S = 1.0  # between two writes of a step
@@ -99,13 +93,12 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
     except RankFailure as failure:
         record_failure(folder, failure)
-        if failure.kind in ("error", "oom", "peer"):
+        if failure.reason.code not in PLAIN:
             with suppress(OSError):
                 (folder / "error.txt").write_text(failure.traceback)
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
-        record_failure(folder, failure_of(error, 0, kind_of(error), folder))
+        record_failure(folder, failure_of(error, 0, code_of(error), folder))
     finally:
         leave()  # a forecast in this process needs a group of its own
     with suppress(OSError):
-        outcome = outcome_of(read_failures(folder))
-        write_outcome(folder, Outcome(outcome.status, outcome.error, time.time() - begun))
+        write_outcome(folder, replace(outcome_of(folder), seconds=time.time() - begun))

@@ -6,9 +6,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsdp_lab.config.sweep import Placement
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.cluster import set_environment
-from fsdp_lab.engine.failures import RankFailure, record_failure
+from fsdp_lab.engine.failures import PLAIN
 from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.nodes import write_rank_nodes
 from fsdp_lab.engine.rendezvous import arrange_meeting
@@ -25,21 +25,14 @@ from fsdp_lab.engine.resources import release_placement_group, worker_resources
 from fsdp_lab.engine.stacks import find_stuck
 from fsdp_lab.engine.why import report_of, why
 from fsdp_lab.engine.worker import read_worker_progress, train_worker
-from fsdp_lab.record.trial_files import (
-    Outcome,
-    TrialWriter,
-    read_failures,
-    set_aside_failures,
-    wait_until_alone,
-    write_outcome,
-    write_progress,
-)
+from fsdp_lab.record.failures import RankFailure, read_failures, record_failure, set_aside_failures
+from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.trial_files import Outcome, TrialWriter, wait_until_alone, write_outcome, write_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LONGEST_LOOK_S = 5.0  # that counts as waiting for a trial's next step
-_START = "its start"
 
 
 @dataclass(frozen=True)
@@ -112,23 +105,24 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
         set_aside_failures(folder)  # of a start before this one
         fit(job, Reports(job, report))
-        outcome = outcome_of(read_failures(folder))
+        outcome = outcome_of(folder)
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
         with suppress(OSError):
-            if not any(failure["kind"] in ("user", "diverged") for failure in read_failures(folder)[:1]):
+            if not any(failure.reason.code in PLAIN for failure in read_failures(folder)[:1]):
                 (folder / "error.txt").write_text(report_of(folder, error))
-        message = why(error, job.each, job.num_workers, job.wait_timeout_s, job.nodes)
-        outcome = outcome_of(read_failures(folder) or [{"kind": "error", "message": message}])
+        if (outcome := outcome_of(folder)).reason is None:
+            reason = why(error, job.each, job.num_workers, job.wait_timeout_s, job.nodes)
+            outcome = Outcome(reason.status, reason)
     with suppress(OSError):
-        write_outcome(folder, Outcome(outcome.status, outcome.error, time.monotonic() - begun))
+        write_outcome(folder, replace(outcome, seconds=time.monotonic() - begun))
 
 
-def outcome_of(failures: list[dict[str, Any]]) -> Outcome:
-    """Return the outcome that follows from the failures of a trial, the cause first."""
+def outcome_of(folder: Path) -> Outcome:
+    """Return the outcome that follows from the failures of a trial's ranks."""
+    failures = read_failures(folder)
     if not failures:
         return Outcome(TrialStatus.finished)
-    kind = failures[0]["kind"]
-    return Outcome(TrialStatus(kind) if kind in ("oom", "diverged") else TrialStatus.failed, failures[0]["message"])
+    return Outcome(failures[0].reason.status, failures[0].reason)
 
 
 class Reports:
@@ -287,7 +281,7 @@ class Watch:
     def begin(self) -> None:
         """Restart the count: the workers of an attempt are about to start."""
         self._known: dict[str, float | str] = {}
-        self._started, self._idle_s, self._since = False, 0.0, _START
+        self._started, self._idle_s, self._since = False, 0.0, dict[str, Any]()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -318,14 +312,13 @@ class Watch:
         limit_s = self._timeout_s
         if limit_s is not None and self._idle_s > (limit_s if self._started else limit_s + self._wait_timeout_s):
             stuck = find_stuck(self._folder)
-            message = f"no progress for trial_timeout_s={limit_s:g} s since {self._since}; it was ended"
-            message += f"; {stuck}" if stuck else ""
-            record_failure(self._folder, RankFailure(0, "timeout", message))
+            reason = Reason.of(Code.timed_out, rank=0, limit_s=limit_s, stuck=stuck and stuck.to_dict(), **self._since)
+            record_failure(self._folder, RankFailure(reason))
             release_placement_group(self._folder)
             self.begin()
 
 
-def _begun(progress: dict[str, float | str]) -> str:
-    if "phase" in progress:
-        return f"{progress['phase']} began"
-    return f"step {progress['step']:.0f} began" if "step" in progress else _START
+def _begun(progress: Mapping[str, float | str]) -> dict[str, Any]:
+    """Return the phase or the step that a rank has begun."""
+    name = "phase" if "phase" in progress else "step"
+    return {name: progress[name]} if name in progress else {}

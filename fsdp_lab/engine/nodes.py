@@ -11,10 +11,10 @@ from typing import Any
 from fsdp_lab.engine import ray_private
 from fsdp_lab.files import write_json
 from fsdp_lab.record.trial_files import read_object
+from fsdp_lab.wording import resources_text
 
 _RANK_NODES = "places.json"
 _ANSWER_S = 2.0
-_COUNTED = ("CPU", "GPU")
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,7 @@ class Node:
     @property
     def holds(self) -> str:
         """Its resources in words."""
-        return words_for(self.resources)
-
-
-def words_for(resources: Mapping[str, float]) -> str:
-    """Return text such as `2 CPU and 1 GPU`; only resources that trials take."""
-    return " and ".join(f"{resources[name]:g} {name}" for name in _COUNTED if resources.get(name)) or "no cores"
+        return resources_text(self.resources)
 
 
 def nodes() -> list[Node]:

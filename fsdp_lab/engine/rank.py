@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config import TrialConfig, UserError
-from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of
+from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.hardware import driver, num_gpus
+from fsdp_lab.record.failures import RankFailure
+from fsdp_lab.record.reasons import Code
 
 if TYPE_CHECKING:  # it imports PyTorch
     from fsdp_lab.training.train import Reporter
@@ -37,7 +39,7 @@ def train_rank(
         join: makes the process group; by default `train` does.
 
     Raises:
-        RankFailure: any error, with its kind. KeyboardInterrupt is raised as it is.
+        RankFailure: any error, with its reason. KeyboardInterrupt is raised as it is.
     """
     from fsdp_lab.training import DivergedError, train
     from fsdp_lab.training.distributed import keep_threads
@@ -53,9 +55,9 @@ def train_rank(
     except (RankFailure, KeyboardInterrupt):
         raise
     except DivergedError as error:
-        raise failure_of(error, rank, "diverged", folder) from error
+        raise failure_of(error, rank, Code.diverged, folder) from error
     except BaseException as error:
-        raise failure_of(error, rank, kind_of(error), folder) from error
+        raise failure_of(error, rank, code_of(error), folder) from error
 
 
 def unseen_gpu(rank: int) -> str | None:

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _LONG_S = 60.0  # a phase or a step beyond it is unusually long
 _LOOK_S = 1.0  # between two looks at the clock
@@ -68,8 +69,9 @@ class Stuck:
     place: str
     log: Path
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} is at {self.place}; its stack is in {self.log}"
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"rank": self.rank, "place": self.place, "log": str(self.log)}
 
 
 def find_stuck(folder: Path) -> Stuck | None:

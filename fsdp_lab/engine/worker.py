@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
-from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, print_failure
+from fsdp_lab.engine.failures import code_of, failure_of, print_failure
 from fsdp_lab.engine.files_of_ranks import Uploads, scratch_folder, sent_at_end
 from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
 from fsdp_lab.engine.rendezvous import gpu_index, join, leave
 from fsdp_lab.engine.stacks import StackDump, long_s
 from fsdp_lab.hardware import WORKER_CPUS
+from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.trial_files import Progress, hold_alive
 from fsdp_lab.storage import Storage
 
@@ -57,7 +58,7 @@ def train_worker(job: dict[str, Any]) -> None:
     except RankFailure:
         raise
     except BaseException as error:
-        raise failure_of(error, rank, kind_of(error), Path(job["folder"])) from error
+        raise failure_of(error, rank, code_of(error), Path(job["folder"])) from error
     finally:
         stacks.end()
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
-from fsdp_lab.metrics import mib
 from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
@@ -125,13 +124,14 @@ class Forecast:
         return self.needed_bytes > NEARLY_FULL * self.capacity_bytes
 
     @property
-    def shortage(self) -> str:
-        """Why it does not fit, if the capacity is known: `needs 12.00 MiB of 8.00 MiB per device, by its forecast`."""
+    def shortage(self) -> dict[str, int]:
+        """The values of `Code.does_not_fit`, if the capacity is known."""
         assert self.capacity_bytes is not None
-        return (
-            f"needs {mib(self.needed_bytes)} MiB of {mib(self.capacity_bytes)} MiB per device, by its forecast "
-            f"(peak {mib(self.peak_bytes)}, the rest is an allowance)"
-        )
+        return {
+            "needed_bytes": self.needed_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def on_capacity(forecast: Forecast, capacity_bytes: int | None) -> Forecast:

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from fsdp_lab.config import TrialConfig, flatten, memory_settings
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.report.texts import figures_text
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.predict import Speed
@@ -168,26 +168,24 @@ def passed_over(
     keep: str,
     before: Mapping[int, Predicted] | None = None,
     recommended: Collection[str] = (),
-) -> dict[int, str]:
+) -> dict[int, Reason]:
     """Return the trials that need not run, and why; the arguments are those of `Selection`."""
     selection = Selection(forecasts, settings, keep, before, recommended)
     put = {number: selection.place(number) for number in forecasts}
-    why = {n: forecasts[n].shortage for n, place in put.items() if place is Place.no_room}
+    why = {
+        n: Reason.of(Code.does_not_fit, **forecasts[n].shortage, keep=keep)
+        for n, place in put.items()
+        if place is Place.no_room
+    }
     if selection.last is not None:
-        why |= {n: _too_slow(selection.known[n], selection.last) for n, place in put.items() if place is Place.slower}
-    return {number: f"{reason}; forecast.keep={keep} does not start it" for number, reason in why.items()}
+        slower = [n for n, place in put.items() if place is Place.slower]
+        why |= {n: _too_slow(selection.known[n], selection.last, keep) for n in slower}
+    return why
 
 
-def _too_slow(one: Predicted, last: Predicted) -> str:
-    sure = one.ratio_error(last)
-    speed = figures_text(one.speed)
-    if sure is None:
-        ends = f"{figures_text(one.low)} to {figures_text(one.high)}"
-        return f"predicted {speed} samples/s ({ends}), which is not among the most promising"
-    return (
-        f"predicted {speed} samples/s, {one.speed / last.speed:.1%} of the last of the most promising. Less than "
-        f"1 / {1 + sure:.2f} = {1 / (1 + sure):.1%} is too slow: predicted ratios have an error of up to ±{sure:.0%}"
-    )
+def _too_slow(one: Predicted, last: Predicted, keep: str) -> Reason:
+    share, sure = one.speed / last.speed, one.ratio_error(last)
+    return Reason.of(Code.too_slow, speed=one.speed, low=one.low, high=one.high, share=share, error=sure, keep=keep)
 
 
 def why_all(

@@ -12,6 +12,7 @@ from fsdp_lab.forecast.recommend import recommended
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.verdict import named
+from fsdp_lab.record.reasons import Reason
 from fsdp_lab.wording import count
 
 _MOST_NAMED = 8
@@ -38,7 +39,7 @@ class _Asked:
     recommended: set[str]
 
     @property
-    def left_out(self) -> dict[int, str]:
+    def left_out(self) -> dict[int, Reason]:
         return passed_over(self.forecasts, self.settings, self.keep, recommended=self.recommended)
 
 

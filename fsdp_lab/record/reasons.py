@@ -1,8 +1,13 @@
-"""Why something is so, as codes. Their text is made where they are shown."""
+"""Why something is so, as codes with values. Their text is made where they are shown (`report/reason_texts.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
+
+from fsdp_lab.status import TrialStatus
 
 
 class TimingExcluded(StrEnum):
@@ -10,3 +15,96 @@ class TimingExcluded(StrEnum):
 
     others_cpu = "others_cpu"
     """On a CPU, other processes used more of the cores than `report.others_cpu` allows."""
+
+
+class Code(StrEnum):
+    """Why a trial did not finish. Files and MLflow have its name; the values of each are listed below it.
+
+    Of a rank, which also has `rank` and, if it had begun one, `at`: the step or the file at work.
+    """
+
+    out_of_memory = "out_of_memory"
+    """An allocator on this rank found no memory: `error` (a class) and `text`, as raised."""
+    host_out_of_memory = "host_out_of_memory"
+    """Ray or the kernel killed the process because the host ran out of memory."""
+    user_error = "user_error"
+    """An error that only the user can correct: `text`, and without a rank if it was found before training."""
+    diverged = "diverged"
+    """A loss is not finite: `error` and `text`, as raised."""
+    error = "error"
+    """Any other exception: `error` and `text`, as raised, and `line`, the last one of the user's code."""
+    peer_lost = "peer_lost"
+    """Another rank went away; never the cause: `error` and `text`, as raised."""
+    timed_out = "timed_out"
+    """No progress for `limit_s` since the `phase` or `step` began; `stuck`: the place of the rank that all wait for."""
+    crashed = "crashed"
+    """The process crashed by `signal`, and its stack is in `log`."""
+    killed = "killed"
+    """The process ended without an error."""
+    node_lost = "node_lost"
+    """The `node` of the process went down."""
+    disk_full = "disk_full"
+    """The disk of `folder` has no room; without a rank if the driver found it."""
+
+    # Of the whole trial.
+    no_place = "no_place"
+    """`num_workers` with the resources `each` waited `wait_timeout_s`; `total`, `free`, and the `nodes` that died."""
+    not_started = "not_started"
+    """A worker ended while it started; `nodes` that died."""
+    job_failed = "job_failed"
+    """Ray's own error: `text`."""
+    folder_gone = "folder_gone"
+    """`folder` was removed or moved while the trial ran."""
+    unwritable = "unwritable"
+    """`folder` cannot be written: `error`, the system's."""
+    no_outcome = "no_outcome"
+    """Its process ended and left nothing."""
+    sweep_failed = "sweep_failed"
+    """The sweep ended early: `text`, its error."""
+
+    # Of a trial that was not started, by its forecast.
+    forecast_failed = "forecast_failed"
+    """The forecast failed as training would: `text`."""
+    same_as = "same_as"
+    """It would fail as `trial` does."""
+    does_not_fit = "does_not_fit"
+    """It needs `needed_bytes` of `capacity_bytes`, with `peak_bytes`; `keep`: the key that skips it, else `prune`."""
+    too_slow = "too_slow"
+    """Predicted `speed` (`low` to `high`), a `share` of the last kept with a ratio's `error`; `keep`: the key."""
+
+
+_STATUS = {
+    Code.out_of_memory: TrialStatus.oom,
+    Code.host_out_of_memory: TrialStatus.oom,
+    Code.diverged: TrialStatus.diverged,
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A code with its values, which are plain: they are written as JSON."""
+
+    code: Code
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, code: Code, **values: Any) -> Reason:
+        """Return a reason with these values; those that are None or empty are left out."""
+        return cls(code, {key: value for key, value in values.items() if value not in (None, "", [], {})})
+
+    @classmethod
+    def read(cls, content: Any) -> Reason | None:
+        """Return what `to_dict` made; None for anything else."""
+        if not isinstance(content, dict) or not isinstance(content.get("values"), dict):
+            return None
+        known = content.get("code") in [code.value for code in Code]
+        return cls(Code(content["code"]), content["values"]) if known else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    @property
+    def status(self) -> TrialStatus:
+        """The status of a trial that failed for this reason."""
+        return _STATUS.get(self.code, TrialStatus.failed)

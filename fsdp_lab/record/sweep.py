@@ -67,16 +67,18 @@ class SweepRecord:
     def frame(self) -> pd.DataFrame:
         """Return a row a trial, indexed by its number: what it was, how it ended, its latest metrics.
 
-        The columns are `status`, `timing_excluded`, `run_id`, `seconds`, `error`, `device` and `predicted_by`, then the
-        axes as typed, then the metrics under their keys, as float64; NaN where a trial has none.
+        The columns are `status`, `reason` (its code), `timing_excluded`, `run_id`, `seconds`, `device` and
+        `predicted_by`, then the axes as typed, then the metrics under their keys, as float64; NaN where a trial has
+        none.
         """
         import pandas as pd
 
-        head = ("status", "timing_excluded", "run_id", "seconds", "error", "device", "predicted_by")
+        head = ("status", "reason", "timing_excluded", "run_id", "seconds", "device", "predicted_by")
         rows = [
             {
                 "trial": trial.number,
                 **{name: getattr(trial, name) for name in head},
+                "reason": trial.reason.code if trial.reason else None,
                 **{axis: trial.setting.get(axis, "") for axis in self.axes},
                 **trial.figures,
             }

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_lab.compose import with_typed
 from fsdp_lab.config import NightlyConfig, SweepConfig, TrialConfig, UserError, from_dict, part, to_dict
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, OTHERS_CPU, PREDICTED_BY, PREDICTED_SPEED, SPEED, is_timing
-from fsdp_lab.record.reasons import TimingExcluded
+from fsdp_lab.record.reasons import Reason, TimingExcluded
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.takehome import Setup, read_setup
@@ -27,7 +27,7 @@ class TrialRecord:
         figures: metric key -> its latest value, with the forecast's beside it; bytes, samples/s, seconds.
         epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
         overrides: the command line that trains it again, alone.
-        error: why it failed; None: it did not.
+        reason: why it did not finish; None: it did, or the scheduler stopped it.
         run_id: of its MLflow run; "": it has none.
         seconds: that it took; None: not known.
         turnaround_s: from the last report of the trial before it in its slot to its first step; None: not known.
@@ -46,7 +46,7 @@ class TrialRecord:
     figures: dict[str, float] = field(default_factory=dict)
     epochs: list[dict[str, float]] = field(default_factory=list)
     overrides: Sequence[str] = ()
-    error: str | None = None
+    reason: Reason | None = None
     run_id: str = ""
     seconds: float | None = None
     turnaround_s: float | None = None
@@ -99,6 +99,7 @@ class TrialRecord:
         others = {
             "config": with_typed(to_dict(self.config), self.variables) if self.config else None,
             "folder": str(self.folder) if self.folder else None,
+            "reason": self.reason.to_dict() if self.reason else None,
         }
         plain: dict[str, Any] = redact_strings({**values, "overrides": list(self.overrides), **others})
         return plain
@@ -114,6 +115,7 @@ class TrialRecord:
         given |= {
             "status": TrialStatus(values["status"]),
             "folder": Path(values["folder"]) if values["folder"] else None,
+            "reason": Reason.read(values["reason"]),
         }
         excluded = values["timing_excluded"]
         given["timing_excluded"] = TimingExcluded(excluded) if excluded else None
@@ -121,7 +123,7 @@ class TrialRecord:
 
 
 _PLAIN = (
-    "number", "setting", "status", "figures", "epochs", "error", "run_id", "seconds", "turnaround_s", "facts",
+    "number", "setting", "status", "figures", "epochs", "run_id", "seconds", "turnaround_s", "facts",
     "forecast_words", "timing_excluded", "choices",
 )  # fmt: skip
 

@@ -6,8 +6,8 @@
 | `places.json` | the trial's own process | the node of each rank, by Ray's name and its address |
 | `progress.json` | the trial's own process | the current phase or step, and when it started, updated once a second |
 | `metrics.jsonl` | the trial's own process | a line of metrics an epoch, as rank 0 reports them |
-| `failures/rank<r>.json` | the trial's own process | message, traceback; `failures.<n>/`: those of an earlier attempt |
-| `outcome.json` | the trial's own process, or the driver | how it ended: with it, a trial has a result |
+| `failures/rank<r>.json` | the trial's own process | reason, traceback; `failures.<n>/`: those of an earlier attempt |
+| `outcome.json` | the trial's own process, or the driver | how it ended, and why: with it, a trial has a result |
 | `forecast.json` | the driver | its forecast |
 | `turnaround.json` | the driver | seconds from the last report on its slot to its first step |
 | `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted unusually long |
@@ -34,10 +34,10 @@ from typing import Any
 from fsdp_lab.files import read_json, report_damaged, sync, write_json, write_text
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.metrics import FORECAST_WORDS
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.status import TrialStatus
 
 _ENDS_AGAIN = "the trial counts as unfinished; a resume finishes it from its last checkpoint"
-_ELSEWHERE = "set hydra.run.dir (hydra.sweep.dir with -m)"
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Outcome:
 
     Attributes:
         status: its last one.
-        error: one line for people; None: it did not fail.
+        reason: why it did not finish; None: it did, or the scheduler stopped it.
         seconds: from its begin to its end; None: not known.
         epochs: the last epoch in `metrics.jsonl` at the end; None: not known.
     """
 
     status: TrialStatus
-    error: str | None = None
+    reason: Reason | None = None
     seconds: float | None = None
     epochs: int | None = None
 
@@ -126,20 +126,6 @@ def metrics_in(line: str | bytes) -> dict[str, float] | None:
     return metrics if known and isfinite(metrics["epoch"]) else None
 
 
-def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """Return the failures of ranks, the cause first. A rank that lost its peers is not the cause."""
-    paths = sorted((folder / "failures").glob("rank*.json"))
-    failures = [read_object(p, kind=str, message=str, traceback=str, rank=int, time=(int, float)) for p in paths]
-    return sorted((f for f in failures if f), key=lambda f: (f["kind"] == "peer", f["time"]))
-
-
-def set_aside_failures(folder: Path) -> None:
-    """Move an attempt's failures to a numbered folder, so that those of the next attempt are separate."""
-    number = 1 + sum(1 for _ in folder.glob("failures.*"))
-    with suppress(FileNotFoundError):
-        (folder / "failures").rename(folder / f"failures.{number}")
-
-
 def write_outcome(folder: Path, outcome: Outcome) -> None:
     """Write how a trial ended, with the last epoch that it has reported."""
     epochs = [int(metrics["epoch"]) for metrics in read_metrics(folder)]
@@ -160,9 +146,9 @@ def read_outcome(folder: Path) -> Outcome | None:
     if status not in TrialStatus.__members__ or not TrialStatus(status).is_result:
         report_damaged(path, f"status={status} is not a result", _ENDS_AGAIN)
         return None
-    others: dict[str, Any] = {"error": str, "seconds": (int, float), "epochs": int}
+    others: dict[str, Any] = {"seconds": (int, float), "epochs": int}
     known = {key: content[key] for key, types in others.items() if isinstance(content.get(key), types)}
-    return Outcome(TrialStatus(status), **known)
+    return Outcome(TrialStatus(status), Reason.read(content.get("reason")), **known)
 
 
 def missing_epochs(folder: Path, outcome: Outcome) -> list[int]:
@@ -317,18 +303,13 @@ def clear_left_over(folder: Path) -> None:
         shutil.rmtree(inner, ignore_errors=True)
 
 
-def no_space(folder: Path, reason: str = "No space left on device") -> str:
-    """Return a message about a full disk, with the remedy."""
-    return f"{folder}: {reason}; free the disk, or {_ELSEWHERE} to a folder on another disk"
-
-
-def why_unwritten(folder: Path) -> str:
+def why_unwritten(folder: Path) -> Reason:
     """Return why a trial left no outcome.
 
     Its folder is gone or cannot be written, the disk is full, or its process was killed.
     """
     if not folder.exists():
-        return f"{folder} is gone: it was removed or moved while the trial ran"
+        return Reason.of(Code.folder_gone, folder=str(folder))
     probe = folder / f".probe.{os.getpid()}"
     try:
         probe.write_bytes(b"\0" * 4096)
@@ -336,8 +317,7 @@ def why_unwritten(folder: Path) -> str:
     except OSError as error:
         with suppress(OSError):
             probe.unlink()
-        reason = error.strerror or "it cannot be written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return no_space(folder, reason)
-        return f"{folder} cannot be written ({reason}); make it writable, or {_ELSEWHERE} to a writable folder"
-    return "its process ended without an error: see the trial's logs"
+            return Reason.of(Code.disk_full, folder=str(folder))
+        return Reason.of(Code.unwritable, folder=str(folder), error=error.strerror)
+    return Reason.of(Code.no_outcome)

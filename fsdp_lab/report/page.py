@@ -10,6 +10,7 @@ from fsdp_lab.metrics import FORECAST, MEMORY
 from fsdp_lab.report.answer import Answer, title
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.plots import figures, with_forecast
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.render import environment
 from fsdp_lab.report.tables import MOST_ROWS, trials_table
 from fsdp_lab.status import TrialStatus
@@ -56,7 +57,7 @@ def _content(sweep: SweepData, answer: Answer, uses: Sequence[str]) -> dict[str,
         "table": trials_table(sweep, answer),
         "front": answer.recommendation.front,
         "failed": failed,
-        "failed_rows": [(t.number, t.name.partition(": ")[2], t.status, t.error or "") for t in failed],
+        "failed_rows": [(t.number, t.name.partition(": ")[2], t.status, reason_text(t.reason)) for t in failed],
         "also": [text for text in (_stopped(sweep), _forecast_sentence(sweep)) if text],
         "not_qualified": list(answer.why_not.items()) if answer.why_not.keys() - described else [],
         "most": MOST_ROWS,

@@ -8,6 +8,7 @@ from fsdp_lab.files import write_text
 from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, to_markdown
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.uses import write_uses
 
 FILES = ("report.html", "report.md", "report.csv")
@@ -38,7 +39,7 @@ def to_csv(sweep: SweepData, answer: Answer) -> str:
     r, frame = answer.recommendation, sweep.frame()
     of = r.settings.of_trial
     head = frame[["run_id", "seconds"]].assign(seconds=frame["seconds"].round(2))
-    head.insert(0, "error", frame["error"].fillna(""))
+    head.insert(0, "error", [reason_text(trial.reason) for trial in sweep.trials])
     head.insert(0, "why_not", [answer.why_not.get(of[number].name, "") for number in frame.index])
     head.insert(0, "pareto", ["yes" if of[number] in r.front else "" for number in frame.index])
     head.insert(0, "recommended", [r.basis if of[number] is r.setting else "" for number in frame.index])

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.deploy.job import note_progress
-from fsdp_lab.engine.failures import RankFailure, record_failure
 from fsdp_lab.files import sync, write_json
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.record.failures import RankFailure, record_failure
 from fsdp_lab.record.hydra_folder import restore_hydra_folder, write_hydra_folder
 from fsdp_lab.record.paths import make_storage, storage, sweep_address, trial_address
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import Record
 from fsdp_lab.record.trial_files import (
     Outcome,
@@ -395,36 +396,37 @@ class SweepRun:
         self.check_folder()
         self.publish("tick")
 
-    def end(self, number: int, status: TrialStatus, error: str | None = None) -> None:
+    def end(self, number: int, status: TrialStatus, reason: Reason | None = None) -> None:
         """End a trial. An interrupted one has no result yet."""
         state = self.states[number]
         if state.ended:
             return
         self.look(number)
-        state.end(status, error, time.time())
+        state.end(status, reason, time.time())
         if status.is_result:
             self._write_outcome(number)
             note_progress()
         self._slots_freed_at.append(read_progress(self.folder_of(number)).get("reported", time.time()))
         self._publish_end(number)
 
-    def skip(self, number: int, error: str) -> None:
+    def skip(self, number: int, reason: Reason) -> None:
         """Record a trial that cannot fit, or is not among the most promising, without starting it."""
         folder = self.folder_of(number)
         folder.mkdir(parents=True, exist_ok=True)
         clear_left_over(folder)  # what another command left there is not this one's result
-        self._end_unstarted(number, TrialStatus.skipped, error)
+        self._end_unstarted(number, TrialStatus.skipped, reason)
 
-    def fail(self, number: int, error: str, traceback: str = "") -> None:
+    def fail(self, number: int, reason: Reason, traceback: str = "") -> None:
         """Record a trial of which it is known that it fails, without starting it; with a traceback if there is one."""
         self.states[number].move(TrialStatus.starting)
         self.prepare(number)
         if traceback:
-            record_failure(self.folder_of(number), RankFailure(0, "user", error, traceback))
-        self._end_unstarted(number, TrialStatus.failed, error)
+            of_rank = Reason(reason.code, {"rank": 0, **reason.values})
+            record_failure(self.folder_of(number), RankFailure(of_rank, traceback))
+        self._end_unstarted(number, TrialStatus.failed, reason)
 
-    def _end_unstarted(self, number: int, status: TrialStatus, error: str) -> None:
-        self.states[number].end(status, error, time.time())
+    def _end_unstarted(self, number: int, status: TrialStatus, reason: Reason) -> None:
+        self.states[number].end(status, reason, time.time())
         self._write_forecast(number)
         self._write_outcome(number)
         self._publish_end(number)
@@ -439,7 +441,7 @@ class SweepRun:
         state, folder = self.states[number], self.folder_of(number)
         if read_outcome(folder) is None:
             try:
-                write_outcome(folder, Outcome(state.status, state.error, state.seconds))
+                write_outcome(folder, Outcome(state.status, state.reason, state.seconds))
             except OSError:
                 self.log_once(f"{folder} cannot be written: a resume will retry this trial")
 
@@ -450,7 +452,9 @@ class SweepRun:
             return ending.code
         self.closed = True
         self.publish("closing", ending)
-        reason = "its folder is gone" if isinstance(error, FolderGone) else str(error) if error else None
+        reason = Reason.of(Code.sweep_failed, text=str(error)) if error else None
+        if isinstance(error, FolderGone):
+            reason = Reason.of(Code.folder_gone, folder=str(self.folder))
         for number, state in enumerate(self.states):
             if state.status is TrialStatus.running:
                 self.end(number, TrialStatus.interrupted, reason)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from fsdp_lab.compose import Trial, variables_in
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
+from fsdp_lab.record.reasons import Reason
 from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_forecast
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
@@ -117,16 +118,16 @@ class TrialState(TrialRecord):
         self.epochs.append(dict(metrics))
         return True
 
-    def end(self, status: TrialStatus, error: str | None, now: float) -> None:
+    def end(self, status: TrialStatus, reason: Reason | None, now: float) -> None:
         """Record the end of the trial.
 
         Args:
             status: its last one.
-            error: why it failed; None: it did not.
+            reason: why it did not finish; None: it did, or the scheduler stopped it.
             now: in seconds since 1970.
         """
         self.move(status)
-        self.error = error
+        self.reason = reason
         self.timing_excluded = why_timing_is_excluded(self.facts, self.figures, self.trial.config.report.others_cpu)
         self.seconds = now - self.begun if self.begun else self.seconds
 

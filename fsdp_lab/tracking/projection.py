@@ -41,6 +41,7 @@ _SPEAK_S = 10.0  # then a wait says what it waits for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # between two attempts while the store is away
 # An expired token or a proxy takes a person to fix, so the writes wait.
 _AWAY = (401, 403, 408, 429)
+_END_TAGS = ("status", "error", "reason", RECORDED_TAG)  # removed from a run that continues
 _ERROR_LENGTH = 500
 
 
@@ -335,7 +336,7 @@ class Projection:
         if (stored.end is not None and stored.end[0] not in ("", str(wanted.status))) or _goes_on(stored, wanted):
             self._try("a run", stored, lambda: _reopen(client, run_id))
             stored.end = None
-            for tag in ("status", "error", RECORDED_TAG):
+            for tag in _END_TAGS:
                 stored.tags.pop(tag, None)
         if (name := shortened(redact(wanted.name))) != stored.name:
             self._try("tags", stored, lambda: client.update_run(run_id, name=name))
@@ -420,7 +421,7 @@ def _goes_on(stored: _Stored, wanted: WantedRun) -> bool:
 
 def _reopen(client: MlflowClient, run_id: str) -> None:
     client.update_run(run_id, "RUNNING")
-    for tag in ("status", "error", RECORDED_TAG):
+    for tag in _END_TAGS:
         with suppress(Exception):  # there was none
             client.delete_tag(run_id, tag)
 

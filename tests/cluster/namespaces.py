@@ -29,7 +29,7 @@ _SMALL = (*PLAIN, *TINY, "model=mlp", "forecast.enabled=false", "training.epochs
 TWO_NODES = (*_SMALL, "cluster.cpus_per_worker=2")
 # Two workers with a core each: one node has room for both.
 ONE_NODE = (*_SMALL, "cluster.cpus_per_worker=1")
-# A trial over two nodes, then the same one on one of them. Whichever starts first, the other finds the nodes it needs only
+# A trial over two nodes, then the same one on one of them. Whichever starts first, the other finds its nodes only
 # when that one has ended: spreading is a wish, which Ray drops when a trial has the other node.
 TWO_NODES_AND_ONE = ("-m", *_SMALL, "cluster.cpus_per_worker=2,1")
 

@@ -12,7 +12,8 @@ from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.engine.nodes import Node, NodeWatch, answers, groups_that_fit, lost
 from fsdp_lab.engine.rendezvous import gpu_index
 from fsdp_lab.engine.resources import check_one_node
-from fsdp_lab.engine.why import unplaced_message
+from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.report.reason_texts import reason_text
 from tests.sweep.conftest import PLAIN, TINY
 
 A = Node("a", "10.0.0.1", 1, "head", True, {"CPU": 4.0, "memory": 1e9})
@@ -64,7 +65,11 @@ def test_groups_of_workers_are_counted_by_node(group: dict[str, float], count: i
     ],
 )
 def test_workers_without_a_place_are_explained(gone: list[Node], message: str):
-    text = unplaced_message(EACH, 8, 600.0, {"CPU": 4.0, "GPU": 8.0}, {"CPU": 3.0}, gone)
+    nodes, total, free = [str(node) for node in gone], {"CPU": 4.0, "GPU": 8.0}, {"CPU": 3.0}
+    reason = Reason.of(
+        Code.no_place, num_workers=8, each=EACH, wait_timeout_s=600.0, total=total, free=free, nodes=nodes
+    )
+    text = reason_text(reason)
     assert text.startswith("cannot place 8 workers with 1 CPU and 1 GPU each within cluster.wait_timeout_s=600 s: ")
     assert message in text
 

@@ -17,20 +17,18 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine import job
 from fsdp_lab.engine.attempts import note_deaths
-from fsdp_lab.engine.failures import RankFailure, failure_of, kind_of, record_failure
+from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import receive, sent_at_end
 from fsdp_lab.engine.inline import InlineReporter, run_inline
 from fsdp_lab.engine.rank import train_rank
 from fsdp_lab.engine.worker import join_ranks
-from fsdp_lab.record.trial_files import (
-    append_line,
-    clear_left_over,
-    read_failures,
-    read_metrics,
-    read_outcome,
-    why_unwritten,
-)
+from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
+from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.trial_files import append_line, clear_left_over, read_metrics, read_outcome, why_unwritten
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.storage import Storage, StorageAway
+
+GONE = Reason.of(Code.error, rank=1, error="FileNotFoundError", text="/out/3")
 
 
 @pytest.mark.parametrize(
@@ -43,30 +41,36 @@ def test_a_line_without_an_epoch_is_none(line: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
+    ("error", "code"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "oom"),
-        (MemoryError(), "oom"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "out_of_memory"),
+        (MemoryError(), "out_of_memory"),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
-            "oom",
+            "out_of_memory",
         ),
-        (RuntimeError("CUDA error: out of memory"), "oom"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom"),
-        (RuntimeError("Connection closed by peer [127.0.0.1]:9"), "peer"),
+        (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out_of_memory"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:9"), "peer_lost"),
         (ValueError("out of memory of what I said"), "error"),
     ],
 )
-def test_kinds_of_failure(error: BaseException, kind: str):
-    assert kind_of(error) == kind
+def test_kinds_of_failure(error: BaseException, code: str):
+    assert code_of(error) == code
 
 
 @pytest.mark.parametrize(
-    ("free", "kind"),
-    [(0, "oom"), (64 * 2**20 - 1, "oom"), (64 * 2**20, "error"), (10**11, "error"), (None, "error")],
+    ("free", "code"),
+    [
+        (0, "out_of_memory"),
+        (64 * 2**20 - 1, "out_of_memory"),
+        (64 * 2**20, "error"),
+        (10**11, "error"),
+        (None, "error"),
+    ],
 )
 def test_cublas_that_did_not_start_is_out_of_memory_where_little_is_left(
-    monkeypatch: pytest.MonkeyPatch, free: int | None, kind: str
+    monkeypatch: pytest.MonkeyPatch, free: int | None, code: str
 ):
     """A stand-in for the GPU's free memory; None: the device does not answer any more."""
 
@@ -77,15 +81,17 @@ def test_cublas_that_did_not_start_is_out_of_memory_where_little_is_left(
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-    assert kind_of(error) == kind
+    assert code_of(error) == code
 
 
 def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ray's part stands in: what is looked at is what is made of the failures that it leaves."""
 
     def fit(*_: object) -> None:
-        record_failure(tmp_path, failure_of(RuntimeError("Connection reset by peer"), 1, "peer", tmp_path))
-        record_failure(tmp_path, failure_of(torch.OutOfMemoryError("CUDA out of memory"), 0, "oom", tmp_path))
+        record_failure(tmp_path, failure_of(RuntimeError("Connection reset by peer"), 1, Code.peer_lost, tmp_path))
+        record_failure(
+            tmp_path, failure_of(torch.OutOfMemoryError("CUDA out of memory"), 0, Code.out_of_memory, tmp_path)
+        )
         raise RuntimeError("a worker failed")
 
     monkeypatch.setattr(job, "fit", fit)
@@ -93,7 +99,8 @@ def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pyt
     job.run_job(job.Job(config, str(tmp_path), 2, 1.0, False, ".", None, 600.0, 1, True), lambda metrics: None)
     outcome = read_outcome(tmp_path)
     assert outcome is not None
-    assert outcome.status == "oom" and outcome.error == "rank 0: OutOfMemoryError: CUDA out of memory"
+    assert outcome.status == "oom" and outcome.reason is not None and outcome.reason.code is Code.out_of_memory
+    assert reason_text(outcome.reason) == "rank 0: OutOfMemoryError: CUDA out of memory"
 
 
 def test_a_gpu_that_pytorch_does_not_see_is_reported(
@@ -115,10 +122,10 @@ def test_a_gpu_that_pytorch_does_not_see_is_reported(
     with pytest.raises(RankFailure) as raised:
         train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks({"use_gpu": True}, 1))
     failure = raised.value
-    assert (failure.rank, failure.kind) == (1, "user") and chosen == [1]
+    assert (failure.rank, failure.reason.code) == (1, "user_error") and chosen == [1]
     for words in ("rank 1 on ", "torch.cuda.is_available() is False", f"torch.version.cuda={torch.version.cuda}",
                   "CUDA_VISIBLE_DEVICES=2,3", "NVML counts 2 (580.65.06, up to CUDA 13.0)"):  # fmt: skip
-        assert words in failure.message
+        assert words in reason_text(failure.reason)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -129,8 +136,9 @@ def test_a_gpu_that_nobody_counted_is_reported(on_cpu: bool, monkeypatch: pytest
     with pytest.raises(RankFailure) if on_cpu else nullcontext() as raised:
         train_rank(TrialConfig(), tmp_path, 0, InlineReporter(tmp_path, "digits"), on_cpu=on_cpu)
     if raised is not None:
-        assert raised.value.kind == "user"
-        assert "PyTorch sees GPUs" in str(raised.value) and "NVIDIA_DRIVER_CAPABILITIES" in str(raised.value)
+        assert raised.value.reason.code == "user_error"
+        text = reason_text(raised.value.reason)
+        assert "PyTorch sees GPUs" in text and "NVIDIA_DRIVER_CAPABILITIES" in text
 
 
 def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
@@ -141,7 +149,7 @@ def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
     run_inline(TrialConfig(), tmp_path, lambda: None)
     outcome = read_outcome(tmp_path)
     assert outcome is not None and outcome.status == "failed"
-    assert "was given a GPU and PyTorch sees none" in str(outcome.error)
+    assert "was given a GPU and PyTorch sees none" in reason_text(outcome.reason)
 
 
 def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
@@ -206,32 +214,34 @@ def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: P
 def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):
     """A folder that is gone, or not ours, is another matter; `tests/sweep/test_kills.py` fills a real disk."""
     (tmp_path / "file").write_text("")
-    observed = why_unwritten(tmp_path / "file")
+    observed = reason_text(why_unwritten(tmp_path / "file"))
     assert "cannot be written (Not a directory); make it writable, or set hydra.run.dir" in observed
     assert "free" not in observed
-    assert "without an error" in why_unwritten(tmp_path)
+    assert "without an error" in reason_text(why_unwritten(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "message"),
+    ("error", "code", "message"),
     [
         (
-            pickle.loads(pickle.dumps(RankFailure(1, "error", "rank 1: FileNotFoundError: /out/3"))),
+            pickle.loads(
+                pickle.dumps(RankFailure(Reason.of(Code.error, rank=1, error="FileNotFoundError", text="/out/3")))
+            ),
             "error",
             "rank 1: FileNotFoundError: /out/3",
         ),
-        (OutOfMemoryError("killed"), "oom", "rank 1: its process was killed: the host is out of memory"),
+        (OutOfMemoryError("killed"), "host_out_of_memory", "rank 1: its process was killed: the host is out of memory"),
         (RayActorError(), "killed", "rank 1: its process ended without an error, as if killed"),
     ],
     ids=["raised by a rank", "killed by Ray for lack of memory", "killed"],
 )
 def test_why_a_worker_ended_is_told(
-    error: Exception, kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)  # there is no Ray to ask
     note_deaths(tmp_path, {1: error}, kernel_kills_before=10**9, log_sizes={})
     (failure,) = read_failures(tmp_path)
-    assert (failure["kind"], failure["message"]) == (kind, message)
+    assert (failure.reason.code, reason_text(failure.reason)) == (code, message)
 
 
 def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -242,7 +252,7 @@ def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path, m
     for size, words in ((0, "crashed: Segmentation fault"), (log.stat().st_size, "as if killed")):
         note_deaths(tmp_path, {0: RayActorError()}, kernel_kills_before=10**9, log_sizes={log.name: size})
         (failure,) = read_failures(tmp_path)
-        assert words in failure["message"]
+        assert words in reason_text(failure.reason)
         shutil.rmtree(tmp_path / "failures")
 
 

@@ -22,6 +22,7 @@ import pytest
 from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine.job import Job
 from fsdp_lab.record.trial_files import read_outcome
+from fsdp_lab.report.reason_texts import reason_text
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import ray_head
 from tests.processes import called
@@ -102,8 +103,8 @@ def config() -> dict[str, Any]:
 
 def error_of(folder: Path) -> str:
     outcome = read_outcome(folder)
-    assert outcome is not None and outcome.error is not None, outcome
-    return outcome.error
+    assert outcome is not None and outcome.reason is not None, outcome
+    return reason_text(outcome.reason)
 
 
 def test_when_there_is_no_place(runner: Runner, config: dict[str, Any], tmp_path: Path):
@@ -152,4 +153,4 @@ def test_when_the_model_cannot_be_exported(runner: Runner, config: dict[str, Any
 def test_the_next_trial_starts(runner: Runner, config: dict[str, Any], tmp_path: Path):
     runner.run(tmp_path, config)
     outcome = read_outcome(tmp_path)
-    assert outcome is not None and outcome.error is None
+    assert outcome is not None and outcome.reason is None

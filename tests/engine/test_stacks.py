@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.engine.stacks import find_stuck, last_stack, long_s
+from fsdp_lab.report.reason_texts import stuck_text
 
 # A rank whose user's code waits for a lock, in a thread as Ray's, until its log has a dump of that; after a phase that
 # was long.
@@ -78,7 +79,8 @@ def test_a_stuck_rank_dumps_its_stack_once_for_each_phase_and_its_place_is_found
     result = find_stuck(trial)
     assert result is not None
     line = 1 + RANK.splitlines().index("    lock.acquire()")
-    assert str(result) == f"rank 0 is at <string>:{line} in init_weights; its stack is in {log}"
+    text = stuck_text(**result.to_dict())
+    assert text == f"rank 0 is at <string>:{line} in init_weights; its stack is in {log}"
 
 
 def test_a_rank_in_a_collective_waits_for_the_stuck_one(trial: Path, tmp_path: Path):

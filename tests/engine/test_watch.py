@@ -9,7 +9,9 @@ import pytest
 
 from fsdp_lab.engine import job
 from fsdp_lab.engine.job import Watch
-from fsdp_lab.record.trial_files import Progress, read_failures, read_phase, read_progress
+from fsdp_lab.record.failures import read_failures
+from fsdp_lab.record.trial_files import Progress, read_phase, read_progress
+from fsdp_lab.report.reason_texts import reason_text
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_a_wall_clock_that_was_set_ends_no_trial_and_hides_no_stuck_one(
     assert ended == []
     let_pass(watch, progress, 1)
     assert ended == [tmp_path]
-    assert "no progress for trial_timeout_s=2 s since step 7 began" in read_failures(tmp_path)[0]["message"]
+    assert "no progress for trial_timeout_s=2 s since step 7 began" in reason_text(read_failures(tmp_path)[0].reason)
 
 
 def test_a_trial_that_was_resumed_and_takes_no_step_is_ended(ended: list[Path], tmp_path: Path):
@@ -70,7 +72,7 @@ def test_a_trial_that_was_resumed_and_takes_no_step_is_ended(ended: list[Path], 
     progress.reported()
     let_pass(watch, progress, 4)
     assert ended == [tmp_path]
-    assert "since its start" in read_failures(tmp_path)[0]["message"]
+    assert "since its start" in reason_text(read_failures(tmp_path)[0].reason)
 
 
 def test_a_rank_that_answers_nothing_may_wait_for_its_places_and_is_ended_then(ended: list[Path], tmp_path: Path):
@@ -81,7 +83,7 @@ def test_a_rank_that_answers_nothing_may_wait_for_its_places_and_is_ended_then(e
     assert ended == [], "it may wait for its places"
     watch.look(None, passed_s=1.0)
     assert ended == [tmp_path]
-    assert "since its start" in read_failures(tmp_path)[0]["message"]
+    assert "since its start" in reason_text(read_failures(tmp_path)[0].reason)
 
 
 def test_a_stuck_phase_is_named(ended: list[Path], tmp_path: Path):
@@ -93,7 +95,7 @@ def test_a_stuck_phase_is_named(ended: list[Path], tmp_path: Path):
     assert ended == []
     let_pass(watch, progress, 1)
     assert ended == [tmp_path]
-    assert "trial_timeout_s=1 s since building the model began" in read_failures(tmp_path)[0]["message"]
+    assert "trial_timeout_s=1 s since building the model began" in reason_text(read_failures(tmp_path)[0].reason)
 
 
 def test_the_first_step_ends_the_phase_before(tmp_path: Path):

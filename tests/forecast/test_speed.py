@@ -34,6 +34,7 @@ from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.speed_texts import basis_text
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.sweep.plan import effect
@@ -600,7 +601,8 @@ def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep:
     left_out = passed_over(forecasts, {number: str(number) for number in forecasts}, keep)
     assert set(left_out) == expected
     if 4 in left_out:
-        assert "predicted 3.33 samples/s (3.00 to 3.67)" in left_out[4] and f"forecast.keep={keep}" in left_out[4]
+        why = reason_text(left_out[4])
+        assert "predicted 3.33 samples/s (3.00 to 3.67)" in why and f"forecast.keep={keep}" in why
 
 
 def test_what_is_common_to_all_predictions_keeps_no_setting():
@@ -611,7 +613,7 @@ def test_what_is_common_to_all_predictions_keeps_no_setting():
     related = {n: replace(f, speed=replace(f.speed, relative=0.08)) for n, f in alone.items() if f.speed}
     left_out = passed_over(related, settings, "1")
     assert set(left_out) == {2, 3, 4}
-    assert left_out[2] == (
+    assert reason_text(left_out[2]) == (
         "predicted 8.33 samples/s, 83.3% of the last of the most promising. Less than 1 / 1.08 = 92.6% is too "
         "slow: predicted ratios have an error of up to ±8%; forecast.keep=1 does not start it"
     )
@@ -693,7 +695,9 @@ def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not
     forecasts[4] = replace(forecasts[4], speed=None)
     settings = {0: "a", 1: "a", 2: "b", 3: "c", 4: "d"}
     assert set(passed_over(forecasts, settings, "1")) == {2, 3}
-    assert "needs 10.00 MiB of 5.00 MiB per device, by its forecast" in passed_over(forecasts, settings, "1")[3]
+    assert "needs 10.00 MiB of 5.00 MiB per device, by its forecast" in reason_text(
+        passed_over(forecasts, settings, "1")[3]
+    )
     assert set(passed_over(forecasts, settings, "2")) == {3}
 
 

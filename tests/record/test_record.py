@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED
-from fsdp_lab.record.reasons import TimingExcluded
+from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_forecast
 from fsdp_lab.status import TrialStatus
@@ -43,7 +43,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path):
 
 def test_a_record_holds_no_password(tmp_path: Path):
     secret = "sqlserver://me:s3cr3t@host/db"
-    trial = TrialRecord(0, {}, TrialStatus.failed, error=f"no {secret}", overrides=[f"tracking.uri={secret}"])
+    reason = Reason.of(Code.user_error, text=f"no {secret}")
+    trial = TrialRecord(0, {}, TrialStatus.failed, reason=reason, overrides=[f"tracking.uri={secret}"])
     trial.config = SweepConfig()
     trial.config.tracking.uri = secret
     SweepRecord("a", f"python tracking.uri={secret}", [], [trial], 0.02, 0.03).write(tmp_path)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.status import TrialStatus
@@ -32,11 +33,11 @@ def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> Tri
             "forecast/peak_bytes": mib * MIB, "forecast/error": 0.0,
         }  # fmt: skip
     epochs = [{"epoch": float(e), "val/loss": loss + 1 / e, "train/loss": loss + 1 / e} for e in (1, 2)]
-    error = "ran out of <memory> | `now`" if status == "oom" else None
+    reason = Reason.of(Code.job_failed, text="ran out of <memory> | `now`") if status == "oom" else None
     overrides = [f"{key}={value}" for key, value in setting.items()] + ["training.epochs=2"]
     epochs = epochs if measured else []
     return TrialRow(
-        number, setting, TrialStatus(str(status)), {**measured, **figures}, epochs, overrides, error, f"{number:032x}"
+        number, setting, TrialStatus(str(status)), {**measured, **figures}, epochs, overrides, reason, f"{number:032x}"
     )
 
 

@@ -184,7 +184,9 @@ def test_a_child_and_a_sweep_with_nothing_finished_are_reported(folder: Path, tm
     assert done.returncode == 2 and f"give its parent's id, {parent}" in done.stderr
     shutil.copytree(folder / "out", tmp_path / "out")
     for outcome in (tmp_path / "out").glob("*/outcome.json"):
-        outcome.write_text('{"status": "failed", "error": "planted", "seconds": 1.0}')
+        outcome.write_text(
+            '{"status": "failed", "reason": {"code": "job_failed", "values": {"text": "planted"}}, "seconds": 1.0}'
+        )
     done = report(tmp_path, "sweep=out")
     assert done.returncode == 2 and "no trial has finished (4 failed)" in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,6 +10,7 @@ import pytest
 from markupsafe import escape
 
 from fsdp_lab.metrics import MIB
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.page import to_html, to_markdown
@@ -33,9 +34,11 @@ def many(count: int = COUNT) -> SweepData:
         setting = {"optimizer.lr": f"{n // 40}e-4", "training.max_steps": str(n % 40 + 1)}
         status = TrialStatus.failed if n % 3 == 1 else TrialStatus.finished
         measured = figures if status is TrialStatus.finished else {}
-        error = None if measured else "broken"
+        reason = None if measured else Reason.of(Code.job_failed, text="broken")
         words = [f"{key}={value}" for key, value in setting.items()]
-        trials.append(TrialRow(n, setting, status, measured, [measured] if measured else [], words, error, f"{n:032x}"))
+        trials.append(
+            TrialRow(n, setting, status, measured, [measured] if measured else [], words, reason, f"{n:032x}")
+        )
     return sweep(trials, axes=["optimizer.lr", "training.max_steps"])
 
 

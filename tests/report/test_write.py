@@ -13,6 +13,7 @@ import pytest
 
 from fsdp_lab.config.registry import REGISTRY
 from fsdp_lab.layout import Layout
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.data import SweepData
@@ -189,7 +190,9 @@ def test_a_name_that_is_a_word_of_the_template_is_a_name(whole_page: str):
 def test_names_bring_no_elements_into_the_markdown():
     evil = "<script>alert(1)</script>"
     hostile = dataclasses.replace(trial(2, ROWS[2]), setting={"sharding": evil, "precision": f"x\n```\n{evil}"})
-    trials = [dataclasses.replace(hostile, number=number, error=evil) for number in range(2)]
+    trials = [
+        dataclasses.replace(hostile, number=number, reason=Reason.of(Code.user_error, text=evil)) for number in range(2)
+    ]
     made = dataclasses.replace(sweep(trials), name=evil, command=evil, about=[(evil, evil)])
     recommendation = dataclasses.replace(answer(made), command=f"python -m fsdp_lab a='```\n{evil}'", rules=[evil])
     text = to_markdown(made, recommendation)

@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 from rich.console import Console as RichConsole
 
-from fsdp_lab.engine.failures import RankFailure, record_failure
-from fsdp_lab.record.reasons import TimingExcluded
+from fsdp_lab.record.failures import RankFailure, record_failure
+from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
 from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.report.answer import answer
 from fsdp_lab.status import TrialStatus
@@ -107,10 +107,10 @@ def test_of_many_trials_of_which_none_finished_the_last_table_has_the_first(comp
     assert "the first 50 are below; all are in results.csv" in shown.getvalue()
 
 
-@pytest.mark.parametrize(("kind", "named"), [("error", "logs/rank1.log"), ("killed", "failures/rank1.json")])
-def test_a_failed_trial_names_the_file_that_has_its_traceback(kind: str, named: str, tmp_path: Path):
+@pytest.mark.parametrize(("code", "named"), [("error", "logs/rank1.log"), ("killed", "failures/rank1.json")])
+def test_a_failed_trial_names_the_file_that_has_its_traceback(code: str, named: str, tmp_path: Path):
     """A rank's log lacks what Ray reports."""
-    record_failure(tmp_path, RankFailure(1, kind, "boom", "Traceback"))
+    record_failure(tmp_path, RankFailure(Reason.of(Code(code), rank=1), "Traceback"))
     assert _where_traced(tmp_path).endswith("failures/rank1.json]"), "there is no log"
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank1.log").write_text("Traceback")

@@ -19,7 +19,8 @@ import pytest
 
 from fsdp_lab import files
 from fsdp_lab.config import UserError
-from fsdp_lab.record.trial_files import read_failures, read_forecast, read_phase, read_progress
+from fsdp_lab.record.failures import read_failures
+from fsdp_lab.record.trial_files import read_forecast, read_phase, read_progress
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in
 from fsdp_lab.training.checkpoint_files import find_latest
@@ -123,7 +124,7 @@ def read_all(folder: Path, trials: Sequence[Path]) -> dict[str, Any]:
         "report": values(lambda: reported_rows(folder)),
         "resume": values(lambda: resume_arguments(["resume=last"])[0]),
         "checkpoints": [str(find_latest(trial / "checkpoints")) for trial in trials],
-        "failures": [read_failures(trial) for trial in trials],
+        "failures": [[failure.args for failure in read_failures(trial)] for trial in trials],
         "progress": [(read_progress(trial), read_phase(trial)) for trial in trials],
         "forecast": [read_forecast(trial) for trial in trials],
     }

@@ -13,7 +13,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder
-from fsdp_lab.record.reasons import TimingExcluded
+from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
 from fsdp_lab.record.sweep_json import Record
 from fsdp_lab.record.trial_files import append_line
 from fsdp_lab.status import TrialStatus
@@ -34,6 +34,7 @@ FACTS = {
 }  # fmt: skip
 FORECAST = Forecast(False, 2, {"device": {"total": 10}})
 LAST = 3
+REASON = Reason.of(Code.job_failed, text="broken")
 
 
 class Trains(Acts):
@@ -56,7 +57,7 @@ class Trains(Acts):
             failed = number == 2
             if failed:
                 (folder / "error.txt").write_text("broken")
-            sweep.end(number, TrialStatus.failed if failed else TrialStatus.finished, "broken" if failed else None)
+            sweep.end(number, TrialStatus.failed if failed else TrialStatus.finished, REASON if failed else None)
 
 
 @pytest.fixture
@@ -104,6 +105,7 @@ def test_a_run_says_how_its_trial_ended(planned: Callable[[], SweepPlan]):
     for number, run in enumerate(children):
         tags = run.data.tags
         assert tags["status"] == ("failed" if number == 2 else "finished")
+        assert (tags.get("reason"), tags.get("error")) == (("job_failed", "broken") if number == 2 else (None, None))
         assert (tags["device"], tags["note"]) == ("cpu", "offload=cpu has no effect on a CPU.")
         assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
         assert (run.data.params["training.seed"], run.data.params["sharding"]) == (str(number), "per_block")

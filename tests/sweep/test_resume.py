@@ -116,7 +116,9 @@ def test_other_settings_data_and_code_are_refused_by_name_unless_forced(folder: 
 
 @pytest.mark.ci
 def test_a_failed_trial_has_a_result_and_is_tried_again_when_requested(folder: Path):
-    (folder / "out" / "0" / "outcome.json").write_text(json.dumps({"status": "failed", "error": "it fell over"}))
+    (folder / "out" / "0" / "outcome.json").write_text(
+        json.dumps({"status": "failed", "reason": {"code": "job_failed", "values": {"text": "it fell over"}}})
+    )
     done = run_cli(folder, "resume=out")
     assert done.returncode == 1 and "nothing is left to do" in done.stdout
     assert "resume_failed=true" in done.stdout

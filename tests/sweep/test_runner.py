@@ -17,8 +17,11 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.kept import kept_sentences
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row
+from fsdp_lab.record.failures import read_failures
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import Record
-from fsdp_lab.record.trial_files import append_line, read_failures, read_forecast, read_outcome
+from fsdp_lab.record.trial_files import append_line, read_forecast, read_outcome
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
@@ -60,7 +63,7 @@ class Acts:
                 sweep.look(number)
                 sweep.look(number)  # a second report of the same epoch publishes nothing
             sweep.tick()
-            sweep.end(number, status, "why" if status is TrialStatus.failed else None)
+            sweep.end(number, status, Reason.of(Code.no_outcome) if status is TrialStatus.failed else None)
 
     def stop(self) -> None:
         self.stopped += 1
@@ -127,7 +130,7 @@ def test_the_traceback_of_an_error_that_forecasts_find_is_kept(
     plan = plan_of_theirs(compose_trial, tmp_path, "Refuses", ["loss"] * 2)
     assert run_sweep(plan, Acts(), [Forecasts(plan), Console(plan.state, plan.swept)]) is ExitCode.failed
     (failure,) = read_failures(plan.state.trials[0].trial.folder)
-    assert 'raise ValueError("these are too many")' in failure["traceback"]
+    assert 'raise ValueError("these are too many")' in failure.traceback
     lines = [line for line in capsys.readouterr().out.splitlines() if " failed" in line and "too many" in line]
     assert len(lines) == 1 and lines[0].endswith("/0/failures/rank0.json]"), lines
     assert not read_failures(plan.state.trials[1].trial.folder)
@@ -139,7 +142,7 @@ def test_where_all_forecasts_fail_as_training_would_no_trial_begins(compose_tria
     hears = Hears()
     assert run_sweep(plan, Acts(), [Forecasts(plan), hears]) is ExitCode.failed
     assert hears.begun == [] and hears.ended_as == dict.fromkeys(range(3), "failed")
-    first, *others = [state.error or "" for state in plan.state.trials]
+    first, *others = [reason_text(state.reason) for state in plan.state.trials]
     assert "of_each_item is a tensor of" in first and "to train anyway, use forecast.enabled=false" in first
     assert others == ["for the same reason as trial 0"] * 2
     outcomes = [read_outcome(state.trial.folder) for state in plan.state.trials]

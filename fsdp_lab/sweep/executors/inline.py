@@ -28,7 +28,7 @@ class InlineExecutor:
             run_inline(config, folder, on_epoch, sweep.address_of(number))  # type: ignore[misc]
             outcome = read_outcome(folder)
             if outcome is not None:
-                sweep.end(number, outcome.status, outcome.error)
+                sweep.end(number, outcome.status, outcome.reason)
             else:
                 sweep.end(number, TrialStatus.failed, why_unwritten(folder))
 

@@ -18,6 +18,7 @@ from fsdp_lab.config.registry import module_of
 from fsdp_lab.engine import ray_private, resources
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
@@ -105,7 +106,8 @@ class NextTrial(Searcher):
                 if not self._sweep.config.search.samples:
                     raise
                 self._sweep.prepare(number)
-                self._sweep.end(number, TrialStatus.failed, str(error))  # the cluster cannot hold what was suggested
+                # the cluster cannot hold what was suggested
+                self._sweep.end(number, TrialStatus.failed, Reason.of(Code.user_error, text=str(error)))
         self._sweep.prepare(number)
         folder, address = str(self._sweep.folder_of(number)), self._sweep.address_of(number)
         job = job_of(config, folder, self._catalog.nodes, address)
@@ -258,7 +260,7 @@ class TuneCallback(tune.Callback):
             # was stopped: the next trial waits for these places.
             resources.release_placement_group(folder)
         if outcome is not None:
-            self._sweep.end(number, outcome.status, outcome.error)
+            self._sweep.end(number, outcome.status, outcome.reason)
         elif number in self._stopped:
             through = self._sweep.is_through(number)
             self._sweep.end(number, TrialStatus.finished if through else TrialStatus.stopped)

@@ -15,9 +15,11 @@ from rich.live import Live
 from rich.segment import SegmentLines
 from rich.text import Text
 
-from fsdp_lab.record.trial_files import read_failures
+from fsdp_lab.record.failures import read_failures
+from fsdp_lab.record.reasons import Code
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, plain_text
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
@@ -30,8 +32,8 @@ from fsdp_lab.wording import duration
 
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
 _COUNTED = 100  # ended trials to a line, where there are many
-_PRINTED = ("oom", "peer", "error")  # kinds of failures whose traceback is in the log, see `record_failure`
-_CAUSED = "direct cause"  # what Python writes between an error and the one that it was raised from
+# The rank has printed its traceback, see `print_failure`.
+_PRINTED = (Code.out_of_memory, Code.peer_lost, Code.error, Code.disk_full)
 
 
 class Console(Listener):
@@ -158,7 +160,7 @@ class Console(Listener):
         """Log the end of a trial; in a large sweep, only failures, and a count from time to time."""
         state = self._state.trials[number]
         took = f" after {duration(state.seconds)}" if state.seconds is not None else ""
-        why = f": {state.error}" if state.error else ""
+        why = f": {reason_text(state.reason)}" if state.reason else ""
         if state.status is TrialStatus.failed:
             why += _where_traced(sweep.folder_of(number))
         self._ended += 1
@@ -223,9 +225,9 @@ class Console(Listener):
 def _where_traced(folder: Path) -> str:
     """Return where the traceback of a failed trial is; "" without one, or if its message is enough."""
     for failure in read_failures(folder)[:1]:
-        if failure["kind"] != "user" or _CAUSED in failure["traceback"]:
-            log = folder / "logs" / f"rank{failure['rank']}.log"
-            printed = failure["kind"] in _PRINTED and log.exists()
-            path = log if printed else folder / "failures" / f"rank{failure['rank']}.json"
+        if failure.traceback:
+            log = folder / "logs" / f"rank{failure.rank}.log"
+            printed = failure.reason.code in _PRINTED and log.exists()
+            path = log if printed else folder / "failures" / f"rank{failure.rank}.json"
             return f" [traceback: {relative(path)}]"
     return ""

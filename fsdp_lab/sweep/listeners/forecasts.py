@@ -28,7 +28,9 @@ from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
+from fsdp_lab.report.reason_texts import needs_text
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.predict import Speed
@@ -45,7 +47,7 @@ _WAITED = 0.05  # of its steps, from which a GPU's are not learnt from
 class Forecasts(Listener):
     """Forecasts the known trials while Ray starts, and those of a search one by one.
 
-    On a running cluster, forecasts begin when it has been reached. If all forecasts fail by one error that training
+    On a running cluster, forecasts begin when it has been reached. If all forecasts fail by errors that training
     would meet too, no trial is started; not so on such a cluster, whose nodes may have files that this machine lacks.
     Otherwise the reason for a missing forecast is logged when the trial has trained an epoch, or ended without failing:
     most often the trial fails for the same reason, and reports it itself.
@@ -97,8 +99,8 @@ class Forecasts(Listener):
             sweep.log(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
         requests = _requests(list(wanted.values()), resources.num_gpus() > 0, workers)
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
-        if self._early is not None and result and all(f.fails and f.error == result[0].error for f in result):
-            _fail(sweep, list(wanted), result[0])
+        if self._early is not None and result and all(forecast.fails for forecast in result):
+            _fail(sweep, dict(zip(wanted, result, strict=True)))
             return
         for number, forecast in zip(wanted, result, strict=True):
             self._take(sweep, number, forecast)
@@ -134,7 +136,7 @@ class Forecasts(Listener):
 
     def _left_out(
         self, sweep: SweepRun, keep: str, requests: dict[int, Request], ended: dict[int, TrialState]
-    ) -> tuple[dict[int, str], int, str]:
+    ) -> tuple[dict[int, Reason], int, str]:
         """Return the trials that `forecast.keep` leaves out, how many settings it keeps, and why it keeps all.
 
         The trials come with reasons. Each number of workers has its own ranking.
@@ -143,7 +145,7 @@ class Forecasts(Listener):
         before = {n: predicted for n, state in ended.items() if (predicted := _predicted(state)) is not None}
         to_run = {n: self._known[key] for n, key in settings.items() if n not in ended and not sweep.states[n].ended}
         best = _recommended(sweep, to_run)
-        left_out: dict[int, str] = {}
+        left_out: dict[int, Reason] = {}
         why: dict[str, None] = {}
         for workers in sorted({requests[n].num_workers for n in to_run}):
             of = {n for n, request in requests.items() if request.num_workers == workers}
@@ -237,13 +239,16 @@ class Forecasts(Listener):
         if forecast.largest_microbatch is not None:
             sweep.log(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
         sweep.forecast(number, forecast)
-        if prune and forecast.may_fit:
-            needs, bound = forecast.shortage, forecast.upper_bound
+        if not prune or not (forecast.may_fit or forecast.fits is False):
+            return
+        needs = needs_text(**forecast.shortage)
+        if forecast.may_fit:
+            bound = forecast.upper_bound
             sweep.log(f"{name} starts, and may run out of memory: {needs}, which is an upper bound ({bound})")
-        elif prune and forecast.tight:
-            sweep.log(f"{name} starts, but memory is tight: {forecast.shortage}; it may be slow, or run out of memory")
-        elif prune and forecast.fits is False:
-            sweep.skip(number, f"{forecast.shortage}; forecast.prune=true skips it")
+        elif forecast.tight:
+            sweep.log(f"{name} starts, but memory is tight: {needs}; it may be slow, or run out of memory")
+        else:
+            sweep.skip(number, Reason.of(Code.does_not_fit, **forecast.shortage))
 
 
 def ran_there(request: Request, device: str | None) -> bool:
@@ -278,14 +283,14 @@ def undisturbed_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -
     return samples / speed * (1.0 if cuda else 1 - waited)
 
 
-def _fail(sweep: SweepRun, numbers: Sequence[int], forecast: Forecast) -> None:
-    """End trials that would all train in vain. The reason is logged once."""
-    first, *others = numbers
-    reason = (forecast.error or "").rstrip(".")
-    message = f"{reason}. The forecast found this; to train anyway, use forecast.enabled=false."
-    sweep.fail(first, message, forecast.traceback)
-    for number in others:
-        sweep.fail(number, f"for the same reason as {label(first, sweep.states)}")
+def _fail(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> None:
+    """End trials that would all train in vain. Each error is logged once."""
+    first: dict[str | None, int] = {}
+    for number, forecast in forecasts.items():
+        if (earlier := first.setdefault(forecast.error, number)) == number:
+            sweep.fail(number, Reason.of(Code.forecast_failed, text=forecast.error), forecast.traceback)
+        else:
+            sweep.fail(number, Reason.of(Code.same_as, trial=earlier))
 
 
 def _predicted(state: TrialState) -> Predicted | None:

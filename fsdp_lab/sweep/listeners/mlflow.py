@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_lab.config.sweep import Engine, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
@@ -197,12 +198,13 @@ class MlflowRuns(Listener):
             facts,
             list(self._files(trial.folder, folder, state.ended, number)),
             status=status,
-            error=state.error,
+            error=reason_text(state.reason),
             ended=self._ended.get(number),
         )
 
     def _tags_of(self, state: TrialState, number: int) -> dict[str, str]:
         tags = {"timing_excluded": str(state.timing_excluded)} if state.timing_excluded else {}
+        tags |= {"reason": str(state.reason.code)} if state.reason else {}
         if self._recommended == number:
             return tags | {RECOMMENDED_TAG: "true"}
         return tags | ({RECOMMENDED_TAG: "false"} if number in self._replaced else {})

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from fsdp_lab.engine.stacks import find_stuck, long_s
 from fsdp_lab.record.trial_files import read_facts, read_phase, read_progress
+from fsdp_lab.report.reason_texts import stuck_text
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.wording import duration
@@ -84,7 +85,8 @@ class Watch:
             return None
         self._reported.add(kind)
         stuck = find_stuck(folder)
-        return f"{doing.what} has lasted {duration(doing.lasts_s)}" + (f"; {stuck}" if stuck else "")
+        where = f"; {stuck_text(**stuck.to_dict())}" if stuck else ""
+        return f"{doing.what} has lasted {duration(doing.lasts_s)}{where}"
 
 
 def _left_s(progress: dict[str, float], total: int) -> float | None:

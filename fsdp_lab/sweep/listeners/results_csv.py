@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp_lab.files import write_text
 from fsdp_lab.metrics import table_columns
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.names import setting
@@ -110,7 +111,7 @@ def write_results(
                 "yes" if number in front else "",
                 _rounded(state.turnaround_s),
                 _rounded(state.seconds),
-                state.error or "",
+                reason_text(state.reason),
                 run_id(number),
                 state.trial.folder,
             ]

@@ -101,7 +101,7 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
         state.again = config.resume_failed and excluded
         if config.resume_failed and (excluded or state.status is TrialStatus.failed):  # its outcome is removed later
             state.turnaround_s = None if state.again else state.turnaround_s
-            state.status, state.error, state.seconds, state.timing_excluded = TrialStatus.waiting, None, None, None
+            state.status, state.reason, state.seconds, state.timing_excluded = TrialStatus.waiting, None, None, None
         if not state.ended:  # it reports its epochs again
             state.metrics, state.epochs, state.facts = {}, [], {}
         states.append(state)
@@ -117,7 +117,7 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
     state.epochs = list(read_metrics(folder))
     state.metrics = {key: value for epoch in state.epochs for key, value in epoch.items()}
     if outcome is not None:
-        state.status, state.error, state.seconds = outcome.status, outcome.error, outcome.seconds
+        state.status, state.reason, state.seconds = outcome.status, outcome.reason, outcome.seconds
         state.timing_excluded = why_timing_is_excluded(state.facts, state.metrics, state.trial.config.report.others_cpu)
     return state
 
