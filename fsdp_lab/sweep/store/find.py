@@ -23,6 +23,14 @@ def remember_last(folder: Path) -> None:
         write_text(_LAST, str(folder.absolute()))
 
 
+def last_folder() -> Path | None:
+    """Return the folder that `resume=last` stands for; None if there is none, or it is gone."""
+    with suppress(OSError):
+        last = Path(_LAST.read_text(errors="replace").strip())
+        return last if last.is_absolute() and last.is_dir() else None
+    return None
+
+
 def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
     """Return the folder that `resume=...` stands for.
 
