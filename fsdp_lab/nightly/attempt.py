@@ -43,10 +43,10 @@ def frame_of(folder: Path) -> pd.DataFrame:
 
 def changed_since(folder: Path) -> list[str]:
     """Return the changes of code and libraries since a sweep began: its trials would not be comparable."""
-    from fsdp_lab.record.sweep_json import read_record
+    from fsdp_lab.record.sweep_json import read_start
     from fsdp_lab.sweep.store.changes import changes_of_code
 
-    return changes_of_code(read_record(folder, "sweep")) if (folder / "sweep.json").exists() else []
+    return changes_of_code(read_start(folder, "sweep")) if (folder / "sweep.json").exists() else []
 
 
 def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> int:

@@ -200,10 +200,10 @@ def _origin(study: Study) -> dict[str, Any]:
 
 def _with_run(study: Study, night: Night, folder: Path, log: Log) -> Night:
     """Return the night with the digests of its sweep's code, and with the sweep's run in MLflow."""
-    from fsdp_lab.record.sweep_json import read_record
+    from fsdp_lab.record.sweep_json import read_start
 
     try:
-        record = read_record(folder, "sweep")
+        record = read_start(folder, "sweep")
     except UserError:  # the sweep was refused
         return night
     packages = record.user_packages

@@ -1,4 +1,4 @@
-"""The record of a sweep in its folder, and how the next start reads it.
+"""How a sweep was started, in its folder, and how the next start reads it.
 
 | file | what |
 | --- | --- |
@@ -29,7 +29,7 @@ _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 
 
 @dataclass(frozen=True)
-class Record:
+class SweepStart:
     """The content of `sweep.json`.
 
     Attributes:
@@ -57,15 +57,15 @@ class Record:
     user_packages: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> Record:
+    def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> SweepStart:
         """Return the record of a new sweep, with the code as it is now."""
         typed = [argument for argument in arguments if argument not in ("-m", "--multirun")]
-        record = Record(
+        record = SweepStart(
             uuid.uuid4().hex, typed, multirun, os.getcwd(), workers_of(config), commit=commit(), libraries=versions()
         )
         return record.with_code(config.code())
 
-    def with_code(self, paths: Sequence[str]) -> Record:
+    def with_code(self, paths: Sequence[str]) -> SweepStart:
         """Return the same with the digest of fsdp_lab's code and of the user's that dotted paths name."""
         packages = user_packages(paths)
         return replace(self, code=code_digest(packages), user_packages=packages)
@@ -93,7 +93,7 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
-def read_record(folder: Path, key: str = "resume") -> Record:
+def read_start(folder: Path, key: str = "resume") -> SweepStart:
     """Return the record in a folder's `sweep.json`.
 
     Args:
@@ -105,7 +105,7 @@ def read_record(folder: Path, key: str = "resume") -> Record:
     """
     path = folder / "sweep.json"
     try:
-        return _checked(Record(**json.loads(path.read_text(encoding="utf-8"))))
+        return _checked(SweepStart(**json.loads(path.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         if (job := folder / "job" / "job.sbatch").exists():
             raise UserError(
@@ -124,7 +124,7 @@ def read_record(folder: Path, key: str = "resume") -> Record:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start a new sweep.") from None
 
 
-def _checked(record: Record) -> Record:
+def _checked(record: SweepStart) -> SweepStart:
     """Return the record if its values have the right types.
 
     Raises:

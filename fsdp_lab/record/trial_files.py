@@ -13,7 +13,7 @@
 | `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted unusually long |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
-| `disturbed.<n>/` | the driver | these files of an attempt whose speed did not count |
+| `excluded.<n>/` | the driver | these files of an attempt whose timing was excluded |
 | `.alive` | every rank | locked while a process of the trial lives |
 """
 
@@ -257,12 +257,14 @@ def wait_until_alone(folder: Path, limit_s: float) -> bool:
         return False
 
 
-# Files that another command may have left in a folder that is used again. Checkpoints stay: a trial resumes from them
-# or refuses them.
-_LEFT_OVER = (
-    "outcome.json", "facts.json", "facts.before.json", "places.json", "progress.json", "metrics.jsonl", "forecast.json",
-    "turnaround.json", "error.txt", "model.pt",
+# What says how far a trial has come, the outcome first: without it a trial has no result.
+ATTEMPT = (
+    "outcome.json", "metrics.jsonl", "facts.json", "facts.before.json", "places.json", "progress.json",
+    "turnaround.json", "error.txt",
 )  # fmt: skip
+# What another command may have left in a folder that is used again. Checkpoints stay: a trial resumes from them or
+# refuses them.
+LEFT_OVER = (*ATTEMPT, "forecast.json", "model.pt")
 
 
 def clear_attempt(folder: Path) -> None:
@@ -294,7 +296,7 @@ def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
 def clear_left_over(folder: Path) -> None:
     """Remove the files of an earlier trial in its folder, which would be taken for this one's."""
     for path in (
-        *(folder / name for name in _LEFT_OVER),
+        *(folder / name for name in LEFT_OVER),
         *folder.glob("memory_*_rank*.*"),
         *folder.glob("trace_rank*"),
     ):

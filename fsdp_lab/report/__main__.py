@@ -40,7 +40,7 @@ from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
 
 if TYPE_CHECKING:
-    from fsdp_lab.record.sweep_json import Record
+    from fsdp_lab.record.sweep_json import SweepStart
 
 TOLERANCES = ("loss_tolerance", "speed_tolerance", "others_cpu")
 KEYS = (
@@ -171,7 +171,7 @@ def used(sweep: SweepData, use: str, number: str | None = None) -> str:
     return takehome.write_out(use, trial.setup)
 
 
-def store_of(record: Record, config: SweepConfig, own: bool) -> str:
+def store_of(record: SweepStart, config: SweepConfig, own: bool) -> str:
     """Return the tracking store that a folder names.
 
     Args:

@@ -12,7 +12,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import objectives
 from fsdp_lab.locks import locked
 from fsdp_lab.record.hydra_folder import write_hydra_folder
-from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
+from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.names import run_name
@@ -31,7 +31,7 @@ def run_alone(trial: Trial) -> ExitCode:
     """
     if trial.config.resume is not None:
         with locked(trial.folder, "resume"):
-            record = read_record(trial.folder)
+            record = read_start(trial.folder)
             states = resumed_states([trial], trial.folder, trial.config)
             typed_now = [word for word in trial.overrides if word not in record.arguments]
             check_unchanged(record, states, trial.folder, trial.config, typed_now)
@@ -39,7 +39,7 @@ def run_alone(trial: Trial) -> ExitCode:
             reach_cluster(plan)
             remember_last(trial.folder)
             return _start(plan)
-    record = Record.of(sys.argv[1:], False, trial.config)
+    record = SweepStart.of(sys.argv[1:], False, trial.config)
     reach_cluster(_plan([TrialState(trial)], record))
     with new_folder(trial.folder, "hydra.run.dir", trial.hydra_config.hydra) as folder:
         trial = replace(trial, folder=folder)
@@ -65,7 +65,7 @@ def _remove_empty(folder: Path) -> None:
                 made.rmdir()
 
 
-def _plan(states: Sequence[TrialState], record: Record, resumed: bool = False) -> SweepPlan:
+def _plan(states: Sequence[TrialState], record: SweepStart, resumed: bool = False) -> SweepPlan:
     trial = states[0].trial
     state = SweepState(states, objectives(trial.config))
     return SweepPlan(state, trial.config, trial.folder, [], record, resumed=resumed)

@@ -18,7 +18,7 @@ from fsdp_lab.forecast.devices import check_sweep
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import locked
 from fsdp_lab.record.hydra_folder import write_hydra_folder
-from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
+from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
@@ -171,7 +171,7 @@ class Command:
         Raises:
             ConfigError: a value is invalid, or no trial is valid.
         """
-        record = Record.of(as_typed(sys.argv[1:]), True, self.common.config)
+        record = SweepStart.of(as_typed(sys.argv[1:]), True, self.common.config)
         if not self.common.config.search.samples:
             grid = enumerate_grid(self._parser, self._defaults, self._arguments)
             planned = plan_sweep(grid, self._compose)
@@ -208,7 +208,7 @@ class Command:
         Raises:
             UserError: the folder holds no sweep, or one of other settings, code or data.
         """
-        record = read_record(self.folder)
+        record = read_start(self.folder)
         typed_now = [argument for argument in self._arguments if argument not in record.arguments]
         trials = [
             replace(self._compose_with(typed_now, overrides, number), folder=folder)
@@ -232,7 +232,7 @@ class Command:
         self,
         states: Sequence[TrialState],
         swept: Sequence[str],
-        record: Record,
+        record: SweepStart,
         search: OptunaSearch | None = None,
         typed_now: Sequence[str] = (),
     ) -> SweepPlan:
@@ -286,5 +286,5 @@ def write_multirun(config: DictConfig, plan: SweepPlan) -> None:
     for trial in trials:
         write_hydra_folder(trial)
         add_trial(plan.folder, trial)
-    plan.record.write(plan.folder)
+    plan.started.write(plan.folder)
     remember_last(plan.folder)

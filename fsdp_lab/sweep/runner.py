@@ -19,7 +19,7 @@ from fsdp_lab.record.failures import RankFailure, record_failure
 from fsdp_lab.record.hydra_folder import restore_hydra_folder, write_hydra_folder
 from fsdp_lab.record.paths import make_storage, storage, sweep_address, trial_address
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import (
     Outcome,
     clear_attempt,
@@ -48,7 +48,7 @@ class SweepPlan:
         config: of any trial, for the keys that all share.
         folder: of the sweep.
         swept: the keys that differ between trials.
-        record: of the sweep.
+        started: what its start was given, and the code then.
         search: suggests more trials; None: a grid without repeats.
         resumed: whether the folder has trials of an earlier start.
     """
@@ -57,7 +57,7 @@ class SweepPlan:
     config: SweepConfig
     folder: Path
     swept: Sequence[str]
-    record: Record
+    started: SweepStart
     search: Search | None = None
     resumed: bool = False
 

@@ -29,7 +29,7 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     Raises:
         UserError: see `run_sweep`; PyTorch cannot use this machine's GPUs; or a job of Ray's would lose its results.
     """
-    check_job(plan.config, plan.folder, folder_key(plan.record.multirun))
+    check_job(plan.config, plan.folder, folder_key(plan.started.multirun))
     if plan.config.cluster.address is None:  # another machine's driver is for its workers to ask
         check_driver()
     if TYPED_ELSEWHERE in os.environ and (store := sqlite_file(plan.config.tracking.uri)):

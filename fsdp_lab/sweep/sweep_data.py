@@ -24,7 +24,7 @@ from fsdp_lab.config.sweep import SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage, sweep_address
-from fsdp_lab.record.sweep_json import Record, read_record
+from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.redact import redact, redact_typed
 from fsdp_lab.report import data
@@ -40,7 +40,7 @@ def sweep_of(
     states: Sequence[TrialState],
     swept: Sequence[str],
     folder: Path,
-    record: Record,
+    record: SweepStart,
     run_id: Callable[[int], str],
     parent: str = "",
 ) -> data.SweepData:
@@ -129,13 +129,13 @@ def _parsed(arguments: Sequence[str]) -> list[Override]:
     return overrides
 
 
-def sweep_in(folder: Path) -> tuple[data.SweepData, Record, SweepConfig]:
+def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
     """Return the sweep, its record and the config of its first trial, from a folder.
 
     Raises:
         UserError: no sweep was started there, or none of its trials has ended.
     """
-    record = read_record(folder, "sweep")
+    record = read_start(folder, "sweep")
     listed = read_trials(folder, record.num_trials, "sweep") if record.multirun else [(record.arguments, folder)]
     trials = [
         _trial_in(where, number, overrides, record.launched_in) for number, (overrides, where) in enumerate(listed)

@@ -23,7 +23,7 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import writes
 from fsdp_lab.tracking.store import open_store, refusal, search_runs, set_answer, ui_url
 from fsdp_lab.tracking.tags import (
-    DISTURBED,
+    EXCLUDED,
     RECORDED_TAG,
     SWEEP_TAG,
     TRIAL_TAG,
@@ -161,8 +161,8 @@ class Projection:
                     self._stored[_number(run)] = _Stored.of(run)
                 for number in again:
                     if stored := self._stored.pop(number, None):
-                        self._client.set_tag(stored.run_id, TRIAL_TAG, f"{number} {DISTURBED}")
-                        self._client.update_run(stored.run_id, name=shortened(f"{stored.name} ({DISTURBED})"))
+                        self._client.set_tag(stored.run_id, TRIAL_TAG, f"{number} {EXCLUDED}")
+                        self._client.update_run(stored.run_id, name=shortened(f"{stored.name} ({EXCLUDED})"))
             except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
                 raise refusal(self._tracking.uri, error) from None
         self._last_success = time.monotonic()

@@ -45,7 +45,7 @@ def test_a_record_that_is_set_aside_stays_in_storage_and_its_checkpoints_go(addr
     set_aside(tmp_path, address)
     set_aside(tmp_path, address)  # a second time there is nothing
     here = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert here == [".hydra/config.yaml", *sorted(f"disturbed.1/{name}" for name in record)]
+    assert here == [".hydra/config.yaml", *sorted(f"excluded.1/{name}" for name in record)]
     assert sorted(storage.files()) == [*here, "sweep.json"], "and what belongs to the sweep"
 
 

@@ -13,7 +13,7 @@ from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig, TrackingCo
 from fsdp_lab.engine.cluster import code_environment
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.engine.ray_private import JOB_VARIABLE
-from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.sweep.names import RESUMED_BY, folder_key
 from fsdp_lab.sweep.start import start_sweep
 from tests.workloads.user.project import importable, write_project
@@ -53,8 +53,8 @@ def test_a_night_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch):
     config = SweepConfig(cluster=ClusterConfig(address="auto"), tracking=_STAYS)
     assert [folder_key(multirun) for multirun in (True, False)] == ["hydra.sweep.dir", "hydra.run.dir"]
     monkeypatch.setenv(RESUMED_BY, "python -m fsdp_lab.nightly --continue")
-    record = Record("", [], True, "", 1)
-    plan = SimpleNamespace(config=config, folder=Path("outputs/nightly/x/sweep"), record=record)
+    record = SweepStart("", [], True, "", 1)
+    plan = SimpleNamespace(config=config, folder=Path("outputs/nightly/x/sweep"), started=record)
     with pytest.raises(ConfigError, match=r"for example nightly\.folder=/shared/fsdp_lab/<a name>$"):
         start_sweep(plan)  # type: ignore[arg-type]  # refused before more of it is read
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import Outcome, append_line, read_outcome, write_outcome
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.storage import Storage, StorageAway
@@ -57,7 +57,7 @@ def resumed(address: str, compose_trial: Callable[[Sequence[str], int], Trial]) 
             object.__setattr__(trial, "folder", folder / str(n))
         config = trials[0].config
         state = SweepState(resumed_states(trials, folder, config), [("val/loss", "min")])
-        return SweepRun(SweepPlan(state, config, folder, [], Record.of([], True, config), resumed=True), [])
+        return SweepRun(SweepPlan(state, config, folder, [], SweepStart.of([], True, config), resumed=True), [])
 
     return resume
 

@@ -14,7 +14,7 @@ from fsdp_lab.files import write_json
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
-from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import append_line
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
@@ -64,7 +64,7 @@ class Trains(Acts):
 def planned(compose_trial: Compose, tmp_path: Path) -> Callable[[], SweepPlan]:
     """Of a sweep whose folder and store are `tmp_path`; of its resume, if trials of it have ended."""
     lay_store(tmp_path)
-    records: list[Record] = []
+    records: list[SweepStart] = []
 
     def plan() -> SweepPlan:
         words = [f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"]
@@ -74,7 +74,7 @@ def planned(compose_trial: Compose, tmp_path: Path) -> Callable[[], SweepPlan]:
         config = trials[0].config
         resumed = (tmp_path / "0" / "outcome.json").exists()
         states = resumed_states(trials, tmp_path, config) if resumed else [TrialState(trial) for trial in trials]
-        records.append(records[0] if records else Record.of([], True, config))
+        records.append(records[0] if records else SweepStart.of([], True, config))
         state = SweepState(states, [("val/loss", "min")])
         return SweepPlan(state, config, tmp_path, ["training.seed"], records[0], resumed=resumed)
 

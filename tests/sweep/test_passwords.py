@@ -15,7 +15,7 @@ from fsdp_lab.config import ConfigError, SweepConfig, to_dict
 from fsdp_lab.config.key_value_args import check_passwords
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.record.hydra_folder import write_hydra_folder
-from fsdp_lab.record.sweep_json import Record, begin_folder
+from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.redact import redacted_file
 from fsdp_lab.report.__main__ import store_of
@@ -63,7 +63,7 @@ def test_a_trials_files_hold_no_password(uri: str, compose_trial, tmp_path: Path
     begin_folder(tmp_path / "out", [trial])
     write_hydra_folder(trial)
     add_trial(tmp_path, trial)
-    record = Record.of(words, True, trial.config)
+    record = SweepStart.of(words, True, trial.config)
     record.write(tmp_path)
     assert holding(tmp_path) == []
     assert stat.S_IMODE((tmp_path / "sweep.json").stat().st_mode) == 0o600

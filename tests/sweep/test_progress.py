@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.files import write_json
-from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import Progress, write_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
@@ -51,7 +51,7 @@ def sweep(compose_trial: Compose, tmp_path: Path) -> SweepRun:
     """Four trials, of which the first runs."""
     trials = [compose_trial([f"training.seed={seed}", "trial_timeout_s=100"], seed) for seed in range(4)]
     state, config = SweepState([TrialState(t) for t in trials], [("val/loss", "min")]), trials[0].config
-    run = SweepRun(SweepPlan(state, config, tmp_path, ["training.seed"], Record.of([], True, config)), [])
+    run = SweepRun(SweepPlan(state, config, tmp_path, ["training.seed"], SweepStart.of([], True, config)), [])
     run.prepare(0)
     state.trials[0].move(TrialStatus.starting)
     run.begin(0)

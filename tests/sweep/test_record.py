@@ -14,7 +14,7 @@ import pytest
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.record.hydra_folder import read_hydra_file, restore_hydra_folder, write_hydra_folder
 from fsdp_lab.record.paths import storage
-from fsdp_lab.record.sweep_json import Record, begin_folder, read_record
+from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trial_files import Outcome, wait_until_alone, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.status import TrialStatus
@@ -122,13 +122,13 @@ def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
 
 def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    Record.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, SweepConfig()).write(tmp_path)
+    SweepStart.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, SweepConfig()).write(tmp_path)
     remember_last(tmp_path)
     meant, where, _ = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
     assert where == str(tmp_path)
     assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume='{tmp_path}'",
                      f"hydra.sweep.dir='{tmp_path}'"]  # fmt: skip
-    Record.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
+    SweepStart.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
     meant, _, _ = resume_arguments([f"resume={tmp_path}", "-m"])
     assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
 
@@ -151,11 +151,11 @@ def test_a_record_that_only_its_owner_may_read_is_reported(tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "read_text", read_text)
     with pytest.raises(UserError, match=rf"resume={tmp_path}: only its owner may read {tmp_path}/sweep.json"):
-        read_record(tmp_path)
+        read_start(tmp_path)
 
 
 def test_changed_code_is_named(monkeypatch: pytest.MonkeyPatch):
-    record = Record.of([], True, SweepConfig())
+    record = SweepStart.of([], True, SweepConfig())
     assert changes_of_code(record) == []
     looked_at_by_others = dataclasses.replace(record, libraries={**record.libraries, "other": "1"})
     assert changes_of_code(looked_at_by_others) == []
@@ -170,7 +170,7 @@ def test_changed_code_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_another_number_of_workers_by_default_is_named():
-    record = Record.of([], True, SweepConfig())
+    record = SweepStart.of([], True, SweepConfig())
     assert changes_of_workers(record, SweepConfig()) == []
     (change,) = changes_of_workers(dataclasses.replace(record, num_workers=8), SweepConfig())
     assert change.startswith("cluster.num_workers=null was 8 workers and is ")
@@ -208,7 +208,7 @@ def test_overrides_take_the_place_of_those_for_the_same_key():
 
 def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: Path, compose_trial):
     """Going on without it would train that trial's number again, into its folder."""
-    Record.of([], True, SweepConfig()).write(tmp_path)
+    SweepStart.of([], True, SweepConfig()).write(tmp_path)
     for number in range(2):
         trial = compose_trial(["sharding=root"], number)
         add_trial(tmp_path, trial)

@@ -149,7 +149,7 @@ def test_a_trial_with_excluded_timing_is_measured_again_and_its_record_kept(fold
     assert not list((folder / "elsewhere").iterdir())
     assert "1 of 4 trials left, 1 of them to be measured again" in done.stdout
     assert begun(done) == [1] and "trial 1 starts: " in done.stdout, "from its first step"
-    assert (trial / "disturbed.1/metrics.jsonl").read_text() == first != (trial / "metrics.jsonl").read_text()
+    assert (trial / "excluded.1/metrics.jsonl").read_text() == first != (trial / "metrics.jsonl").read_text()
     assert not SweepFolder(folder / "out").trials[1].facts["resumed_from"], "no checkpoint is there any more"
     after, store = run_ids(folder), Store(folder)
     assert [old != new for old, new in zip(before, after, strict=True)] == [False, True, False, False]

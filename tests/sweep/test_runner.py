@@ -19,7 +19,7 @@ from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.record.failures import read_failures
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.sweep_json import Record
+from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import append_line, read_forecast, read_outcome
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis
@@ -91,7 +91,7 @@ class Hears(Listener):
 def plan(compose_trial: Compose, tmp_path: Path) -> SweepPlan:
     trials = [compose_trial([f"training.seed={seed}"], seed) for seed in range(3)]
     config = trials[0].config
-    record = Record.of([], True, config)
+    record = SweepStart.of([], True, config)
     return SweepPlan(SweepState([TrialState(t) for t in trials], LOSS), config, tmp_path, ["training.seed"], record)
 
 
@@ -101,7 +101,7 @@ def plan_of_theirs(compose_trial: Compose, folder: Path, model: str, losses: Seq
     words = ["task=custom", "model=custom", "data=example", f"+model._target_={project}.{model}", "+model.width=8"]
     trials = [compose_trial([*words, f"task.loss={project}.{loss}"], i) for i, loss in enumerate(losses)]
     states = SweepState([TrialState(trial) for trial in trials], LOSS)
-    return SweepPlan(states, trials[0].config, folder, ["task.loss"], Record.of([], True, trials[0].config))
+    return SweepPlan(states, trials[0].config, folder, ["task.loss"], SweepStart.of([], True, trials[0].config))
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_prune_starts_what_is_tight_and_says_so(
     """The forecasts are made by hand: those for CPUs, which are all that can be made here, are never tight."""
     trials = [compose_trial(["forecast.prune=true", "forecast.capacity_gib=1"], number) for number in range(2)]
     states = SweepState([TrialState(trial) for trial in trials], LOSS)
-    plan = SweepPlan(states, trials[0].config, tmp_path, [], Record.of([], True, trials[0].config))
+    plan = SweepPlan(states, trials[0].config, tmp_path, [], SweepStart.of([], True, trials[0].config))
     tight, too_large = (
         Forecast(
             True, 1, {"device": {"total": 2**30}}, {"all": 1}, capacity_bytes=2**30, active_bytes=a, reserved_bytes=r
@@ -205,7 +205,7 @@ def keeping(compose_trial: Compose, tmp_path: Path) -> Callable[..., SweepPlan]:
         cells = [[f"sharding={name}", f"optimizer.lr={lr}"] for name in ("root", "ddp", "per_block") for lr in (1, 2)]
         trials = [compose_trial([*common, *cell], number) for number, cell in enumerate(cells)]
         states = SweepState([TrialState(trial) for trial in trials], LOSS)
-        return SweepPlan(states, trials[0].config, tmp_path, ["sharding"], Record.of([], True, trials[0].config))
+        return SweepPlan(states, trials[0].config, tmp_path, ["sharding"], SweepStart.of([], True, trials[0].config))
 
     return plan
 
@@ -250,7 +250,7 @@ def test_keep_chooses_for_each_number_of_workers(
     cells = [[f"sharding={name}", f"cluster.num_workers={n}"] for n in (2, 4) for name in ("root", "per_block", "ddp")]
     trials = [compose_trial([*common, *cell], number) for number, cell in enumerate(cells)]
     states = SweepState([TrialState(trial) for trial in trials], LOSS)
-    record = Record.of([], True, trials[0].config)
+    record = SweepStart.of([], True, trials[0].config)
     plan = SweepPlan(states, trials[0].config, tmp_path, ["sharding", "cluster.num_workers"], record)
     collected = []
     for number, (step_s, peak) in enumerate(((1.0, 30), (1.02, 10), (3.0, 30), (0.1, 30), (0.102, 10), (0.3, 30))):

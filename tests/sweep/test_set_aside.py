@@ -26,10 +26,10 @@ def trial(folder: Path) -> Path:
 
 
 def test_what_is_set_aside_gets_a_number_that_is_free(tmp_path: Path):
-    for name in ("disturbed.2", "disturbed.10", "disturbed.old"):
+    for name in ("excluded.2", "excluded.10", "excluded.old"):
         (tmp_path / name).mkdir()
     set_aside(trial(tmp_path), None)
-    assert (tmp_path / "disturbed.11/outcome.json").exists() and not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "excluded.11/outcome.json").exists() and not (tmp_path / "checkpoints").exists()
 
 
 def test_nothing_goes_where_the_record_finds_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ import pytest
 
 from fsdp_lab.config import ConfigError, SweepConfig, conf_dir
 from fsdp_lab.record.hydra_folder import write_hydra_folder
-from fsdp_lab.record.sweep_json import Record, begin_folder
+from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trial_files import Outcome, append_line, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.status import TrialStatus
@@ -140,7 +140,7 @@ def lay_sweep(compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         metrics = {"epoch": 1, "step": 4, "val/loss": 1.5, "memory/peak_bytes": 1.0, "perf/samples_per_s": 9.0}
         append_line(where / "metrics.jsonl", json.dumps(metrics))
         add_trial(folder, trial)
-        Record.of([*words, STORE], multirun, SweepConfig()).write(folder)
+        SweepStart.of([*words, STORE], multirun, SweepConfig()).write(folder)
         return folder
 
     return lay
@@ -231,7 +231,7 @@ def test_what_another_user_wrote_on_the_shared_disk_is_refused(multirun: bool, t
     write_hydra_folder(trial)
     if multirun:
         add_trial(tmp_path / "out", trial)
-    Record.of([], multirun, trial.config).write(tmp_path / "out")
+    SweepStart.of([], multirun, trial.config).write(tmp_path / "out")
     (shared,) = (tmp_path / "disk").iterdir()
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
     assert trust.why_foreign(tmp_path / "out") is None
@@ -254,7 +254,7 @@ def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started
     write_hydra_folder(trial)
     if multirun:
         add_trial(tmp_path / "out", trial)
-    Record.of(words, multirun, trial.config).write(tmp_path / "out")
+    SweepStart.of(words, multirun, trial.config).write(tmp_path / "out")
     (shared,) = (tmp_path / "disk").iterdir()
     write_outcome(shared / ("0" if multirun else ""), Outcome(TrialStatus.finished))
     (tmp_path / "elsewhere").mkdir()

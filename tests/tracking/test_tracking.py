@@ -422,7 +422,7 @@ def test_a_trial_that_is_measured_again_leaves_its_first_run(lab: Lab, store: Tr
     again.projection.stop()
     assert first.info.run_id != second.info.run_id
     aside = read(first.info.run_id)
-    assert (aside.data.tags[TRIAL_TAG], aside.info.run_name) == ("0 disturbed", "root fp16 (disturbed)")
+    assert (aside.data.tags[TRIAL_TAG], aside.info.run_name) == ("0 timing excluded", "root fp16 (timing excluded)")
     with lab_of(store, [], resumed=True) as third:
         assert third.projection.run_id(0) == second.info.run_id
 

@@ -206,7 +206,7 @@ class Console(Listener):
         """Log how to repeat failed trials."""
         self.update()
         if ending.code is ExitCode.failed and not ending.early:
-            theirs = " (if your code changed, also resume_anyway=true)" if sweep.plan.record.user_packages else ""
+            theirs = " (if your code changed, also resume_anyway=true)" if sweep.plan.started.user_packages else ""
             again = resume_command(sweep.folder, address=sweep.address)
             self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")
 

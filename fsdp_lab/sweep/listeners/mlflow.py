@@ -69,7 +69,7 @@ class MlflowRuns(Listener):
         Raises:
             TrackingError: the store cannot be reached.
         """
-        record, states = sweep.plan.record, sweep.states
+        record, states = sweep.plan.started, sweep.states
         self._sweep = sweep
         self._projection = Projection(self._tracking, record.id, self._wanted, self._log)
         again = [number for number, state in enumerate(states) if state.again]
@@ -120,8 +120,8 @@ class MlflowRuns(Listener):
         if self._projection is None:
             return
         self._with_files = True
-        if sweep.plan.record.multirun or self.run_id(0):
-            self._change(None if sweep.plan.record.multirun else 0)
+        if sweep.plan.started.multirun or self.run_id(0):
+            self._change(None if sweep.plan.started.multirun else 0)
         unsent = self._settle(ending)
         self._projection.stop()
         if unsent:
@@ -142,7 +142,7 @@ class MlflowRuns(Listener):
     def _change(self, *numbers: int | None) -> None:
         sweep = self._sweep
         if self._projection is not None and sweep is not None:
-            self._projection.changed(*(n for n in numbers if n is not None or sweep.plan.record.multirun))
+            self._projection.changed(*(n for n in numbers if n is not None or sweep.plan.started.multirun))
 
     def _settle(self, ending: Ending) -> int:
         assert self._projection is not None
@@ -181,7 +181,7 @@ class MlflowRuns(Listener):
         )
 
     def _of_trial(self, sweep: SweepRun, number: int) -> WantedRun:
-        state, record = sweep.states[number], sweep.plan.record
+        state, record = sweep.states[number], sweep.plan.started
         trial, folder = state.trial, sweep.folder_of(number)
         words = [*config_dir_words(record.arguments), *map(unescaped, trial.overrides)]
         epochs = {int(metrics["epoch"]): state.figures_at(metrics) for metrics in list(state.epochs)}
@@ -216,7 +216,7 @@ class MlflowRuns(Listener):
             for pattern, where in _ARTIFACTS:
                 for path in sorted(folder.glob(pattern)):
                     yield path, "/".join(part for part in (where, *path.relative_to(folder).parts[1:-1]) if part)
-        if self._with_files and self._sweep is not None and not self._sweep.plan.record.multirun and number == 0:
+        if self._with_files and self._sweep is not None and not self._sweep.plan.started.multirun and number == 0:
             yield self._sweep.folder / RECORD, ""
 
 

@@ -28,9 +28,11 @@ class Report(Listener):
         if not sweep.has_folder or not sweep.states:
             return
         try:
-            data = sweep_of(sweep.states, plan.swept, plan.folder, plan.record, self._runs.run_id, self._runs.parent_id)
+            data = sweep_of(
+                sweep.states, plan.swept, plan.folder, plan.started, self._runs.run_id, self._runs.parent_id
+            )
             data.write(plan.folder)
-            if plan.record.multirun and not ending.early:
+            if plan.started.multirun and not ending.early:
                 for name in (*FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
                     (plan.folder / name).unlink(missing_ok=True)
                 self.answer = write_report(data, plan.folder)

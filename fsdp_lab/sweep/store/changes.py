@@ -13,11 +13,11 @@ from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
-from fsdp_lab.record.sweep_json import Record, versions
+from fsdp_lab.record.sweep_json import SweepStart, versions
 from fsdp_lab.redact import redact
 
 
-def changes_of_code(record: Record) -> list[str]:
+def changes_of_code(record: SweepStart) -> list[str]:
     """Return the changes of code and libraries, in words."""
     now = versions()
     libraries = [
@@ -36,7 +36,7 @@ def _commits(there: str, here: str) -> str:
     return f" (commit {there[:12]} then, {here[:12]} now)"
 
 
-def changes_of_workers(record: Record, config: SweepConfig) -> list[str]:
+def changes_of_workers(record: SweepStart, config: SweepConfig) -> list[str]:
     """Return a sentence if `cluster.num_workers=null` stands for another number now; else nothing."""
     workers = workers_of(config)
     if config.cluster.num_workers is not None or workers == record.num_workers:

@@ -9,17 +9,13 @@ from fsdp_lab.config import UserError
 from fsdp_lab.config.address import check_address
 from fsdp_lab.locks import locked
 from fsdp_lab.record.paths import copy_of, take_storage
+from fsdp_lab.record.trial_files import LEFT_OVER
 from fsdp_lab.storage import Storage, StorageAway
 
 _COPIES = Path("outputs/from_storage")
 _RECORD = "sweep.json"  # put last when a sweep starts: with it there is something to resume
 # In a copy, in the folder of a trial that has begun here: storage has not taken its outcome yet.
 UNSENT = ".unsent"
-# What says how far a trial has come, the outcome first. Where storage has it no more, a resume elsewhere began anew.
-_PROGRESS = (
-    "outcome.json", "metrics.jsonl", "facts.json", "facts.before.json", "progress.json", "turnaround.json",
-    "forecast.json", "error.txt", "model.pt",
-)  # fmt: skip
 
 
 def fetch_sweep(address: str, key: str) -> Path:
@@ -80,7 +76,7 @@ def _unsent(folder: Path, names: Iterable[str]) -> set[PurePosixPath]:
 def _remove_stale(folder: Path, names: Iterable[str], unsent: set[PurePosixPath]) -> None:
     """Remove files of trials that storage no longer has: an old outcome would count, and be sent again."""
     there = set(names)
-    for pattern in _PROGRESS:
+    for pattern in LEFT_OVER:
         for path in sorted(folder.rglob(pattern)):
             name = path.relative_to(folder)
             if str(name) not in there and PurePosixPath(name.parent) not in unsent:
@@ -88,7 +84,7 @@ def _remove_stale(folder: Path, names: Iterable[str], unsent: set[PurePosixPath]
 
 
 def _is_newer_here(name: PurePosixPath, trials: set[PurePosixPath]) -> bool:
-    return name.parent in trials and name.name in _PROGRESS
+    return name.parent in trials and name.name in LEFT_OVER
 
 
 def wanted(names: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.files import report_damaged
 from fsdp_lab.record.paths import copy_of, storage
-from fsdp_lab.record.sweep_json import Record, read_record
+from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.record.trial_files import (
     Outcome,
@@ -52,7 +52,7 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
     folder, own = find_trusted(named, "resume", TrackingConfig(uri=uri), trust)
     if (address := copy_of(folder)) and "cluster.storage_path" not in {key_of(word) for word in typed}:
         typed.insert(0, f"cluster.storage_path={address.rpartition('/')[0]}")  # was typed, with the sweep's name
-    record = read_record(folder)
+    record = read_start(folder)
     _check_words(record, folder, typed, own)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
@@ -65,7 +65,7 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
     return [*(["-m"] if record.multirun else []), *words], record.launched_in, own
 
 
-def _check_words(record: Record, folder: Path, typed: Sequence[str], own: bool) -> None:
+def _check_words(record: SweepStart, folder: Path, typed: Sequence[str], own: bool) -> None:
     """Check the overrides that Hydra will get from the folder, except those replaced by overrides typed now.
 
     One that was typed as the record has it replaces no trial's override, and allows only the same one.
@@ -139,7 +139,7 @@ def _believed(outcome: Outcome | None, folder: Path) -> Outcome | None:
 
 
 def check_unchanged(
-    record: Record, states: Sequence[TrialState], folder: Path, config: SweepConfig, typed: Sequence[str]
+    record: SweepStart, states: Sequence[TrialState], folder: Path, config: SweepConfig, typed: Sequence[str]
 ) -> None:
     """Refuse to resume with other settings, code or data than the sweep was started with.
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_lab.config import UserError
+from fsdp_lab.record.trial_files import ATTEMPT
 from fsdp_lab.storage import Storage, StorageAway
 from fsdp_lab.sweep.store.checkpoints import drop_stored_weights, drop_weights
 
-# What a trial has left of an attempt, the outcome first: without it a trial has no result.
-_RECORD = (
-    "outcome.json", "metrics.jsonl", "facts.json", "facts.before.json", "places.json", "progress.json",
-    "turnaround.json", "error.txt", "logs", "failures*", "memory_*_rank*.*",
-)  # fmt: skip
+_RECORD = (*ATTEMPT, "logs", "failures*", "memory_*_rank*.*")
 
 
 def set_aside(folder: Path, address: str | None) -> None:
-    """Let a trial start over: move its record to `disturbed.<n>/`, and remove its checkpoints and its model.
+    """Let a trial start over: move its record to `excluded.<n>/`, and remove its checkpoints and its model.
 
     Object storage comes first: a kill in between leaves a trial that has its result, and is set aside again.
 
@@ -27,8 +24,8 @@ def set_aside(folder: Path, address: str | None) -> None:
     Raises:
         UserError: the store refuses, or does not answer.
     """
-    numbers = [int(n) for path in folder.glob("disturbed.*") if (n := path.suffix[1:]).isdecimal()]
-    kept = folder / f"disturbed.{1 + max(numbers, default=0)}"
+    numbers = [int(n) for path in folder.glob("excluded.*") if (n := path.suffix[1:]).isdecimal()]
+    kept = folder / f"excluded.{1 + max(numbers, default=0)}"
     record = [path for pattern in _RECORD for path in sorted(folder.glob(pattern))]
     kept.mkdir()  # before anything goes: the disk may be full
     if address is not None:
