@@ -15,7 +15,6 @@ from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.wording import duration
 
-_STARTS = "starting its workers"
 _WORTH_TELLING_S = 5.0  # a shorter step needs no time beside it
 _DUMP_S = 1.0  # until a rank has written its stack
 _MOST = 5  # running trials that are told about
@@ -29,13 +28,13 @@ class Doing:
         what: a phase, or `step 7 of 290`.
         lasts_s: seconds since that was first seen, by this machine's clock.
         left_s: seconds until its last step, by the mean of its steps; None: not known.
-        is_step: it takes steps.
+        kind: `step`, the phase, or None while its workers start.
     """
 
     what: str
     lasts_s: float
     left_s: float | None = None
-    is_step: bool = False
+    kind: str | None = None
 
     def __str__(self) -> str:
         lasts = f", for {duration(self.lasts_s)}" if self.lasts_s >= _WORTH_TELLING_S else ""
@@ -55,7 +54,8 @@ class Watch:
         """Return what a running trial is doing."""
         progress, phase = read_progress(folder), read_phase(folder)
         is_step = phase is None and "step" in progress
-        what = f"step {progress['step']:.0f}" if is_step else phase or _STARTS
+        kind = "step" if is_step else phase
+        what = f"step {progress['step']:.0f}" if is_step else phase or "starting its workers"
         before, since = self._since.get(number, ("", 0.0))
         if what != before:
             since = time.monotonic()
@@ -63,8 +63,8 @@ class Watch:
         lasts_s = time.monotonic() - since
         total = self._steps_of(number, folder) if is_step else 0
         if not total:
-            return Doing(what, lasts_s, is_step=is_step)
-        return Doing(f"{what} of {total}", lasts_s, _left_s(progress, total), is_step)
+            return Doing(what, lasts_s, kind=kind)
+        return Doing(f"{what} of {total}", lasts_s, _left_s(progress, total), kind)
 
     def _steps_of(self, number: int, folder: Path) -> int:
         if number not in self._num_steps and (facts := read_facts(folder)) is not None:
@@ -80,10 +80,10 @@ class Watch:
             folder: the trial's.
             timeout_s: `trial_timeout_s`.
         """
-        kind = number, "step" if doing.is_step else doing.what
-        if doing.what == _STARTS or kind in self._reported or doing.lasts_s < long_s(timeout_s) + _DUMP_S:
+        kind = doing.kind
+        if kind is None or (number, kind) in self._reported or doing.lasts_s < long_s(timeout_s) + _DUMP_S:
             return None
-        self._reported.add(kind)
+        self._reported.add((number, kind))
         stuck = find_stuck(folder)
         where = f"; {stuck_text(**stuck.to_dict())}" if stuck else ""
         return f"{doing.what} has lasted {duration(doing.lasts_s)}{where}"
