@@ -38,6 +38,8 @@ from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.set_aside import set_aside
 
+_CHANGES = ("began", "facts", "forecast", "epoch", "ended")  # events of a trial
+
 
 @dataclass(frozen=True)
 class SweepPlan:
@@ -102,6 +104,9 @@ class Listener:
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         """Handle the end of a trial. An interrupted one has no result yet."""
+
+    def changed(self, sweep: SweepRun, number: int) -> None:
+        """Handle a change of a trial, after the event's own method: one of `_CHANGES`."""
 
     def tick(self, sweep: SweepRun) -> None:
         """Handle the passing of time: called several times a second while trials run."""
@@ -223,6 +228,8 @@ class SweepRun:
         """Call the method of that name of every listener."""
         for listener in self._listeners:
             getattr(listener, event)(self, *details)
+            if event in _CHANGES:
+                listener.changed(self, details[0])
 
     def log(self, text: str) -> None:
         """Log a message for the user."""

@@ -154,7 +154,6 @@ class Console(Listener):
             shown = None if state.trial.index is None else number
             training = state.trial.config.training
             self.log(epoch_line(shown, metrics, training.epochs if training.max_steps is None else None))
-        self._change()
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         """Log the end of a trial; in a large sweep, only failures, and a count from time to time."""
@@ -168,15 +167,14 @@ class Console(Listener):
             self.log(f"{label(number, self._state.trials)} {state.status}{took}{why}")
         elif self._ended % _COUNTED == 0:
             self.log(how_far(self._state, time.time() - self._begun))
-        self._change()
 
     def tick(self, sweep: SweepRun) -> None:
         """Look at the running trials, and draw the table if it is stale."""
         if self._looks.is_due:
             with self._looks.kept():
                 self._look(sweep)
-        if self._stale:
-            self._change()
+        if self._stale and self._updates.is_due:
+            self.update()
 
     def _look(self, sweep: SweepRun) -> None:
         """Look at the running trials, and log once what lasts unusually long."""
@@ -210,7 +208,8 @@ class Console(Listener):
             again = resume_command(sweep.folder, address=sweep.address)
             self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")
 
-    def _change(self) -> None:
+    def changed(self, sweep: SweepRun, number: int) -> None:
+        """Draw the table, at a limited rate."""
         self._stale = True
         if self._updates.is_due:
             self.update()

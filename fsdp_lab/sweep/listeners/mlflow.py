@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from fsdp_lab.config.sweep import Engine, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
@@ -82,29 +81,16 @@ class MlflowRuns(Listener):
         """Rename the sweep's run: its name counts the trials."""
         self._change(None)
 
-    def began(self, sweep: SweepRun, number: int) -> None:
-        """Start the run of a trial, or reopen that of one that resumes."""
-        self._change(number)
-
-    def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
-        """Log the facts of a trial."""
-        self._change(number)
-
-    def forecast(self, sweep: SweepRun, number: int) -> None:
-        """Log the forecast of a trial that has begun. For others it is logged with their first event."""
-        if sweep.states[number].status is not TrialStatus.waiting:
-            self._change(number)
-
-    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of an epoch; in the process that trains, before it trains on: a step shares no core."""
+    def changed(self, sweep: SweepRun, number: int) -> None:
+        """Log what is new of a trial that has begun: of others it is logged with their first event."""
+        state = sweep.states[number]
+        if state.status is TrialStatus.waiting:
+            return
+        if state.ended:
+            self._ended.setdefault(number, int(time.time() * 1000))
         self._change(number)
         if self._projection is not None and sweep.config.engine is Engine.inline:
-            self._projection.settle(0.0)
-
-    def ended(self, sweep: SweepRun, number: int) -> None:
-        """End the run of a trial."""
-        self._ended[number] = int(time.time() * 1000)
-        self._change(number)
+            self._projection.settle(0.0)  # before this process trains on: a step shares no core
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """End the sweep's run, and wait for the store: the report names the runs."""

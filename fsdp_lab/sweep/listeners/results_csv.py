@@ -33,22 +33,15 @@ class ResultsCsv(Listener):
         """Write the file."""
         self._write(sweep)
 
-    def began(self, sweep: SweepRun, number: int) -> None:
+    def changed(self, sweep: SweepRun, number: int) -> None:
         """Update the file, at a limited rate."""
-        self._change(sweep)
-
-    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        """Update the file, at a limited rate."""
-        self._change(sweep)
-
-    def ended(self, sweep: SweepRun, number: int) -> None:
-        """Update the file, at a limited rate."""
-        self._change(sweep)
+        self._stale = True
+        self.tick(sweep)
 
     def tick(self, sweep: SweepRun) -> None:
         """Update a stale file, at a limited rate."""
-        if self._stale:
-            self._change(sweep)
+        if self._stale and self._pace.is_due:
+            self._write(sweep)
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         """Write the file."""
@@ -57,11 +50,6 @@ class ResultsCsv(Listener):
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """Write the file."""
         self._write(sweep)
-
-    def _change(self, sweep: SweepRun) -> None:
-        self._stale = True
-        if self._pace.is_due:
-            self._write(sweep)
 
     def _write(self, sweep: SweepRun) -> None:
         """Write the file. A full disk is reported once, because MLflow may lie on another disk and continue."""
