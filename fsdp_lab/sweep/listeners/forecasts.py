@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from hashlib import sha256
 from types import TracebackType
-from typing import Any
 
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
@@ -49,8 +48,7 @@ class Forecasts(Listener):
 
     On a running cluster, forecasts begin when it has been reached. If all forecasts fail by errors that training
     would meet too, no trial is started; not so on such a cluster, whose nodes may have files that this machine lacks.
-    Otherwise the reason for a missing forecast is logged when the trial has trained an epoch, or ended without failing:
-    most often the trial fails for the same reason, and reports it itself.
+    Otherwise the reason for a missing forecast is logged, once for all trials that share it.
     """
 
     def __init__(self, plan: SweepPlan) -> None:
@@ -62,8 +60,6 @@ class Forecasts(Listener):
         self._forecaster, self._began = Forecaster(), time.monotonic()
         self._pending: dict[int, tuple[Future[Forecast], Request]] = {}
         self._known: dict[str, Forecast] = {}
-        self._without: dict[int, str] = {}  # by trial, why it has none
-        self._device: dict[int, str] = {}  # by trial, what it runs on
 
     def __enter__(self) -> Forecasts:
         if self._early is not None:
@@ -180,25 +176,11 @@ class Forecasts(Listener):
                 del self._pending[number]
                 self._take(sweep, number, self._forecaster.result(future, request))
 
-    def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
-        """Remember the device of a trial."""
-        self._device[number] = str(facts.get("device"))
-
-    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        """Log why the trial has no forecast, if it has none."""
-        self._log_missing_forecast(sweep, number)
-
     def ended(self, sweep: SweepRun, number: int) -> None:
-        """Log why the trial has no forecast, if it has none; record a finished one to correct later predictions."""
+        """Record a finished trial to correct later predictions."""
         state = sweep.states[number]
-        if state.status is not TrialStatus.failed:
-            self._log_missing_forecast(sweep, number)
         if state.status is TrialStatus.finished and state.forecast is not None and state.forecast.speed is not None:
             self._remember(sweep, number, state.forecast.speed)
-
-    def _log_missing_forecast(self, sweep: SweepRun, number: int) -> None:
-        if (reason := self._without.pop(number, None)) is not None:
-            sweep.log(f"{label(number, sweep.states)} has no forecast: {reason}")
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         """End the process of forecasts, which holds PyTorch in memory."""
@@ -209,7 +191,7 @@ class Forecasts(Listener):
         state = sweep.states[number]
         workers = resources.resolve_num_workers(state.trial.config.cluster)
         (request,) = _requests([state], resources.num_gpus() > 0, workers)
-        if speed.parts is None or request.sheet is None or not ran_there(request, self._device.get(number)):
+        if speed.parts is None or request.sheet is None or not ran_there(request, state.device):
             return
         step_s = undisturbed_step_s(state.metrics, speed.samples, request.cuda)
         if step_s is None:
@@ -226,9 +208,7 @@ class Forecasts(Listener):
         name, state = label(number, sweep.states), sweep.states[number]
         prune = state.trial.config.forecast.prune and not state.again  # which ran before
         if forecast.error:
-            self._without[number] = forecast.error
-            if state.ended:
-                self.ended(sweep, number)
+            sweep.log_once(f"no forecast: {forecast.error}")
         elif forecast.capacity_bytes is None and prune:
             sweep.log_once(
                 "forecast.prune=true skips no trial: the memory of the GPU is not known (the driver does not report "
@@ -251,12 +231,12 @@ class Forecasts(Listener):
             sweep.skip(number, Reason.of(Code.does_not_fit, **forecast.shortage))
 
 
-def ran_there(request: Request, device: str | None) -> bool:
+def ran_there(request: Request, device: str) -> bool:
     """Return whether a trial ran on the device of its prediction, in a way that predictions cover.
 
     Args:
         request: of the trial.
-        device: rank 0's; None: not known.
+        device: rank 0's; "": not known.
     """
     assert request.sheet is not None
     config, measured = request.config, request.sheet.measured
