@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.record.failures import RankFailure, record_failure
-from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.report.answer import answer
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.listeners.console import Console, _where_traced
-from fsdp_lab.sweep.listeners.table import MOST_ROWS, rows_to_keep, trial_table
+from fsdp_lab.sweep.listeners.console import MOST_ROWS, Console, _where_traced
+from fsdp_lab.sweep.listeners.table import trial_table
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.report.sweeps import on_cpu
@@ -72,39 +72,13 @@ def test_of_many_trials_lines_count_those_that_finish(compose_trial: Callable[..
     ]
 
 
-def test_of_many_trials_the_last_table_has_the_best(compose_trial: Callable[..., object]):
-    trial = compose_trial([], 0)
-    states = [TrialState(trial, TrialStatus.finished) for _ in range(MOST_ROWS + 100)]  # type: ignore[arg-type]
-    for number, state in enumerate(states):
-        state.metrics = {"epoch": 1, "val/loss": 1.0 + number, "perf/samples_per_s": 1.0 + number}
-    sweep = SweepState(states, [("val/loss", "min")])
-    rows = rows_to_keep(sweep, list(enumerate(states)), {300})
-    assert [number for number, _ in rows] == [*range(50), 300, *range(550, 600)]
-    few = list(enumerate(states))[:MOST_ROWS]
-    assert rows_to_keep(sweep, few, {300}) == few
-    shown = io.StringIO()
-    Console(sweep, [], RichConsole(file=shown, width=160)).final()
-    assert "the best 100 are below; all are in results.csv" in shown.getvalue()
-
-
-def test_of_many_trials_a_speed_beside_others_is_none_of_the_best(compose_trial: Callable[..., object]):
-    trial = compose_trial([], 0)
-    states = [TrialState(trial, TrialStatus.finished) for _ in range(MOST_ROWS + 100)]  # type: ignore[arg-type]
-    for number, state in enumerate(states):
-        state.timing_excluded = TimingExcluded.others_cpu if number >= 550 else None
-        state.metrics = {"epoch": 1, "val/loss": 1.0 + number, "perf/samples_per_s": 1.0 + number}
-    rows = rows_to_keep(SweepState(states, [("val/loss", "min")]), list(enumerate(states)), ())
-    assert [number for number, _ in rows] == [*range(50), *range(500, 550)]
-
-
-def test_of_many_trials_of_which_none_finished_the_last_table_has_the_first(compose_trial: Callable[..., object]):
+def test_of_many_trials_the_last_table_has_a_few(compose_trial: Callable[..., object]):
     trial = compose_trial([], 0)
     states = [TrialState(trial, TrialStatus.failed) for _ in range(MOST_ROWS + 100)]  # type: ignore[arg-type]
-    sweep = SweepState(states, [("val/loss", "min")])
-    assert [number for number, _ in rows_to_keep(sweep, list(enumerate(states)), ())] == [*range(50)]
     shown = io.StringIO()
-    Console(sweep, [], RichConsole(file=shown, width=160)).final()
-    assert "the first 50 are below; all are in results.csv" in shown.getvalue()
+    Console(SweepState(states, []), [], RichConsole(file=shown, width=160)).final()
+    assert "50 are below, the recommended ones first; all are in results.csv" in shown.getvalue()
+    assert " 49 failed" in shown.getvalue() and " 50 failed" not in shown.getvalue()
 
 
 @pytest.mark.parametrize(("code", "named"), [("error", "logs/rank1.log"), ("killed", "failures/rank1.json")])

@@ -23,13 +23,15 @@ from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
-from fsdp_lab.sweep.listeners.table import MOST_ROWS, epoch_line, how_far, rows_to_keep, shared_note, trial_table
+from fsdp_lab.sweep.listeners.table import epoch_line, how_far, shared_note, trial_table
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.terminal import open_console
 from fsdp_lab.wording import duration
 
+MOST_ROWS = 500  # of the last table; of more trials it has a few
+_FEW_ROWS = 50
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
 _COUNTED = 100  # ended trials to a line, where there are many
 # The rank has printed its traceback, see `print_failure`.
@@ -101,13 +103,12 @@ class Console(Listener):
         """Print the table of all trials that began, best values marked, and below it the report's recommendation."""
         chosen = set(answer.setting.trials) if answer and answer.setting else set()
         begun = [(i, state) for i, state in enumerate(self._state.trials) if state.status != "waiting"]
-        rows = rows_to_keep(self._state, begun, chosen)
         title = how_far(self._state, time.time() - self._begun)
-        if len(rows) < len(begun):
-            which = "best" if any(state.status is TrialStatus.finished for _, state in begun) else "first"
-            title += f"; the {which} {len(rows)} are below; all are in results.csv"
+        if len(begun) > MOST_ROWS:
+            begun = sorted(begun, key=lambda row: row[0] not in chosen)[:_FEW_ROWS]
+            title += f"; {_FEW_ROWS} are below, the recommended ones first; all are in results.csv"
         marked = chosen if answer and answer.head else ()  # by memory alone none is recommended
-        self.rich.print(trial_table(self._state, self._swept, rows, marked, title))
+        self.rich.print(trial_table(self._state, self._swept, begun, marked, title))
         if note := shared_note(self._state):
             self.rich.print(Text(note, style="dim"), soft_wrap=True)
         if answer is not None:
@@ -140,7 +141,6 @@ class Console(Listener):
             )
         else:
             self.log(f"{label(number, self._state.trials)} starts{from_epoch}: {run_name(state.trial, self._swept)}")
-        self._change()
 
     def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
         """Log the notes of a trial, each once."""

@@ -33,31 +33,6 @@ _STAY = (VAL_LOSS, SPEED, MEMORY)
 _DROP_LAST = ("val/bits_per_byte", "perf/tokens_per_s", "epoch", "forecast/peak_bytes", "val/accuracy", TRAIN_LOSS)
 
 
-MOST_ROWS = 500  # of a table that stays; of more trials it has the best
-_BEST_ROWS = 50
-
-
-def rows_to_keep(
-    sweep: SweepState, rows: Sequence[tuple[int, TrialState]], chosen: Collection[int]
-) -> Sequence[tuple[int, TrialState]]:
-    """Return all rows, or if they are more than `MOST_ROWS` a selection.
-
-    It has chosen trials and the best by each objective, some of each; the first trials if none has finished.
-    """
-    if len(rows) <= MOST_ROWS:
-        return rows
-    kept = set(sorted(chosen)[:_BEST_ROWS])
-    finished = [(n, state, state.figures) for n, state in rows if state.status is TrialStatus.finished]
-    for key, direction in [*sweep.objectives, (SPEED, "max")]:
-        metric = declared(key)
-        having = [
-            (metrics[key], n) for n, state, metrics in finished if key in metrics and not _excluded(metric, state)
-        ]
-        having.sort(reverse=direction == "max")
-        kept |= {n for _, n in having[:_BEST_ROWS]}
-    return [row for row in rows if row[0] in kept] or rows[:_BEST_ROWS]
-
-
 def trial_table(
     sweep: SweepState,
     swept: Sequence[str],
