@@ -51,17 +51,15 @@ def measure(line: Line, bench: Bench) -> Measured:
 
 
 def outcome(setting: Setting) -> tuple[str, str]:
-    """What the platform makes of the trial: `(status, message)`.
-
-    The status is what `fsdp_lab.engine.job.outcome_of` says, which cannot be imported here: it needs psutil.
-    """
-    from fsdp_lab.engine.failures import RankFailure
+    """What the platform makes of the trial: `(status, message)`."""
     from fsdp_lab.engine.rank import train_rank
+    from fsdp_lab.record.failures import RankFailure
+    from fsdp_lab.report.reason_texts import reason_text
 
     with tempfile.TemporaryDirectory() as name:
         folder, run = Path(name), Run()
         try:
             train_rank(trial(setting), folder, 0, run)
         except RankFailure as failure:
-            return failure.kind, failure.message
+            return failure.reason.status, reason_text(failure.reason)
         return ("finished", "") if run.epochs else ("no outcome", "")

@@ -119,9 +119,9 @@ def test_out_of_memory_passes_only_where_it_was_forecast(tmp_path: Path, fits: b
 
 
 def test_the_outcome_of_the_check_is_the_platforms():
-    from fsdp_lab.engine.job import outcome_of
+    from fsdp_lab.record.reasons import Code, Reason
 
-    assert outcome_of([{"kind": "oom", "message": "no memory"}]).status == "oom"
+    assert Reason.of(Code.out_of_memory, rank=0).status == "oom"
     assert oom.lines(bench())[0].workers == 1
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from fsdp_lab.config import UserError
 from fsdp_lab.engine.failures import failure_of
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.record.reasons import Code
 from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
@@ -353,8 +354,8 @@ def test_an_item_that_a_loaders_process_cannot_read_is_one_message(tmp_path: Pat
     loader = torch.utils.data.DataLoader(split, sampler=[torch.tensor([9])], batch_size=None, num_workers=1)
     with pytest.raises(UserError) as caught:
         next(iter(loader))
-    failure = failure_of(caught.value, 0, "user", tmp_path)
-    assert failure.message.startswith("data: item 9 cannot be read: ValueError: item 9 is broken (")
+    failure = failure_of(caught.value, 0, Code.user_error, tmp_path)
+    assert failure.reason.values["text"].startswith("data: item 9 cannot be read: ValueError: item 9 is broken (")
 
 
 def test_a_digest_is_of_the_ends_of_the_data() -> None:
