@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-import pytest
-
 from tests.conftest import ROOT
 
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
@@ -71,26 +69,3 @@ def test_no_file_uses_a_private_name_of_a_library():
     names = {str(file.relative_to(ROOT)): file for file in FILES}
     used = {name: list(private_names(names[name].read_text())) for name in names.keys() - OWNERS}
     assert {name: private for name, private in used.items() if private} == {}, f"use public names, or one of {OWNERS}"
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import torch._dynamo", ["torch._dynamo"]),
-        ("from torch._guards import active_fake_mode", ["torch._guards.active_fake_mode"]),
-        ("def f():\n from torch.distributed import _tools", ["torch.distributed._tools"]),
-        ("from ray.train.v2.api import config", ["ray.train.v2.api.config"]),
-        ("from torch.testing._internal import common", ["torch.testing._internal.common"]),
-        ("torch.ops.aten._softmax", ["torch.ops.aten._softmax"]),
-        ("pool._processes.values()", ["pool._processes"]),
-        ("super()._apply(f)", ["super()._apply"]),
-        ("self._mod_tracker.parents", ["self._mod_tracker"]),
-        ("mock.patch.object(module, '_get_device', f)", ["_get_device"]),
-        ("getattr(torch, '_C')", ["_C"]),
-        ("self._mine = 1\nself._mine", []),
-        ("def _mine(self): ...\nself._mine()", []),
-        ("os._exit(1)\nfor _ in x: pass\nrow._asdict()\nx.__dict__\nfrom __future__ import annotations", []),
-    ],
-)
-def test_a_private_name_is_found(source: str, expected: list[str]):
-    assert list(private_names(source)) == expected

@@ -17,10 +17,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from fsdp_lab.config.job import JobConfig, Manager
-from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.deploy import kuberay, slurm
-from fsdp_lab.deploy.job import Job, job_words
+from fsdp_lab.config.job import JobConfig
+from fsdp_lab.deploy import slurm
+from fsdp_lab.deploy.job import Job
 from tests import forked
 from tests.conftest import run_cli
 from tests.deploy.schemas import schema
@@ -84,11 +83,6 @@ def test_an_option_of_ones_own_says_where_and_how(tmp_path: Path):
     assert words_in(script, "again")[-1] == "--config-dir=mine"
 
 
-def test_a_variable_stays_one():
-    words = ["tracking.uri=${oc.env:STORE}"]
-    assert job_words(words, ClusterConfig()) == words
-
-
 def test_a_sweep_on_kubernetes_is_what_the_operator_takes(tmp_path: Path):
     done = run_cli(tmp_path, *SWEEP, *POD, VOLUME)
     assert done.returncode == 0, done.stderr
@@ -122,16 +116,6 @@ def test_every_night_on_kubernetes_has_the_schedule_of_the_nights(tmp_path: Path
 def test_slurm_has_no_schedule_of_nights(tmp_path: Path):
     done = forked.run(tmp_path, "fsdp_lab.nightly", "cluster=slurm")
     assert done.returncode == 2 and "add --once" in done.stderr
-
-
-@pytest.mark.parametrize("change", [{"entrypoint": 3}, {"concurrencyPolicy": "Forbid"}, {"backoffLimit": "none"}])
-def test_what_the_operator_would_not_take_is_seen(tmp_path: Path, change: dict[str, object]):
-    config = JobConfig(manager=Manager.kuberay, image="lab", cpus_per_node=1, memory_gib_per_node=1)
-    job = kuberay.ray_job(Job(["-m", "fsdp_lab"], [], "", tmp_path, config))
-    validator = Draft202012Validator(schema("RayJob"))
-    assert validator.is_valid(job)
-    job["spec"] |= change
-    assert not validator.is_valid(job)
 
 
 def test_a_job_of_one_node_keeps_the_folder_of_its_sweep(tmp_path: Path):
