@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.check_gpu import __main__ as command
-from benchmarks.check_gpu import launch, memory, oom, parity, table, takehome
-from benchmarks.check_gpu.child import cause
+from benchmarks.check_gpu import launch, memory, parity, table
 from benchmarks.check_gpu.launch import Launcher
 from benchmarks.check_gpu.lines import FAIL, NOT_MEASURED, PASS, Bench, Line, Machine, Result
-from benchmarks.check_gpu.machine import digest
 from benchmarks.check_gpu.settings import OPTIONS, trial
 from benchmarks.check_gpu.state import State, key_of
 from benchmarks.check_gpu.subjects import all_lines
@@ -64,23 +61,6 @@ def test_every_line_has_a_name_of_its_own_and_a_valid_trial():
         for line in lines:
             if line.subject in setting_of:
                 trial(setting_of[line.subject](line, on)).check(line.workers)
-
-
-def test_accelerate_is_launched_on_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
-    def launched(machine: Machine) -> int:
-        return sum(line.setting.startswith("accelerate ") for line in takehome.lines(bench(machine)))
-
-    compile(takehome.TRAIN.format(lr=0.1, weight_decay=0.0), "train.py", "exec")
-    assert (launched(CPU), launched(GPU)) == (0, len(takehome.LAUNCHES))
-    monkeypatch.setattr(takehome, "find_spec", lambda name: None)
-    assert launched(GPU) == 0
-
-
-def test_several_gpus_are_all_used_and_forecasts_are_checked_on_one_too():
-    workers = [workers for _, workers in all_lines(bench(replace(GPU, devices=8), 8))]
-    assert workers == [8, 8, 8, 1]
-    assert any("dp_replicate" in line.setting for line in parity.lines(bench(GPU, 8)))
-    assert not any("to_size" in line.setting for line in parity.lines(bench(GPU, 1)))
 
 
 def test_the_chosen_forecasts_have_every_two_values_that_can_meet():
@@ -141,14 +121,6 @@ class TestState:
             lines.write('{"key": "key", "id": "b", "verd')
         assert {line: r.measured for line, r in state.results().items()} == {"a": "the cause"}
 
-    def test_forgetting_leaves_the_others(self, tmp_path: Path):
-        state, other = State(tmp_path, "key"), State(tmp_path, "other")
-        for name in "ab":
-            state.append(Result(name, PASS, ""))
-            other.append(Result(name, PASS, ""))
-        state.forget({"a"})
-        assert list(state.results()) == ["b"] and list(other.results()) == ["a", "b"]
-
 
 class TestTable:
     LINES = (Line("parity", "x|y", 1, "close"), Line("speed", "z", 1, "fast"))
@@ -160,10 +132,6 @@ class TestTable:
     def test_exit_status(self, verdicts: tuple[str, str], status: int):
         rows = [(line, Result(line.id, v, "")) for line, v in zip(self.LINES, verdicts, strict=True)]
         assert table.exit_status(rows) == status
-
-    def test_a_line_without_a_result_is_not_measured(self):
-        rows = table.rows(self.LINES, {self.LINES[0].id: Result(self.LINES[0].id, PASS, "1")})
-        assert [result.verdict for _, result in rows] == [PASS, NOT_MEASURED]
 
     def test_it_names_the_machine_and_what_failed(self, tmp_path: Path):
         rows = table.rows(self.LINES, {self.LINES[0].id: Result(self.LINES[0].id, FAIL, "far | off", 1.5)})
@@ -237,31 +205,6 @@ def test_a_second_start_measures_only_what_has_no_result(start: Any):
     assert status == 1 and begun == ["rates: fine x2"]
 
 
-def test_lines_are_chosen_by_how_they_begin():
-    lines = [Line("parity", "precision=fp16", 2, ""), Line("oom", "large", 1, "")]
-    assert command.selected(lines, ["parity: *fp16"]) == lines[:1]
-    assert command.selected(lines, ["oom", "parity"]) == lines
-    assert command.selected(lines, []) == lines
-
-
-def test_the_sources_are_known_by_a_digest(tmp_path: Path):
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "a.py").write_text("1")
-    first = digest(tmp_path)
-    (tmp_path / "benchmarks" / "a.py").write_text("2")
-    assert first != digest(tmp_path)
-
-
-@pytest.mark.parametrize("wrong", ["sum", "one_rank"])
-def test_a_wrong_reduction_is_far_outside_of_the_tolerance(wrong: str):
-    from benchmarks.check_gpu.reference import train_unsharded
-
-    config = trial(parity.full({}, 2))
-    right, mistaken = train_unsharded(config), train_unsharded(config, wrong)
-    apart = max(abs(a - b) for a, b in zip(right.losses, mistaken.losses, strict=True))
-    assert apart > parity.CONTROL_FACTOR * parity.CUDA_FP32
-
-
 def check(*words: str, cwd: Path) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "benchmarks.check_gpu", "--device", "cpu", "--out", str(cwd), *words]
     return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -295,18 +238,6 @@ def processes_of(folder: Path) -> list[str]:
         if str(folder) in text and int(path.parent.name) != os.getpid():
             processes.append(text)
     return processes
-
-
-def test_an_error_of_cuda_is_reported_by_its_first_line():
-    """Its last lines are advice that is always the same; and the context is of no more use after it."""
-    text = (
-        "CUDA error: an illegal memory access was encountered\n"
-        "CUDA kernel errors might be asynchronously reported at some other API call.\n"
-        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
-        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
-    )
-    assert cause(RuntimeError(text)) == "RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert cause(ValueError()) == "ValueError: "
 
 
 def test_compile_hybrid_sharding_and_our_llama_are_on_every_bench():

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.check_gpu_ray import children, command, install, machine, parts, sweeps, wheels
-from benchmarks.check_gpu_ray.lines import Line, State, Verdict, exit_status, table
+from benchmarks.check_gpu_ray import children, command, install, parts, sweeps, wheels
+from benchmarks.check_gpu_ray.lines import Line, Verdict
 from benchmarks.check_gpu_ray.machine import Machine
 from tests.conftest import ROOT
 
@@ -119,23 +119,6 @@ def test_parts_arrive_one_by_one(
     assert len(installed) == 1
 
 
-@pytest.mark.parametrize("given", ["nothing.part", "wheels.txt", "two sets", "not in the manifest"])
-def test_wrong_files_are_usage_errors(tmp_path: Path, packed: tuple[Path, parts.Manifest], given: str) -> None:
-    folder, manifest = packed
-    (tmp_path / "wheels.txt").write_text("")
-    other = tmp_path / "wheels-00000000-1-of-2.part"
-    other.write_text("")
-    stranger = folder / f"wheels-{manifest.id}-1-of-99.part"
-    stranger.write_text("")
-    files = {
-        "two sets": [str(other), str(folder / manifest.parts[0].name)],
-        "not in the manifest": [str(stranger)],
-    }.get(given, [str(tmp_path / given)])
-    with pytest.raises(SystemExit) as ended:
-        install.main([*files, "--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")])
-    assert ended.value.code == 2
-
-
 @pytest.mark.parametrize("place", ["--target", "--venv"])
 def test_installs_with_pip(tmp_path: Path, place: str) -> None:
     """A real wheel, by the command that the other machine runs; an environment may have no pip of its own."""
@@ -163,25 +146,6 @@ def test_what_pytorch_brings_stays_at_home() -> None:
     assert wheels.needed(everything, {"torch": "2", "numpy": "2"}, ["Plotly"]) == {"ray": "2"}
     with pytest.raises(ValueError, match="plottly"):
         wheels.needed(everything, {}, ["plottly"])
-
-
-def test_pack_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    everything, of_torch = {"beta": "1.0", "alpha": "1.0", "torch": "2"}, {"torch": "2"}
-    monkeypatch.setattr(wheels, "resolve", lambda requirements, *_: of_torch if requirements else everything)
-    monkeypatch.setattr(wheels, "download", lambda pins, *_: small_wheels(tmp_path / "wheels")[: len(pins)])
-    assert wheels.main(["--out", str(tmp_path / "out")]) == 0
-    assert "2 wheels" in capsys.readouterr().out
-    assert (tmp_path / "out" / ".gitignore").read_text() == "*\n"
-    monkeypatch.setattr(wheels, "resolve", raise_step_error)
-    assert wheels.main(["--out", str(tmp_path / "out")]) == 1
-    for wrong in (["--python", "three"], ["--part-mib", "0"], ["--platform", "windows"]):
-        with pytest.raises(SystemExit) as ended:
-            wheels.main(wrong)
-        assert ended.value.code == 2
-
-
-def raise_step_error(*_: Any) -> dict[str, str]:
-    raise wheels.StepError("no network")
 
 
 # The verdicts
@@ -279,13 +243,6 @@ def test_repeats(tmp_path: Path) -> None:
     assert failed(sweeps.repeats(CPU), leave(tmp_path / "left", eight, processes=("raylet",))) == {"processes"}
 
 
-@pytest.mark.parametrize(("growth", "verdict"), [(0, PASSED), (500 * MIB, FAILED), (None, NOT_MEASURED)])
-def test_gpu_memory_after_repeats(tmp_path: Path, growth: int | None, verdict: Verdict) -> None:
-    left = leave(tmp_path, [trial()] * 8, gpu_growth=growth)
-    assert verdicts(sweeps.repeats(GPU), left, GPU)["GPU memory"] is verdict
-    assert "GPU memory" not in verdicts(sweeps.repeats(CPU), left)
-
-
 @pytest.mark.parametrize(
     ("outcomes", "status", "verdict"),
     [
@@ -315,36 +272,7 @@ def test_too_wide_exceeds_the_memory_with_small_weights(gpus: tuple[str, ...], c
     assert (sweep.memory_limit is None) == bool(gpus)
 
 
-def test_words_fit_the_machine() -> None:
-    three = Machine(("A",) * 3, "", {}, "", "", 2**34, 2)
-    assert "training.global_batch_size=63" in sweeps.readme(three).words
-    assert "cluster.cpus_per_worker=0.67" in sweeps.readme(three).words
-    assert not any(word.startswith(("training.", "cluster.")) for word in sweeps.readme(GPU).words)
-
-
 # State, table, exit status, command
-
-
-def test_exit_status() -> None:
-    passed, wrong, unknown = (Line("a", "b", "c", verdict) for verdict in (PASSED, FAILED, NOT_MEASURED))
-    assert exit_status([passed, passed]) == 0
-    assert exit_status([passed, unknown]) == 3
-    assert exit_status([passed, unknown, wrong]) == 1
-    assert "| a | b | c | **FAIL** |  |" in table("about", [wrong])
-
-
-def test_state_counts_for_the_same_key_only(tmp_path: Path) -> None:
-    path = tmp_path / "state.jsonl"
-    state = State(path, {"commit": "a"})
-    state.add(Line("one", "e", "m", PASSED, 3.0))
-    state.add(Line("one", "e", "m", FAILED, 3.0))
-    state.add(Line("two", "e", "m", PASSED, 3.0))
-    with path.open("a") as file:
-        file.write('{"key": {"com')
-    assert {name: line.verdict for name, line in state.read().items()} == {"one": FAILED, "two": PASSED}
-    assert State(path, {"commit": "b"}).read() == {}
-    state.forget(["one"])
-    assert list(state.read()) == ["two"]
 
 
 def run_command(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, expected: Machine = CPU) -> int:
@@ -383,35 +311,6 @@ def test_command_names_what_failed(
     assert "FAIL: oom: outcomes" in capsys.readouterr().err
 
 
-def test_limit_leaves_a_sweep_unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-    monkeypatch.setattr(command.children, "run", lambda *_: ran.append(1) or children.Ran(None, 300.0, []))
-    for _ in range(2):  # the second call tries again
-        assert run_command(monkeypatch, tmp_path, "--device", "cpu", "--only", "oom") == 3
-    assert len(ran) == 2
-    assert "ended by the limit after 300 s" in (tmp_path / "check_gpu_ray.md").read_text()
-
-
-def test_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_command(monkeypatch, tmp_path) == 2  # no GPU
-    for wrong in (["--device", "tpu"], ["--limit", "0"], ["--only", "nothing"]):
-        with pytest.raises(SystemExit) as ended:
-            run_command(monkeypatch, tmp_path, *wrong)
-        assert ended.value.code == 2
-
-
-def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\ncase "$1" in *memory*) echo "12, 143771"; echo "7, 143771";; *) echo 580.1;; esac\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert machine.used_bytes({}) == [12 * MIB, 7 * MIB]
-    assert machine.driver({}) == "580.1"
-    assert machine.nvidia_smi({"CUDA_VISIBLE_DEVICES": ""}) == []
-    tool.write_text('#!/bin/sh\necho "[N/A], [N/A]"\n')
-    assert machine.nvidia_smi({}) == []
-
-
 # Child processes
 
 
@@ -447,11 +346,6 @@ def test_left_process_is_named_and_ended(tmp_path: Path) -> None:
 
 def test_limit_ends_everything(tmp_path: Path) -> None:
     assert run_child(tmp_path, f"{_STRAY}; import time; time.sleep(600)", 1) == "None [] []"
-
-
-def test_memory_limit_refuses_at_once(tmp_path: Path) -> None:
-    assert run_child(tmp_path, "bytearray(2**33)", 60, memory_limit=2**32) == "1 [] []"
-    assert "MemoryError" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.full

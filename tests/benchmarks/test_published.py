@@ -11,17 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.published import __main__ as command
-from benchmarks.published.decoders import EarlyTorchtitan, Mpt, Torchtitan
+from benchmarks.published.decoders import Mpt, Torchtitan
 from benchmarks.published.fit import START, fit, without_each
-from benchmarks.published.rows import MPT, STEPS, Row, read_mpt, read_steps
-from benchmarks.published.steps import DEPTHS, Step, Traced
+from benchmarks.published.rows import STEPS, Row, read_steps
+from benchmarks.published.steps import Step, Traced
 from benchmarks.published.summary import Result, summary
-from fsdp_lab.forecast.capacity import NEARLY_FULL_ERROR, Forecast
-from fsdp_lab.forecast.forecast import forecast_step
-from fsdp_lab.speed.device import Efficiency, KnownError, load_device, on_network
+from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.speed.device import Efficiency, load_device
 from fsdp_lab.speed.program import Kind, Operator, Stream
-from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.language.llama import Llama
 
 A100 = load_device(Path(__file__).parents[2] / "conf" / "device" / "a100_80gb.yaml")
@@ -50,14 +47,6 @@ def test_the_fused_loss_is_the_plain_one_and_metrics_come_after_the_backward_pas
     torch.testing.assert_close(result, plain)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
-
-
-def test_early_torchtitan_keeps_its_logits_in_float32():
-    sizes = {"vocab_size": 11, "dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}
-    model = EarlyTorchtitan(**sizes, max_seq_len=8).bfloat16()
-    logits = model(torch.zeros(1, 8, dtype=torch.long))
-    assert logits.dtype is torch.float32
-    assert model.pred is not None and model.pred.data_ptr() == logits.data_ptr()
 
 
 def test_torchtitan_computes_what_our_llama_does():
@@ -140,58 +129,6 @@ def test_a_row_is_forecast_by_numbers_that_were_not_fitted_to_it():
     assert plain.matmul > 1.05 * own.matmul
 
 
-def test_a_step_of_two_microbatches_has_the_second_alone():
-    step = Step.of(program(2, 100, 2))
-    assert len(step.whole) == 34
-    assert step.again is not None
-    assert [o.phase for o in step.again] == ["forward"] * 8 + ["backward"] * 8
-    assert Step.of(program(2, 100)).again is None
-
-
-def test_depth_and_accumulation_are_extrapolated_to_the_whole_step():
-    few = traced(row())
-    whole = Step.of(program(6, 2000, 3))
-    one = Traced(row(microbatches=1), {6: Step(whole.whole, None), 7: whole}, few.memory, ())
-    device = replace(A100, efficiency=KNOWN)
-    assert few.seconds(device) == pytest.approx(one.seconds(device), rel=0.02)
-
-
-SMALL = (
-    "model=custom", "model._target_=benchmarks.published.decoders.Mpt", "model.vocab_size=5000", "model.dim=512",
-    "model.num_heads=4", "model.max_seq_len=512", "task=language", "task.loss_chunks=2", "data=synthetic_tokens",
-    "data.vocab_size=5000", "data.seq_len=512", "training.global_batch_size=16", "training.grad_accum_steps=1",
-    "optimizer=adamw", "optimizer.implementation=for_loop", "sharding=per_block", "reshard_after_forward=always",
-    "precision=bf16_mixed",
-)  # fmt: skip
-
-
-def test_few_blocks_have_the_time_of_all():
-    def of(depth: int) -> Step:
-        config = read_config(None, [*SMALL, f"model.num_layers={depth}"])
-        return Step.of(forecast_step(config, 8, cuda=True, traced=True).program)
-
-    one = row(words=SMALL, blocks=10, microbatches=2)
-    few = Traced(one, {depth: of(depth) for depth in DEPTHS}, forecast(1), ())
-    assert few.seconds(A100) == pytest.approx(of(10).seconds(A100, 2), rel=1e-3)
-
-
-def test_ranges_are_those_of_a_forecast():
-    device = replace(A100, efficiency=KNOWN)
-    one = traced(row())
-    step_s, most = one.seconds(device), device.error.p90
-    assert one.range(device) == pytest.approx((step_s / (1 + most), step_s / (1 - most)))
-    most = device.error_elsewhere.p90
-    unlike = traced(row(), unlike=("compile=true",))
-    assert unlike.range(device) == pytest.approx((step_s / (1 + most), step_s / (1 - most)))
-    full = traced(row(), gib=74)
-    narrow = replace(device, error=KnownError(0.01, 0.02))
-    assert full.range(narrow)[1] == pytest.approx(step_s / (1 - NEARLY_FULL_ERROR)), "74 of 80 GiB"
-    apart = traced(row(workers=16), unlike=("several nodes",))
-    assert apart.range(device)[1] == pytest.approx(apart.seconds(on_network(device, 400)) / (1 - most)), "half of 800"
-    step_s = apart.seconds(on_network(device, 800))
-    assert apart.range(on_network(device, 800)) == pytest.approx((step_s / (1 + most), step_s / (1 - most)))
-
-
 HEAD = (
     "id,source,model,dim,layers,heads,kv_heads,ffn,vocab,tied,gpu,gpus,gbit_per_node,impl,dp_replicate,tp,cp,pp,seq,"
     "local_batch,accum,ac,compile,precision,tok_s_gpu,tok_s_gpu_high,step_s,static_mib,active_gib,reserved_gib,fits,note"
@@ -247,22 +184,3 @@ def test_a_summary_names_what_misses_its_target():
     ):
         text, met = summary([*good, apart, bad])
         assert not met and words in text
-
-
-def test_without_the_rows_the_command_says_so(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["published", str(tmp_path)])
-    assert command.main() == 2
-    assert f"{tmp_path} has no {MPT} and no {STEPS}" in capsys.readouterr().out
-
-
-def test_the_rows_of_mpt_state_a_network_only_where_llm_foundry_does(tmp_path: Path):
-    head = (
-        "gpu,num_gpus,model,num_layers,num_heads,hidden_dim,seq_len,microbatch_size,grad_accum_steps,global_batch_size,"
-        "precision,activation_checkpointing,num_params,mfu_percent,tokens_per_s_per_gpu"
-    )
-    lines = [f"{gpu},16,mpt_1b,24,16,2048,2048,8,4,512,bf16,none,1,50,1000" for gpu in ("a100_40gb", "a100_80gb")]
-    (tmp_path / MPT).write_text("\n".join([head, *lines]))
-    one, two = read_mpt(tmp_path / MPT)
-    assert (one.device.network_gbit, one.device.network_known, two.device.network_known) == (1600, True, False)
-    assert one.measured_s == pytest.approx(512 * 2048 / 16 / 1000)
-    assert "training.global_batch_size=256" in one.words and one.microbatches == 4, "two of four are traced"
