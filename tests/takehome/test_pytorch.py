@@ -19,6 +19,7 @@ from fsdp_lab.layout import Layout
 from fsdp_lab.takehome import Setup, write_out
 from fsdp_lab.takehome.imports import Imports, call, fold
 from tests.conftest import ROOT
+from tests.parity import WORKLOADS
 from tests.ranks import config, run_ranks, selected
 from tests.takehome.scripts import PRECISIONS, SHARDINGS, VIT, train_and_run
 from tests.workloads.user.test_training import DATA, FITS, HERE, LOSS, NET
@@ -63,11 +64,15 @@ CASES: dict[str, Case] = {
         "model=mlp", f"task.loss={HERE}.net.labels", *SHARDINGS["per_block"], "precision=bf16",
         "training.grad_accum_steps=2",
     ),
+    # of rows that differ in their labels; and T5, whose embedding is shared by encoder, decoder and head
+    "seq2seq": (*WORKLOADS["seq2seq"].words, *SHARDINGS["ddp"], "training.grad_accum_steps=2", *VIT),
+    "t5": (*WORKLOADS["t5_tiny"].words, *SHARDINGS["per_block"], "training.grad_accum_steps=2"),
     **{f"user's {name}": (*overrides, "data.num_train=96") for name, (overrides, _) in FITS.items()},
 }  # fmt: skip
 MARKS = {  # of whose lines other cases have most
     "gradients of each microbatch": pytest.mark.ci,
     "loss in chunks": pytest.mark.ci,
+    "t5": pytest.mark.full,
     **{f"user's {name}": pytest.mark.full for name in FITS if name != "all three"},
 }
 NAMES = [pytest.param(name, marks=MARKS[name]) if name in MARKS else name for name in CASES]

@@ -105,6 +105,13 @@ BART = {
 }  # fmt: skip
 
 
+def test_a_t5_without_a_folder_has_no_weights_and_names_its_keys() -> None:
+    with pytest.raises(UserError, match=r"but model\.config has the values of a configuration; use"):
+        config("task=seq2seq", "model.pretrained=true").check_files()
+    with pytest.raises(UserError, match=r"the configuration below model\.config \(t5\) has no key d_modl\. Did you"):
+        config("task=seq2seq", "model.d_modl=32").check(2)
+
+
 def check_pairs(folder: Path, values: dict[str, Any], *words: str) -> None:
     (folder / "config.json").write_text(json.dumps(values))
     trial = config("task=seq2seq", "data=pydoc_summaries", "model=hf_seq2seq", f"model.config={folder}", *words)

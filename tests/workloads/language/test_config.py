@@ -35,6 +35,7 @@ from fsdp_lab.workloads.build import build_model_spec, build_workload
         ("experiment=ray_template task=language", ""),
         ("experiment=mine task=language", ""),
         ("model=vit_tiny", ""),
+        ("data=pydoc_summaries model._target_=my.Net", "task=seq2seq model=custom"),
         ("task=classification", ""),
         ("data=synthetic", ""),
         ("", ""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from fsdp_lab.config.errors import CombinationError, UserError
 from fsdp_lab.workloads.seq2seq.codec import Bytes, build_codec
 from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
 from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries, passages, read, sections
+from fsdp_lab.workloads.seq2seq.task import Seq2Seq
 from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
 from tests.ranks import config
 from tests.workloads.language.test_config import composed
+from tests.workloads.seq2seq.net import Summariser
 
 # "Life is like a box of chocolates.", as the documentation of transformers' ByT5 gives it by hand: each byte plus 3.
 HERE = "tests.workloads.seq2seq.net"
@@ -233,8 +234,9 @@ def test_pydoc_learns() -> None:
     assert items[0]["input_ids"].shape == (128,) and items[0]["labels"].shape == (32,)
 
 
-def test_csvs_own_reader_reads_what_was_written_by_hand(tmp_path: Path) -> None:
-    """The rows of these tests are in the dialect of the published file, which `csv` calls `excel`."""
-    write_csv(tmp_path / "a.csv", ROWS)
-    with (tmp_path / "a.csv").open(newline="") as lines:
-        assert [tuple(row) for row in csv.reader(lines)][1:] == ROWS
+def test_another_batch_or_output_is_one_message() -> None:
+    batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": torch.zeros(2, 3, dtype=torch.int64)}
+    with pytest.raises(UserError, match=r"got \{input_ids: 2x3 int64, labels: 2x3 int64\}; let data.collate_fn"):
+        Seq2Seq().forward(Summariser(), batch)
+    with pytest.raises(UserError, match="the model returns a Linear without logits"):
+        Seq2Seq().forward(lambda **_: torch.nn.Linear(1, 1), {**batch, "attention_mask": 0})  # type: ignore[arg-type]
