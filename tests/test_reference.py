@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ import yaml
 from fsdp_lab import __version__, reference
 from fsdp_lab.config import ConfigError, NightlyConfig, all_keys
 from fsdp_lab.config.conf import data_sheets, group_dirs
-from fsdp_lab.config.describe import describe_keys, meanings
-from fsdp_lab.config.key import key, keys_of
+from fsdp_lab.config.describe import describe_keys
+from fsdp_lab.config.key import keys_of
 from fsdp_lab.metrics import METRICS
 from fsdp_lab.status import ExitCode
 from tests.conftest import ROOT, run_cli
@@ -98,30 +96,6 @@ def test_comments_change_no_value(text: str):
 @pytest.mark.parametrize("text", ["", "- 1\n", "a: [\n"])
 def test_what_is_no_mapping_stays_as_it_is(text: str):
     assert reference.commented(text) == text
-
-
-def test_meanings_stand_below_the_fields_of_each_class():
-    class Colour(Enum):
-        red = 1
-
-    @dataclasses.dataclass
-    class Base:
-        """Not a field's."""
-
-        inherited: int = key(1)
-        """Of the
-        base."""
-
-    @dataclasses.dataclass
-    class Derived(Base):
-        bare: int = key(1)
-        own: Colour = key(Colour.red)
-        """Its own."""
-
-        def method(self) -> None:
-            """Nobody's."""
-
-    assert meanings(Derived) == {"inherited": "Of the base.", "own": "Its own."}
 
 
 def test_every_option_begins_with_what_it_is():

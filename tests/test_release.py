@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -86,21 +85,3 @@ def test_the_workflow_runs_what_is_here():
     scripts = [word for step in steps for word in step.split() if word.startswith(".ci/")]
     assert scripts == [".ci/run", ".ci/release"] and all(os.access(ROOT / script, os.X_OK) for script in scripts)
     assert workflow["permissions"] == {"contents": "write"}
-
-
-def test_the_forms_have_what_the_service_asks_for():
-    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
-    assert forms
-    for form in forms:
-        content = yaml.safe_load(form.read_text())
-        assert {"name", "description", "body"} <= content.keys(), form
-        assert all({"type", "attributes"} <= part.keys() for part in content["body"]), form
-        assert len({part["id"] for part in content["body"]}) == len(content["body"]), form
-        for command in re.findall(r"`python -m (fsdp_lab[^`]*)`", form.read_text()):
-            assert command.split()[1:] in (["--version"], ["doctor"]), form
-
-
-def test_the_citation_is_complete():
-    content = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors", "version", "license"} <= content.keys()
-    assert content["version"] == __version__ and content["license"] == "MIT"

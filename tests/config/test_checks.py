@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from fsdp_lab import hardware
 from fsdp_lab.config import (
-    CombinationError,
     ConfigError,
     SweepConfig,
-    UserError,
     cpu_notes,
-    default_num_workers,
     effective_settings,
     from_dict,
     machine,
     sharding_notes,
 )
-from fsdp_lab.config.machine import check_local_capacity, cpus_per_worker_of, loader_workers_of
+from fsdp_lab.config.machine import check_local_capacity, loader_workers_of
 from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.config.workload import DataConfig
 
 
 def trial(*overrides: str) -> SweepConfig:
@@ -116,53 +111,6 @@ def test_note_on_resharding_what_is_not_sharded() -> None:
     ]
 
 
-def test_missing_data_message(tmp_path: Path) -> None:
-    data = DataConfig(name="fashion_mnist", root=str(tmp_path))
-    raw = tmp_path / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    files = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
-    for name in files[:3]:
-        (raw / name).touch()
-    message = data.missing()
-    assert message is not None
-    for words in (f"data.root={tmp_path}", str(raw), "lacks Fashion-MNIST's t10k-labels-idx1-ubyte;", "data=digits"):
-        assert words in message
-    (raw / files[3]).touch()
-    assert data.missing() is None
-    assert DataConfig(root=str(tmp_path / "absent")).missing() is None  # digits need no files
-
-
-def test_errors_are_reported_to_users() -> None:
-    assert issubclass(CombinationError, ConfigError)
-    assert issubclass(ConfigError, UserError)
-    assert issubclass(ConfigError, ValueError)
-
-
-def test_default_num_workers() -> None:
-    import torch
-
-    assert default_num_workers() == (torch.cuda.device_count() or 2)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "cores", "given", "each"),
-    [
-        (0, 64, None, 1.0),
-        (8, 96, None, 12.0),
-        (8, 4, None, 1.0),
-        (1, 64, None, 16.0),
-        (8, 96, 2.0, 2.0),
-        (0, 2, 0.5, 0.5),
-    ],
-)
-def test_cpus_per_worker_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, given: float | None, each: float
-) -> None:
-    monkeypatch.setattr(hardware, "num_gpus", lambda: gpus)
-    monkeypatch.setattr(hardware, "num_cpus", lambda: cores)
-    assert cpus_per_worker_of(ClusterConfig(cpus_per_worker=given)) == each
-
-
 @pytest.mark.parametrize(
     ("gpus", "cores", "cluster", "workers", "words"),
     [
@@ -205,8 +153,3 @@ def test_loader_workers_of_this_machine(
         monkeypatch.setattr(module, "num_gpus", lambda: gpus)
         monkeypatch.setattr(module, "num_cpus", lambda: cores)
     assert loader_workers_of(trial(*settings)) == workers
-
-
-@pytest.mark.parametrize(("value", "expected"), [(None, None), (1, 1.0), (0.5, 0.5), (16.0, 16.0)])
-def test_cpus_per_worker_as_it_was_and_is_written(value: float | None, expected: float | None) -> None:
-    assert from_dict(SweepConfig, {"cluster": {"cpus_per_worker": value}}).cluster.cpus_per_worker == expected

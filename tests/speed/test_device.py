@@ -76,38 +76,6 @@ def test_training_knows_the_same_peaks_without_reading_yaml():
     assert {name: PEAK_FLOPS[name] for name in collected} == collected
 
 
-def test_other_variants_have_the_peaks_of_their_data_sheets():
-    """A100 PCIe as SXM, L4 without sparsity half of 242 TFLOP/s, an H100 NVL below the SXM."""
-    half = {name: peaks[Dtype.bfloat16] / 1e12 for name, peaks in PEAK_FLOPS.items()}
-    assert half["NVIDIA A100 80GB PCIe"] == half["NVIDIA A100-SXM4-80GB"]
-    assert (half["NVIDIA L4"], half["NVIDIA A10G"], half["NVIDIA H100 NVL"]) == (121, 70, 835.5)
-
-
-@pytest.mark.parametrize(
-    ("name", "bfloat16", "float8", "memory", "cores"),
-    [  # dense, in TFLOP/s and TB/s, as PyTorch's and the vendors' tables have them
-        ("a100_40gb", 312, None, 1.555, 108),
-        ("a100_80gb", 312, None, 2.039, 108),
-        ("h100_sxm", 989, 1979, 3.35, 132),
-        ("h100_pcie", 756, 1513, 2.0, 114),
-        ("h100_96gb", 989, 1979, 2.4, 132),
-        ("h200", 989, 1979, 4.8, 132),
-        ("b200", 2250, 4500, 8.0, 148),
-        ("l40s", 362, 733, 0.864, 142),
-        ("mi300x", 1307.4, 2614.9, 5.3, 304),
-    ],
-)
-def test_the_peaks_are_those_of_dense_products(
-    name: str, bfloat16: float, float8: float | None, memory: float, cores: int
-):
-    device = next(load_device(path) for path in SHEETS if path.stem == name)
-    assert device.peak("bfloat16") == device.peak("float16") == pytest.approx(bfloat16 * 1e12)
-    assert device.memory_bandwidth == pytest.approx(memory * 1e12)
-    assert device.num_cores == cores
-    collected = [peak for dtype, peak in device.peak_flops.items() if dtype.startswith("float8")]
-    assert collected == ([] if float8 is None else [pytest.approx(float8 * 1e12)])
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,12 +34,6 @@ def test_a_mesh_has_the_axes_that_are_divided(words: list[str], replicate: int, 
         assert dims.mesh is not None and dims.mesh.mesh_dim_names == axes
     assert dims == ParallelDims(replicate, shard, tp=1, rank=3)
     assert (dims.dp_degree, dims.dp_rank) == (8, 3)
-
-
-def test_tensor_parallel_ranks_are_one_part_of_the_data():
-    every = [ParallelDims(dp_replicate=2, dp_shard=2, tp=2, rank=rank) for rank in range(8)]
-    assert {dims.dp_degree for dims in every} == {4}
-    assert [dims.dp_rank for dims in every] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 class Joined:
@@ -129,16 +122,3 @@ def test_no_other_code_makes_a_group_on_a_gpu():
                 backend = ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else ""
                 calls.append((file.relative_to(ROOT), bound or backend in ("gloo", "fake")))
     assert len(calls) >= 3 and all(bound for _, bound in calls), calls
-
-
-def test_nccl_takes_the_bound_gpu_before_the_local_rank(monkeypatch: pytest.MonkeyPatch):
-    """What `make_process_group` relies on, in the installed PyTorch."""
-    choose = getattr(dist.distributed_c10d, "_nccl2_device", None)
-    if choose is None:
-        pytest.skip(f"PyTorch {torch.__version__} binds the current GPU at the first collective")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 12)
-    bound = SimpleNamespace(bound_device_id=torch.device("cuda", 10))
-    free = SimpleNamespace(bound_device_id=None)
-    assert choose(SimpleNamespace(enable_reconfigure=False, process_group=bound)) == torch.device("cuda", 10)
-    assert choose(SimpleNamespace(enable_reconfigure=False, process_group=free)) == torch.device("cuda", 1)

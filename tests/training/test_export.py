@@ -122,15 +122,6 @@ def test_weights_are_the_unsharded_runs(exported: dict[str, Exported], unsharded
         assert (got - value).abs().max() <= 1e-5, key
 
 
-def test_the_weights_have_moved(unsharded: dict[str, Run]) -> None:
-    """The comparison above is worth something: training moved every tensor by more than ten times its tolerance."""
-    from tests.training.reference import first_weights
-
-    start = first_weights(config(*VIT))
-    moved = {k: float((v - start[k]).abs().max()) for k, v in unsharded["ddp"].weights.items()}
-    assert min(moved.values()) > 1e-4, moved
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loaded_model_scores_what_training_reported(exported: dict[str, Exported], name: str) -> None:
     loaded = load_exported(exported[name].path)
@@ -145,11 +136,6 @@ def test_the_loaded_model_scores_what_training_reported(exported: dict[str, Expo
     assert loaded.data.name == "digits"
 
 
-def test_only_one_file_is_written(exported: dict[str, Exported]) -> None:
-    for one in exported.values():
-        assert [f.name for f in one.path.parent.iterdir()] == ["model.pt"]
-
-
 def test_other_files_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     for content in (b"", b"this is not a model", b"PK\x03\x04 cut short", b"\x80\x04garbage"):
@@ -160,19 +146,6 @@ def test_other_files_are_reported(tmp_path: Path) -> None:
         torch.save(saved, path)
         with pytest.raises(UserError, match="was not exported by this version"):
             load_exported(path)
-
-
-def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.pt: no such file; give the path"):
-        load_exported(tmp_path / "nowhere.pt")
-
-
-def test_a_file_cut_short_is_reported(exported: dict[str, Exported], tmp_path: Path) -> None:
-    whole = exported["ddp"].path.read_bytes()
-    path = tmp_path / "model.pt"
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="is not an exported model"):
-        load_exported(path)
 
 
 @pytest.mark.parametrize("best", ["sync", *(pytest.param(name, marks=pytest.mark.ci) for name in ("async", "ddp"))])

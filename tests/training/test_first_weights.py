@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fsdp_lab.config import TrialConfig, UserError
+from fsdp_lab.config import UserError
 from fsdp_lab.forecast.fake import fake_world
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.construct import Blueprint
@@ -65,11 +65,6 @@ def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
         assert built_second == (0 if "init=rank0" in case else len(expected)), case
 
 
-def test_the_seed_changes_the_weights() -> None:
-    a, b = (first_weights(TrialConfig()), first_weights(config("training.seed=1")))
-    assert not torch.equal(a["conv_proj.weight"], b["conv_proj.weight"])
-
-
 class Seen(Blueprint):
     """Notes the devices on which its values are computed."""
 
@@ -106,9 +101,3 @@ def test_a_constructor_that_needs_the_cpu_is_refused_with_the_remedy() -> None:
         blueprint = Blueprint(OnTheHost, seed=0)
         with pytest.raises(UserError, match=r"init=device: the constructor .* fails on meta \(Expected .*\)"):
             init_weights(blueprint.model, blueprint, config("init=device", "sharding=ddp"), gpu)
-
-
-def test_values_are_made_on_the_device_that_is_named() -> None:
-    blueprint = Blueprint(lambda: torch.nn.Linear(4, 3), seed=0)
-    assert {value.device.type for _, value in blueprint.values(torch.device("meta"))} == {"meta"}
-    assert {value.device.type for _, value in blueprint.values()} == {"cpu"}

@@ -107,26 +107,6 @@ def test_a_followed_step_is_not_in_the_peak_of_those_that_train(
     assert memory.figures()["memory/reserved_bytes"] == 3000
 
 
-def test_workspaces_are_not_taken_for_gone_when_no_step_took_them_again(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """The first look frees them; a second one before the next step would find none."""
-    memory = followed(allocator, monkeypatch, tmp_path)
-    memory.step_done()
-    allocator.hold(864, 1536, 2048)
-    first = memory.figures()
-    monkeypatch.setattr(module, "free_cublas_workspaces", lambda device: 0)
-    assert memory.figures() == first
-
-
-def test_without_the_size_of_the_workspaces_the_peak_has_them(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr(module, "free_cublas_workspaces", lambda device: None)
-    figures = followed(allocator, monkeypatch, tmp_path).figures()
-    assert figures["memory/peak_bytes"] == 1000 and "memory/workspace_bytes" not in figures
-
-
 def test_a_trial_gives_back_what_the_one_before_left_and_then_forgets_its_peak(allocator: Allocator):
     start_clean(GPU)
     assert allocator.done == ["collect", "empty", "reset"]

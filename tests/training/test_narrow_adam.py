@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -76,14 +75,3 @@ def test_a_loaded_state_is_the_one_that_was_saved_to_the_bit(gradients: list[Ten
     take(optimizer, parameter, gradients[3:])
     take(loaded, again, gradients[3:])
     assert torch.equal(parameter, again)
-
-
-def test_the_closure_is_called_with_gradients() -> None:
-    parameter = torch.nn.Parameter(torch.ones(1))
-
-    def closure() -> float:
-        (parameter * 2).sum().backward()
-        return math.pi
-
-    assert NarrowAdam([parameter], lr=LR, foreach=False).step(closure) == math.pi
-    assert parameter.item() == pytest.approx(1 - LR)

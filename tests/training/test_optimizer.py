@@ -189,8 +189,3 @@ def test_the_loss_scale_is_where_offloaded_gradients_are(monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     assert late_copies("cpu") == []
     assert late_copies("none"), "a scale on the GPU would be copied late: the check can fail"
-
-
-@pytest.mark.parametrize(("offload", "expected"), [("none", "cuda"), ("cpu", "cpu"), ("cpu_unpinned", "cpu")])
-def test_where_gradients_are(offload: str, expected: str) -> None:
-    assert gradient_device(config(f"offload={offload}"), torch.device("cuda", 0)).type == expected

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
 
-from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.training import speed
 from fsdp_lab.training.distributed import DistributedContext
-from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, percentile, speed_metrics, variance_of_sum
+from fsdp_lab.training.speed import StepTimer, Timed, percentile, speed_metrics, variance_of_sum
 from fsdp_lab.workloads import build_workload
 from tests.ranks import config
 
@@ -161,31 +160,6 @@ def test_use_of_a_gpu_at_a_published_speed(monkeypatch: pytest.MonkeyPatch) -> N
     assert metrics["perf/tokens_per_s_per_device"] == pytest.approx(5762)
     assert metrics["perf/tflops_per_device"] == pytest.approx(333.70, abs=0.01)
     assert metrics["perf/mfu"] == pytest.approx(0.3374, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "peak"),
-    [
-        ("NVIDIA H200", Dtype.float32, 67e12),
-        ("NVIDIA H100 80GB HBM3", Dtype.float32, 67e12),
-        ("NVIDIA H200", Dtype.bfloat16, 989e12),
-        ("NVIDIA A100-SXM4-80GB", Dtype.float32, 19.5e12),
-        ("NVIDIA H100 PCIe", Dtype.float32, 51e12),
-        ("NVIDIA T4", Dtype.float32, None),
-    ],
-)
-def test_peaks(monkeypatch: pytest.MonkeyPatch, name: str, dtype: Dtype, peak: float | None) -> None:
-    """A stand-in for the device, of which only the name is asked."""
-    monkeypatch.setattr(speed.torch.cuda, "get_device_name", lambda device: name)
-    trial = config(f"precision.param_dtype={dtype.name}")
-    assert device_peak_flops(trial, DistributedContext(0, 0, 1, torch.device("cuda"))) == peak
-    assert device_peak_flops(trial, ALONE) is None
-
-
-def test_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "device_peak_flops", lambda config, ranks: 1e12)
-    reported = speed_metrics([0.5], config("training.global_batch_size=100"), ALONE, 2e9)
-    assert reported["perf/mfu"] == pytest.approx(200 * 2e9 / (1e12 * 2))
 
 
 def test_where_flops_are_not_known_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,44 +105,6 @@ def replay(data: Any) -> dict[int, tuple[dict[str, int], ...]]:
     return out
 
 
-def realistic(layers: int, rounds: int, seed: int = 0) -> Profile:
-    """Parameters and optimizer state, activations that rise and fall, short-lived temps, and an optimizer step."""
-    rng = random.Random(seed)
-    events = [Event(0, "host", "input", 3_000_000, "", "forward")]
-    names = [f"encoder.layers.encoder_layer_{i}.{part}" for i in range(layers) for part in ("self_attention", "mlp.0")]
-    for i, name in enumerate(names):
-        events.append(Event(3 * i + 1, "device", "param", 600_000, name, "optimizer"))
-        events.append(Event(3 * i + 2, "device", "optimizer", 1_200_000, name, "optimizer"))
-    begun, fresh = len(events), 3 * len(names) + 10
-
-    def short(category: str, num_bytes: int, module: str, phase: str) -> None:
-        nonlocal fresh
-        fresh += 1
-        events.append(Event(fresh, "device", category, num_bytes, module, phase))
-        events.append(Event(fresh, "device", category, 0, module, phase))
-
-    for accumulation in range(rounds):
-        alive = []
-        for name in names:
-            short("all_gather", 2_400_000, name, "forward")
-            for _ in range(3):
-                fresh += 1
-                alive.append((fresh, name, rng.randrange(200_000, 900_000)))
-                events.append(Event(fresh, "device", "activation", alive[-1][2], name, "forward"))
-                short("temp", rng.randrange(50_000, 1_500_000), name, "forward")
-        for i, (storage, name, num_bytes) in enumerate(reversed(alive)):
-            short("unsharded_param", 2_400_000, name, "backward")
-            short("temp", rng.randrange(50_000, 2_500_000), name, "backward")
-            events.append(Event(storage, "device", "unsharded_grad", num_bytes, name, "backward"))
-            events.append(Event(storage, "device", "unsharded_grad", 0, name, "backward"))
-            if i % 3 == 2 and not accumulation:
-                events.append(Event(3 * (len(names) - 1 - i // 3) + 3, "device", "grad", 600_000, name, "backward"))
-    for i, name in enumerate(names):
-        short("temp", 1_200_000, name, "optimizer")
-        events.append(Event(3 * i + 3, "device", "grad", 0, name, "optimizer"))
-    return Profile(events, begun)
-
-
 def test_page_holds_what_was_counted_by_hand(tmp_path: Path) -> None:
     data = written(SMALL, tmp_path, facts={"world_size": "2"})
     assert data["places"] == ["device", "host"]
@@ -171,19 +133,6 @@ def test_small_holders_are_summed_up(tmp_path: Path) -> None:
     assert sum(data["start"]) == 210 and data["steps"] == []
 
 
-def test_a_profile_without_events(tmp_path: Path) -> None:
-    data = written(Profile(), tmp_path)
-    assert data["places"] == data["peaks"] == []
-
-
-def test_a_place_that_the_step_leaves_alone(tmp_path: Path) -> None:
-    """It has its chart, all the same height, whatever the profile calls its peak."""
-    profile = Profile(SMALL.events[:8], begun=2)
-    data = written(profile, tmp_path)
-    assert [held[1] for held in replay(data).values()] == [{"optimizer": 50}] * 7
-    assert (data["peaks"][1] is None) == (profile.peak_index("host") < 0)
-
-
 def test_thinned_out_page_keeps_spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1,000 short-lived storages the 10th is the largest, the 773rd the second: both are seen, to the byte."""
     events = []
@@ -194,23 +143,6 @@ def test_thinned_out_page_keeps_spikes(tmp_path: Path, monkeypatch: pytest.Monke
     kept = replay(written(Profile(events), tmp_path))
     assert len(kept) <= 102
     assert (kept[2 * 10 + 1], kept[2 * 773 + 1]) == (({"temp": 900},), ({"temp": 800},))
-
-
-def test_thinned_out_page_keeps_peak_borders_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = realistic(layers=4, rounds=2)
-    whole = written(profile, tmp_path)
-    monkeypatch.setattr(timeline, "_MAX_ROWS", 100)
-    thin = written(profile, tmp_path)
-    assert thin["num_events"] == sum(thin["steps"]) == len(whole["steps"]) > 400
-    assert len(thin["steps"]) <= 110
-
-    every, kept = replay(whole), replay(thin)
-    assert all(every[ordinal] == held for ordinal, held in kept.items())
-    assert thin["peaks"] == whole["peaks"] and thin["phases"] == whole["phases"]
-    assert {first - 1 for _, first in thin["phases"]} < set(kept)
-    peak = thin["peaks"][0]
-    held_most = sum(num_bytes for *_, num_bytes, _ in peak["holders"]) + peak["rest"][1]
-    assert sum(kept[peak["ordinal"]][0].values()) == held_most == max(sum(held[0].values()) for held in every.values())
 
 
 def test_page_stays_under_two_megabytes(tmp_path: Path) -> None:

@@ -85,20 +85,6 @@ def test_fashion_mnist_is_torchvisions() -> None:
         assert split.labels.byte().numpy().tobytes() == labels
 
 
-@needs_fashion_mnist
-def test_fashion_mnist_items_equal_torchvisions() -> None:
-    from torchvision.datasets import FashionMNIST
-
-    theirs = FashionMNIST(str(SHARED), train=False)
-    _, val = build_source(DataConfig(name="fashion_mnist", root=str(SHARED)), ModelConfig()).read()
-    images, labels = ImageDataset(val, ModelConfig(image_size=28))[torch.arange(20)]
-    for i in range(20):
-        picture, label = theirs[i]
-        assert labels[i] == label
-        pixels = torch.tensor(list(picture.getdata())).view(28, 28)
-        torch.testing.assert_close(images[i, 0], pixels / 127.5 - 1)
-
-
 def refuse(*args: object, **kwargs: object) -> None:
     raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
 

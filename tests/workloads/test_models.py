@@ -12,7 +12,6 @@ from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.construct import Blueprint
 from tests.ranks import config
-from tests.training.reference import first_weights
 
 
 def build(trial: TrialConfig, device: str = "meta") -> nn.Module:
@@ -83,12 +82,6 @@ def test_weights_are_those_of_a_plain_script() -> None:
         assert differing == ({"conv_proj.weight", "conv_proj.bias"} if trial.model.num_channels == 1 else set())
 
 
-def test_equal_layers_get_different_weights() -> None:
-    drawn = first_weights(TrialConfig())
-    layer = "encoder.layers.encoder_layer_{}.mlp.0.weight"
-    assert not torch.equal(drawn[layer.format(0)], drawn[layer.format(1)])
-
-
 LAYERS = [f"encoder.layers.encoder_layer_{i}" for i in range(4)]
 PER_LAYER = [
     "conv_proj",
@@ -147,11 +140,3 @@ def test_size_based_threshold(min_num_params: int, expected: list[str]) -> None:
     """A module becomes a unit when what its inner units left over reaches the threshold."""
     got = unit_names("sharding=size_based", f"sharding.min_num_params={min_num_params}")
     assert got == expected
-
-
-def test_every_unit_comes_after_those_inside_it() -> None:
-    for overrides in (["sharding=per_layer"], ["sharding=size_based", "sharding.min_num_params=1000"]):
-        names = unit_names(*overrides)
-        for i, name in enumerate(names):
-            assert not any(later.startswith(f"{name}.") for later in names[i:]), name
-        assert not any("self_attention." in name for name in names)  # attention is one unit

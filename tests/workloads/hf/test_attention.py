@@ -66,10 +66,3 @@ def test_full_rows_padded_ones_and_packed_ones_have_the_logits_of_transformers(c
     torch.testing.assert_close(in_packs, logits(plain, position_ids=packed()))
     assert (in_packs - full)[:, 6:].abs().max() > 1e-3
     torch.testing.assert_close(logits(ours), full)  # as before
-
-
-def test_a_mask_may_be_the_second_argument() -> None:
-    ours, _ = both(LLAMA)
-    with torch.no_grad():
-        given = ours(TOKENS, left_padded()).logits
-    torch.testing.assert_close(given, logits(ours, attention_mask=left_padded()))

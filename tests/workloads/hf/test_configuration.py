@@ -16,8 +16,7 @@ from fsdp_lab.config import UserError, with_custom
 from fsdp_lab.training.__main__ import read_config as read_words
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.hf import library
-from fsdp_lab.workloads.hf.configuration import folder_of, read_config
-from fsdp_lab.workloads.hf.models import causal_lm
+from fsdp_lab.workloads.hf.configuration import read_config
 from fsdp_lab.workloads.hf.weights import load_whole
 from tests import forked
 from tests.ranks import config
@@ -173,17 +172,6 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         check("gpt2", written(tmp_path, **values))
     with pytest.raises(UserError, match=r"below model\.config has quantized weights"):
         read_config(json.loads(Path(GPT2).read_text()) | values, {})
-
-
-def test_a_folder_may_be_typed_from_home_and_values_are_not_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    written(tmp_path)
-    check("gpt2", "model.config=~/config.json")
-    assert folder_of("~") == folder_of("~/config.json") == tmp_path
-    with pytest.raises(UserError, match=r"^below model\.config: a t5 model is not a causal language model"):
-        causal_lm.check(json.loads(Path(T5).read_text()))
 
 
 def test_a_name_on_a_hub_that_nobody_reaches_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -148,17 +147,6 @@ def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
 
 def test_the_files_of_a_cluster_are_looked_for_on_its_nodes(tmp_path: Path) -> None:
     check(composed("data=text", f"data.root={tmp_path}/there", "cluster.address=127.0.0.1:6379"))
-
-
-@pytest.mark.ci
-def test_a_folder_without_text_ends_the_command_before_ray(
-    tmp_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    (tmp_path / "notes").mkdir()
-    done = cli("-m", "data=text", "data.root=notes", list_imports=True)
-    text = "fsdp_lab: data.root=notes has no text; point it at a folder with .txt, .md, .parquet files."
-    assert done.returncode == 2 and text in done.stderr.splitlines()
-    assert "ray" not in done.stderr.rpartition("imported:")[2].split()
 
 
 def test_a_vocabulary_that_is_not_known_is_asked_for() -> None:

@@ -52,11 +52,3 @@ def test_what_an_option_says_is_not_repeated(tmp_path: Path) -> None:
     output = " ".join(done.stdout.split()).partition("for GPUs")[0]
     assert output.startswith("1 setting: model=lm_tiny sharding=root")
     assert output.endswith("optimizer=adam model.num_layers=1 data=pydoc data.seq_len=64 32 items per worker and step ")
-
-
-def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
-    done = forked.run(tmp_path, "fsdp_lab.forecast", "-m", "data=text", "data.root=none")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == (
-        "fsdp_lab.forecast: data.root=none is not a folder; point it at a folder with .txt, .md, .parquet files.\n"
-    )

@@ -17,7 +17,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.language import pydoc
 from fsdp_lab.workloads.language.pydoc import PydocTokens
 from fsdp_lab.workloads.language.text import TextTokens, encode, part_of
-from fsdp_lab.workloads.language.tokens import PackedTokens, SyntheticTokens, byte_tokens
+from fsdp_lab.workloads.language.tokens import PackedTokens, SyntheticTokens
 
 
 def test_every_token_but_the_first_is_reported_once():
@@ -162,7 +162,3 @@ def test_a_tokenizer_that_is_none_is_one_message(tmp_path: Path):
     ):
         with pytest.raises(UserError, match=message):
             TextTokens("train", root=str(tmp_path), seq_len=1, tokenizer=str(tmp_path / file))
-
-
-def test_bytes_of_nothing():
-    assert byte_tokens(b"").tolist() == [] and byte_tokens(b"ab").tolist() == [97, 98]

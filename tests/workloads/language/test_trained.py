@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity import differences
 from tests.ranks import run_ranks, train_all
 from tests.training.reference import apart
 
@@ -32,17 +31,3 @@ def test_real_text_is_learned_whatever_the_sharding() -> None:
     assert 0 < last["perf/data_wait_share"] < 1
     assert of_parted[-1]["train/grad_norm"] == pytest.approx(of_whole[-1]["train/grad_norm"], rel=1e-2)
     assert of_parted[-1]["train/grad_norm"] > 0
-
-
-SMALL = ["task=language", "data.seq_len=64", "training.global_batch_size=8"]
-MEMORY = [
-    ["sharding=per_block", "task.loss_chunks=4"],
-    ["sharding=per_layer", "reshard_after_forward=always", "task.loss_chunks=4"],
-    ["sharding=root", "precision=bf16_mixed", "activation_checkpointing=full", "task.loss_chunks=3"],
-    ["sharding=ddp", "precision=bf16_mixed", "training.max_grad_norm=1", "model.tied=true"],
-]
-
-
-@pytest.mark.full
-def test_their_memory_is_forecast_to_the_byte() -> None:
-    assert differences([[*SMALL, *words] for words in MEMORY]) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from fsdp_lab.compose import check
 from fsdp_lab.config.errors import CombinationError, UserError
 from fsdp_lab.workloads.seq2seq.codec import Bytes, build_codec
 from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
-from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries, passages, read, sections
+from fsdp_lab.workloads.seq2seq.pydoc import passages, read, sections
 from fsdp_lab.workloads.seq2seq.task import Seq2Seq
 from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
-from tests.ranks import config
 from tests.workloads.language.test_config import composed
 from tests.workloads.seq2seq.net import Summariser
 
@@ -111,22 +109,6 @@ def test_rows_in_the_published_dialect(tmp_path: Path) -> None:
     ]
     (long,) = WikiHow("val", root=str(tmp_path)).pairs
     assert len(long.source) == 200_000
-
-
-def read_split(root: Path, split: Any) -> Sequence[Pair]:
-    """The pairs of a split; none where it says that it has none."""
-    try:
-        return WikiHow(split, root=str(root)).pairs
-    except UserError:
-        return []
-
-
-def test_cells_without_quotes_missing_cells_and_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(
-        b"\xef\xbb\xbfheadline,title,text\r\nGo out.,t,Put on your shoes and walk.\r\n,,\r\nonly a headline\r\n"
-    )
-    splits = [pair for split in ("train", "val") for pair in read_split(tmp_path, split)]
-    assert splits == [Pair("Put on your shoes and walk.", "Go out.")]
 
 
 def test_a_split_without_an_article_is_one_message(tmp_path: Path) -> None:
@@ -224,14 +206,6 @@ def test_no_section_of_pydoc_is_in_both_splits() -> None:
     assert not {p.source for p in train} & {p.source for p in val}
     assert len({p.source for p in train}) == len(train) > 800 and len(val) > 50
     assert any(p.target == 'The "assert" statement' and "debugging assertions" in p.source for p in train)
-
-
-def test_pydoc_learns() -> None:
-    """The words of the option, at its lengths."""
-    trial = config("data=pydoc_summaries", f"model._target_={HERE}.Summariser")
-    items = PydocSummaries("val", source_len=128, target_len=32)
-    assert trial.data.to_keys()["source_len"] == 128  # type: ignore[attr-defined]
-    assert items[0]["input_ids"].shape == (128,) and items[0]["labels"].shape == (32,)
 
 
 def test_another_batch_or_output_is_one_message() -> None:

@@ -4,7 +4,6 @@ mean over all labels."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +89,3 @@ def test_what_a_file_names_is_not_called(tmp_path: Path) -> None:
     export(tmp_path, {"_target_": "os.system", "command": "true"})
     with pytest.raises(UserError, match=r"_target_=os\.system, which is not called: it is a name from a file"):
         predict.summarise(tmp_path, {})
-
-
-def test_another_folder_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no readable fsdp_lab\.json"):
-        predict.summarise(tmp_path, {})
-    export(tmp_path / "model", PYDOC)
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"garbage")
-    with pytest.raises(UserError, match="is no exported sequence-to-sequence model: "):
-        predict.summarise(tmp_path / "model", {})
-    shutil.rmtree(tmp_path / "model")
-    export(tmp_path / "model", {"name": "digits"})
-    with pytest.raises(UserError, match="has an image model"):
-        predict.summarise(tmp_path / "model", {})
