@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -78,36 +80,72 @@ def test_what_is_installed_here_is_fine():
     assert "torch 2." in result[1].observation and result[1].remedy == ""
 
 
-@root_only
-def test_small_shared_memory_is_found():
-    finding = in_child(lambda: mount_small("/dev/shm", "16m"), machine.check_shared_memory)
-    assert finding.level == "note" and finding.observation.startswith("/dev/shm has 16 MiB")
-    assert "--shm-size" in finding.remedy
+def fill_small(folder: Path) -> None:
+    """Leave half a megabyte of a small disk, on which temporary files are."""
+    mount_small(folder, "20m")
+    (folder / "large").write_bytes(bytes(int(19.5 * 2**20)))
+    tempfile.tempdir = str(folder)
 
 
-@root_only
-def test_a_full_disk_is_found(tmp_path: Path):
-    finding = in_child(lambda: mount_small(tmp_path, "20m"), lambda: machine.check_folder(tmp_path / "outputs"))
-    assert finding.level == "wrong" and finding.observation.startswith(f"20 MiB free in {tmp_path}")
+# What is made wrong in a folder's child process; what looks at it; the level, and words of observation and remedy.
+FAULTS: dict[str, tuple[Callable[[Path], object], Callable[[Path], Finding], str, str]] = {
+    "small shared memory": (
+        lambda _: mount_small("/dev/shm", "16m"), lambda _: machine.check_shared_memory(),
+        "note", "/dev/shm has 16 MiB.*--shm-size",
+    ),
+    "a full disk": (
+        lambda folder: mount_small(folder, "20m"), lambda folder: machine.check_folder(folder / "outputs"),
+        "wrong", "20 MiB free in ",
+    ),
+    "a full disk of temporary files": (
+        fill_small, lambda _: machine.check_temporary(), "note", "Ray stops writing.*TMPDIR",
+    ),
+    "a folder of somebody else": (
+        lambda _: os.setuid(_NOBODY), lambda _: machine.check_folder(Path("/")),
+        "wrong", r"/: cannot be written \(Permission denied\)",
+    ),
+    "a loopback that is down": (
+        lambda _: unshare(_NEW_NETWORK), lambda _: machine.check_ports()[0],
+        "wrong", "Ray's processes cannot connect",
+    ),
+    "few open files": (
+        lambda _: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)), lambda _: machine.check_open_files(),
+        "note", "256 per process.*ulimit -n",
+    ),
+    "few processes": (
+        lambda _: resource.setrlimit(resource.RLIMIT_NPROC, (200, 200)),
+        lambda _: machine.check_processes(read_limits()), "note", "200 for this user",
+    ),
+}  # fmt: skip
 
 
-@root_only
-def test_a_full_disk_of_temporary_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-    def fill() -> None:
-        mount_small(tmp_path, "20m")
-        (tmp_path / "large").write_bytes(bytes(int(19.5 * 2**20)))
-
-    finding = in_child(fill, machine.check_temporary)
-    assert finding.level == "note" and "Ray stops writing" in finding.observation and "TMPDIR" in finding.remedy
-
-
-@root_only
-def test_a_folder_of_somebody_else_is_found(tmp_path: Path):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name.startswith("few") else root_only) for name in FAULTS]
+)
+def test_a_fault_is_found(tmp_path: Path, name: str):
+    prepare, check, level, words = FAULTS[name]
     tmp_path.chmod(0o755)
-    finding = in_child(lambda: os.setuid(_NOBODY), lambda: machine.check_folder(Path("/")))
-    assert finding.level == "wrong" and finding.observation == "/: cannot be written (Permission denied)"
+    finding = in_child(lambda: prepare(tmp_path), lambda: check(tmp_path))
+    assert finding.level == level and re.search(words, f"{finding.observation} {finding.remedy}")
+
+
+@root_only
+@pytest.mark.parametrize(
+    ("controller", "limit", "check", "level", "words"),
+    [
+        ("cpu", {"cfs_quota_us": 50_000}, machine.check_cores, "note", "limited to the time of 0.5"),
+        ("cpu", {"cfs_quota_us": 100_000}, machine.check_cores, "", "^1 for this process"),
+        ("memory", {"limit_in_bytes": 512 * 2**20}, machine.check_memory, "wrong", "of 512 MiB.*--memory"),
+        ("pids", {"max": 300}, machine.check_processes, "note", "^299 more of 300.*--pids-limit"),
+    ],
+)
+def test_a_limit_of_a_control_group_is_found(
+    controller: str, limit: dict[str, int], check: Callable[[Limits], Finding], level: str, words: str
+):
+    with group(controller, **limit) as folder:
+        finding = in_child(lambda: enter(folder), lambda: check(read_limits()))
+    assert not level or finding.level == level
+    assert re.search(words, f"{finding.observation} {finding.remedy}")
 
 
 @root_only
@@ -142,45 +180,6 @@ def test_a_check_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mon
     assert "PyTorch" in result
 
 
-def test_few_open_files_are_found():
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-
-    finding = in_child(lower, machine.check_open_files)
-    assert (
-        finding.level == "note" and finding.observation.startswith("256 per process") and "ulimit -n" in finding.remedy
-    )
-
-
-def test_few_processes_are_found():
-    def lower() -> None:
-        resource.setrlimit(resource.RLIMIT_NPROC, (200, 200))
-
-    finding = in_child(lower, lambda: machine.check_processes(read_limits()))
-    assert finding.level == "note" and finding.observation.startswith("200 for this user")
-
-
-@root_only
-def test_a_group_with_little_time_is_found():
-    with group("cpu", cfs_quota_us=50_000) as folder:
-        finding = in_child(lambda: enter(folder), lambda: machine.check_cores(read_limits()))
-    assert finding.level == "note" and "limited to the time of 0.5" in finding.observation
-
-
-@root_only
-def test_a_group_with_a_quota_has_that_many_cores():
-    with group("cpu", cfs_quota_us=100_000) as folder:
-        finding = in_child(lambda: enter(folder), lambda: machine.check_cores(read_limits()))
-    assert finding.observation.startswith("1 for this process")
-
-
-@root_only
-def test_a_group_with_little_memory_is_found():
-    with group("memory", limit_in_bytes=512 * 2**20) as folder:
-        finding = in_child(lambda: enter(folder), lambda: machine.check_memory(read_limits()))
-    assert finding.level == "wrong" and "of 512 MiB" in finding.observation and "--memory" in finding.remedy
-
-
 @root_only
 def test_cached_files_count_as_free_memory(tmp_path: Path):
     def read_file() -> None:
@@ -195,14 +194,6 @@ def test_cached_files_count_as_free_memory(tmp_path: Path):
         finding = in_child(read_file, lambda: machine.check_memory(read_limits()))
         (folder / "memory.force_empty").write_text("0")
     assert int(finding.observation.split()[0]) > 400, finding.observation
-
-
-@root_only
-def test_a_group_with_few_processes_is_found():
-    with group("pids", max=300) as folder:
-        finding = in_child(lambda: enter(folder), lambda: machine.check_processes(read_limits()))
-    assert finding.level == "note" and finding.observation.startswith("299 more of 300")
-    assert "--pids-limit" in finding.remedy
 
 
 def test_limits_of_groups_of_version_2(tmp_path: Path):
@@ -235,12 +226,6 @@ def test_a_port_that_is_taken_is_found(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(machine, "_UI_PORT", other.getsockname()[1])
         (finding,) = machine.check_ports()
     assert finding.level == "note" and "Address already in use" in finding.observation and "make ui" in finding.remedy
-
-
-@root_only
-def test_a_loopback_that_is_down_is_found():
-    finding = in_child(lambda: unshare(_NEW_NETWORK), lambda: machine.check_ports()[0])
-    assert finding.level == "wrong" and "Ray's processes cannot connect" in finding.observation
 
 
 def store(file: Path) -> str:
