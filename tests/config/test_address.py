@@ -21,11 +21,6 @@ def test_a_folder_is_no_address(place: str | None):
     assert not is_address(place)
 
 
-@pytest.mark.parametrize("address", ["auto", "head:6379", "[::1]:6379", None])
-def test_the_address_of_a_cluster_is_taken(address: str | None):
-    ClusterConfig(address=address).check()
-
-
 @pytest.mark.parametrize("address", ["s3://me:pass4711@bucket/x", "s3://bucket/x?secret=pass4711"])
 def test_an_address_with_credentials_is_refused_without_repeating_them(address: str):
     with pytest.raises(ConfigError) as caught:

@@ -95,11 +95,6 @@ def test_what_cannot_be_called_is_refused(project: Path, words: list[str], messa
     assert "\n" not in str(caught.value)
 
 
-def test_what_can_be_called_is_not(project: Path) -> None:
-    config(*NET, "model.block_classes=[my_project.net.Block]", "data._target_=my_project.data.Corpus").check(1)
-    config("model._target_=torch.nn.Linear", "model.in_features=3", "model.out_features=4").check(1)
-
-
 def test_the_digest_is_of_the_files_of_the_users_packages(project: Path) -> None:
     """Any file of them: one that is changed, new, renamed or gone; not of the installed ones, which have versions."""
     named = ["my_project.net.Net", "my_project.data.Corpus", "torch.nn.Linear", "fsdp_lab.compose.check"]
