@@ -27,7 +27,7 @@ VALUES = (
     "${per_worker:8}", "${per_worker:x}", "${oc.env:NO_SUCH_NAME}", "${nothing.here}", "???", "..", "/proc/x",
     "http://user:word@127.0.0.1:1/x", "$(x)", "a=b", "a:b", "(", "]", "\\", "--x",
 )  # fmt: skip
-PARTS = 8  # of the commands: one runs in `make test`, one in `make ci`, and the others in `make test-all`
+PARTS = 16  # of the commands: one runs in `make test`, three in `make ci`, and the others in `make test-all`
 # One cell: a grid over the default axes is the same, 36 times.
 ONE_CELL = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
 
@@ -64,7 +64,7 @@ def status_of(main: Callable[[], int | None], words: list[str], monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "part",
-    [0, pytest.param(1, marks=pytest.mark.ci), *(pytest.param(n, marks=pytest.mark.full) for n in range(2, PARTS))],
+    [0, *(pytest.param(n, marks=pytest.mark.ci if n < 4 else pytest.mark.full) for n in range(1, PARTS))],
 )
 @pytest.mark.parametrize("main", [trial_command.main, forecast_command.main], ids=["fsdp_lab", "forecast"])
 @pytest.mark.usefixtures("nothing_runs")

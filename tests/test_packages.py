@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.conftest import LONGEST, ROOT
@@ -86,8 +87,13 @@ def package_of(file: Path) -> str:
     return ".".join(parts[1:]) if ".".join(parts[1:]) in MAY_IMPORT else parts[1]
 
 
-def imports(source: str) -> Iterator[str]:
+@cache
+def imports(source: str) -> list[str]:
     """Every module that a file imports, inside functions too, as a dotted name."""
+    return list(_imports(source))
+
+
+def _imports(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

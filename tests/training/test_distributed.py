@@ -115,8 +115,9 @@ def test_the_group_of_asynchronous_checkpoints_reduces_on_the_host_beside_a_defa
 def test_no_other_code_makes_a_group_on_a_gpu():
     """Each call gives a device, or names a backend that has none."""
     calls = []
-    for file in (path for folder in ("fsdp_lab", "benchmarks") for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+    texts = {path: path.read_text() for folder in ("fsdp_lab", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    for file, text in texts.items():
+        for node in ast.walk(ast.parse(text)) if "init_process_group(" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("init_process_group"):
                 bound = any(keyword.arg == "device_id" for keyword in node.keywords)
                 backend = ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else ""

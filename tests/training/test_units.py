@@ -60,7 +60,7 @@ def gathers_of_steps(cases: list[list[str]]) -> list[list[int]]:
 
 def test_blocks_that_share_a_unit_are_gathered_at_once_also_after_a_step_was_followed() -> None:
     """Each unit once, and with `always` again for the backward pass."""
-    units = {1: NUM_BLOCKS, 3: 2, 9: 1}
+    units = {1: NUM_BLOCKS, 3: 2}
     policies = {"never": 1, "always": 2}
     cases = [
         ["sharding=per_block", f"sharding.blocks_per_unit={size}", f"reshard_after_forward={policy}"]
