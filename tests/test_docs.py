@@ -15,7 +15,7 @@ import pytest
 from fsdp_lab.forecast.__main__ import plan_forecasts
 from tests import forked
 from tests.conftest import ROOT, STORE, run_cli
-from tests.pages import all_commands, all_pages
+from tests.pages import all_commands
 
 # Pages whose commands are composed, checked and laid out as a grid, but not run.
 COMPOSED = ("quickstart", "concepts", "recipes")
@@ -117,15 +117,3 @@ def test_each_figure_stands_with_the_command_that_prints_its_values():
     for axis in figures.FIGURES:
         assert shlex.split(figures.command(axis))[3:] in shown
         assert f"(figures/{axis}.svg)" in page and (ROOT / "docs" / "figures" / f"{axis}.svg").is_file()
-
-
-def test_each_picture_stands_in_a_section_with_the_command_that_makes_it():
-    pictures, wrong = 0, []
-    for page in all_pages():
-        for section in re.split(r"^#", (ROOT / page).read_text(), flags=re.MULTILINE):
-            command = re.search(r"^(\$ )?(python|make) |`(python -m|make) [^`]+`", section, re.MULTILINE)
-            for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", section):
-                pictures += 1
-                if not command or not (ROOT / page).parent.joinpath(picture).is_file():
-                    wrong.append(f"{page}: {picture}")
-    assert pictures > 5 and not wrong, wrong

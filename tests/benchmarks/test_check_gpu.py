@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.check_gpu import launch, memory, parity, table
+from benchmarks.check_gpu import launch, memory, oom, parity, table
 from benchmarks.check_gpu.launch import Launcher
 from benchmarks.check_gpu.lines import FAIL, NOT_MEASURED, PASS, Bench, Line, Machine, Result
 from benchmarks.check_gpu.settings import OPTIONS, trial
@@ -238,19 +238,3 @@ def processes_of(folder: Path) -> list[str]:
         if str(folder) in text and int(path.parent.name) != os.getpid():
             processes.append(text)
     return processes
-
-
-def test_compile_hybrid_sharding_and_our_llama_are_on_every_bench():
-    for on in BENCHES:
-        cases = [line.case for line in parity.lines(on)]
-        assert any(case.get("compile") and case.get("model") == "lm_tiny" for case in cases)
-        assert any(case.get("compile") and "model" not in case for case in cases)
-        assert any(case.get("init") == "device" for case in cases)
-        hybrid = [case for case in cases if case.get("sharding.dp_replicate") == 2]
-        assert bool(hybrid) is (on.workers % 2 == 0), "with two GPUs each is a replica"
-        assert any(case.get("training.sync_each_microbatch") for case in hybrid) is bool(hybrid)
-        assert sum(line.setting.startswith("llama: ") for line in memory.lines(on)) == len(memory.LLAMA_CASES)
-    config = trial(memory.setting_of(memory.lines(bench(GPU, 1))[-4], bench(GPU, 1)))
-    assert (config.task.name, config.data.arguments["vocab_size"], config.model.arguments["dim"]) == (
-        "language", 32000, 768,
-    )  # fmt: skip

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.ci
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 PASSED, FAILED, NOT_MEASURED = Verdict.passed, Verdict.failed, Verdict.not_measured
 CPU = Machine((), "", {"torch": "2.15.0"}, "abc1234", "d1g3st", 16 * 2**30, 2)
-GPU = Machine(("NVIDIA H200",), "580.1", {"torch": "2.15.0"}, "abc1234", "d1g3st", 150 * 10**9, 16)
 MIB = 2**20
 
 
@@ -80,43 +79,6 @@ def test_damaged_part_is_named_and_carried_again(
     (folder / name).unlink()
     assert install.main(words) == 3
     assert f"missing: {name}\n" in capsys.readouterr().err
-
-
-def test_parts_arrive_one_by_one(
-    tmp_path: Path,
-    packed: tuple[Path, parts.Manifest],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder, manifest = packed
-    installed: list[list[str]] = []
-    monkeypatch.setattr(
-        install,
-        "install",
-        lambda wheels, target, venv: installed.append([w.name for w in wheels]) or target.mkdir() or 0,
-    )
-    carried = tmp_path / "carried"
-    carried.mkdir()
-    place = ["--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")]
-    for number, part in enumerate(manifest.parts):
-        (folder / part.name).rename(carried / part.name)
-        status = install.main([str(carried / part.name), *place])
-        assert status == 3
-        output = capsys.readouterr().err
-        if number == 0:
-            assert "missing: manifest.json" in output
-            (folder / parts.MANIFEST).rename(carried / parts.MANIFEST)
-            assert install.main([str(carried / parts.MANIFEST), *place]) == 3
-            output = capsys.readouterr().err
-        assert part.name not in output and manifest.parts[-1].name in output
-        (carried / part.name).unlink()
-        if number == len(manifest.parts) - 2:
-            break
-    last = folder / manifest.parts[-1].name
-    assert install.main([str(last), *place]) == 0
-    assert installed == [[wheel.name for wheel in manifest.wheels]]
-    assert install.main([str(last), *place]) == 0  # again: nothing is left to do
-    assert len(installed) == 1
 
 
 @pytest.mark.parametrize("place", ["--target", "--venv"])
@@ -218,19 +180,6 @@ def test_good_readme_sweep_passes(tmp_path: Path) -> None:
 )
 def test_readme_sweep_fails(tmp_path: Path, trials: list[dict[str, Any]], status: int, names: set[str]) -> None:
     assert failed(sweeps.readme(CPU), leave(tmp_path, trials, status)) == names
-
-
-def test_readme_sweep_on_a_gpu(tmp_path: Path) -> None:
-    """A forecast may be 10 % off; a trial on the CPU is not what was meant; NCCL's version is shown."""
-    on_gpu = trial(device="NVIDIA H200", world_size=1, log="NCCL version 2.30.7+cuda13.2\n")
-    near = leave(tmp_path / "near", [on_gpu | {"forecast/error": -0.09}] * 4)
-    assert failed(sweeps.readme(GPU), near, GPU) == set()
-    device = sweeps.readme(GPU).judge(near, GPU, 1.0)[1]
-    assert device.measured == "NVIDIA H200, 1 worker (NCCL 2.30.7+cuda13.2)"
-    far = leave(tmp_path / "far", [on_gpu | {"forecast/error": -0.8}] * 4)
-    assert failed(sweeps.readme(GPU), far, GPU) == {"forecast error"}
-    on_cpu = leave(tmp_path / "cpu", [trial()] * 4)
-    assert failed(sweeps.readme(GPU), on_cpu, GPU) == {"device"}
 
 
 def test_repeats(tmp_path: Path) -> None:
@@ -362,18 +311,6 @@ def test_out_of_memory_for_real(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "| oom: outcomes | exit 0: finished, oom, finished | exit 0: finished, oom, finished;" in done.stdout
-
-
-def test_wheels_for_another_python_are_refused_before_the_rest_is_carried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    out = tmp_path / "parts"
-    out.mkdir()
-    parts.pack(small_wheels(tmp_path / "wheels"), out, 1000, {"python": "3.99"})
-    place = ["--target", str(tmp_path / "site"), "--staging", str(tmp_path / "staging")]
-    assert install.main([str(out / parts.MANIFEST), *place]) == 2
-    output = capsys.readouterr().err
-    assert "these wheels are for Python 3.99" in output and f"make gpu-wheels ARGS='--python {HERE}'" in output
 
 
 def test_what_is_not_installed_is_named_without_a_traceback(tmp_path: Path):

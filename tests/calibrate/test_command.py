@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from fsdp_lab.calibrate.__main__ import Options, main, rates, read_options, write_device
-from fsdp_lab.calibrate.rank import _SENT
-from fsdp_lab.calibrate.reference import references
 from fsdp_lab.calibrate.sure import better_before, how_sure
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import slug
@@ -49,12 +47,6 @@ def test_gpus_are_refused_for_their_size_and_a_data_sheet_is_named(words: list[s
     assert str(raised.value).startswith(f"device={kind}: this machine has GPUs, and the steps that a calibration")
     assert "use forecast.device=<" in str(raised.value) and "h100_sxm" in str(raised.value)
     assert str(raised.value).endswith("or device=cpu to calibrate the CPU.")
-
-
-def test_the_message_states_the_sizes_that_are_measured():
-    widths = [int(word.partition("=")[2]) for one in references(1) for word in one.model if "dim=" in word]
-    assert max(width for width in widths if width not in (768, 1536)) == 384, "without the wider layers of a block"
-    assert max(_SENT) == 8 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -135,19 +127,6 @@ def test_workers_that_share_a_core_have_no_speed(here: Path):
     assert few.speed is not None and few.speed.basis is Basis.calibration
     assert many.speed is None and many.no_speed is not None
     assert "cluster.num_workers=4 on the 2 cores of " in many.no_speed
-
-
-def test_of_ratios_of_what_no_calibration_trains_no_error_is_claimed(here: Path):
-    calibrated(here)
-    known = data_sheet(config())
-    assert known is not None
-    known = replace(known, relative=known.error)
-    eager, compiled = (
-        forecast_one(Request(config("model=mlp", "precision=fp32", word), 2, False, None, sheet=known)).speed
-        for word in ("compile=false", "compile=true")
-    )
-    assert eager is not None and eager.relative == known.error.p90 and eager.group
-    assert compiled is not None and compiled.relative is None
 
 
 def test_with_a_keep_forecasts_are_those_of_a_sweep(here: Path):

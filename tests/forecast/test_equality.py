@@ -43,17 +43,6 @@ def device_peaks(*words: str) -> dict[str, int]:
     return peaks["device"]
 
 
-def test_another_setting_has_another_forecast() -> None:
-    """An equality with what was measured says something."""
-    setting = ("sharding=per_block", "reshard_after_forward=always")
-    others = (
-        "activation_checkpointing=full", "training.grad_accum_steps=2", "precision=bf16", "sharding=root",
-        "optimizer=sgd", "training.global_batch_size=64", "reshard_after_forward=never",
-    )  # fmt: skip
-    forecast = device_peaks(*setting)
-    assert [other for other in others if device_peaks(*setting, other) == forecast] == []
-
-
 def test_gradients_that_are_reduced_for_each_microbatch_take_less() -> None:
     """Else a rank holds the whole model's gradients between two microbatches."""
     accumulate = ("sharding=per_block", "training.grad_accum_steps=3", "training.global_batch_size=24")

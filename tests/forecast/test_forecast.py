@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -135,13 +134,6 @@ def test_a_machine_with_a_gpu_forecasts_offload_too(monkeypatch: pytest.MonkeyPa
     there = forecast_profile(config("model=mlp", "offload=cpu"), 2, cuda=True).peaks
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert forecast_profile(config("model=mlp", "offload=cpu"), 2, cuda=True).peaks == there
-
-
-def test_a_thousand_workers():
-    words = ["model=mlp", "training.global_batch_size=1024", "sharding.dp_replicate=4"]
-    few = forecast_profile(config("model=mlp", "training.global_batch_size=2"), 2, cuda=True).peaks["device"]
-    many = forecast_profile(config(*words), 1024, cuda=True).peaks["device"]
-    assert many["param"] < few["param"] / 50
 
 
 def test_what_is_allowed_for_is_named():
@@ -295,16 +287,6 @@ def test_trials_that_do_not_share_the_figures_have_their_own():
     assert plain != memory_settings(config(), 4)
 
 
-@pytest.mark.ci
-def test_pytorchs_warnings_of_a_step_that_does_not_run_are_not_shown(capfd: pytest.CaptureFixture[str]):
-    """Of what looks for parameters without a gradient and finds none."""
-    net = "tests.workloads.user.my_project.net"
-    words = ["task=custom", f"task.loss={net}.loss", "model=custom", f"model._target_={net}.SkipsOnce", "model.width=8"]
-    (forecast,) = forecast_all([Request.of(config(*words, "data=example", "sharding=ddp"), 2)])
-    assert forecast.error is None
-    assert "find_unused_parameters" not in capfd.readouterr().err
-
-
 def test_many_are_forecast_once_each_and_come_back_in_their_order():
     """One that cannot be forecast leaves the others alone."""
     words = [[], ["optimizer.lr=0.5"], ["sharding.dp_replicate=3"], ["sharding=root"]]
@@ -323,22 +305,6 @@ def forecasters() -> list[psutil.Process]:
 
 
 @pytest.mark.ci
-def test_a_forecast_process_that_is_killed_costs_nothing_but_time():
-    trials = [config("model=vit_tiny", f"training.global_batch_size={2 * n}") for n in range(1, 4)]
-    killed: list[int] = []
-
-    def kill_one(done: int, total: int) -> None:
-        if not killed:
-            killed.append(forecasters()[0].pid)
-            psutil.Process(killed[0]).kill()
-
-    forecasts = forecast_all([Request.of(trial, 2) for trial in trials], kill_one)
-    assert killed
-    assert [forecast.error for forecast in forecasts] == [None] * 3
-    assert still_running(forecasters(), 60) == []
-
-
-@pytest.mark.ci
 def test_a_search_forecasts_one_after_the_other_and_loses_one_with_its_process():
     small, heavy = Request.of(config("model=mlp"), 2), Request.of(config("model=vit_l_16"), 2)
     expected = forecast_profile(small.config, 2, cuda=False).peaks
@@ -353,22 +319,6 @@ def test_a_search_forecasts_one_after_the_other_and_loses_one_with_its_process()
         unwanted = forecaster.submit(heavy)
     assert "not made" in str(forecaster.result(unwanted, heavy).error)
     assert still_running(forecasters(), 60) == []
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:resource_tracker")
-def test_the_death_of_pythons_resource_tracker_costs_no_forecast(monkeypatch: pytest.MonkeyPatch):
-    """It can end between being asked whether it lives and being told of a semaphore: so it says once that it does."""
-    tracker = resource_tracker._resource_tracker
-    tracker.ensure_running()
-    psutil.Process(tracker._pid).kill()
-    psutil.Process(tracker._pid).wait(10)
-    answers = [True]
-    asked = tracker._check_alive
-    monkeypatch.setattr(tracker, "_check_alive", lambda: answers.pop() if answers else asked())
-    (forecast,) = forecast_all([Request.of(config("model=mlp"), 2)])
-    assert forecast.error is None and not answers
-    tracker.ensure_running()
 
 
 def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,6 @@ from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.training.parallelize import apply_fully_shard, apply_to_blocks
 from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
-from tests.workloads.user.odd import Translator
 
 
 def test_pytorch_has_the_names_as_we_use_them():
@@ -36,16 +35,6 @@ def test_every_category_of_pytorchs_trackers_is_one_of_ours():
 def test_a_wrapped_module_puts_the_word_that_we_know_into_names():
     wrapped = torch_private.checkpoint_wrapper(torch.nn.Linear(1, 1))
     assert [name for name, _ in wrapped.named_modules()] == ["", torch_private.WRAPPED]
-
-
-def test_a_module_that_two_others_hold_is_given_its_tensors_once():
-    """A fake tensor that is in place cannot be replaced: weak references point to it."""
-    model = Translator()
-    places, seen = [name for name, _ in model.named_modules(remove_duplicate=False)], []
-    torch_private.replace_tensors(model, lambda tensor: seen.append(id(tensor)) or tensor)
-    head = id(model.head.weight)  # of a module of its own, which holds the embedding's table too
-    assert sorted(seen) == sorted([head, *(id(t) for t in (*model.parameters(), *model.buffers()))])
-    assert [name for name, _ in model.named_modules(remove_duplicate=False)] == places
 
 
 def groups_made(num_layers: int, *words: str) -> int:
@@ -109,41 +98,12 @@ def test_without_the_private_name_there_is_no_budget(monkeypatch: pytest.MonkeyP
         apply_to_blocks(torch.nn.Linear(1, 1), (torch.nn.Linear,), trial)
 
 
-def test_without_the_private_name_no_workspace_is_freed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_private, "_CLEAR_WORKSPACES", "_a_name_that_went_away")
-    assert torch_private.free_cublas_workspaces(torch.device("cuda", 0)) is None
-
-
 def test_workspaces_are_what_the_allocator_gets_back(monkeypatch: pytest.MonkeyPatch):
     """Stands for a GPU's allocator, which cannot be had here: its requested bytes before and after."""
     monkeypatch.setattr(torch._C, torch_private._CLEAR_WORKSPACES, lambda: stats.pop(0))
     stats = [{"requested_bytes.all.current": 100.0}, {"requested_bytes.all.current": 36.0}]
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats[0])
     assert torch_private.free_cublas_workspaces(torch.device("cuda", 0)) == 64
-
-
-def test_a_process_group_comes_out_of_its_box_and_other_arguments_are_none():
-    dist.init_process_group("fake", rank=0, world_size=4)
-    try:
-        group = dist.new_group([0, 2])
-        assert group is not None
-        result = torch_private.process_group(group.boxed())
-        assert result is not None and dist.get_process_group_ranks(result) == [0, 2]
-        assert torch_private.process_group(group) is None
-        assert torch_private.process_group(torch.ones(2)) is None
-        assert torch_private.process_group(torch.classes.c10d.ReduceOp()) is None
-    finally:
-        dist.destroy_process_group()
-
-
-def test_an_operators_arguments_are_found_by_its_schema():
-    add, ones = torch.ops.aten.add_.Tensor, torch.ones(2)
-    assert torch_private.written_arguments(add, (ones, ones), {}) == [ones]
-    assert torch_private.written_arguments(torch.ops.aten.add.Tensor, (ones, ones), {}) == []
-    assert torch_private.argument(add, "alpha", (ones, ones), {"alpha": 3}) == 3
-    assert torch_private.argument(add, "alpha", (ones, ones), {}) is None
-    assert torch_private.argument(add, "other", (ones, 7), {}) == 7
-    assert torch_private.argument(add, "beta", (ones, 7), {}) is None
 
 
 def test_a_step_has_the_names_that_a_trace_looks_for(monkeypatch: pytest.MonkeyPatch):

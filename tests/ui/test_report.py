@@ -152,20 +152,6 @@ def test_the_page_and_its_pictures_follow_the_browsers_colours(page: Page, tmp_p
     assert (sum(color(page, "tr.chosen td", "backgroundColor")) < 300) == dark
 
 
-def test_paper_is_white_and_holds_what_stands_open(page: Page, tmp_path: Path) -> None:
-    page.goto(made_by_hand(tmp_path))
-    expect(page.locator("#main .main-svg").first).to_be_visible()
-    page.locator("summary", has_text="How the setting was chosen").click()
-    page.emulate_media(media="print", color_scheme="dark")
-    page.set_viewport_size({"width": 718, "height": 1000})  # A4 with Chromium's margins
-    assert sum(color(page, "body", "color")) < 150
-    expect(page.locator("#filter")).to_be_hidden()
-    expect(page.locator("summary:visible")).to_have_text(["How the setting was chosen"])
-    assert page.evaluate("document.documentElement.scrollWidth") <= 718
-    box = page.locator("#main .main-svg").first.bounding_box()
-    assert box is not None and 600 < box["width"] <= 718
-
-
 def test_a_click_opens_the_trials_run(page: Page, lab: Lab) -> None:
     page.goto(written(lab))
     point = page.locator(POINT).first

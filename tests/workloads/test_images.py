@@ -37,14 +37,6 @@ def test_digits_are_scikit_learns() -> None:
     assert set(val.labels.tolist()) == set(range(10))
 
 
-def test_digits_split_is_fixed() -> None:
-    once, again = read_digits(), read_digits()
-    for a, b, (images, labels) in zip(once, again, digits(), strict=True):
-        assert torch.equal(a.images, b.images)
-        assert torch.equal(a.labels, labels)
-        torch.testing.assert_close(a.images.float() / 127.5 - 1, images)
-
-
 def test_digits_without_the_installed_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where scikit-learn keeps its file elsewhere, its own loader gives the same."""
     with_table = read_digits()

@@ -125,19 +125,6 @@ class Divides(Net):
         self.extra = nn.Parameter(distribute_tensor(torch.zeros(8, 8), mesh))
 
 
-class SkipsOnce(Net):
-    """In its first pass alone it leaves a block out."""
-
-    passes = 0
-
-    def forward(self, x):
-        self.passes += 1
-        x = self.first(x)
-        for block in self.blocks[1:] if self.passes == 1 else self.blocks:
-            x = block(x)
-        return {"sum": self.head(x).squeeze(-1)}
-
-
 class Wraps(nn.Module):
     """It is given its modules."""
 
@@ -170,23 +157,6 @@ class LeavesOut(Net):
             x = torch.cat([x, x.new_ones(len(x), self.head.in_features - 3)], 1)
             return {"sum": self.head(x).squeeze(-1)}
         return super().forward(x)
-
-
-class Prepends(Net):
-    """It changes the list that it is given."""
-
-    def __init__(self, widths):
-        widths.insert(0, 8)
-        super().__init__(sum(widths))
-
-
-class Drops(Net):
-    """It reads a table in its constructor, as layers that drop paths do, and a parameter by way of NumPy."""
-
-    def __init__(self, width):
-        super().__init__(width)
-        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
-        self.largest = self.head.weight.detach().numpy().max()
 
 
 class Loads(Net):
