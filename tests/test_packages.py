@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "training": {"cpu_contention", "hardware", "files", "private", "storage", "config", "layout", "profile",
         "workloads"},
     "speed": {"config"},
-    "forecast": {*SYSTEM, "config", "profile", "report", "speed", "terminal", "training", "workloads"},
+    "forecast": {*SYSTEM, "config", "profile", "record", "report", "speed", "terminal", "training", "workloads"},
     "calibrate": {"cpu_contention", "files", "hardware", "config", "forecast", "speed", "training", "workloads"},
     "forecast.cells": {"config", "compose", "forecast", "sweep"},
     "forecast.__main__": {"config", "compose", "explain", "forecast", "sweep", "terminal", "training"},

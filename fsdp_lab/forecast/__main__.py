@@ -13,7 +13,7 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
                                over several nodes cover half and twice of that
   forecast.largest_microbatch  true: adds the largest number of images that one worker can take at once
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>
-  forecast.keep                a number or a share: lists the trials that a sweep with this key would start. Finished
+  forecast.keep                a number or a share: marks the trials that a sweep with this key would start. Finished
                                trials do not correct these predictions
   forecast.prune, forecast.enabled   for sweeps: skip trials that cannot fit; make forecasts
 
@@ -104,12 +104,10 @@ def main() -> int:
 
 def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
-    from fsdp_lab.forecast.kept import kept_rows, kept_sentences
-    from fsdp_lab.forecast.network import network_verdict
+    from fsdp_lab.forecast.answer import answers, sentences
+    from fsdp_lab.forecast.kept import kept_rows
     from fsdp_lab.forecast.plot import write_plot, write_scaling  # these import PyTorch: typos are reported before
-    from fsdp_lab.forecast.recommend import speed_verdict
     from fsdp_lab.forecast.table import forecast_table, in_order, write_csv
-    from fsdp_lab.forecast.verdict import blocks_against_root, root_again, verdict
 
     console = open_console()
     for line in plan.notes():
@@ -131,9 +129,10 @@ def run(plan: Plan, swept: list[str]) -> int:
     reasons = sorted({reason for f in forecasts for reason in (f.error, f.no_speed) if reason})
     if all(forecast.error for forecast in forecasts):
         return _print_errors(reasons)
-    every, keep = _rows(trials, requests, forecasts, swept), first.forecast.keep
-    if keep is not None:
-        every = kept_rows(every, requests, swept, keep, effect)
+    every = _rows(trials, requests, forecasts, swept)
+    would_start: list[str] = []
+    if first.forecast.keep is not None:
+        every, would_start = kept_rows(every, requests, swept, first.forecast.keep, effect)
     rows = in_order(_shown(trials, every, swept))
     console.print(forecast_table(rows, swept))
     if held := allowances_note(forecasts):
@@ -149,16 +148,11 @@ def run(plan: Plan, swept: list[str]) -> int:
         written += f", {count(streams, 'page')} of streams"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
     items = "images" if all(isinstance(t.config.model, ModelConfig) for t in trials) else "items"
-    console.print(Text(verdict(rows, swept, items), style="bold"))
-    remedies = room_remedies(requests, swept)
-    for sentence in speed_verdict(rows, swept, first.report.speed_tolerance, remedies):
-        console.print(Text(sentence, style="bold" if "Predicted fastest" in sentence else ""))
-    more = [*network_verdict(rows, swept, first.report.speed_tolerance)]
-    more += [blocks_against_root(rows, swept), root_again(rows, swept)]
-    if keep is not None and len(trials) > 1:
-        cells = [_as_shown(t, row, swept) for t, row in zip(trials, every, strict=True)]
-        more += kept_sentences(cells, requests, swept, keep, effect)
-    for sentence in filter(None, more):
+    tolerance = first.report.speed_tolerance
+    answered = answers(rows, swept, tolerance, room_remedies(requests, swept))
+    for line in sentences(rows, swept, items, answered, tolerance).split("\n"):
+        console.print(Text(line, style="bold" if "Recommended: " in line else ""))
+    for sentence in would_start if len(trials) > 1 else []:
         console.print(Text(sentence))
     _print_errors(reasons)
     if missing:

@@ -43,6 +43,7 @@ class Forecast:
         fails: training would end with the same error.
         traceback: of that error, if it was raised from another, such as one of the user's code; else "".
         upper_bound: what makes the memory an upper bound, in words such as `compile=true`; "": it is none.
+        num_params: of the whole model, and of the worker's part.
     """
 
     cuda: bool
@@ -61,6 +62,7 @@ class Forecast:
     fails: bool = False
     traceback: str = ""
     upper_bound: str = ""
+    num_params: tuple[int, int] = (0, 0)
 
     @property
     def peak_bytes(self) -> int:

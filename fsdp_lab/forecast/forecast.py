@@ -84,8 +84,9 @@ def forecast(
     Raises:
         UserError: see `forecast_profile`.
     """
-    profile, program, upper_bound = forecast_step(config, num_workers, cuda, traced=sheet is not None)
-    result = replace(weigh(profile, config, num_workers, cuda, capacity_bytes), upper_bound=upper_bound)
+    profile, program, upper_bound, num_params = forecast_step(config, num_workers, cuda, traced=sheet is not None)
+    result = weigh(profile, config, num_workers, cuda, capacity_bytes)
+    result = replace(result, upper_bound=upper_bound, num_params=num_params)
     workload = build_workload(config.model, config.data, config.task)
     what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
@@ -263,11 +264,13 @@ class Step(NamedTuple):
         profile: its memory.
         program: its operators, if it was traced.
         upper_bound: see `Forecast`.
+        num_params: of the whole model, and of the rank's part.
     """
 
     profile: Profile
     program: list[Operator]
     upper_bound: str = ""
+    num_params: tuple[int, int] = (0, 0)
 
 
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
@@ -322,7 +325,8 @@ def _follow_as_trained(
             raise
         eager = replace(config, compile=False, compile_memory_budget=None)
         step = _follow(workload, eager, dims, device, cuda, traced)  # which raises what is not the compiler's
-        return Step(step.profile, step.program, f"compile=true, forecast as eager because of {type(error).__name__}")
+        bound = f"compile=true, forecast as eager because of {type(error).__name__}"
+        return step._replace(upper_bound=bound)
 
 
 def _follow(
@@ -361,7 +365,9 @@ def _follow(
             trace.following(recorder.place) if traced else nullcontext(),
         ):
             _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
-        return Step(recorder.finish(), trace.program)
+        params = list(state.model.parameters())
+        own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in params)
+        return Step(recorder.finish(), trace.program, num_params=(sum(p.numel() for p in params), own))
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

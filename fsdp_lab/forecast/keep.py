@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from hashlib import sha256
@@ -13,51 +12,17 @@ from hashlib import sha256
 from fsdp_lab.config import TrialConfig, flatten, memory_settings
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.report.predicted import Predicted
 from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.wording import count
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """A predicted speed.
-
-    Attributes:
-        speed: samples/s.
-        low: the lower end of the range that holds nine of ten such predictions.
-        high: its upper end.
-        relative: the error of the ratio of two predictions of one group, for nine of ten; None: not known.
-        group: see `ratio_group`; "": not known.
-        samples: the global batch size.
-    """
-
-    speed: float
-    low: float
-    high: float
-    relative: float | None = None
-    group: str = ""
-    samples: int = 0
-
-    @staticmethod
-    def of(speed: Speed) -> Predicted:
-        """Return the prediction in samples/s."""
-        low, high = speed.samples / speed.high_s, speed.samples / speed.low_s
-        return Predicted(speed.samples_per_s, low, high, speed.relative, speed.group, speed.samples)
-
-    def may_reach(self, other: Predicted) -> bool:
-        """Return whether it may be as fast as another: by the error of their ratio, else by both ranges."""
-        sure = self.ratio_error(other)
-        return self.high >= other.low if sure is None else self.speed * (1 + sure) >= other.speed
-
-    def ratio_error(self, other: Predicted) -> float | None:
-        """Return the error of the ratio of the two; None: not known.
-
-        An error that is common to all predictions of a group need not be common to two groups.
-        """
-        if self.relative is None or other.relative is None or not self.group or self.group != other.group:
-            return None
-        return max(self.relative, other.relative)
+def predicted(speed: Speed) -> Predicted:
+    """Return a predicted speed in samples/s."""
+    low, high = speed.samples / speed.high_s, speed.samples / speed.low_s
+    return Predicted(speed.samples_per_s, low, high, speed.relative, speed.group, speed.samples)
 
 
 def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
@@ -74,20 +39,9 @@ def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
 
 
 class Place(StrEnum):
-    """The decision of `forecast.keep` about a trial. The first five are measured.
+    """The decision of `forecast.keep` about a trial."""
 
-    - `fastest`: among the requested number
-    - `close`: may be as fast as the last of these
-    - `of_batch`: the fastest of its global batch size
-    - `recommended`: recommended by a forecast
-    - `unknown`: without a prediction
-    """
-
-    fastest = "fastest"
-    close = "close"
-    of_batch = "of its batch"
-    recommended = "recommended"
-    unknown = "unknown"
+    kept = "kept"
     slower = "slower"
     no_room = "no room"
 
@@ -123,7 +77,7 @@ class Selection:
         recommended: Collection[str] = (),
     ) -> None:
         able = {n: f for n, f in forecasts.items() if f.fits is not False or f.tight}
-        self.known = {n: Predicted.of(f.speed) for n, f in able.items() if f.speed is not None}
+        self.known = {n: predicted(f.speed) for n, f in able.items() if f.speed is not None}
         fits = {n: one for n, one in self.known.items() if forecasts[n].fits is not False and not forecasts[n].may_fit}
         fitting = {**(before or {}), **fits}
         # one of each setting, the fastest first; where nothing fits, of what is tight or may fit
@@ -141,13 +95,10 @@ class Selection:
         """Return the decision about a trial."""
         one, last = self.known.get(number), self.last
         if one is None or last is None:
-            return Place.no_room if number in self._no_room else Place.unknown
-        if one.speed >= last.speed or one.may_reach(last):
-            return Place.fastest if one.speed >= last.speed and number in self._in_rank else Place.close
-        best = number in self._in_rank and one.speed >= self._of_batch[one.samples]
-        if best:
-            return Place.of_batch
-        return Place.recommended if number in self._recommended else Place.slower
+            return Place.no_room if number in self._no_room else Place.kept
+        of_batch = number in self._in_rank and one.speed >= self._of_batch[one.samples]
+        kept = one.may_reach(last) or of_batch or number in self._recommended
+        return Place.kept if kept else Place.slower
 
     def how_sure(self, numbers: Iterable[int]) -> str:
         """Return in words by which error these may be as fast as the last setting of the requested number."""
@@ -204,11 +155,8 @@ def why_all(
         have = f"{count(len(ranked), 'setting')} {'has' if len(ranked) == 1 else 'have'}"
         return f"nothing is skipped: {have} a predicted speed, and forecast.keep asks for {wanted}"
     sure = selection.how_sure(selection.known)
-    places = {selection.place(number) for number in selection.known}
-    others = ", or is recommended" if Place.recommended in places else ""
-    others += ", or is the fastest of its global batch size" if Place.of_batch in places else ""
     place = "the fastest" if wanted == 1 else f"one of the {wanted} fastest"
-    return f"nothing is skipped: each of the {len(ranked)} settings may be {place}, because {sure}{others}"
+    return f"nothing is skipped: each of the {len(ranked)} settings may be {place}, because {sure}"
 
 
 def number_kept(keep: str, settings: int) -> int:

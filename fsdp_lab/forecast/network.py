@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from fsdp_lab.forecast.table import Row
-from fsdp_lab.forecast.verdict import named
+from fsdp_lab.record.trial import words
 from fsdp_lab.speed.predict import Network
 
 
-def network_verdict(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:
+def network_sentences(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:
     """Return sentences about each network that was assumed; none if it is known, or every step has one node.
 
     Settings of one device, number of workers and global batch size are compared.
@@ -51,12 +51,11 @@ def _flips(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[
         mine, best = (_network(row).steps for row in (winner, other))
         if other is winner or mine[end] < best[end] * (1 + tolerance):
             continue
-        names = dict(zip(swept, other.settings, strict=True))
-        differs = [key for key, old in zip(swept, winner.settings, strict=True) if names[key] != old]
-        shown = Row([names[key] for key in differs], other.forecast)
+        faster, slower = (dict(zip(swept, row.settings, strict=True)) for row in (other, winner))
+        differs = [key for key in swept if faster[key] != slower[key]]
         sentences.append(
-            f"{word} {_gbit(_crossing(mine, best, ordered))} Gbit/s a node, {named(shown, differs)} is faster than "
-            f"{named(Row([winner.settings[swept.index(key)] for key in differs], winner.forecast), differs)}."
+            f"{word} {_gbit(_crossing(mine, best, ordered))} Gbit/s a node, {words({k: faster[k] for k in differs})} "
+            f"is faster than {words({k: slower[k] for k in differs})}."
         )
     return sentences
 

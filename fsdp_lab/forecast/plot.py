@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.forecast.table import COLUMNS, Row, unit_of
-from fsdp_lab.forecast.verdict import name_of, named
+from fsdp_lab.record.trial import words
 
 WORKERS = "cluster.num_workers"
 GIB = 2**30
@@ -56,7 +56,7 @@ def write_scaling(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool
     lines: dict[str, list[tuple[float, ...]]] = {}
     for row, speed in speeds:
         values = zip(swept, row.settings, strict=True)
-        name = name_of({key: value for key, value in values if key != WORKERS})
+        name = words({key: value for key, value in values if key != WORKERS})
         items = (speed.tokens or 1) * speed.samples / row.forecast.num_workers
         each = (items / seconds for seconds in (speed.step_s, speed.high_s, speed.low_s))
         lines.setdefault(name, []).append((row.forecast.num_workers, *each))
@@ -142,7 +142,9 @@ def stacked(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any:
     axis = axes[0, 0]
     unit, divisor = unit_of([row.forecast for row in shown])
     _memory_bars(axis, shown, divisor)
-    axis.set_yticks(range(len(shown)), [named(row, swept) if swept else "this setting" for row in shown], fontsize=8)
+    axis.set_yticks(
+        range(len(shown)), [words(dict(zip(swept, row.settings, strict=True))) for row in shown], fontsize=8
+    )
     axis.invert_yaxis()
     axis.set_xlabel(f"{unit} of one device")
     figure.legend(loc="outside upper left", fontsize=8, ncols=8)

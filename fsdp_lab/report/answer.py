@@ -7,18 +7,17 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.metrics import declared
+from fsdp_lab.metrics import MIB, declared
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.choice import PLAIN, departures
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.reasons import Why
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.settings import REPEATS, Setting
-from fsdp_lab.report.texts import figures_text, memory_text, percent_text, ratio_text, times_text
+from fsdp_lab.report.texts import figures_text, memory_text, percent_text, ratio_text, short_count, times_text
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.wording import count
 
@@ -82,9 +81,10 @@ class Answer:
 
 def answer(sweep: SweepData) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
-    r, texts = recommend(sweep.frame(), sweep.rules), _words()
+    r = recommend(sweep.frame(), sweep.rules)
+    texts: Any = template_words().get_template("words.j2").module
     chosen = r.setting
-    others = _with_a_line(r, chosen) if chosen else []
+    others = with_a_line(r)
     details = [texts.tie(r)] if r.why.code is Why.tied else [texts.why(r)]
     if r.tied and r.why.code is Why.objectives:
         details.append(texts.tie(r))
@@ -108,13 +108,21 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
+def as_lines(text: str) -> str:
+    """Return text for a terminal: no empty lines, each with single blanks behind its indent, no backticks."""
+    lines = (line.replace("`", "").rstrip() for line in text.split("\n"))
+    return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines if line)
+
+
 @cache
-def _words() -> Any:
+def template_words() -> Any:
+    """Return jinja2's environment for text, with what its sentences need."""
     from fsdp_lab.report.render import environment
 
     words_of = environment(False)
     words_of.filters |= {
         "basis": lambda basis: _BASES.get(basis, basis),
+        "words": words,
         "change": ratio_text,
         "count": count,
         "figures": figures_text,
@@ -122,11 +130,12 @@ def _words() -> Any:
         "memory": memory_text,
         "metric": lambda value, metric: declared(metric).text(value),
         "percent": percent_text,
+        "short": short_count,
         "times": times_text,
     }
     words_of.globals |= {"named": _named, "plain": words(PLAIN), "steps_to_time": STEPS_TO_TIME}
-    module: ModuleType = words_of.get_template("words.j2").module  # type: ignore[assignment]
-    return module
+    words_of.globals |= {"gib": lambda size: f"{size / MIB / 1024:.4g}", "size": memory_text}
+    return words_of
 
 
 def _named(r: Recommendation, other: Comparison) -> str:
@@ -143,13 +152,14 @@ def _named(r: Recommendation, other: Comparison) -> str:
     return mine.name if unclear else chosen.apart(mine)
 
 
-def _with_a_line(r: Recommendation, chosen: Setting) -> list[Comparison]:
+def with_a_line(r: Recommendation) -> list[Comparison]:
     """Return the settings that get a line against the recommended one.
 
     If there are many: for each other value the setting with the fewest other differences. Then the settings of which
     a scheduler stopped every trial have none: their figures end at different epochs.
     """
-    if len(r.others) <= _MOST_LINES:
+    chosen = r.setting
+    if chosen is None or len(r.others) <= _MOST_LINES:
         return r.others
     statuses = r.settings.statuses
     others = [other for other in r.others if any(statuses[n] is not TrialStatus.stopped for n in other.setting.trials)]

@@ -11,7 +11,7 @@ from fsdp_lab.report.qualify import too_large
 from fsdp_lab.report.reasons import Note, Reason
 from fsdp_lab.report.repeats import undecided
 from fsdp_lab.report.settings import REPEATS, Setting, Settings, or_inf
-from fsdp_lab.report.speed import Basis, Speeds
+from fsdp_lab.report.speed import Basis
 from fsdp_lab.status import TrialStatus
 
 _TYPES = {2.0**-7: "bfloat16", 2.0**-10: "float16"}
@@ -19,12 +19,11 @@ _TYPES = {2.0**-7: "bfloat16", 2.0**-10: "float16"}
 _CLEARLY = 0.02  # a loss that is lower by less may be chance
 
 
-def notes_on(settings: Settings, speeds: Speeds, able: Sequence[Setting], chosen: Setting, raced: bool) -> list[Reason]:
+def notes_on(settings: Settings, able: Sequence[Setting], chosen: Setting, raced: bool) -> list[Reason]:
     """Return the notes below a recommendation.
 
     Args:
         settings: of the sweep.
-        speeds: of their groups.
         able: the settings that qualify.
         chosen: the recommended one.
         raced: whether speeds were compared.
@@ -33,14 +32,16 @@ def notes_on(settings: Settings, speeds: Speeds, able: Sequence[Setting], chosen
     if settings.excluded and settings.rules.by_speed:
         share = max(settings.figure(number, OTHERS_CPU) for number in settings.excluded)
         notes.append(Reason(Note.excluded, {"count": len(settings.excluded), "share": share, "compared": raced}))
-    if raced and len({s.group for s in able}) > 1 and speeds.basis is not Basis.repeats:
+    if raced and len({s.group for s in able}) > 1 and settings.speeds.basis is Basis.nothing:
         tried = settings.rules.repeat_max is not None or any(len(s.trials) > 1 for s in settings.all)
         notes.append(Reason(Note.one_run, {"tried": tried, "grid": not settings.rules.objectives}))
     if settings.idle_axes:
         notes.append(Reason(Note.idle, {"axes": settings.idle_axes}))
+    if settings.rules.predicted:
+        return notes
     notes += [*_nothing_learned(settings, able), *_rounding(settings), *_predictions(settings)]
     if raced:
-        notes += _skipped(settings, settings.value(speeds, chosen, SPEED))
+        notes += _skipped(settings, settings.value(chosen, SPEED))
     if settings.rules.repeat_max is not None and all(status.is_result for status in settings.statuses.values()):
         notes += _auto(settings, settings.rules.repeat_max)
     return notes

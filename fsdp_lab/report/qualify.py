@@ -8,7 +8,6 @@ from collections import Counter
 from fsdp_lab.metrics import OTHERS_CPU, SPEED
 from fsdp_lab.report.reasons import Reason, WhyNot
 from fsdp_lab.report.settings import Setting, Settings, or_inf
-from fsdp_lab.report.speed import Speeds
 from fsdp_lab.status import TrialStatus
 
 _NO_MATTER = {
@@ -27,7 +26,7 @@ def qualify(settings: Settings) -> tuple[list[Setting], dict[str, Reason]]:
             for metric in objectives:
                 if metric != SPEED and not math.isfinite(settings.median(setting, metric)):
                     why_not[setting.name] = Reason(WhyNot.no_figure, {"metric": metric})
-    elif fitting:
+    elif fitting and not settings.rules.predicted:
         best = min(fitting, key=lambda s: or_inf(settings.median(s, loss)))
         why_not |= {s.name: reason for s in fitting if (reason := _learned_less(settings, s, best))}
     return [s for s in fitting if s.name not in why_not], why_not
@@ -49,8 +48,11 @@ def does_not_fit(settings: Settings, setting: Setting) -> Reason | None:
 
 def too_large(settings: Settings, number: int) -> Reason | None:
     """Return why a trial cannot fit, by its forecast; None if it can, or that is not known."""
-    needed, capacity = (settings.figure(number, f"forecast/{key}_bytes") for key in ("needed", "capacity"))
-    return Reason(WhyNot.too_large, {"needed": needed, "capacity": capacity}) if needed > capacity else None
+    needed, capacity, least = (
+        settings.figure(number, f"forecast/{key}_bytes") for key in ("needed", "capacity", "least")
+    )
+    code = WhyNot.tight if least <= capacity else WhyNot.too_large
+    return Reason(code, {"needed": needed, "capacity": capacity}) if needed > capacity else None
 
 
 def _learned_less(settings: Settings, setting: Setting, best: Setting) -> Reason | None:
@@ -72,8 +74,8 @@ def not_compared(settings: Settings, setting: Setting) -> Reason:
     return Reason(WhyNot.untimed)
 
 
-def only_one_counts(settings: Settings, speeds: Speeds, able: list[Setting]) -> bool:
+def only_one_counts(settings: Settings, able: list[Setting]) -> bool:
     """Return whether all timings but one are excluded: that one would be the fastest only for it."""
     excluded = {s.group for s in able if settings.excluded.intersection(s.trials)}
-    counted = {s.group for s in able if speeds.has(s.group)}
+    counted = {s.group for s in able if settings.speeds.has(s.group)}
     return len(counted) == 1 and bool(excluded - counted)

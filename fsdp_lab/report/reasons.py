@@ -19,6 +19,7 @@ class WhyNot(StrEnum):
     interrupted = "interrupted"
     no_result = "no_result"
     too_large = "too_large"
+    tight = "tight"
     no_figure = "no_figure"
     learned_less = "learned_less"
     timing_excluded = "timing_excluded"

@@ -15,7 +15,6 @@ from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on
 from fsdp_lab.report.qualify import does_not_fit, not_compared, only_one_counts, qualify
 from fsdp_lab.report.reasons import NoSpeeds, Reason, TieBreak, Why
-from fsdp_lab.report.repeats import significance_of
 from fsdp_lab.report.settings import Rules, Setting, Settings
 from fsdp_lab.report.speed import Interval, Speeds
 from fsdp_lab.report.ties import best_of, break_tie, is_tied
@@ -64,7 +63,6 @@ class Recommendation:
         others: every other setting against the recommended one.
         notes: what the figures do not show.
         settings: all of the sweep.
-        speeds: of their groups.
     """
 
     setting: Setting | None
@@ -79,7 +77,6 @@ class Recommendation:
     others: list[Comparison]
     notes: list[Reason]
     settings: Settings = field(repr=False)
-    speeds: Speeds = field(repr=False)
 
     @property
     def is_by_speed(self) -> bool:
@@ -96,13 +93,13 @@ class Recommendation:
 
     def value(self, setting: Setting, metric: str) -> float:
         """Return a setting's figure; NaN without one."""
-        return self.settings.value(self.speeds, setting, metric)
+        return self.settings.value(setting, metric)
 
     def interval(self, setting: Setting) -> Interval | None:
         """Return a setting's speed; None if it is not compared."""
-        if not self.speeds.has(setting.group):
+        if not self.settings.speeds.has(setting.group):
             return None
-        speed = self.speeds.speed(setting.group)
+        speed = self.settings.speeds.speed(setting.group)
         return speed if math.isfinite(speed.high) else Interval(speed.value)
 
 
@@ -114,45 +111,44 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
         rules: of the choice.
     """
     settings = Settings(frame, rules)
-    speeds = Speeds(settings.runs, significance_of(settings))
     able, why_not = qualify(settings)
-    alone = only_one_counts(settings, speeds, able)
-    no_speeds = _no_speeds(settings, speeds, able, alone)
+    alone = only_one_counts(settings, able)
+    no_speeds = _no_speeds(settings, able, alone)
     if alone:
-        speeds = Speeds([])  # there is nothing to compare it with
-    timed = [s for s in able if speeds.has(s.group)] if rules.by_speed else []
+        settings.speeds = Speeds([])  # there is nothing to compare it with
+    timed = [s for s in able if settings.speeds.has(s.group)] if rules.by_speed else []
     if timed:
         counted = {s.name for s in timed}
         why_not |= {s.name: not_compared(settings, s) for s in able if s.name not in counted}
         able = timed
     axes = _axes(rules)
-    front = _front(settings, speeds, axes)
+    front = _front(settings, axes)
     if not able:
         why = Reason(Why.none_qualifies if settings.all else Why.no_trial)
-        return Recommendation(None, why, no_speeds, [], None, [], why_not, front, axes, [], [], settings, speeds)
-    best, raced = best_of(settings, speeds, able)
-    chosen, tie_break = break_tie(settings, speeds, best, bool(raced))
+        return Recommendation(None, why, no_speeds, [], None, [], why_not, front, axes, [], [], settings)
+    best, raced = best_of(settings, able)
+    chosen, tie_break = break_tie(settings, best, bool(raced))
     others = [s for s in (raced or best) if s is not chosen]
     if raced:
-        tied = [s for s in others if s.group != chosen.group and is_tied(settings, speeds, s, chosen)]
+        tied = [s for s in others if s.group != chosen.group and is_tied(settings, s, chosen)]
     elif rules.objectives:
         tied = others
     else:
         tied = [s for s in others if settings.peaks[s.group] <= settings.peaks[chosen.group] * (1 + SAME_MEMORY)]
-    why = _why(settings, speeds, able, chosen, tied, front, bool(raced), no_speeds)
-    compared = [_compare(settings, speeds, s, chosen, s in tied, why_not) for s in settings.all if s is not chosen]
-    notes = notes_on(settings, speeds, able, chosen, bool(raced))
+    why = _why(settings, able, chosen, tied, front, bool(raced), no_speeds)
+    compared = [_compare(settings, s, chosen, s in tied, why_not) for s in settings.all if s is not chosen]
+    notes = notes_on(settings, able, chosen, bool(raced))
     return Recommendation(
         chosen, why, no_speeds, tied, tie_break if tied else None, able, why_not, front, axes, compared, notes,
-        settings, speeds,
+        settings,
     )  # fmt: skip
 
 
-def _no_speeds(settings: Settings, speeds: Speeds, able: Sequence[Setting], alone: bool) -> Reason | None:
-    if not settings.rules.by_speed or not able or (any(speeds.has(s.group) for s in able) and not alone):
+def _no_speeds(settings: Settings, able: Sequence[Setting], alone: bool) -> Reason | None:
+    if not settings.rules.by_speed or not able or (any(settings.speeds.has(s.group) for s in able) and not alone):
         return None
     shares = [settings.figure(n, OTHERS_CPU) for s in able for n in s.trials if n in settings.excluded]
-    counted = [s for s in able if speeds.has(s.group)]
+    counted = [s for s in able if settings.speeds.has(s.group)]
     if not shares:
         return Reason(NoSpeeds.too_short)
     return Reason(NoSpeeds.only_one if alone else NoSpeeds.excluded, {"share": max(shares), "counted": counted})
@@ -167,16 +163,15 @@ def _axes(rules: Rules) -> list[tuple[str, str]]:
     return [standard[0], rules.objectives[0]]
 
 
-def _front(settings: Settings, speeds: Speeds, axes: Sequence[tuple[str, str]]) -> list[Setting]:
+def _front(settings: Settings, axes: Sequence[tuple[str, str]]) -> list[Setting]:
     fitting = [s for s in settings.all if does_not_fit(settings, s) is None]
-    rows = [{metric: settings.value(speeds, s, metric) for metric, _ in axes} for s in fitting]
+    rows = [{metric: settings.value(s, metric) for metric, _ in axes} for s in fitting]
     spacings = [{metric: settings.spacing(s, metric) for metric, _ in axes} for s in fitting]
     return [fitting[place] for place in pareto_front(rows, axes, spacings)]
 
 
 def _why(
     settings: Settings,
-    speeds: Speeds,
     able: Sequence[Setting],
     chosen: Setting,
     tied: Sequence[Setting],
@@ -188,8 +183,8 @@ def _why(
     objectives = [o for o in settings.rules.objectives if raced or o[0] != SPEED]
     if objectives:
         metric, better = objectives[0]
-        values = [settings.value(speeds, s, metric) for s in able]
-        is_best = settings.value(speeds, chosen, metric) == (min(values) if better == "min" else max(values))
+        values = [settings.value(s, metric) for s in able]
+        is_best = settings.value(chosen, metric) == (min(values) if better == "min" else max(values))
         of = {"objectives": objectives, "count": len(able), "is_best": is_best, "on_front": chosen in front}
         return Reason(Why.objectives, of)
     if len(settings.all) == 1:
@@ -203,22 +198,20 @@ def _why(
         return Reason(Why.tied)
     if len({s.group for s in able}) == 1:
         return Reason(Why.same_speed, {"count": len(able)})
-    following = max(others, key=lambda s: speeds.estimate(s.group))
-    ratio = speeds.ratio(chosen.group, following.group)
+    following = max(others, key=lambda s: settings.speeds.estimate(s.group))
+    ratio = settings.speeds.ratio(chosen.group, following.group)
     return Reason(Why.fastest, {"count": len(able), "next": following, "ratio": ratio})
 
 
-def _compare(
-    settings: Settings, speeds: Speeds, other: Setting, chosen: Setting, tied: bool, why_not: dict[str, Reason]
-) -> Comparison:
+def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: dict[str, Reason]) -> Comparison:
     same = other.group == chosen.group
-    timed = settings.is_finished(other) and speeds.has(other.group) and speeds.has(chosen.group)
+    timed = settings.is_finished(other) and settings.speeds.has(other.group) and settings.speeds.has(chosen.group)
     memory, mine = settings.median(other, MEMORY), settings.median(chosen, MEMORY)
     loss, reference = (settings.median(s, settings.loss_key) for s in (other, chosen))
     rounded = 0 < abs(loss - reference) <= settings.rounding(other, chosen, settings.loss_key)
     return Comparison(
         other,
-        speeds.ratio(other.group, chosen.group) if timed and not same else None,
+        settings.speeds.ratio(other.group, chosen.group) if timed and not same else None,
         tied and not same,
         memory / mine if not same and memory > 0 and mine > 0 else math.nan,
         0.0 if rounded else (loss - reference) / max(abs(reference), 1e-12),

@@ -8,35 +8,13 @@ from fsdp_lab.metrics import SPEED
 from fsdp_lab.report.choice import departures, smallest
 from fsdp_lab.report.qualify import qualify
 from fsdp_lab.report.settings import Rules, Setting, Settings
-from fsdp_lab.report.speed import SIGNIFICANCE, Basis, Speeds
+from fsdp_lab.report.speed import Basis
 from fsdp_lab.report.ties import best_of, is_memory_scarce
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _BEYOND_NOISE = 3.0
-_POCOCK = {1: 0.05, 2: 0.0294, 3: 0.0221, 4: 0.0182, 5: 0.0158}  # all looks together: 0.05
-
-
-def significance_of(settings: Settings) -> float:
-    """Return the significance with which ratios are judged: of each look, if repeats run until the answer is settled.
-
-    There is a look after each round. The first shows no noise, unless several of its runs share one speed.
-    """
-    if settings.rules.repeat_max is None:
-        return SIGNIFICANCE
-    first = min((run.round for run in settings.runs), default=0)
-    groups = [run.group for run in settings.runs if run.round == first]
-    return level_of(settings.rules.repeat_max - (len(set(groups)) == len(groups)))
-
-
-def level_of(looks: int) -> float:
-    """Return the significance of each of so many looks, all of which together have the usual one.
-
-    Pocock's ("Group sequential methods in the design and analysis of clinical trials", Biometrika 64, 1977); beyond
-    five looks Bonferroni's.
-    """
-    return _POCOCK.get(looks, SIGNIFICANCE / max(looks, 1))
 
 
 def undecided(frame: pd.DataFrame, rules: Rules) -> list[Setting]:
@@ -50,12 +28,12 @@ def undecided(frame: pd.DataFrame, rules: Rules) -> list[Setting]:
     - Without repeats, another was three times as fast: runs of one setting differ less on cores of their own.
     """
     settings = Settings(frame, rules)
-    speeds = Speeds(settings.runs, significance_of(settings))
+    speeds = settings.speeds
     able, _ = qualify(settings)
     if not rules.by_speed:
         return []
     if rules.objectives:
-        _, able = best_of(settings, speeds, able)
+        _, able = best_of(settings, able)
     ranked = _ranked(settings, able, is_memory_scarce(settings, able))
     breaks_ties = not rules.objectives or rules.objectives[-1][0] == SPEED
     limit = 1 / (1 - rules.speed_tolerance)

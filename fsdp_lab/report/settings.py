@@ -9,9 +9,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.metrics import LOSS_EPS, MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.metrics import (
+    LOSS_EPS,
+    MEMORY,
+    PREDICTED_SPEED,
+    RATIO_ERROR,
+    RATIO_GROUP,
+    SPEED,
+    TRAIN_LOSS,
+    VAL_LOSS,
+)
 from fsdp_lab.record.trial import words
-from fsdp_lab.report.speed import Run, Speeds
+from fsdp_lab.report.predicted import Predicted, PredictedSpeeds
+from fsdp_lab.report.speed import SIGNIFICANCE, Run, Speeds, level_of
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
@@ -33,6 +43,7 @@ class Rules:
         objectives: `(metric, "min" or "max")`, the most important first; empty: the fastest.
         repeat_max: the most rounds of `repeat=auto`; None: repeats were typed.
         trivial_loss: the loss of a model that guesses; None: not known, so nothing is said of learning.
+        predicted: speeds and memory are predictions: losses are not compared, and memory decides among equal speeds.
     """
 
     axes: Sequence[str]
@@ -41,6 +52,7 @@ class Rules:
     objectives: Sequence[tuple[str, str]] = ()
     repeat_max: int | None = None
     trivial_loss: float | None = None
+    predicted: bool = False
 
     @property
     def by_speed(self) -> bool:
@@ -96,6 +108,7 @@ class Settings:
             group = groups.setdefault(tuple(named[axis] for axis in self.speed_axes), len(groups))
             self.all.append(Setting(named, tuple(numbers), group))
         self.of_trial = {number: setting for setting in self.all for number in setting.trials}
+        self.speeds: Speeds | PredictedSpeeds = self._predicted() if rules.predicted else self._measured()
 
     def _rows(self, axes: Sequence[str]) -> list[tuple[str, ...]]:
         columns = [self.frame[axis].tolist() for axis in axes]
@@ -143,11 +156,35 @@ class Settings:
         """Return metric -> median over the finished trials, of those that have it."""
         return {key: value for key, value in self._medians.get(setting.name, {}).items() if math.isfinite(value)}
 
-    def value(self, speeds: Speeds, setting: Setting, metric: str) -> float:
-        """Return a setting's figure: for speed the estimate from its runs, else the median; NaN without one."""
+    def value(self, setting: Setting, metric: str) -> float:
+        """Return a setting's figure: for speed the estimate, else the median; NaN without one."""
         if metric != SPEED:
             return self.median(setting, metric)
-        return speeds.estimate(setting.group) if speeds.has(setting.group) else math.nan
+        return self.speeds.estimate(setting.group) if self.speeds.has(setting.group) else math.nan
+
+    def _measured(self) -> Speeds:
+        """Return the speeds of the runs, with ratios judged at the significance of each look of `repeat=auto`.
+
+        There is a look after each round. The first shows no noise, unless several of its runs share one speed.
+        """
+        if self.rules.repeat_max is None:
+            return Speeds(self.runs, SIGNIFICANCE)
+        first = min((run.round for run in self.runs), default=0)
+        groups = [run.group for run in self.runs if run.round == first]
+        return Speeds(self.runs, level_of(self.rules.repeat_max - (len(set(groups)) == len(groups))))
+
+    def _predicted(self) -> PredictedSpeeds:
+        by_group: dict[int, Predicted] = {}
+        for number, setting in self.of_trial.items():
+            speed, low, high, error = (
+                self.figure(number, key)
+                for key in (PREDICTED_SPEED, f"{PREDICTED_SPEED}_low", f"{PREDICTED_SPEED}_high", RATIO_ERROR)
+            )
+            if speed > 0:
+                group = str(self.frame.at[number, RATIO_GROUP])
+                relative = error if math.isfinite(error) else None
+                by_group.setdefault(setting.group, Predicted(speed, low, high, relative, group))
+        return PredictedSpeeds(by_group)
 
     @cached_property
     def peaks(self) -> dict[int, float]:

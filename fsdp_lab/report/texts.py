@@ -16,7 +16,7 @@ def times_text(ratio: Interval) -> str:
 
 
 def _spread(interval: Interval, text: Callable[[float], str]) -> str:
-    if not interval.known:
+    if not interval.known or text(interval.low) == text(interval.high):
         return ""
     if math.isinf(interval.high):
         return " (not known to within a factor of 100)"
@@ -54,3 +54,9 @@ def ratio_text(value: float) -> str:
     percent = value * 100
     digits = 0 if abs(percent) >= 100 else 1 if abs(percent) >= 1 else 2 if abs(percent) >= 0.1 else None
     return f"{percent:+.{digits}f} %" if digits is not None else f"{percent:+.1g} %"
+
+
+def short_count(number: int) -> str:
+    """Return a large number as `8.03 B`, `86.6 M` or `12.3 K`."""
+    unit, size = next(((u, s) for u, s in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if number >= s), ("", 1))
+    return f"{significant(number / size)} {unit}" if unit else str(number)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from fsdp_lab.forecast.answer import answers, recommended, sentences
 from fsdp_lab.forecast.capacity import NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, on_capacity
 from fsdp_lab.forecast.keep import passed_over
-from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
-from fsdp_lab.forecast.verdict import verdict
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import BOUNDS, Speed
 
@@ -35,6 +35,10 @@ def forecast_of(verdict: str, step_s: float = 1.0, capacity: int | None = 1000) 
 
 def row(name: str, verdict: str, step_s: float) -> Row:
     return Row([name], forecast_of(verdict, step_s), None, 64)
+
+
+def said(rows: list[Row]) -> str:
+    return sentences(rows, ["sharding"], "items", answers(rows, ["sharding"], 0.0), 0.0)
 
 
 def at_most(verdict: str, step_s: float = 1.0) -> Forecast:
@@ -77,18 +81,14 @@ def test_the_table_and_the_csv_name_it_and_it_stands_between_the_others(tmp_path
     assert cells == [("true", "750"), ("tight", "900"), ("tight", "900"), ("false", "901")]
 
 
-def test_a_sentence_says_what_may_run():
-    assert "only per_block fits; root and per_layer may run, but slower (tight)" in verdict(ROWS, ["sharding"])
-    alone = verdict([Row([], forecast_of("tight"), None, 64)], [])
-    assert "and does not fit" in alone and "it may run, but slower (tight)" in alone
-    assert "tight" not in verdict([ROWS[0], ROWS[3]], ["sharding"])
-
-
-def test_only_what_fits_is_recommended_and_what_is_tight_and_faster_is_named():
-    assert [r.settings[0] for r in recommend(ROWS, ["sharding"], 0.0)] == ["per_block"]
-    sentences = speed_verdict(ROWS, ["sharding"], 0.0)
-    assert sentences[0].startswith("Predicted fastest that fits: per_block:")
-    assert sentences[-1].startswith("Predicted faster, but tight: root. When memory is short,")
+def test_only_what_fits_is_recommended_and_what_is_tight_is_said_to_be_slower():
+    assert [r.settings for r in recommended(ROWS, ["sharding"], 0.0)] == [["per_block"]]
+    text = said(ROWS)
+    assert "1 of 4 settings fits; 2 tight: may run, but slower." in text
+    assert "Recommended: sharding=per_block:" in text
+    assert re.search(r"  sharding=root: 2.00× \(.*\) the speed, .* more, tight: it may run, but slower\n", text)
+    assert re.search(r"  sharding=ddp: 4.00× \(.*\) the speed, .* more, does not fit\n", text)
+    assert "tight" not in said([ROWS[0], ROWS[3]])
 
 
 @pytest.mark.parametrize(
@@ -119,21 +119,15 @@ def test_an_upper_bound_is_named_in_the_table_and_in_the_sentence(tmp_path: Path
     write_csv(tmp_path / "f.csv", rows, ["sharding"])
     cells = [line["fits"] for line in csv.DictReader((tmp_path / "f.csv").open())]
     assert cells == ["true", "upper bound", "tight", "tight", "false"]
-    text = verdict(rows, ["sharding"])
-    assert "only per_block fits;" in text and "fused may fit: its " in text
-    assert " is an upper bound (compile=true)" in text
-    alone = verdict([Row([], at_most("no"), None, 64)], [])
-    assert "it may fit" in alone and "does not fit" not in alone and "forecast.capacity_gib" not in alone
+    assert "1 of 5 settings fits; 2 tight: may run, but slower; 1 may fit: only an upper bound" in said(rows)
 
 
 def test_no_setting_is_dropped_by_an_upper_bound():
     """It is recommended where it is the fastest, beside the fastest that surely fits, and takes no place of that."""
     rows = [Row(["fused"], at_most("no", 1.0), None, 64), row("plain", "yes", 2.0), row("ddp", "no", 0.5)]
-    assert [r.settings[0] for r in recommend(rows, ["sharding"], 0.0)] == ["fused", "plain"]
-    sentences = speed_verdict(rows, ["sharding"], 0.0)
-    assert sentences[0].startswith("Predicted fastest that may fit: fused:")
-    assert sentences[1].startswith("Whether it fits is not known: ")
-    assert "is an upper bound (compile=true). The fastest that fits: plain: " in sentences[1]
+    text = said(rows)
+    assert "Recommended: sharding=fused: " in text and "Whether it fits is not known: " in text
+    assert "is an upper bound (compile=true). The fastest that fits: sharding=plain." in text
     forecasts = {number: row.forecast for number, row in enumerate(rows)}
     assert set(passed_over(forecasts, {0: "a", 1: "b", 2: "c"}, "1")) == {2}
     slower = {0: at_most("no", 4.0), 1: forecast_of("yes", 1.0)}
@@ -173,14 +167,11 @@ def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_
     on_cpu = replace(full, cuda=False)
     assert on_capacity(on_cpu, 950).speed == full.speed, "which has no allocator that retries"
     rows = [Row(["root"], on_capacity(full, 950), None, 64), Row(["ddp"], forecast_of("yes", 1.2, 2000), None, 64)]
-    sentences = speed_verdict(rows, ["sharding"], 0.0)
-    assert sentences[0].startswith("Predicted fastest: root: ") and "step 1.00 s (0.909 to 1.11)" in sentences[0]
-    assert (
-        sentences[1].startswith("It needs 95% of the GPU's ") and "took 11 to 36% longer than predicted" in sentences[1]
-    )
-    assert "The fastest setting that leaves room: ddp: 1.04 samples/s per device" in sentences[1]
-    alone = speed_verdict([rows[0], replace(rows[0], settings=["ddp"])], ["sharding"], 0.0)
-    assert alone[1].endswith("No other setting leaves more room.")
+    text = said(rows)
+    assert "Recommended: sharding=root: " in text and "Step 1.00 s (0.909 to 1.11)." in text
+    assert "It needs 95 % of its GPU, " in text and "took 11 to 36 % longer than predicted" in text
+    assert "The fastest setting that leaves room: sharding=ddp." in text
+    assert "No other setting leaves more room." in said([rows[0], replace(rows[0], settings=["ddp"])])
 
 
 def test_the_table_has_for_what_is_tight_the_least_that_may_do_and_no_column_of_zeros():

@@ -53,7 +53,7 @@ def test_one_configuration(forecast: Command, tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / page).is_file()
     lines = done.stdout[done.stdout.index("4 workers, 16 images per worker") :].splitlines()
     assert len(lines) > 1 and max(map(len, lines)) <= 80, "broken between words"
-    assert " ".join(lines).endswith("forecast.capacity_gib=<GiB of your GPU> to see what fits.")
+    assert "forecast.capacity_gib=<GiB of your GPU> to see what fits." in " ".join(lines)
 
 
 def test_where_no_bar_is_seen_lines_state_how_far_it_is(forecast: Command, monkeypatch: pytest.MonkeyPatch):
@@ -135,10 +135,9 @@ def test_the_fastest_is_the_fastest_though_a_plainer_setting_is_within_the_toler
     fastest, slower = sorted(steps, key=steps.__getitem__)
     assert 1.0005 < steps[slower] / steps[fastest] < 1.03, "within report.speed_tolerance, and not the same"
     text = " ".join(done.stdout.split())
-    assert f"Predicted fastest: reshard_after_forward={fastest}: " in text
-    percent = f"{(1 - steps[fastest] / steps[slower]) * 100:.2g} %"
-    assert f"One other setting may be as fast: reshard_after_forward={slower} (predicted {percent} slower)." in text
-    assert "faster" not in text.partition("Predicted fastest")[2]
+    assert f"Recommended: reshard_after_forward={fastest}: " in text
+    assert f"May be as fast: reshard_after_forward={slower}; this one is predicted fastest." in text
+    assert f" reshard_after_forward={slower}: {steps[fastest] / steps[slower]:.2f}" in text
 
 
 def test_without_speeds_a_keep_is_no_error(forecast: Command, monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import data_sheet
-from fsdp_lab.forecast.network import network_verdict
+from fsdp_lab.forecast.network import network_sentences
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.speed.device import Factors, on_network
 from fsdp_lab.speed.predict import Network, Speed, predict
@@ -48,7 +48,7 @@ def test_a_network_that_is_given_or_that_trials_ran_on_widens_no_range(device):
 
 def test_a_step_of_one_node_uses_no_network():
     speed, _ = predict(sends(4e10, ROUND.node_size), ROUND)
-    assert speed.network is None and network_verdict([row("root", {})], ["sharding"], 0.03) == []
+    assert speed.network is None and network_sentences([row("root", {})], ["sharding"], 0.03) == []
 
 
 def test_the_key_gives_the_network_of_a_node():
@@ -75,7 +75,7 @@ HYBRID = {400.0: 1.2, 800.0: 1.1, 1600.0: 1.1}
 
 def test_the_network_at_which_another_setting_is_faster_is_named():
     """Full sharding is slower by 0.8 s at 400 Gbit/s and faster by 0.1 at 800: equal at 800 - 400 / 9 = 755.6."""
-    sentences = network_verdict([row("1", FULL), row("4", HYBRID)], ["sharding.dp_replicate"], 0.03)
+    sentences = network_sentences([row("1", FULL), row("4", HYBRID)], ["sharding.dp_replicate"], 0.03)
     assert sentences == [
         "No network was given: 800 Gbit/s a node of X is an assumption, and ranges cover 400 to 1,600. Set "
         "forecast.network_gbit to yours.",
@@ -85,10 +85,10 @@ def test_the_network_at_which_another_setting_is_faster_is_named():
 
 def test_only_what_fits_is_compared_and_a_tie_changes_no_answer():
     axes = ["sharding.dp_replicate"]
-    assert len(network_verdict([row("1", FULL), row("4", HYBRID, fits=False)], axes, 0.03)) == 1
+    assert len(network_sentences([row("1", FULL), row("4", HYBRID, fits=False)], axes, 0.03)) == 1
     close = {400.0: 1.98, 800.0: 1.1, 1600.0: 1.1}
-    assert len(network_verdict([row("1", FULL), row("4", close)], axes, 0.03)) == 1
-    (_, above) = network_verdict([row("1", FULL), row("4", {400.0: 1.0, 800.0: 0.9, 1600.0: 0.9})], axes, 0.03)
+    assert len(network_sentences([row("1", FULL), row("4", close)], axes, 0.03)) == 1
+    (_, above) = network_sentences([row("1", FULL), row("4", {400.0: 1.0, 800.0: 0.9, 1600.0: 0.9})], axes, 0.03)
     assert above == "Above 960 Gbit/s a node, sharding.dp_replicate=1 is faster than sharding.dp_replicate=4."
 
 

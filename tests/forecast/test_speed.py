@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_forecast
 from fsdp_lab.config.conf import device_file
+from fsdp_lab.forecast.answer import answers, recommended, sentences
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import (
     capacity_bytes,
@@ -26,14 +27,13 @@ from fsdp_lab.forecast.devices import (
     sheet_of,
 )
 from fsdp_lab.forecast.forecast import forecast, forecast_step
-from fsdp_lab.forecast.keep import Predicted, number_kept, passed_over, ratio_group, why_all
-from fsdp_lab.forecast.kept import kept_rows, kept_sentences
+from fsdp_lab.forecast.keep import number_kept, passed_over, predicted, ratio_group, why_all
+from fsdp_lab.forecast.kept import kept_rows
 from fsdp_lab.forecast.notes import room_remedies
 from fsdp_lab.forecast.plot import stacked, write_scaling
-from fsdp_lab.forecast.recommend import recommend, speed_verdict
 from fsdp_lab.forecast.run import Request
-from fsdp_lab.forecast.speed_texts import basis_text
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
+from fsdp_lab.report.predicted import Predicted
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
@@ -51,6 +51,14 @@ LANGUAGE = [
     "precision=bf16_mixed",
     "training.global_batch_size=16",
 ]
+
+
+def said(rows: list[Row], swept: list[str], tolerance: float = 0.03, remedies: Sequence[str] = ()) -> str:
+    return sentences(rows, swept, "items", answers(rows, swept, tolerance, remedies), tolerance)
+
+
+def best(rows: list[Row], swept: list[str], tolerance: float = 0.03) -> list[list[str]]:
+    return [one.settings for one in recommended(rows, swept, tolerance)]
 
 
 def sheet(name: str = "a100_80gb") -> Device:
@@ -241,7 +249,7 @@ def test_the_error_is_that_of_the_steps_that_were_looked_at(words: list[str], wo
     assert speed.error == (device.error if known else device.error_elsewhere).p90
     assert speed.relative == (device.relative.p90 if known else None)
     assert known == (not speed.unlike)
-    observed = basis_text(speed)
+    observed = said([Row([], Forecast(True, workers, {"device": {"total": 1}}, speed=speed))], [])
     assert ("Those were GPT models (MPT)" in observed) is known and ("Its error is not known" in observed) is not known
 
 
@@ -252,31 +260,28 @@ def test_of_a_step_that_launches_bound_no_error_is_claimed(name: str):
     assert small.speed is not None and small.speed.shares["launch"] > 0.5
     assert small.speed.bound_unseen and small.speed.relative is None
     assert small.speed.error == device.error_elsewhere.p90
-    (_, sentences) = speed_verdict([Row([], small)], [], 0.03)
     assert re.search(
         r"launches bound \d+ % of this step, and almost none of the .* not known; .* within the range of 15 %",
-        sentences,
+        said([Row([], small)], []),
     )
     seen = replace(device, factors=Factors(settings=8))
     corrected = forecast(config(*LANGUAGE), 8, cuda=True, sheet=seen).speed
     assert corrected is not None and not corrected.bound_unseen, "the error of trials is that of such steps, too"
 
 
-def test_each_number_of_workers_has_its_own_recommendation():
+def test_each_number_of_workers_and_each_device_has_its_own_answer_and_their_basis_is_named_once():
     few, many = row("root", 1.0), row("root", 0.5)
     rows = [replace(few, settings=["root", "8"]), replace(few, settings=["ddp", "8"])]
     sixteen = replace(many.forecast, num_workers=16)
     rows += [replace(many, forecast=sixteen, settings=[name, "16"]) for name in ("root", "ddp")]
-    sentences = speed_verdict(rows, ["sharding", "cluster.num_workers"], 0.03)
-    assert sentences[0].startswith("8 × X. Predicted fastest: ddp: ")
-    assert sentences[1].startswith("Predicted for X with "), "on what both rest, once"
-    assert sentences[3].startswith("16 × X. Predicted fastest: ddp: ")
-    assert (
-        sentences[2]
-        == sentences[4]
-        == "One other setting may be as fast: root (predicted equal). Their ranges overlap."
-    )
-    assert sentences[5:] == ["16 instead of 8 × X: 2 times the total speed, both with ddp."]
+    axes = ["sharding", "cluster.num_workers"]
+    assert best(rows, axes) == [["ddp", "8"], ["ddp", "16"]]
+    text = said(rows, axes)
+    assert text.index("cluster.num_workers=8: Recommended: sharding=ddp: ") < text.index("cluster.num_workers=16: Reco")
+    assert text.count("Predicted for X with ") == 1 and text.count("May be as fast: sharding=root;") == 2
+    assert "16 instead of 8 workers: 2 times the total speed, both with sharding=ddp; bound by" in text
+    devices = [replace(one, settings=[name, one.settings[1]]) for one, name in zip(rows, "xxyy", strict=True)]
+    assert said(devices, ["forecast.device", "trial"]).count("forecast.device=") == 2
 
 
 def test_what_more_workers_bring_is_reported_of_one_setting_or_names_both():
@@ -285,23 +290,10 @@ def test_what_more_workers_bring_is_reported_of_one_setting_or_names_both():
     one = replace(row("per_block", 0.5), settings=["per_block", "16"])
     many = replace(one, forecast=replace(one.forecast, num_workers=16))
     axes = ["sharding", "cluster.num_workers"]
-    assert speed_verdict([*few, many], axes, 0.03)[-1] == (
-        "16 instead of 8 × X: 3 times the total speed, both with per_block."
+    assert "16 instead of 8 workers: 3 times the total speed, both with sharding=per_block; " in said(
+        [*few, many], axes
     )
-    assert speed_verdict([few[0], many], axes, 0.03)[-1] == (
-        "16 instead of 8 × X: 2 times the total speed, with per_block instead of root "
-        "(the recommended setting of each)."
-    )
-
-
-def test_each_device_has_its_own_recommendation():
-    one, other = row("root", 1.0), row("root", 0.5)
-    speed = other.forecast.speed
-    assert speed is not None
-    other = replace(other, forecast=replace(other.forecast, speed=replace(speed, device="Y")))
-    rows = [replace(r, settings=["root", name]) for r, name in ((one, "x"), (other, "y"))]
-    sentences = speed_verdict(rows, ["sharding", "forecast.device"], 0.03)
-    assert [t.partition(":")[0] for t in sentences if ". Pred" in t] == ["8 × X. Predicted", "8 × Y. Predicted"]
+    assert "2 times the total speed, sharding=per_block instead of sharding=root; " in said([few[0], many], axes)
 
 
 def of_batch(row: Row, samples: int) -> Row:
@@ -314,26 +306,16 @@ def test_each_global_batch_size_has_its_own_recommendation():
     """More samples in a step are more samples a second, and another training."""
     rows = [of_batch(row("root", 1.0), 100), of_batch(row("ddp", 1.5), 100)]
     rows += [of_batch(row("root", 1.9), 200), of_batch(row("ddp", 1.6), 200)]
-    sentences = speed_verdict(rows, ["sharding", "training.global_batch_size"], 0.0)
-    assert sentences[0].startswith("training.global_batch_size=100. Predicted fastest: root: 12.5 samples/s per device")
-    assert sentences[2].startswith("training.global_batch_size=200. Predicted fastest: ddp: 15.6 samples/s per device")
-    assert sentences[-1].startswith(
-        "training.global_batch_size=200 is predicted fastest, 15.6 samples/s per device. How much "
-    )
-    elsewhere = [replace(r, forecast=replace(r.forecast, num_workers=16)) for r in rows[2:]]
-    sentences = speed_verdict([*rows[:2], *elsewhere], ["sharding", "training.global_batch_size"], 0.0)
-    assert not any("global_batch_size" in sentence for sentence in sentences), "it grows with the workers"
+    text = said(rows, ["sharding", "training.global_batch_size"], 0.0)
+    assert "training.global_batch_size=100: Recommended: sharding=root: 12.5 samples/s per device" in text
+    assert "training.global_batch_size=200: Recommended: sharding=ddp: 15.6 samples/s per device" in text
 
 
 def test_each_global_batch_size_is_warned_of_a_full_gpu_and_of_close_settings():
     rows = [of_batch(row(name, step_s, peak=950), samples) for name, step_s, samples in
             (("root", 1.0, 100), ("ddp", 1.0, 100), ("root", 1.9, 200), ("ddp", 1.9, 200))]  # fmt: skip
-    sentences = speed_verdict(rows, ["sharding", "training.global_batch_size"], 0.0)
-    heads = [text.partition(". ")[0] for text in sentences]
-    first, second = (heads.index(f"training.global_batch_size={samples}") for samples in (100, 200))
-    assert any("GPU" in text and "%" in text for text in sentences[first + 1 : second]), sentences
-    assert sentences[first + 1] == sentences[second + 1] and sentences[first + 3] == sentences[second + 2], sentences
-    assert sentences[second + 2].startswith("One other setting may be as fast")
+    text = said(rows, ["sharding", "training.global_batch_size"], 0.0)
+    assert text.count("It needs 95 % of its GPU") == text.count("May be as fast: ") == 2
 
 
 @pytest.mark.parametrize(
@@ -350,11 +332,11 @@ def test_what_was_not_varied_is_to_be_tried_first_where_a_gpu_is_nearly_full(
 ):
     assert room_remedies([asked(*words)], swept) == expected
     rows = [row("none", 1.0, peak=950), row("cpu", 2.0, peak=100)]
-    sentences = speed_verdict(rows, ["offload"], 0.0, expected)[1]
+    text = said(rows, ["offload"], 0.0, expected)
     first = f"Try {' or '.join(expected)} first: this grid does not vary {'them' if len(expected) > 1 else 'it'}. "
-    assert ((first if expected else "") + "The fastest setting that leaves room: offload=cpu") in sentences
-    assert ("Try" in sentences) is bool(expected)
-    assert not any("Try" in lines for lines in speed_verdict(rows[1:], ["offload"], 0.0, expected)), "it has room"
+    assert ((first if expected else "") + "The fastest setting that leaves room: offload=cpu.") in text
+    assert ("Try" in text) is bool(expected)
+    assert "Try" not in said(rows[1:], ["offload"], 0.0, expected), "it has room"
 
 
 def row(setting: str, step_s: float, peak: int = 100, fits: bool = True) -> Row:
@@ -372,61 +354,41 @@ def with_ratio(row: Row, error: float, group: str = "one model") -> Row:
 
 def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest():
     rows = [row("ddp", 1.0, fits=False), row("root", 1.2, 300), row("per_block", 1.21, 100), row("other", 2.0)]
-    assert [r.settings[0] for r in recommend(rows, ["sharding"], 0.03)] == ["root", "per_block", "other"]
-    equal = [*rows, row("per_layer", 1.2003, 200)]
-    assert recommend(equal, ["sharding"], 0.03)[0].settings == ["per_layer"], "0.03 % are nothing, and it is smaller"
-    sentences = " ".join(speed_verdict(rows, ["sharding"], 0.03))
-    assert sentences.startswith(
-        "Predicted fastest that fits: root: 10.4 samples/s per device, step 1.20 s (1.09 to 1.33)"
-    )
-    assert "fitted to published steps: nine of ten published steps that were not fitted were within 10 %" in sentences
-    assert "Those were GPT models (MPT) of 125M to 70B parameters, not compiled, with PyTorch 1.13 to 2.0;" in sentences
-    assert "One other setting may be as fast: per_block (predicted 0.83 % slower). Their ranges overlap." in sentences
+    assert best(rows, ["sharding"]) == [["root"]]
+    assert best([*rows, row("per_layer", 1.2003, 200)], ["sharding"]) == [["per_layer"]], "0.03 % are nothing"
+    text = said(rows, ["sharding"])
+    assert "Recommended: sharding=root: 10.4 samples/s per device, " in text and "Step 1.20 s (1.09 to 1.33)." in text
+    assert "fitted to published steps: nine of ten published steps that were not fitted were within 10 %" in text
+    assert "Those were GPT models (MPT) of 125M to 70B parameters, not compiled, with PyTorch 1.13 to 2.0;" in text
+    assert "May be as fast: sharding=per_block; this one is predicted fastest." in text
+    assert "sharding=per_block: 0.99× (0.81 to 1.21) the speed (tied), " in text
     related = [with_ratio(each, 0.3) for each in rows]
-    assert (
-        "One other setting may be as fast: per_block (predicted 0.83 % slower). The predicted ratio of two settings "
-        "has an error of up to ±30 %." in " ".join(speed_verdict(related, ["sharding"], 0.03))
-    )
-    assert "may be as fast" not in " ".join(speed_verdict([rows[1], rows[3]], ["sharding"], 0.0))
+    assert "sharding=per_block: 0.99× (0.76 to 1.29) the speed (tied)" in said(related, ["sharding"])
+    assert "as fast" not in said([rows[1], rows[3]], ["sharding"], 0.0)
     close = [with_ratio(row("root", 1.0), 0.02), with_ratio(row("ddp", 1.05), 0.02)]
-    assert "may be as fast" not in " ".join(speed_verdict(close, ["sharding"], 0.03)), "though the ranges overlap"
+    assert "as fast" not in said(close, ["sharding"]), "though the ranges overlap"
     close[1] = with_ratio(close[1], 0.02, "another model")
-    assert (
-        "One other setting may be as fast: ddp (predicted 4.8 % slower). Their ranges overlap."
-        in speed_verdict(close, ["sharding"], 0.03)[2]
-    )
-    assert speed_verdict(rows[:1], ["sharding"], 0.03) == ["No setting fits, so none is recommended."]
+    assert "May be as fast: sharding=ddp;" in said(close, ["sharding"])
+    assert "No setting fits: sharding=ddp needs " in said([rows[0], rows[0]], ["sharding"])
 
 
 def test_where_the_fastest_nearly_fills_its_gpu_the_smallest_of_ties_is_recommended():
     rows = [row("ddp", 1.0, fits=False), row("root", 1.2, 950), row("per_block", 1.21, 100), row("other", 2.0)]
-    assert [r.settings[0] for r in recommend(rows, ["sharding"], 0.03)] == ["per_block", "root", "other"]
-    assert recommend(rows, ["sharding"], 0.0)[0].settings == ["root"]
-    sentences = " ".join(speed_verdict(rows, ["sharding"], 0.03))
-    assert sentences.startswith("Recommended: per_block: 10.3 samples/s per device, step 1.21 s (1.10 to 1.34)")
-    assert "Predicted fastest that fits: root, by 0.83 %: 10.4 samples/s per device, step 1.20 s" in sentences
-    assert "It needs 95% of the GPU's" in sentences
-    assert (
-        "One other setting may be as fast: root (predicted 0.83 % faster). Their ranges overlap. The recommended "
-        "setting needs the least memory of those within report.speed_tolerance" in sentences
-    )
+    assert best(rows, ["sharding"]) == [["per_block"]] and best(rows, ["sharding"], 0.0) == [["root"]]
+    text = said(rows, ["sharding"])
+    assert "Recommended: sharding=per_block: 10.3 samples/s per device" in text
+    assert "May be as fast: sharding=root; the smallest peak memory decided." in text
+    assert "  sharding=root: 1.01× (0.82 to 1.23) the speed (tied), " in text
+    assert "It needs 95 % of its GPU" in said(rows, ["sharding"], 0.0)
 
 
-def test_of_those_that_need_hardly_more_one_whose_error_is_known_is_recommended_then_the_plainest():
-    unknown = row("float16", 1.02, 999)
-    assert unknown.forecast.speed is not None
-    speed = replace(unknown.forecast.speed, unlike=("parameters in float16",))
-    unknown = replace(unknown, forecast=replace(unknown.forecast, speed=speed))
-    rows = [row("bf16_mixed", 1.0, 1000), unknown]
-    assert recommend(rows, ["precision"], 0.03)[0] is rows[0]
-    assert recommend([row("bf16_mixed", 1.0, 1020), unknown], ["precision"], 0.03)[0] is unknown, "2 % less"
+def test_of_those_that_need_hardly_more_the_plainest_is_recommended():
+    rows = [row("bf16_mixed", 1.0, 1000), row("float16", 1.02, 999)]
+    assert best(rows, ["precision"]) == [["bf16_mixed"]], "1 % less is nothing, and it is the faster"
+    assert best([row("bf16_mixed", 1.0, 1020), rows[1]], ["precision"]) == [["float16"]], "2 % less"
     plain = [row("root", 1.0, 999), row("ddp", 1.02, 1000)]
-    assert recommend(plain, ["sharding"], 0.03)[0] is plain[1]
-    sentences = " ".join(speed_verdict(plain, ["sharding"], 0.03))
-    assert (
-        "needs the least memory of those within report.speed_tolerance (to within 1%), and is the simplest."
-        in sentences
-    )
+    assert best(plain, ["sharding"]) == [["ddp"]]
+    assert "May be as fast: sharding=root; the simplest setting decided." in said(plain, ["sharding"])
 
 
 def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
@@ -458,7 +420,7 @@ def test_the_table_and_the_csv_have_the_speed_of_a_device_and_the_csv_that_of_al
         assert f"{float(cells['samples_per_s_per_device']):,.4g}" in line.split()
         assert cells["streams"] == "streams_0.html" and cells["tokens_per_s_of_all"] == ""
     assert cells["ratio_error_p90"] == "0.1"
-    assert "12.5 samples/s per device" in speed_verdict(rows, ["sharding"], 0.03)[0]
+    assert "12.5 samples/s per device" in said(rows, ["sharding"])
 
 
 def test_a_long_step_has_no_exponent_in_the_table():
@@ -482,24 +444,24 @@ def asked(*words: str, workers: int = 8) -> Request:
 def test_the_forecast_says_which_trials_a_sweep_would_start():
     rows = [row("root", 1.0), row("per_block", 1.05), row("ddp", 3.0)]
     requests = [asked(f"sharding={each.settings[0]}") for each in rows]
-    assert kept_sentences(rows, requests, ["sharding"], "1", effect) == [
-        "forecast.keep=1: a sweep would start 2 of 3 trials (`kept` in the table): the predicted fastest (root); 1 "
-        "more that may be as fast as the last of these, because their ranges overlap (±10% each); it would skip "
-        "1 that is slower by more than the error."
+    marked, texts = kept_rows(rows, requests, ["sharding"], "1", effect)
+    assert texts == [
+        "forecast.keep=1: a sweep would start 2 of 3 trials (`kept` in the table); the others cannot fit, or are "
+        "slower by more than the error."
     ]
-    assert [r.kept for r in kept_rows(rows, requests, ["sharding"], "1", effect)] == [True, True, False]
-    assert kept_sentences(rows, requests, ["sharding"], "3", effect) == [
+    assert [r.kept for r in marked] == [True, True, False]
+    assert kept_rows(rows, requests, ["sharding"], "3", effect)[1] == [
         "forecast.keep=3: 3 trials, nothing is skipped: 3 settings have a predicted speed, and forecast.keep "
         "asks for 3."
     ]
     rows[2] = replace(rows[2], forecast=replace(rows[2].forecast, speed=None))
     rows[1] = row("per_block", 2.0)
-    (sentences,) = kept_sentences(rows, requests, ["sharding"], "1", effect)
-    assert "start 2 of 3 trials" in sentences and "(root); 1 without a prediction (ddp); it would skip 1" in sentences
+    marked, _ = kept_rows(rows, requests, ["sharding"], "1", effect)
+    assert [r.kept for r in marked] == [True, False, True], "what has no prediction is measured"
     unknown = [replace(request, sheet=None) for request in requests]
-    (sentences,) = kept_sentences(rows, unknown, ["sharding"], "1", effect)
-    assert "a sweep needs predicted speeds, and there are none" in sentences
-    assert [r.kept for r in kept_rows(rows, unknown, ["sharding"], "1", effect)] == [None] * 3
+    marked, (sentence,) = kept_rows(rows, unknown, ["sharding"], "1", effect)
+    assert "a sweep needs predicted speeds, and there are none" in sentence
+    assert [r.kept for r in marked] == [None] * 3
 
 
 def test_what_cannot_differ_in_speed_takes_one_place_of_those_that_a_sweep_keeps():
@@ -512,12 +474,8 @@ def test_what_cannot_differ_in_speed_takes_one_place_of_those_that_a_sweep_keeps
             requests.append(asked(f"sharding={name}", f"optimizer.lr={rate}"))
     rows.append(rows[2])
     requests.append(asked("optimizer.lr=0.1", "reshard_after_forward=never"))
-    assert kept_sentences(rows, requests, axes, "2", effect) == [
-        "forecast.keep=2: a sweep would start 4 of 6 trials, with 3 settings that differ in speed (`kept` in the "
-        "table): the 4 predicted fastest (root optimizer.lr=0.1, root optimizer.lr=0.2, ddp optimizer.lr=0.1, ddp "
-        "optimizer.lr=0.2); it would skip 2 that are slower by more than the error."
-    ]
-    marked = kept_rows(rows, requests, axes, "2", effect)
+    marked, (sentence,) = kept_rows(rows, requests, axes, "2", effect)
+    assert sentence.startswith("forecast.keep=2: a sweep would start 4 of 6 trials (")
     assert [r.kept for r in marked] == [True] * 4 + [False] * 2 + [True], "the last is DDP again"
 
 
@@ -527,13 +485,13 @@ def test_a_sweep_ranks_each_number_of_workers_and_each_device_alone():
         rows.append(replace(row("", step_s), settings=[str(workers), name]))
         requests.append(asked(f"sharding={name}", workers=workers))
     axes = ["cluster.num_workers", "sharding"]
-    few, many = kept_sentences(rows, requests, axes, "1", effect)
+    marked, (few, many) = kept_rows(rows, requests, axes, "1", effect)
     assert few.startswith("forecast.keep=1, 8 workers: a sweep would start 2 of 3 trials")
     assert many.startswith("forecast.keep=1, 16 workers: 1 trial, nothing is skipped")
-    assert [r.kept for r in kept_rows(rows, requests, axes, "1", effect)] == [True, True, False, True]
+    assert [r.kept for r in marked] == [True, True, False, True]
     other = [asked("forecast.device=h100_sxm", f"training.max_grad_norm={n}") for n in (1, 2)]
-    sentences = kept_sentences(rows[:3], [requests[1], *other], axes, "1", effect)
-    assert [sentence.partition(":")[0] for sentence in sentences] == [
+    _, texts = kept_rows(rows[:3], [requests[1], *other], axes, "1", effect)
+    assert [sentence.partition(":")[0] for sentence in texts] == [
         "forecast.keep=1 with forecast.device=auto", "forecast.keep=1 with forecast.device=h100_sxm",
     ]  # fmt: skip
 
@@ -542,14 +500,8 @@ def test_what_is_recommended_is_kept_though_it_is_surely_slower():
     """Of those within report.speed_tolerance the smaller is recommended, because the fastest nearly fills its GPU."""
     rows = [with_ratio(row("root", 1.0, 950), 0.01), with_ratio(row("per_block", 1.02, 100), 0.01), row("ddp", 3.0)]
     requests = [asked(f"sharding={each.settings[0]}") for each in rows]
-    (sentences,) = kept_sentences(rows, requests, ["sharding"], "1", effect)
-    assert "the predicted fastest (root); the recommended one (per_block); it would skip 1" in sentences
-    assert [r.kept for r in kept_rows(rows, requests, ["sharding"], "1", effect)] == [True, True, False]
-    (sentences,) = kept_sentences(rows[:2], requests[:2], ["sharding"], "1", effect)
-    assert (
-        "may be the fastest, because the predicted ratio of two settings has an error of up to ±1%, or is recommended."
-        in sentences
-    )
+    marked, _ = kept_rows(rows, requests, ["sharding"], "1", effect)
+    assert [r.kept for r in marked] == [True, True, False]
 
 
 def test_the_picture_has_the_speed_beside_the_memory():
@@ -576,7 +528,7 @@ def test_the_picture_has_the_speed_beside_the_memory():
     pyplot.close(figure)
 
 
-def predicted(*seconds: float, error: float = 0.1) -> dict[int, Forecast]:
+def of_seconds(*seconds: float, error: float = 0.1) -> dict[int, Forecast]:
     collected = {}
     for number, step_s in enumerate(seconds):
         low, high = step_s / (1 + error), step_s / (1 - error)
@@ -597,7 +549,7 @@ def predicted(*seconds: float, error: float = 0.1) -> dict[int, Forecast]:
     ],
 )
 def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep: str, expected: set[int]):
-    forecasts = predicted(1.0, 1.1, 1.5, 1.6, 3.0)
+    forecasts = of_seconds(1.0, 1.1, 1.5, 1.6, 3.0)
     left_out = passed_over(forecasts, {number: str(number) for number in forecasts}, keep)
     assert set(left_out) == expected
     if 4 in left_out:
@@ -607,7 +559,7 @@ def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep:
 
 def test_what_is_common_to_all_predictions_keeps_no_setting():
     """Each is known to ±40 %, which would keep all but the last; their ratios to ±8 %."""
-    alone = predicted(1.0, 1.05, 1.2, 1.5, 3.0, error=0.4)
+    alone = of_seconds(1.0, 1.05, 1.2, 1.5, 3.0, error=0.4)
     settings = {number: str(number) for number in alone}
     assert set(passed_over(alone, settings, "1")) == {4}
     related = {n: replace(f, speed=replace(f.speed, relative=0.08)) for n, f in alone.items() if f.speed}
@@ -628,18 +580,18 @@ def test_the_fastest_of_each_global_batch_size_is_kept():
     forecasts = {
         number: replace(result, speed=replace(result.speed, samples=samples))
         for (number, result), samples in zip(
-            predicted(1.0, 2.0, 3.0, 1.0, 2.0).items(), (10, 10, 10, 1, 1), strict=True
+            of_seconds(1.0, 2.0, 3.0, 1.0, 2.0).items(), (10, 10, 10, 1, 1), strict=True
         )
         if result.speed is not None
     }
     settings = {number: str(number) for number in forecasts}
     assert set(passed_over(forecasts, settings, "1")) == {1, 2, 4}
-    before = {3: Predicted.of(forecasts.pop(3).speed)}  # type: ignore[arg-type]
+    before = {3: predicted(forecasts.pop(3).speed)}  # type: ignore[arg-type]
     assert set(passed_over(forecasts, settings, "1", before)) == {1, 2, 4}, "after a resume, too"
     rows = [replace(row(f"x{n}", 1.0), forecast=result) for n, result in forecasts.items()]
     requests = [asked(f"training.global_batch_size={8 * (n + 1)}") for n in forecasts]
-    (sentences,) = kept_sentences(rows, requests, ["name"], "1", effect)
-    assert "the fastest of each other training.global_batch_size (name=x4)" in sentences
+    marked, _ = kept_rows(rows, requests, ["name"], "1", effect)
+    assert [r.settings for r in marked if r.kept] == [["x0"], ["x4"]]
 
 
 @pytest.mark.parametrize(
@@ -669,7 +621,7 @@ def test_the_figures_of_a_device_separate_groups_and_on_a_cpu_nothing_is_offload
 
 
 def test_a_sweep_says_why_it_skips_nothing():
-    forecasts = predicted(1.0, 1.1, 1.2)
+    forecasts = of_seconds(1.0, 1.1, 1.2)
     settings = {0: "a", 1: "b", 2: "c"}
     assert passed_over(forecasts, settings, "2") == {}
     assert why_all(forecasts, settings, "2") == (
@@ -690,7 +642,7 @@ def test_a_sweep_says_why_it_skips_nothing():
 
 
 def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not_ranked():
-    forecasts = predicted(1.0, 1.0, 5.0, 0.1, 9.0)
+    forecasts = of_seconds(1.0, 1.0, 5.0, 0.1, 9.0)
     forecasts[3] = replace(forecasts[3], peaks={"device": {"total": 10 * 2**20}}, capacity_bytes=5 * 2**20)
     forecasts[4] = replace(forecasts[4], speed=None)
     settings = {0: "a", 1: "a", 2: "b", 3: "c", 4: "d"}
@@ -703,11 +655,11 @@ def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not
 
 def test_a_share_is_of_all_settings_those_that_have_ended_too():
     """Four of twenty are kept; when the fastest has finished, a resume skips no more of them than the start did."""
-    forecasts = predicted(*(1.5**number for number in range(20)))
+    forecasts = of_seconds(*(1.5**number for number in range(20)))
     settings = {number: str(number) for number in forecasts}
     first = passed_over(forecasts, settings, "20%")
     assert set(first) == set(range(4, 20))
-    before = {n: Predicted.of(f.speed) for n, f in forecasts.items() if f.speed and (n in first or n == 0)}
+    before = {n: predicted(f.speed) for n, f in forecasts.items() if f.speed and (n in first or n == 0)}
     assert passed_over({n: forecasts[n] for n in (1, 2, 3)}, settings, "20%", before) == {}
     assert number_kept("7%", 100) == 7
 

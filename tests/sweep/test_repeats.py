@@ -20,7 +20,7 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.report import data
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.repeats import level_of
+from fsdp_lab.report.speed import level_of
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.state import SweepState, TrialState

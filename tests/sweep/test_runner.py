@@ -14,7 +14,7 @@ import pytest
 from fsdp_lab.compose import Trial
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.kept import kept_sentences
+from fsdp_lab.forecast.kept import kept_rows
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.record.failures import read_failures
@@ -213,7 +213,7 @@ def keeping(compose_trial: Compose, tmp_path: Path) -> Callable[..., SweepPlan]:
 @pytest.mark.parametrize(
     ("keep", "skipped", "sentence_part", "message"),
     [
-        ("2", [4, 5], "2 settings to measure, 2 trials skipped", "would start 4 of 6 trials, "),
+        ("2", [4, 5], "2 settings to measure, 2 trials skipped", "would start 4 of 6 trials ("),
         ("3", [], "3 settings to measure, nothing is skipped: 3 settings have", "6 trials, nothing is skipped: 3 s"),
     ],
 )
@@ -230,10 +230,9 @@ def test_keep_starts_what_the_command_for_forecasts_says(
     assert any(f"forecast.keep={keep}: {sentence_part}" in text for text in hears.logged)
     trials = [state.trial for state in plan.state.trials]
     rows = [Row([str(trial.index)], forecast) for trial, forecast in zip(trials, forecasts, strict=True)]
-    (sentence,) = kept_sentences(rows, [Request.of(t.config, 2) for t in trials], ["trial"], keep, effect)
-    assert message in sentence
+    marked, (sentence,) = kept_rows(rows, [Request.of(t.config, 2) for t in trials], ["trial"], keep, effect)
+    assert message in sentence and [row.settings for row in marked if not row.kept] == [[str(n)] for n in skipped]
     for number in skipped:
-        assert f"trial={number}" not in sentence
         figures, words = read_forecast(trials[number].folder)
         assert figures["forecast/ratio_error"] == 0.05, "for a resume"
         assert words == {"predicted_by": "calibration", "ratio_group": "one"}

@@ -11,6 +11,7 @@ from types import TracebackType
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import resources
+from fsdp_lab.forecast.answer import CONDITIONS, recommended
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import (
     capacity_here,
@@ -20,15 +21,15 @@ from fsdp_lab.forecast.devices import (
     device_notes,
     torch_version,
 )
-from fsdp_lab.forecast.keep import Predicted, passed_over, why_all
+from fsdp_lab.forecast.keep import passed_over, why_all
 from fsdp_lab.forecast.observations import record_observation
-from fsdp_lab.forecast.recommend import recommended
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
+from fsdp_lab.report.predicted import Predicted
 from fsdp_lab.report.reason_texts import needs_text
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import DISTURBED
@@ -291,9 +292,9 @@ def _pace(forecast: Forecast) -> float:
 
 def _recommended(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> list[int]:
     """Return the numbers of the trials that a forecast of these recommends."""
-    keys = list(PLAIN)
+    keys = [*PLAIN, *CONDITIONS, "trial"]
     rows = {
-        n: Row([str(setting(sweep.states[n].trial, key)) for key in keys], forecast)
+        n: Row([*(str(setting(sweep.states[n].trial, key)) for key in keys[:-1]), str(n)], forecast)
         for n, forecast in forecasts.items()
     }
     best = recommended(list(rows.values()), keys, sweep.config.report.speed_tolerance)

@@ -1,0 +1,145 @@
+"""What `fsdp_lab.forecast` answers of forecasts that are made by hand, and its table at three widths.
+
+`python -m tests.forecast.test_answer` writes the golden files again. Read what changed: a person will.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fsdp_lab.forecast.answer import answers, sentences
+from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.table import Row, forecast_table
+from fsdp_lab.speed.device import Basis
+from fsdp_lab.speed.predict import Network, Speed
+
+GIB = 2**30
+AXES = ["sharding", "precision", "activation_checkpointing"]
+FOLDER = Path(__file__).parent / "golden"
+
+
+def row(
+    settings: Sequence[str], gib: float, most: int | None = None, capacity: float | None = 24, **more: object
+) -> Row:
+    parts = {"param": gib / 8, "optimizer": gib / 4, "grad": gib / 8, "activation": gib / 2, "total": gib}
+    peaks = {"device": {name: int(size * GIB) for name, size in parts.items()}}
+    forecast = Forecast(
+        True, 8, peaks, {"CUDA context": GIB}, {}, int(capacity * GIB) if capacity else None, most, **more  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Row([*settings], forecast, None, 64)
+
+
+ROWS = [
+    row(("per_block", "bf16_mixed", "full"), 1.5, 1223),
+    row(("per_block", "bf16_mixed", "none"), 9.9, 144),
+    row(("per_block", "fp32", "full"), 3.1, 800),
+    row(("per_block", "fp32", "none"), 18.4, 80),
+    row(("ddp", "bf16_mixed", "full"), 6.6, 644),
+    row(("ddp", "bf16_mixed", "none"), 15.7, 103),
+    row(("ddp", "fp32", "full"), 22.9, 300),
+    row(("ddp", "fp32", "none"), 27.3, 58),
+]
+
+
+def fast(row: Row, step_s: float, workers: int = 8, **changed: object) -> Row:
+    """The setting with a predicted step, bound by compute; ratios of predictions are known to 8 %."""
+    shares = {"compute": 0.9, "gather": 0.1}
+    speed = Speed(step_s, shares, step_s / 1.1, step_s / 0.9, 0.1, Basis.fitted, "X", samples=8, tokens=1000, mfu=0.4)
+    speed = replace(speed, relative=0.08, group="one", **changed)  # type: ignore[arg-type]
+    sized = replace(
+        row.forecast, speed=speed, num_workers=workers, num_params=(8_030_000_000, 8_030_000_000 // workers)
+    )
+    return replace(row, forecast=sized)
+
+
+def two(first: Row, second: Row) -> tuple[list[Row], list[str]]:
+    return [replace(first, settings=["ddp"]), replace(second, settings=["root"])], ["sharding"]
+
+
+def over_workers() -> list[Row]:
+    """Of 4 workers only full checkpointing fits, of 16 all does."""
+    sizes = {("full", 4): 20, ("none", 4): 40, ("full", 16): 9, ("none", 16): 16}
+    return [
+        fast(row((checkpointing, str(workers)), gib), 1.0 + 0.3 * (checkpointing == "full"), workers)
+        for (checkpointing, workers), gib in sizes.items()
+    ]
+
+
+TIGHT = {"active_bytes": 20 * GIB, "reserved_bytes": 30 * GIB}
+NETWORK = {400.0: 2.0, 800.0: 1.0, 1600.0: 0.5}
+CASES: dict[str, tuple[list[Row], list[str]]] = {
+    "memory_of_a_grid": (ROWS, AXES),
+    "no_capacity": ([row([name], gib, capacity=None) for name, gib in (("ddp", 16), ("root", 9))], ["sharding"]),
+    "one_setting": ([fast(row([], 9.9), 1.0)], []),
+    "nothing_fits": ([row([name], gib) for name, gib in (("ddp", 30), ("root", 25))], ["sharding"]),
+    "one_has_no_forecast": ([row(["root"], 9), Row(["ddp"], Forecast(True, 8, error="why"), None, 64)], ["sharding"]),
+    "fastest": two(fast(row([], 16), 1.0), fast(row([], 9), 1.27)),
+    "may_be_as_fast": two(fast(row([], 16), 1.0), fast(row([], 9), 1.05)),
+    "tie_where_memory_is_scarce": two(fast(row([], 22), 1.0), fast(row([], 9), 1.02)),
+    "tight_and_faster": two(fast(row([], 27, **TIGHT), 1.0), fast(row([], 9), 1.2)),
+    "upper_bound": two(fast(row([], 27, upper_bound="compile=true"), 1.0), fast(row([], 9), 1.2)),
+    "data_sheet": ([fast(row([], 9.9), 0.1, basis=Basis.data_sheet)], []),
+    "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("several nodes",))], []),
+    "workers": (over_workers(), ["activation_checkpointing", "cluster.num_workers"]),
+    "network": two(
+        fast(row([], 9), 1.0, network=Network(800, NETWORK)),
+        fast(row([], 9), 1.1, network=Network(800, {400.0: 1.2, 800.0: 1.1, 1600.0: 1.1})),
+    ),
+}  # fmt: skip
+
+
+def said(rows: Sequence[Row], swept: Sequence[str], remedies: Sequence[str] = ()) -> str:
+    return sentences(rows, swept, "images", answers(rows, swept, 0.03, remedies), 0.03)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forecasts_answer_as_they_did(name: str):
+    assert said(*CASES[name]) + "\n" == (FOLDER / f"{name}.txt").read_text()
+
+
+def test_each_file_has_its_case():
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(CASES)
+
+
+def test_one_sample_is_one_and_on_a_cpu_the_capacity_that_is_suggested_is_a_gpus():
+    assert said([replace(ROWS[0], microbatch=1)], AXES).startswith("8 × 24 GiB, 1 image per GPU: ")
+    on_cpu = [replace(each, forecast=replace(each.forecast, cuda=False, capacity_bytes=None)) for each in ROWS[:2]]
+    assert "; add forecast.device=cuda forecast.capacity_gib=<GiB of your GPU> to see what fits." in said(on_cpu, AXES)
+
+
+def test_of_many_numbers_of_workers_each_has_a_line_and_no_comparison():
+    rows = [fast(row(("full", str(n)), 64 / n), 1.0, n) for n in (4, 8, 16, 32)]
+    text = said(rows, CASES["workers"][1])
+    assert text.count("Recommended: ") + text.count("Forecast: ") == 4 and "Compared with it" not in text
+
+
+def test_a_table_has_the_unit_of_its_largest_value():
+    def title(*rows: Row) -> str:
+        out = io.StringIO()
+        Console(file=out, width=120).print(forecast_table(rows, ["sharding"]))
+        return out.getvalue().splitlines()[0].strip()
+
+    assert title(row(["root"], 0.03, capacity=80), row(["ddp"], 0.02, capacity=80)).endswith("MiB")
+    assert title(row(["root"], 0.03), row(["ddp"], 30)).endswith("GiB")
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_table_at_this_width(width: int):
+    out = io.StringIO()
+    rows = [*ROWS, Row(["root", "fp32", "none"], Forecast(True, 8, error="why"), None, 64)]
+    Console(file=out, width=width).print(forecast_table(rows, AXES))
+    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    assert text == (Path(__file__).parent / "tables" / f"{width}.txt").read_text()
+    assert all(f"{gib:.2f}" in text for gib in (27.3, 28.3)), "the peak and what is needed"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for case, planted in CASES.items():
+        (FOLDER / f"{case}.txt").write_text(said(*planted) + "\n")
