@@ -30,6 +30,7 @@ def frame_of(folder: Path) -> pd.DataFrame:
     """
     import pandas as pd
 
+    from fsdp_lab.report.settings import Settings
     from fsdp_lab.sweep.sweep_data import sweep_in
 
     try:
@@ -37,7 +38,7 @@ def frame_of(folder: Path) -> pd.DataFrame:
     except UserError:
         return pd.DataFrame(columns=["setting", STATUS, EXCLUDED])
     frame = sweep.frame()
-    names = {trial.number: setting.name for setting in sweep.settings for trial in setting.trials}
+    names = {number: setting.name for number, setting in Settings(frame, sweep.rules).of_trial.items()}
     return frame.assign(**{"setting": frame.index.map(names), EXCLUDED: frame[EXCLUDED].notna()})
 
 

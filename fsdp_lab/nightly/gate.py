@@ -15,7 +15,8 @@ from statistics import median, variance
 from typing import TYPE_CHECKING, Any, Self
 
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import LOSS_EPS, SPEED, TRAIN_LOSS, VAL_LOSS, Gate, Metric, gated
+from fsdp_lab.metrics import LOSS_EPS, SPEED, Gate, Metric, gated
+from fsdp_lab.report.settings import loss_metric
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
@@ -160,8 +161,7 @@ def judged_metrics() -> list[Judged]:
 
 def judged_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the columns of a sweep's frame by which its night is judged, with its loss under `LOSS`."""
-    loss = VAL_LOSS if VAL_LOSS in frame and frame[VAL_LOSS].notna().any() else TRAIN_LOSS
-    frame = frame.assign(**{LOSS: frame.get(loss)})
+    frame = frame.assign(**{LOSS: frame.get(loss_metric(frame))})
     return frame.reindex(columns=["setting", STATUS, EXCLUDED, LOSS_EPS, *(j.key for j in judged_metrics())])
 
 

@@ -1,43 +1,17 @@
-"""The data of a report: a sweep's record, the rules that it is judged by, and its trials by setting."""
+"""The data of a report: a sweep's record, and the rules that it is judged by."""
 
 from __future__ import annotations
 
 import math
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
-from statistics import median
 from typing import Self
 
 from fsdp_lab.config.workload import ModelConfig
-from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord as TrialRow
-from fsdp_lab.record.trial import why_timing_is_excluded, words
-from fsdp_lab.report.settings import REPEATS, Rules
-from fsdp_lab.status import TrialStatus
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The trials that differ only in the attempt, as the nights compare them."""
-
-    values: dict[str, str]
-    trials: list[TrialRow]
-
-    @property
-    def name(self) -> str:
-        """The values as typed."""
-        return words(self.values)
-
-    def of(self, key: str) -> list[float]:
-        """Return the values of a metric in the finished trials that have it."""
-        finished = [trial.figures for trial in self.trials if trial.status == TrialStatus.finished]
-        return [figures[key] for figures in finished if math.isfinite(figures.get(key, math.nan))]
-
-    def median(self, key: str) -> float:
-        """Return the median over the finished trials; NaN if none has the metric."""
-        return median(self.of(key)) if self.of(key) else math.nan
+from fsdp_lab.record.trial import why_timing_is_excluded
+from fsdp_lab.report.settings import Rules
 
 
 @dataclass(frozen=True)
@@ -74,22 +48,6 @@ class SweepData(SweepRecord):
         for trial in trials:
             trial.timing_excluded = why_timing_is_excluded(trial.facts, trial.figures, others_cpu)
         return replace(self, others_cpu=others_cpu, trials=trials)
-
-    @cached_property
-    def settings(self) -> list[Setting]:
-        """In the order of their first trials."""
-        on_cpu = {trial.device for trial in self.trials if trial.device} == {"cpu"}
-        axes = [a for a in self.axes if a not in REPEATS and not (on_cpu and a.partition(".")[0] == "offload")]
-        settings: dict[tuple[str, ...], Setting] = {}
-        for trial in self.trials:
-            values = {axis: trial.setting.get(axis, "") for axis in axes}
-            settings.setdefault(tuple(values.values()), Setting(values, [])).trials.append(trial)
-        return list(settings.values())
-
-    @cached_property
-    def loss_key(self) -> str:
-        """The metric of learning: the validation loss if there is one, else the training loss."""
-        return VAL_LOSS if any(VAL_LOSS in trial.figures for trial in self.trials) else TRAIN_LOSS
 
     def url(self, trial: TrialRow) -> str:
         """Return the address of the trial's run; "" if not known."""

@@ -54,7 +54,7 @@ def figures(sweep: SweepData, answer: Answer) -> list[Chart]:
     points, lines, bars = (shown_trials(sweep, r, most) for most in (MOST, MOST_LINES, MOST_BARS))
     charts = [
         *([Chart("main", main.heading, main.figure(), main.note)] if main else []),
-        Chart("forecast", "Forecast against measured", forecast(sweep, points), _cut(sweep, MOST)),
+        Chart("forecast", "Forecast against measured", forecast(sweep, answer, points), _cut(sweep, MOST)),
         Chart("effects", "Effect of each axis", axis_effects(sweep, answer), _EFFECTS),
         Chart("losses", "Loss by epoch", losses(sweep, answer, lines), _cut(sweep, MOST_LINES)),
         Chart("breakdown", "Peak memory by category", breakdown(sweep, bars), f"{_BREAKDOWN} {_cut(sweep, MOST_BARS)}"),
@@ -106,7 +106,7 @@ def losses(sweep: SweepData, answer: Answer, trials: Sequence[TrialRow]) -> Any 
     if not kinds:
         return None
     figure = go.Figure()
-    colors = coloring(answer, [sweep.loss_key], scale=False)
+    colors = coloring(answer, [answer.recommendation.settings.loss_key], scale=False)
     reported = [t for t in trials if t.epochs]
     for kind in kinds:
         named: set[str] = set()
@@ -154,7 +154,9 @@ def axis_effects(sweep: SweepData, answer: Answer) -> Any | None:
     """
     from plotly.subplots import make_subplots
 
-    wanted = dict.fromkeys([SPEED, MEMORY, sweep.loss_key, *(metric for metric, _ in sweep.objectives)])
+    wanted = dict.fromkeys(
+        [SPEED, MEMORY, answer.recommendation.settings.loss_key, *(metric for metric, _ in sweep.objectives)]
+    )
     table = setting_table(answer, list(wanted))
     axes = [axis for axis in answer.recommendation.settings.axes if table[axis].nunique() > 1]
     metrics = [metric for metric in wanted if table[metric].notna().any()]
@@ -200,7 +202,7 @@ def effects(table: pd.DataFrame, axes: Sequence[str], axis: str, metric: str) ->
     return (known[whole] if whole.any() else known).groupby(axis, sort=False)[metric].agg(["mean", "std", "count"])
 
 
-def forecast(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
+def forecast(sweep: SweepData, answer: Answer, trials: Sequence[TrialRow]) -> Any | None:
     """Return a point for each trial with a forecast and a measured peak, and the line of equality.
 
     None if all are equal.
@@ -222,7 +224,7 @@ def forecast(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
         mode="markers",
         marker={"size": 11, "color": COLORS[0], "opacity": 0.7},
         name="trials",
-        text=[trial_text(t, sweep.loss_key) for t in shown],
+        text=[trial_text(t, answer.recommendation.settings.loss_key) for t in shown],
         customdata=[[sweep.url(t)] for t in shown],
         hovertemplate="%{text}<extra></extra>",
     )

@@ -126,8 +126,8 @@ class Settings:
 
     @cached_property
     def loss_key(self) -> str:
-        """The metric of learning: the validation loss if there is one, else the training loss."""
-        return VAL_LOSS if VAL_LOSS in self.frame and self.frame[VAL_LOSS].notna().any() else TRAIN_LOSS
+        """The metric of learning."""
+        return loss_metric(self.frame)
 
     def is_finished(self, setting: Setting) -> bool:
         """Whether a trial of the setting finished."""
@@ -231,6 +231,11 @@ class Settings:
         """Return the distance of neighbouring values around a loss, at most: they are closest above a power of two."""
         share = abs(self.median(setting, metric)) * self.median(setting, LOSS_EPS) if metric in LOSSES else 0.0
         return share if math.isfinite(share) else 0.0
+
+
+def loss_metric(frame: pd.DataFrame) -> str:
+    """Return the metric of learning in a sweep's frame: the validation loss if there is one, else the training loss."""
+    return VAL_LOSS if VAL_LOSS in frame and frame[VAL_LOSS].notna().any() else TRAIN_LOSS
 
 
 def or_inf(number: Any) -> float:

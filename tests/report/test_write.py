@@ -121,7 +121,8 @@ def test_a_setting_that_no_line_speaks_of_says_why_in_a_fold():
     assert "<td>sharding=per_block precision=fp16</td>" in own_html(made).partition("do not qualify</summary>")[2]
     assert "| `sharding=per_block precision=fp16` | val/loss too high" in to_markdown(made, recommendation)
     # the lines have those that differ from the recommended one in one value
-    assert [s.name for s in recommendation.described] == [made.settings[i].name for i in (1, 2, 3, 6)]
+    settings = recommendation.recommendation.settings.all
+    assert [s.name for s in recommendation.described] == [settings[i].name for i in (1, 2, 3, 6)]
     assert "do not qualify" not in own_html(sweep(trials[:8]))
     some = [dataclasses.replace(t, status=TrialStatus.skipped) if t.number in (2, 5) else t for t in trials[:8]]
     listed = own_html(sweep(some)).partition("do not qualify</summary>")[2]
