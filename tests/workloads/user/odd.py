@@ -96,8 +96,3 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     outputs = model(batch[:, :-1])
     logits, hidden = outputs.values() if isinstance(outputs, dict) else outputs
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) + 0.01 * hidden.pow(2).mean()
-
-
-def loss_of_logits(model: nn.Module, batch: Tensor) -> Tensor:
-    """Cross entropy of the next tokens, of a model that returns logits."""
-    return F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
