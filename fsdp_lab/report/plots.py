@@ -7,30 +7,23 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_lab.metrics import FORECAST, MEMORY, MIB, SPEED, TRAIN_LOSS, VAL_LOSS, declared
+from fsdp_lab.metrics import FORECAST, MEMORY, MIB, TRAIN_LOSS, VAL_LOSS, declared
 from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.data import SweepData, TrialRow, as_number
+from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.main_plot import STOPPED, main_plot
 from fsdp_lab.report.style import (
     COLORS,
     GREY,
-    MOST_COLORS,
     coloring,
-    is_numeric,
     lay_out,
-    setting_table,
     trial_text,
 )
 from fsdp_lab.report.tables import MOST, MOST_BARS, MOST_LINES, shown_trials, thinned_notes
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
-_EFFECTS = (
-    "Points: means over the other axes, of the combinations in which every value has a result. Bars: one standard "
-    "deviation."
-)
 _BREAKDOWN = "Memory by category at the peak of the largest worker."
 _CATEGORY_COLORS = {
     "param": "#0072B2", "optimizer": "#D55E00", "buffer": "#000000", "input": "#8C6D31", "grad": "#009E73",
@@ -55,7 +48,6 @@ def figures(sweep: SweepData, answer: Answer) -> list[Chart]:
     charts = [
         *([Chart("main", main.heading, main.figure(), main.note)] if main else []),
         Chart("forecast", "Forecast against measured", forecast(sweep, answer, points), _cut(sweep, MOST)),
-        Chart("effects", "Effect of each axis", axis_effects(sweep, answer), _EFFECTS),
         Chart("losses", "Loss by epoch", losses(sweep, answer, lines), _cut(sweep, MOST_LINES)),
         Chart("breakdown", "Peak memory by category", breakdown(sweep, bars), f"{_BREAKDOWN} {_cut(sweep, MOST_BARS)}"),
     ]
@@ -145,61 +137,6 @@ def _loss_menus(kinds: Sequence[str], lines: int) -> list[dict[str, Any]]:
         buttons.append({"label": declared(kind).label, "method": "update", "args": change})
     scales = [{"label": s, "method": "relayout", "args": [{"yaxis.type": s}]} for s in ("linear", "log")]
     return [{"buttons": b, "x": x, "y": 1.16, "xanchor": "left"} for b, x in ((buttons, 0), (scales, 0.16))]
-
-
-def axis_effects(sweep: SweepData, answer: Answer) -> Any | None:
-    """Return a column for each axis and a row for each metric; None for a single axis.
-
-    Each cell shows the mean of each value over the other axes, with the standard deviation.
-    """
-    from plotly.subplots import make_subplots
-
-    wanted = dict.fromkeys(
-        [SPEED, MEMORY, answer.recommendation.settings.loss_key, *(metric for metric, _ in sweep.objectives)]
-    )
-    table = setting_table(answer, list(wanted))
-    axes = [axis for axis in answer.recommendation.settings.axes if table[axis].nunique() > 1]
-    metrics = [metric for metric in wanted if table[metric].notna().any()]
-    if len(axes) < 2 or not metrics:
-        return None
-    figure = make_subplots(
-        len(metrics), len(axes), column_titles=[html.escape(a) for a in axes], shared_yaxes=True,
-        vertical_spacing=0.06, horizontal_spacing=0.02,
-    )  # fmt: skip
-    for row, metric in enumerate(metrics, 1):
-        scale = declared(metric).scale
-        for column, axis in enumerate(axes, 1):
-            points = effects(table, axes, axis, metric)
-            numeric = is_numeric(answer, axis)
-            figure.add_scatter(
-                x=[as_number(value) if numeric else html.escape(value) for value in points.index],
-                y=points["mean"] / scale,
-                error_y={"array": points["std"].fillna(0.0) / scale, "thickness": 1.5, "width": 6},
-                mode="markers",
-                marker={"size": 11, "color": COLORS[(row - 1) % MOST_COLORS]},
-                text=[html.escape(f"{axis}={value}") for value in points.index],
-                hovertemplate="%{text}<br>%{y:,.4~r}<extra></extra>",
-                showlegend=False,
-                row=row, col=column,
-            )  # fmt: skip
-            log = numeric and axis in sweep.log_axes and all((as_number(value) or 0.0) > 0 for value in points.index)
-            kind = "log" if log else "linear" if numeric else "category"
-            figure.update_xaxes(type=kind, showticklabels=row == len(metrics), row=row, col=column)
-        figure.update_yaxes(title_text=html.escape(declared(metric).label), row=row, col=1)
-    lay_out(figure, None, None, 120 + 210 * len(metrics))
-    return figure
-
-
-def effects(table: pd.DataFrame, axes: Sequence[str], axis: str, metric: str) -> pd.DataFrame:
-    """Return the mean, standard deviation and count of a metric for each value of an axis, in the order of the sweep.
-
-    A mean over the settings that have a result would compare a value's easy cases with another's hard ones. So only
-    combinations of the other axes count in which every value has a result. Without any such combination, all count.
-    """
-    known = table.dropna(subset=[metric])
-    others = [other for other in axes if other != axis]
-    whole = known.groupby(others)[axis].transform("count") == known[axis].nunique()
-    return (known[whole] if whole.any() else known).groupby(axis, sort=False)[metric].agg(["mean", "std", "count"])
 
 
 def forecast(sweep: SweepData, answer: Answer, trials: Sequence[TrialRow]) -> Any | None:

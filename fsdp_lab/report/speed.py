@@ -69,10 +69,6 @@ class Interval:
         """Whether there is an interval."""
         return math.isfinite(self.low)
 
-    def times(self, factor: float) -> Interval:
-        """Return the interval of a multiple of the value."""
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
-
 
 def level_of(looks: int) -> float:
     """Return the significance of each of so many looks, all of which together have the usual one.
@@ -113,10 +109,6 @@ class Speeds:
     def has(self, group: int) -> bool:
         """Whether a run of the group is known."""
         return group in self._place
-
-    def count(self, group: int) -> int:
-        """Return the number of runs of a group."""
-        return int((self._groups == self._place[group]).sum()) if self.has(group) else 0
 
     @cached_property
     def basis(self) -> Basis:

@@ -30,7 +30,7 @@ from tests.report.sweeps import ROWS, on_cpu, sweep, trial
 def test_every_chart_that_has_something_to_show_is_there():
     made = sweep(runs_url="http://127.0.0.1:5000/#/runs")
     charts = {chart.name: chart.figure for chart in figures(made, answer(made))}
-    assert list(charts) == ["main", "effects", "losses", "breakdown"]  # every forecast was exact
+    assert list(charts) == ["main", "losses", "breakdown"]  # every forecast was exact
     memory = {trace.name: trace for trace in charts["main"].data}
     # precision explains more of memory and speed than sharding does
     assert list(memory["precision=fp32"].x) == [100.0, 60.0]
@@ -45,7 +45,6 @@ def test_every_chart_that_has_something_to_show_is_there():
     lines = charts["losses"].data
     assert len(lines) == 2 * 5 and [line.visible for line in lines] == [True] * 5 + [False] * 5
     assert list(lines[0].x) == [1.0, 2.0] and list(lines[0].y) == [2.0, 1.5]
-    assert len(charts["effects"].data) == 3 * 2  # three metrics, two axes
 
 
 def own_html(made: SweepData) -> str:
@@ -96,7 +95,7 @@ def test_the_answer_comes_first_and_what_explains_it_is_folded(plain_page: str):
         "Samples/s against peak memory", "Trials ", "Trials that did not finish",
     ]  # fmt: skip
     assert re.findall("<summary>([^<]*)", page) == [
-        "Effect of each axis", "Loss by epoch", "Peak memory by category",
+        "Loss by epoch", "Peak memory by category",
         "How the setting was chosen",
     ]  # fmt: skip
     assert "It fits: every trial" in page and "It fits: every trial" not in standing
@@ -127,12 +126,6 @@ def test_a_setting_that_no_line_speaks_of_says_why_in_a_fold():
     some = [dataclasses.replace(t, status=TrialStatus.skipped) if t.number in (2, 5) else t for t in trials[:8]]
     listed = own_html(sweep(some)).partition("do not qualify</summary>")[2]
     assert "<td>sharding=ddp precision=fp16</td>" in listed, "with what a line tells: the list is of all"
-
-
-def test_one_axis_needs_no_picture_of_all_axes():
-    trials = [dataclasses.replace(trial(i, ROWS[i]), setting={"sharding": ROWS[i][0]}) for i in (0, 2, 5)]
-    made = sweep(trials, axes=["sharding"])
-    assert [chart.name for chart in figures(made, answer(made))] == ["main", "losses", "breakdown"]
 
 
 @pytest.mark.parametrize(

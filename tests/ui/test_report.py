@@ -69,7 +69,7 @@ def test_the_page_answers_first_and_its_controls_work(
     expect(hover).to_contain_text("MiB at the peak")
 
     # what is folded is drawn when it opens
-    for name in ("effects", "losses", "breakdown"):
+    for name in ("losses", "breakdown"):
         expect(page.locator(f"#{name} .main-svg")).to_have_count(0)
         page.locator("details", has=page.locator(f"#{name}")).locator("summary").click()
         expect(page.locator(f"#{name} .main-svg").first).to_be_visible()
