@@ -7,7 +7,6 @@ compares the count with what PyTorch sees (`engine/rank.py`).
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
@@ -16,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -24,8 +24,6 @@ from typing import Any
 
 from fsdp_lab.limits import read_limits
 
-_LIBRARY = "libnvidia-ml.so.1"
-_TEXT_BYTES = 96  # NVML's longest: a device's name or UUID
 _MAX_CPUS_PER_WORKER = 16
 _MAX_LOADER_WORKERS = 4
 _LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB where nobody asks for more
@@ -83,139 +81,67 @@ class _Physical:
     capability: tuple[int, int] | None = None
 
 
-class _MemoryInfo(ctypes.Structure):
-    """`nvmlMemory_v2_t`."""
-
-    _fields_ = (
-        ("version", ctypes.c_uint),
-        ("total", ctypes.c_ulonglong),
-        ("reserved", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
-
-
-class _NvmlError(Exception):
-    """NVML is not there, or refused."""
-
-
-class _Nvml:
-    """The few calls of NVML that are needed, between `nvmlInit` and `nvmlShutdown`."""
-
-    def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL(_LIBRARY)
-        except OSError as error:
-            raise _NvmlError(str(error)) from error
-
-    def __enter__(self) -> _Nvml:
-        self.call("nvmlInit_v2")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.call("nvmlShutdown")
-
-    def call(self, function: str, *arguments: object) -> None:
-        """Call a function of NVML.
-
-        Raises:
-            _NvmlError: this NVML lacks the function, or it returned an error.
-        """
-        try:
-            status = getattr(self._library, function)(*arguments)
-        except AttributeError as error:  # an older driver
-            raise _NvmlError(function) from error
-        if status != 0:
-            raise _NvmlError(f"{function} returned {status}")
-
-    def text(self, function: str, *arguments: object) -> str:
-        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
-        self.call(function, *arguments, buffer, ctypes.c_uint(_TEXT_BYTES))
-        return buffer.value.decode(errors="replace")
-
-    def number(self, function: str, *arguments: object) -> int:
-        value = ctypes.c_uint()
-        self.call(function, *arguments, ctypes.byref(value))
-        return value.value
-
-    def handle(self, function: str, *arguments: object) -> ctypes.c_void_p:
-        handle = ctypes.c_void_p()
-        self.call(function, *arguments, ctypes.byref(handle))
-        return handle
-
-    def memory(self, handle: ctypes.c_void_p) -> int:
-        """Return the bytes that CUDA can use: NVML's second form separates the driver's own."""
-        info = _MemoryInfo(version=ctypes.sizeof(_MemoryInfo) | 2 << 24)
-        try:
-            self.call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(info))
-            return int(info.total - info.reserved)
-        except _NvmlError:  # an older driver
-            total_free_used = (ctypes.c_ulonglong * 3)()
-            self.call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(total_free_used))
-            return int(total_free_used[0])
-
-    def gpu(self, index: int, handle: ctypes.c_void_p) -> Gpu:
-        """Return a GPU, even if a container hides its name, UUID or memory."""
-        fields: dict[str, Any] = {"uuid": "", "name": "", "memory_bytes": 0}
-        for key, ask in (
-            ("uuid", lambda: self.text("nvmlDeviceGetUUID", handle)),
-            ("name", lambda: self.text("nvmlDeviceGetName", handle)),
-            ("memory_bytes", lambda: self.memory(handle)),
-        ):
-            with suppress(_NvmlError):
-                fields[key] = ask()
-        return Gpu(index, **fields)
-
-    def physical(self, index: int) -> _Physical:
-        handle = self.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
-        gpu = self.gpu(index, handle)
-        current, pending = ctypes.c_uint(), ctypes.c_uint()
-        try:
-            self.call("nvmlDeviceGetMigMode", handle, ctypes.byref(current), ctypes.byref(pending))
-        except _NvmlError:  # neither this GPU nor this driver has MIG
-            return _Physical(gpu, mig=False, capability=self.capability(handle))
-        instances = tuple(self._instances(index, handle)) if current.value else ()
-        return _Physical(gpu, bool(current.value), instances, self.capability(handle))
-
-    def capability(self, handle: ctypes.c_void_p) -> tuple[int, int] | None:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        try:
-            self.call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
-        except _NvmlError:
-            return None
-        return major.value, minor.value
-
-    def _instances(self, index: int, handle: ctypes.c_void_p) -> list[Gpu]:
-        instances = []
-        for number in range(self.number("nvmlDeviceGetMaxMigDeviceCount", handle)):
-            try:
-                mig = self.handle("nvmlDeviceGetMigDeviceHandleByIndex", handle, ctypes.c_uint(number))
-            except _NvmlError:  # nothing was made in this place
-                continue
-            instances.append(self.gpu(index, mig))
-        return instances
-
-    def driver(self) -> Driver:
-        version = self.text("nvmlSystemGetDriverVersion")
-        # The second form asks libcuda itself, which may be newer than the driver (NVIDIA's cuda-compat packages).
-        for function in ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion"):
-            try:
-                cuda = self.number(function)
-            except _NvmlError:
-                continue
-            return Driver(version, (cuda // 1000, cuda % 1000 // 10))
-        return Driver(version, None)
-
-
 @cache
 def _machine() -> tuple[Driver, tuple[_Physical, ...]] | None:
     """Return the driver and all its GPUs, whoever may use them; None without NVML."""
     try:
-        with _Nvml() as nvml:
-            count = nvml.number("nvmlDeviceGetCount_v2")
-            return nvml.driver(), tuple(nvml.physical(index) for index in range(count))
-    except _NvmlError:
+        import pynvml
+    except ImportError:  # `python -m fsdp_lab.training` needs PyTorch only
         return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            return _driver(), tuple(_physical(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+
+
+def _told(default: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what NVML reports, or a default: a driver may be too old for it, and a container may hide it."""
+    import pynvml
+
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError:
+        return default
+
+
+def _driver() -> Driver:
+    import pynvml
+
+    # The second form asks libcuda itself, which may be newer than the driver (NVIDIA's cuda-compat packages).
+    cuda = _told(0, pynvml.nvmlSystemGetCudaDriverVersion_v2) or _told(0, pynvml.nvmlSystemGetCudaDriverVersion)
+    return Driver(pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10) if cuda else None)
+
+
+def _physical(index: int) -> _Physical:
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    mig = bool(_told((0, 0), pynvml.nvmlDeviceGetMigMode, handle)[0])
+    places = range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)) if mig else ()
+    made = [_told(None, pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place) for place in places]
+    instances = tuple(_gpu(index, instance) for instance in made if instance is not None)
+    capability = _told(None, pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return _Physical(_gpu(index, handle), mig, instances, tuple(capability) if capability else None)
+
+
+def _gpu(index: int, handle: Any) -> Gpu:
+    import pynvml
+
+    uuid, name = _told("", pynvml.nvmlDeviceGetUUID, handle), _told("", pynvml.nvmlDeviceGetName, handle)
+    return Gpu(index, uuid, name, _told(0, _memory, handle))
+
+
+def _memory(handle: Any) -> int:
+    """Return the bytes that CUDA can use: NVML's second form separates the driver's own."""
+    import pynvml
+
+    if info := _told(None, pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2):
+        return int(info.total - info.reserved)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
 def driver() -> Driver | None:

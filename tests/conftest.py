@@ -84,7 +84,7 @@ def fake_nvml(nvml_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
     def answer(**answers: object) -> None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(hardware, "_LIBRARY", str(nvml_library))
+        nvml.use(monkeypatch, nvml_library)
         for name, value in nvml.variables(**answers).items():
             monkeypatch.setenv(name, value)
         hardware._machine.cache_clear()

@@ -1,14 +1,18 @@
 """A stand-in for `libnvidia-ml.so.1`, which comes with NVIDIA's driver and cannot exist on a machine without a GPU.
 
-A small shared library in C, so that the real ctypes code runs: it answers as the FAKE_NVML_* variables say. It knows
+A small shared library in C, so that the real nvidia-ml-py runs: it answers as the FAKE_NVML_* variables say. It knows
 only the functions that `fsdp_lab.hardware` and Ray call, with the signatures of NVML's API reference.
 """
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+
+import pynvml
+import pytest
 
 _SOURCE = r"""
 #include <stdio.h>
@@ -132,6 +136,13 @@ def build(folder: Path) -> Path:
     command = [compiler() or "cc", "-shared", "-fPIC", "-o", str(made), str(source)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return made
+
+
+def use(monkeypatch: pytest.MonkeyPatch, library: Path) -> None:
+    """Let this process load that library as NVML."""
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(str(library)))
 
 
 def variables(**answers: object) -> dict[str, str]:

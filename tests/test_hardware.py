@@ -20,7 +20,7 @@ from fsdp_lab.forecast.devices import gpu_memory
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
 from fsdp_lab.limits import Limits
 from tests.conftest import ROOT
-from tests.nvml import variables
+from tests.nvml import use, variables
 from tests.ranks import config
 
 FakeNvml = Callable[..., None]
@@ -40,7 +40,7 @@ def test_all_gpus_are_counted_with_their_memory(fake_nvml: FakeNvml, count: int)
 
 def test_without_the_library_there_is_nothing(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch):
     fake_nvml(gpus=2)
-    monkeypatch.setattr(hardware, "_LIBRARY", "libnvidia-ml-that-is-not-there.so.1")
+    use(monkeypatch, Path("libnvidia-ml-that-is-not-there.so.1"))
     assert gpus() == [] and driver() is None and num_gpus() == 0
 
 
@@ -235,9 +235,10 @@ cuda = SimpleNamespace(
 )
 """
 COUNT_HERE = """
-import sys
+import sys, pynvml
 from fsdp_lab import hardware
-hardware._LIBRARY = "libnvidia-ml-that-is-not-there.so.1"
+def CDLL(name): raise OSError(name)
+pynvml.CDLL = CDLL
 from fsdp_lab.config.machine import check_driver, default_num_workers
 from fsdp_lab.doctor.libraries import check_gpus
 from fsdp_lab.engine.rank import check_no_gpu
