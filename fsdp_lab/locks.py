@@ -1,4 +1,7 @@
-"""Locks between processes: files in folders, by flock(2). A lock goes with its process, however that ends."""
+"""Locks between processes: files in folders, by flock(2). A lock goes with its process, however that ends.
+
+filelock never removes a file or follows a link; without `fallback_to_soft`, no lock outlives its process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from fsdp_lab.config.errors import UserError
 
@@ -44,42 +49,40 @@ def exclusive(path: Path, limit_s: float = 0.0, parents: bool = True) -> Iterato
     """
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
-    handle = _open(path)
+    lock = FileLock(path, timeout=limit_s, poll_interval=_LOOK_S, fallback_to_soft=False, on_acquired=_sign)
     try:
-        until = time.monotonic() + limit_s
-        while not _take(handle, path, fcntl.LOCK_EX):
-            if time.monotonic() > until:
-                who = _read(handle)
-                raise InUse(f"{path} is locked by {who}; wait until that process ends, or end it.", who)
-            time.sleep(_LOOK_S)
-        with suppress(OSError):  # a full disk: who it is would be told, the lock holds without
-            os.truncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
+        lock.acquire()
+    except Timeout:
+        who = _read(path)
+        raise InUse(f"{path} is locked by {who}; wait until that process ends, or end it.", who) from None
+    except OSError as error:
+        raise _without_locks(path, error) from error
+    try:
         yield
     finally:
-        os.close(handle)
+        lock.release()
 
 
 def share_until_exit(path: Path) -> None:
-    """Hold the shared lock of a file until this process ends, so that no process can hold it exclusively.
+    """Hold the shared lock of a file, which filelock has not, until this process ends: no other has it exclusively.
 
     Waits for an exclusive holder, without a limit. Raises as `exclusive`; the folder must exist.
     """
-    handle = _open(path)  # never closed
-    while not _take(handle, path, fcntl.LOCK_SH):
-        time.sleep(_LOOK_S)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # never closed
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+    except OSError as error:
+        raise _without_locks(path, error) from error
 
 
 def holder(path: Path) -> str:
     """Return the exclusive holder of a file's lock, as `exclusive` wrote it; "" without one."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        return "" if _take(handle, path, fcntl.LOCK_SH) else _read(handle)
-    finally:
-        os.close(handle)
+    with suppress(FileNotFoundError), path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _read(path)
+    return ""
 
 
 @contextmanager
@@ -123,26 +126,21 @@ def _make_private(folder: Path) -> None:
             folder.chmod(0o700)
 
 
-def _open(path: Path) -> int:
-    # no link: who holds the lock is written into the file, and a link may point at any other
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+def _sign(handle: int) -> None:
+    with suppress(OSError):  # a full disk: the lock holds all the same
+        os.truncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
 
 
-def _take(handle: int, path: Path, kind: int) -> bool:
-    """Take the lock, or return False where another process has it."""
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        raise UserError(
-            f"{path.parent} is on a file system without locks ({error.strerror}), so two processes could write there "
-            "at once; use another file system, or mount it with locks (Lustre: -o flock; NFS: with lockd)."
-        ) from error
-    return True
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace")[:200].strip() or "an unknown process"
 
 
-def _read(handle: int) -> str:
-    return os.pread(handle, 200, 0).decode(errors="replace").strip() or "an unknown process"
+def _without_locks(path: Path, error: OSError) -> OSError | UserError:
+    """Return the error of a file system without locks, or another one as it is."""
+    if error.errno not in _NO_LOCKS:
+        return error
+    return UserError(
+        f"{path.parent} is on a file system without locks ({error.strerror}), so two processes could write there "
+        "at once; use another file system, or mount it with locks (Lustre: -o flock; NFS: with lockd)."
+    )

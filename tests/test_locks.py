@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from fsdp_lab import locks
 from fsdp_lab.config import UserError
 from fsdp_lab.locks import InUse, exclusive, holder, locked, share_until_exit
 
@@ -62,7 +63,7 @@ def test_who_waits_gets_it_when_it_is_let_go(tmp_path: Path, monkeypatch: pytest
             other.stdin.close()
             looks.append(other.wait())
 
-        patch.setattr(locks.time, "sleep", wait)
+        patch.setattr(time, "sleep", wait)
         with exclusive(path, limit_s=60.0):
             assert holder(path).startswith(f"process {os.getpid()},")
     assert looks == [0]
@@ -85,7 +86,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     message = rf"^{tmp_path} is on a file system without locks \({os.strerror(number)}\).*use another file system"
     with pytest.raises(UserError, match=message), locked(tmp_path, "hydra.run.dir"):
         pass
