@@ -221,7 +221,7 @@ FAULTS = (
     Fault("an epoch is sent twice", "fsdp_lab/tracking/projection.py",
           "            if step not in stored.steps:", "            if step is not None:", TRACKING),
     Fault("a write that got through makes a second run", "fsdp_lab/tracking/projection.py",
-          "        if number not in self._unsure:", "        if True:", TRACKING),
+          "        if number in self._unsure:", "        if False:", TRACKING),
     Fault("what a store that is away has not taken is forgotten", "fsdp_lab/tracking/projection.py",
           "self._changed.setdefault(number)  # behind the others", "self._changed.pop(number, None)", TRACKING),
     Fault("a password is printed", "fsdp_lab/redact.py",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.redact import redact, redacted_file
-from fsdp_lab.tracking.store import TrackingError, open_store, refusal, search_runs, set_answer, sqlite_file
-from fsdp_lab.tracking.tags import SWEEP_TAG, TRIAL_TAG, one_line, shortened
+from fsdp_lab.redact import redact
+from fsdp_lab.tracking.store import TrackingError, open_store, refusals, runs_of, set_answer, sqlite_file
+from fsdp_lab.tracking.tags import one_line, shortened
+from fsdp_lab.tracking.writes import log_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+
+_PARENT = "mlflow.parentRunId"
 
 
 def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path, absent: str = "") -> Path:
@@ -30,17 +31,15 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path, a
     Raises:
         TrackingError: there is no such store, run or artifact.
     """
-    client = _client_with_run(tracking, run_id)
-    with _refusals(tracking):
-        paths = [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]
-    if path not in paths:
-        raise TrackingError(
-            absent
-            or f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a sweep; "
-            "give the id of a finished trial."
-        )
-    to.mkdir(parents=True, exist_ok=True)
-    with _refusals(tracking):
+    client, _ = _open_run(tracking, run_id)
+    with refusals(tracking):
+        if path not in [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]:
+            raise TrackingError(
+                absent
+                or f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a "
+                "sweep; give the id of a finished trial."
+            )
+        to.mkdir(parents=True, exist_ok=True)
         return Path(client.download_artifacts(run_id, path, str(to)))
 
 
@@ -50,21 +49,9 @@ def fetch_record(tracking: TrackingConfig, run_id: str, to: Path) -> Path:
     Raises:
         TrackingError: there is no such store or run, it is one trial of a sweep, or it has no record.
     """
-    tags = _client_with_run(tracking, run_id, "sweep").get_run(run_id).data.tags
-    if (parent := tags.get("mlflow.parentRunId")) is not None:
-        raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, {parent}.")
-    return fetch_artifact(
-        tracking,
-        run_id,
-        "record.json",
-        to,
-        f"sweep={run_id} has no record.json: its sweep has not ended yet, so report on its folder",
-    )
-
-
-def _is_set_aside(run: Run) -> bool:
-    """Whether another run has taken the place of this one: see `Projection.open`."""
-    return not run.data.tags.get(TRIAL_TAG, "0").isdigit()
+    _refuse_child(_open_run(tracking, run_id, "sweep")[1], f"sweep={run_id}")
+    absent = f"sweep={run_id} has no record.json: its sweep has not ended yet, so report on its folder"
+    return fetch_artifact(tracking, run_id, "record.json", to, absent)
 
 
 def annotate(
@@ -88,8 +75,8 @@ def annotate(
     Raises:
         TrackingError: there is no such store or run, or it refuses them.
     """
-    client = _client_with_run(tracking, run_id)
-    with _refusals(tracking):
+    client, _ = _open_run(tracking, run_id)
+    with refusals(tracking):
         for key, value in tags.items():
             client.set_tag(run_id, key, redact(value))
         if name:
@@ -97,10 +84,7 @@ def annotate(
         if answer:
             set_answer(client, run_id, answer)
         for file in files:
-            if file.suffix == ".html":  # a page was made by us, and may be large
-                client.log_artifact(run_id, str(file))
-            else:
-                client.log_text(run_id, redacted_file(file), file.name)
+            log_file(client, run_id, file)
 
 
 def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
@@ -109,14 +93,10 @@ def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
     Raises:
         TrackingError: the store cannot be used.
     """
-    _require_store(tracking)
-    client, experiment = open_store(tracking, to_write=False)
-    if not experiment:
-        return ""
-    with _refusals(tracking):
-        runs = search_runs(client, experiment, f"tags.`{SWEEP_TAG}` = '{sweep_id}'")
-    runs = [run for run in runs if not _is_set_aside(run) and "mlflow.parentRunId" not in run.data.tags]
-    return str(runs[0].info.run_id) if runs else ""
+    client, experiment = _open(tracking)
+    with refusals(tracking):
+        runs = runs_of(client, experiment, sweep_id) if experiment else []
+    return next((str(run.info.run_id) for run in runs if _PARENT not in run.data.tags), "")
 
 
 def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
@@ -125,18 +105,15 @@ def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
     Raises:
         TrackingError: there is no such store or run, or its folder is not on this machine.
     """
-    tags = _client_with_run(tracking, run_id).get_run(run_id).data.tags
-    folder = Path(tags.get("fsdp_lab.folder", ""))
-    if "mlflow.parentRunId" in tags:
-        raise TrackingError(
-            f"run={run_id} is one trial of a sweep; give its parent's id, {tags['mlflow.parentRunId']}."
-        )
-    if not tags.get("fsdp_lab.folder") or not folder.is_dir():
+    tags = _open_run(tracking, run_id)[1]
+    _refuse_child(tags, f"run={run_id}")
+    folder = tags.get("fsdp_lab.folder", "")
+    if not folder or not Path(folder).is_dir():
         raise TrackingError(
             f"run={run_id} belongs to {folder} on {tags.get('host', 'another machine')}, and that folder is not here; "
             "resume it there."
         )
-    return folder
+    return Path(folder)
 
 
 def folder_here(tracking: TrackingConfig, run_id: str) -> Path | None:
@@ -145,43 +122,37 @@ def folder_here(tracking: TrackingConfig, run_id: str) -> Path | None:
     Raises:
         TrackingError: there is no such store or run.
     """
-    tags = _client_with_run(tracking, run_id, "sweep").get_run(run_id).data.tags
+    tags = _open_run(tracking, run_id, "sweep")[1]
     folder = Path(tags.get("fsdp_lab.folder", ""))
-    is_here = "mlflow.parentRunId" not in tags and (folder / "sweep.json").is_file()
-    return folder if is_here and folder.is_absolute() else None
+    is_here = _PARENT not in tags and folder.is_absolute() and (folder / "sweep.json").is_file()
+    return folder if is_here else None
 
 
-@contextmanager
-def _refusals(tracking: TrackingConfig) -> Iterator[None]:
-    """Translate errors of the store into TrackingErrors."""
-    try:
-        yield
-    except TrackingError:
-        raise
-    except Exception as error:  # noqa: BLE001 (whatever MLflow or a driver of its database raises)
-        raise refusal(tracking.uri, error) from None
+def _refuse_child(tags: Mapping[str, str], what: str) -> None:
+    if _PARENT in tags:
+        raise TrackingError(f"{what} is one trial of a sweep; give its parent's id, {tags[_PARENT]}.")
 
 
-def _require_store(tracking: TrackingConfig) -> None:
+def _open(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
+    """Open a store that exists; see `open_store`."""
     file = sqlite_file(tracking.uri)
     if file is not None and not file.exists():
-        uri = redact(tracking.uri)
         raise TrackingError(
-            f"tracking.uri={uri}: this store does not exist yet; run a trial first, or name another store."
+            f"tracking.uri={redact(tracking.uri)}: this store does not exist yet; run a trial first, or name another "
+            "store."
         )
+    return open_store(tracking, to_write=False)
 
 
-def _client_with_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> MlflowClient:
-    uri = redact(tracking.uri)
-    _require_store(tracking)
-    client, _ = open_store(tracking, to_write=False)
+def _open_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> tuple[MlflowClient, dict[str, str]]:
+    """Return a client of the store, and the tags of the run that a key names."""
+    client, _ = _open(tracking)
     from mlflow.exceptions import MlflowException
 
     try:
-        client.get_run(run_id)
+        return client, client.get_run(run_id).data.tags
     except MlflowException as error:
         raise TrackingError(
-            f"{key}={run_id} is not in tracking.uri={uri} ({one_line(str(error), 200)}); copy it from the MLflow UI, "
-            "a sweep's from its last line or report.md, a trial's from the column run_id of results.csv."
+            f"{key}={run_id} is not in tracking.uri={redact(tracking.uri)} ({one_line(str(error), 200)}); copy it from "
+            "the MLflow UI, a sweep's from its last line or report.md, a trial's from the column run_id of results.csv."
         ) from None
-    return client

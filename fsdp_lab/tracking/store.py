@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import logging
 import os
 import socket
 import sqlite3
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,7 +16,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.locks import InUse, exclusive
 from fsdp_lab.redact import redact
-from fsdp_lab.tracking.tags import NAME_LENGTH, answer_tags, how_to_read, one_line
+from fsdp_lab.tracking.tags import NAME_LENGTH, SWEEP_TAG, TRIAL_TAG, answer_tags, how_to_read, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -29,6 +25,8 @@ if TYPE_CHECKING:
 _LOCAL = TrackingConfig().uri
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _PROBE_TIMEOUT_S = 8.0
+# An expired token or a proxy takes a person to fix, so what is to be written waits.
+_AWAY = (401, 403, 408, 429)
 _SQLITE_TIMEOUT_S = 10.0
 _SCHEMA_LIMIT_S = 600.0  # for others to make the schema of a fresh store: some ten seconds each
 # A server that stops answering costs (1 + retries) * timeout a write. MLflow's own defaults allow 16 minutes,
@@ -74,7 +72,7 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
+    with refusals(tracking):
         uri, artifacts = _check_uri(tracking.uri)
         # Two processes that make the schema of one fresh database break each other's migration.
         with _only_one(tracking.uri, artifacts):
@@ -89,19 +87,23 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
                 experiment = client.get_experiment_by_name(tracking.experiment)
                 return client, str(experiment.experiment_id) if experiment else ""
             return client, _ensure_experiment(client, tracking.experiment, artifacts)
+
+
+@contextmanager
+def refusals(tracking: TrackingConfig) -> Iterator[None]:
+    """Translate errors of the store into TrackingErrors."""
+    try:
+        yield
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever MLflow, SQLAlchemy or a driver of theirs raises)
-        raise refusal(tracking.uri, error) from None
+        raise _refusal(tracking.uri, error) from None
 
 
 def _check_uri(uri: str) -> tuple[str, Path | None]:
     """Return the URI with an absolute path, and the folder of the artifacts; None if the server chooses it."""
     parts = urlsplit(uri)
     kind = parts.scheme.partition("+")[0]
-    if kind in ("http", "https"):
-        _check_server(uri, parts)
-        return uri, None
     if kind == "sqlite":
         path = _sqlite_path(uri)
         _make_folder(uri, path.parent)
@@ -111,7 +113,7 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
         _check_database_host(uri, parts, _DATABASE_PORTS[kind])
         return uri, _sqlite_path(_LOCAL).parent / "mlartifacts"
     if kind not in ("", "file"):
-        return uri, None  # MLflow may know it by a plugin
+        return uri, None  # a server; or MLflow may know it by a plugin
     raise _error(
         uri,
         "MLflow cannot write to this kind of store",
@@ -136,26 +138,6 @@ def _make_folder(uri: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(uri, folder, error) from None
-
-
-def _check_server(uri: str, parts: SplitResult) -> None:
-    """Ask for /health with the standard library, before MLflow is imported: a dead server shows at once.
-
-    Any answer will do, also a refusal; so does a certificate that is not trusted, because MLflow has its
-    own settings for that.
-    """
-    host = parts.netloc.rpartition("@")[2]
-    try:
-        address = f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health"
-        with urllib.request.urlopen(address, timeout=_PROBE_TIMEOUT_S):
-            return
-    except urllib.error.HTTPError:
-        return
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        cause = getattr(error, "reason", error)
-        if isinstance(cause, ssl.SSLError):
-            return
-        raise _not_there(uri, cause, parts) from None
 
 
 def _check_database_host(uri: str, parts: SplitResult, default_port: int) -> None:
@@ -212,15 +194,16 @@ def ui_url(tracking: TrackingConfig, experiment_id: str) -> str | None:
     return f"{runs.removesuffix('runs')}experiments/{experiment_id}/runs?workflowType=machine_learning"
 
 
-def search_runs(client: MlflowClient, experiment_id: str, filter_string: str) -> list[Run]:
-    """Return all matching runs, page by page."""
+def runs_of(client: MlflowClient, experiment_id: str, sweep_id: str) -> list[Run]:
+    """Return the runs of a sweep, without those that other runs have replaced: see `Projection.open`."""
     runs: list[Run] = []
     token = None
     while token != "":
-        page = client.search_runs([experiment_id], filter_string, max_results=500, page_token=token)
+        chosen = f"tags.`{SWEEP_TAG}` = '{sweep_id}'"
+        page = client.search_runs([experiment_id], chosen, max_results=500, page_token=token)
         runs += page
         token = page.token or ""
-    return runs
+    return [run for run in runs if run.data.tags.get(TRIAL_TAG, "0").isdigit()]
 
 
 def set_answer(client: MlflowClient, run_id: str, answer: str) -> None:
@@ -264,34 +247,39 @@ def _unwritable(uri: str, path: Path, error: Exception) -> TrackingError:
     return _error(uri, reason, f"use a file that you may write, for example tracking.uri={_LOCAL}")
 
 
-def _not_there(uri: str, cause: object, parts: SplitResult) -> TrackingError:
-    here = parts.hostname in ("127.0.0.1", "localhost", "::1")
-    port = parts.netloc.rpartition(":")[2] if parts.netloc.rpartition(":")[2].isdigit() else "5000"
-    start = f"`mlflow server --port {port}`" if here else "`mlflow server` on that machine"
-    return _error(
-        uri,
-        f"no MLflow server answers there ({one_line(str(cause), 200)})",
-        f"start it with {start}, or use tracking.uri={_LOCAL}",
-    )
+def reason_of(error: Exception) -> str:
+    """Return an error in one line. Of urllib3's chain of wrappers, only what stands last says something."""
+    return one_line(str(error).rpartition("Caused by ")[2], 300) or type(error).__name__
 
 
-def refusal(uri: str, error: Exception) -> TrackingError:
+def is_away(error: Exception) -> bool:
+    """Return whether the store, or its disk or network, failed; otherwise it answered and refused this one request."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+        return status >= 500 or status in _AWAY or error.error_code == "ENDPOINT_NOT_FOUND"
+    return isinstance(error, OSError)
+
+
+def _refusal(uri: str, error: Exception) -> TrackingError:
     """Return the TrackingError for an error of the store."""
-    text = str(error)
-    if "out-of-date database schema" in text:
-        import mlflow
+    import mlflow
 
+    status = error.get_http_status_code() if isinstance(error, mlflow.MlflowException) else 0
+    elsewhere = f"or use tracking.uri={_LOCAL}"
+    if "out-of-date database schema" in str(error):
         return _error(
             uri,
             f"another version of MLflow than the installed {mlflow.__version__} wrote the store",
             "if the store is older, back it up and run `mlflow db upgrade`; if it is newer, install the MLflow that "
             f"wrote it; or use a new store such as tracking.uri={_LOCAL}",
         )
-    if "401" in text or "403" in text:
+    if status in (401, 403):
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        return _error(uri, f"the server refuses access ({one_line(text, 300)})", remedy)
-    return _error(
-        uri,
-        f"MLflow cannot use the store ({one_line(text, 300) or type(error).__name__})",
-        f"fix that, or use tracking.uri={_LOCAL}",
-    )
+        return _error(uri, f"the server refuses access ({reason_of(error)})", remedy)
+    if uri.startswith("http") and status >= 500:
+        parts = urlsplit(uri)
+        start = f"start it with `mlflow server --port {parts.port or 5000}` on {parts.hostname}, {elsewhere}"
+        return _error(uri, f"no MLflow server answers there ({reason_of(error)})", start)
+    return _error(uri, f"MLflow cannot use the store ({reason_of(error)})", f"fix that, {elsewhere}")

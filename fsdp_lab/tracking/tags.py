@@ -162,11 +162,6 @@ def _without_slashes(command: str) -> str:
     return " ".join([*map(shlex.quote, kept), *(["…"] if len(kept) < len(words) else [])])
 
 
-def command_of(tags: Mapping[str, str]) -> str:
-    """Return the command that a run was started with, by its tags; "" if they have none."""
-    return tags.get(COMMAND_TAG, "")
-
-
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
     return {shortened(key): redact_typed(str(value))[:_TAG_LENGTH] for key, value in tags.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -31,8 +31,8 @@ RUN_STATUS = {
 }
 # MLflow's page that compares runs opens on the metric that was written first.
 _FIRST = (VAL_LOSS, TRAIN_LOSS, "forecast/peak_mib")
-_TEXTS = (".yaml", ".csv", ".txt", ".json", ".jsonl", ".log", ".md")
-_MOST = 100  # parameters or tags in one request
+_TEXTS = (".yaml", ".csv", ".txt", ".json", ".jsonl", ".log", ".md", ".py", ".toml")
+_MOST = 100  # parameters in one request
 
 
 def steps_of(client: MlflowClient, run_id: str) -> set[int]:
@@ -54,9 +54,14 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
     """Set tags."""
     from mlflow.entities import RunTag
 
-    made = [RunTag(key, value) for key, value in tags.items()]
-    for first in range(0, len(made), _MOST):
-        client.log_batch(run_id, tags=made[first : first + _MOST])
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def reopen(client: MlflowClient, run_id: str, tags: Sequence[str]) -> None:
+    """Let a run that has ended go on, without the tags about its end."""
+    client.update_run(run_id, "RUNNING")
+    for tag in tags:
+        client.delete_tag(run_id, tag)
 
 
 def log_epoch(client: MlflowClient, run_id: str, metrics: Mapping[str, float], step: int) -> None:

@@ -26,8 +26,8 @@ from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.files import write_text
 from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.tracking import Projection, TrackingError, WantedRun, command_of
-from fsdp_lab.tracking.tags import RECORDED_TAG, TRIAL_TAG, one_line, sweep_tags, trial_params, trial_tags
+from fsdp_lab.tracking import Projection, TrackingError, WantedRun
+from fsdp_lab.tracking.tags import COMMAND_TAG, RECORDED_TAG, TRIAL_TAG, one_line, sweep_tags, trial_params, trial_tags
 from tests.servers import end, free_port, lay_store, mlflow_server
 from tests.test_locks import held
 
@@ -343,7 +343,7 @@ def test_a_command_with_slashes_is_whole_and_its_source_is_not_what_follows_the_
     command = "python -m fsdp_lab -m sharding=root,ddp data.root=/data/x 'objective=[val/loss:min]'"
     tags = lab.sent(None, first_tags=sweep_tags(tmp_path, command)).data.tags
     assert tags["mlflow.source.name"] == "python -m fsdp_lab -m sharding=root,ddp …"
-    assert command_of(tags) == command and command in tags["mlflow.note.content"]
+    assert tags[COMMAND_TAG] == command and command in tags["mlflow.note.content"]
 
 
 def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path) -> None:
@@ -550,7 +550,7 @@ def test_a_refused_metric_is_reported_once_and_the_rest_goes_on(lab: Lab, proble
 def test_a_store_that_breaks_and_comes_back_is_reported_once_and_gets_everything(
     lab: Lab, problems: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_lab.tracking.projection._FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("fsdp_lab.tracking.projection._PAUSE_S", 0.05)
     lab.sent(None)
     lab.sent(0)
     with closing(sqlite3.connect("outputs/mlflow.db")) as database:
@@ -579,7 +579,7 @@ def test_what_cannot_be_wanted_or_read_ends_nothing(lab: Lab, tmp_path: Path, pr
 
 def test_what_seemed_to_fail_and_got_through_is_not_written_twice(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is lost, not the write: the next attempt looks first."""
-    monkeypatch.setattr("fsdp_lab.tracking.projection._FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("fsdp_lab.tracking.projection._PAUSE_S", 0.05)
     sent = []
 
     def lose_the_answer(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
