@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,78 @@ from fsdp_lab.storage import Storage
 from fsdp_lab.sweep.listeners.storage import Outgoing
 from tests import forked
 from tests.conftest import run_cli
-from tests.s3 import ALL_OF_THEM, Faults
-from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, runs, started, wait_for
+from tests.s3 import ALL_OF_THEM, KEY_ID, SECRET, Faults, held_in
+from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, history, runs, started, wait_for
 
 pytestmark = pytest.mark.cluster
 
 ALONE = ("engine=inline", *TINY, *PLAIN, "cluster.num_workers=1", "training.epochs=2")
+
+
+def epochs(trial: Path) -> list[int]:
+    return [json.loads(line)["epoch"] for line in (trial / "metrics.jsonl").read_text().splitlines()]
+
+
+def num_reported(port: int, sweep: str, trial: str) -> int:
+    """The number of epochs that storage has of a trial, by the server itself: faults do not keep the test waiting."""
+    server = S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}", use_listings_cache=False)
+    with suppress(FileNotFoundError):
+        return int(server.cat_file(f"{sweep}/{trial}/metrics.jsonl").count(b"\n"))
+    return 0
+
+
+@pytest.fixture
+def credentials_at_home(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials are in ~/.aws alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # Matplotlib's fonts, which take seconds to find
+    file = tmp_path / "home" / ".aws" / "credentials"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"[default]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+
+
+def leaks(folder: Path, address: str) -> list[str]:
+    """The files below a folder, and the objects below an address, that have a credential in them."""
+    storage = Storage(address)
+    objects = storage.read_all(list(storage.files()))
+    collected = [name for name, content in objects.items() if SECRET.encode() in content or KEY_ID.encode() in content]
+    files = [*held_in(folder, SECRET), *held_in(folder, KEY_ID)]
+    return collected + [file for file in files if not file.endswith(".aws/credentials")]
+
+
+@pytest.mark.usefixtures("credentials_at_home")
+@pytest.mark.full
+def test_a_sweep_that_was_killed_resumes_from_storage_alone(address: str, faults: Faults, tmp_path: Path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    faults.every, faults.delay_s = 10, 0.01
+    rates = ("-m", *TINY, *PLAIN, "optimizer.lr=1e-3,2e-3", "training.epochs=8", f"cluster.storage_path={address}")
+    with started(here, *rates) as process:
+        wait_for(lambda: (here / "out" / ".storage").exists(), process)
+        sweep = sweep_address(address, here / "out")
+        assert sweep is not None
+        wait_for(lambda: num_reported(faults.behind, sweep, "0"), process)
+        faults.cuts = 12  # of the ranks' and the driver's connections, which wait longer each time
+        before = wait_for(lambda: count if (count := num_reported(faults.behind, sweep, "0")) > 1 else None, process)
+        process.kill()
+    assert before < 8
+    here.rename(tmp_path / "gone")  # at once: processes of the killed sweep may write there yet
+    faults.every = 0  # for the test's sake
+
+    done = run_cli(there, f"resume={sweep}", "trust=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trial 0 starts, from epoch" in done.stdout
+    copy = there / "outputs" / "from_storage" / sweep.rpartition("/")[2]
+    assert [epochs(copy / number) for number in "01"] == [[*range(1, 9)]] * 2
+    assert [num_reported(faults.behind, sweep, number) for number in "01"] == [8, 8]
+    for run in runs(there)[1]:
+        assert [step for step, _ in history(there, run, "train/loss")] == [*range(1, 9)]
+    assert f"{sweep}/0/checkpoints/step_" in json.loads((copy / "0" / "facts.json").read_text())["resumed_from"]
+    assert not list(copy.glob("*/checkpoints")), "checkpoints are in storage alone"
+    assert len(json.loads((copy / "0" / "places.json").read_text())["nodes"]) == 2, "the driver knows where ranks are"
+    assert leaks(tmp_path, address) == []
 
 
 @pytest.mark.full

@@ -280,7 +280,7 @@ def test_a_machine_keeps_the_checkpoints_of_the_newest_nights(nights: PlantedNig
 
 @pytest.mark.ci
 def test_another_machine_is_compared_with_what_the_bucket_has(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
-    """Objects in memory stand for the bucket."""
+    """Objects in memory stand for the bucket; a real one is in tests/cluster/test_nights.py."""
     place = f"memory://bucket/{nights.cwd.name}"
     study = read_study(list(WORDS))
     for name in ("one", "other"):
