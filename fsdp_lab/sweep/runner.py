@@ -306,7 +306,7 @@ class SweepRun:
             if number is None:
                 return None
             if not self.states[number].ended:  # what was just suggested may be skipped by its forecast
-                self.states[number].move(TrialStatus.starting)
+                self.states[number].status = TrialStatus.starting
                 return number
 
     def _suggested(self) -> int | None:
@@ -425,7 +425,7 @@ class SweepRun:
 
     def fail(self, number: int, reason: Reason, traceback: str = "") -> None:
         """Record a trial of which it is known that it fails, without starting it; with a traceback if there is one."""
-        self.states[number].move(TrialStatus.starting)
+        self.states[number].status = TrialStatus.starting
         self.prepare(number)
         if traceback:
             of_rank = Reason(reason.code, {"rank": 0, **reason.values})

@@ -13,21 +13,9 @@ from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_fore
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
 
-S = TrialStatus
-# A trial whose own process was killed runs again without an end in between.
-TRANSITIONS: dict[TrialStatus, frozenset[TrialStatus]] = {
-    S.waiting: frozenset({S.starting, S.skipped}),
-    S.starting: frozenset({S.running, S.failed, S.skipped}),
-    S.running: frozenset({S.running, S.finished, S.failed, S.oom, S.diverged, S.stopped, S.interrupted}),
-}
-
-
-class IllegalTransition(RuntimeError):
-    """A trial was moved to a status that does not follow its own: a bug, not a mistake of the user."""
-
 
 class TrialState(TrialRecord):
-    """A trial of this driver: its record while it grows, and the legal transitions.
+    """A trial of this driver: its record while it grows.
 
     Attributes:
         trial: as composed.
@@ -95,19 +83,9 @@ class TrialState(TrialRecord):
         workspaces = self.forecast.allowances.get("kernel workspaces", 0) if self.forecast else 0
         return with_forecast(metrics, self.forecast_figures, workspaces)
 
-    def move(self, status: TrialStatus) -> None:
-        """Change the status.
-
-        Raises:
-            IllegalTransition: the status does not follow the trial's own.
-        """
-        if status not in TRANSITIONS.get(self.status, ()):
-            raise IllegalTransition(f"a trial that is {self.status} cannot become {status}")
-        self.status = status
-
     def begin(self, now: float) -> None:
         """Record that the trial runs; again after its process was killed."""
-        self.move(TrialStatus.running)
+        self.status = TrialStatus.running
         self.begun = self.begun or now
 
     def record_epoch(self, metrics: dict[str, float]) -> bool:
@@ -126,8 +104,7 @@ class TrialState(TrialRecord):
             reason: why it did not finish; None: it did, or the scheduler stopped it.
             now: in seconds since 1970.
         """
-        self.move(status)
-        self.reason = reason
+        self.status, self.reason = status, reason
         self.timing_excluded = why_timing_is_excluded(self.facts, self.figures, self.trial.config.report.others_cpu)
         self.seconds = now - self.begun if self.begun else self.seconds
 

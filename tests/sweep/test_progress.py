@@ -53,7 +53,7 @@ def sweep(compose_trial: Compose, tmp_path: Path) -> SweepRun:
     state, config = SweepState([TrialState(t) for t in trials], [("val/loss", "min")]), trials[0].config
     run = SweepRun(SweepPlan(state, config, tmp_path, ["training.seed"], SweepStart.of([], True, config)), [])
     run.prepare(0)
-    state.trials[0].move(TrialStatus.starting)
+    state.trials[0].status = TrialStatus.starting
     run.begin(0)
     return run
 

@@ -215,7 +215,7 @@ def with_seed(seed: int) -> SweepConfig:
 def order(state: SweepState) -> list[str]:
     collected = []
     while (number := state.next_waiting()) is not None:
-        state.trials[number].move(TrialStatus.starting)
+        state.trials[number].status = TrialStatus.starting
         collected.append(" ".join(word.partition("=")[2] for word in state.trials[number].trial.overrides))
     return collected
 
