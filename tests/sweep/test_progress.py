@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.files import write_json
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import Progress, write_progress
 from fsdp_lab.status import TrialStatus
@@ -76,11 +75,11 @@ class Reported(Progress):
 
 def test_a_phase_of_the_worker_is_shown_with_how_long_it_lasts(clock: Callable[[float], None], tmp_path: Path):
     watch, progress = Watch(), Reported(tmp_path)
-    assert str(watch.look(0, tmp_path)) == "starting its workers"
+    assert str(watch.look(0, tmp_path, 0)) == "starting its workers"
     progress.phase("initialising the weights (init=rank0)")
-    assert str(watch.look(0, tmp_path)) == "initialising the weights (init=rank0)"
+    assert str(watch.look(0, tmp_path, 0)) == "initialising the weights (init=rank0)"
     clock(300)
-    assert str(watch.look(0, tmp_path)) == "initialising the weights (init=rank0), for 5 min 0 s"
+    assert str(watch.look(0, tmp_path, 0)) == "initialising the weights (init=rank0), for 5 min 0 s"
 
 
 def test_a_step_is_shown_with_all_steps_and_the_time_that_they_will_take(
@@ -89,12 +88,11 @@ def test_a_step_is_shown_with_all_steps_and_the_time_that_they_will_take(
     """Resumed at step 11: four steps in 8 s, and 16 are left."""
     watch, progress = Watch(), Reported(tmp_path)
     progress.step(11)
-    assert str(watch.look(0, tmp_path)) == "step 11", "how many there are is not known yet"
-    write_json(tmp_path / "facts.json", {"num_steps": 31})
+    assert str(watch.look(0, tmp_path, 0)) == "step 11", "how many there are is not known yet"
     for step in range(12, 16):
         clock(2)
         progress.step(step)
-    assert str(watch.look(0, tmp_path)) == "step 15 of 31, about 32 s left"
+    assert str(watch.look(0, tmp_path, 31)) == "step 15 of 31, about 32 s left"
 
 
 def test_what_lasts_unusually_long_is_reported_once_with_the_place_of_the_stuck_rank(
@@ -103,7 +101,7 @@ def test_what_lasts_unusually_long_is_reported_once_with_the_place_of_the_stuck_
     watch, progress = Watch(), Reported(tmp_path)
 
     def unusual() -> str | None:
-        return watch.unusual(0, watch.look(0, tmp_path), tmp_path, timeout_s=100.0)
+        return watch.unusual(0, watch.look(0, tmp_path, 0), tmp_path, timeout_s=100.0)
 
     assert unusual() is None
     clock(80)
@@ -153,7 +151,7 @@ def test_with_repeat_auto_the_time_left_is_that_of_the_round(sweep: SweepRun, cl
         shown = io.StringIO()
         console = Console(sweep.state, ["training.seed"], RichConsole(file=shown, force_terminal=True, width=80))
         progress = Reported(sweep.folder_of(0))
-        write_json(sweep.folder_of(0) / "facts.json", {"num_steps": 9})
+        sweep.states[0].facts = {"num_steps": 9}
         for step in (1, 2, 3):
             clock(2)
             progress.step(step)

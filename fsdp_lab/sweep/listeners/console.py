@@ -184,7 +184,7 @@ class Console(Listener):
                 continue
             folder, timeout_s = sweep.folder_of(number), state.trial.config.trial_timeout_s
             with suppress(OSError):  # a disk that is away for a moment
-                doings[number] = self._watch.look(number, folder)
+                doings[number] = self._watch.look(number, folder, int(state.facts.get("num_steps", 0)))
                 if notice := self._watch.unusual(number, doings[number], folder, timeout_s):
                     self.log(f"{label(number, self._state.trials)}: {notice}")
         to_come = sweep.config.search.num_trials - len(self._state.trials) if sweep.config.search.samples else 0

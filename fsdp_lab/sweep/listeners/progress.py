@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from fsdp_lab.engine.stacks import find_stuck, long_s
-from fsdp_lab.record.trial_files import read_facts, read_phase, read_progress
+from fsdp_lab.record.trial_files import read_phase, read_progress
 from fsdp_lab.report.reason_texts import stuck_text
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -46,30 +46,28 @@ class Watch:
     """Reads the progress of trials, and notices what lasts unusually long."""
 
     def __init__(self) -> None:
-        self._since: dict[int, tuple[str, float]] = {}
-        self._num_steps: dict[int, int] = {}
+        self._since: dict[int, tuple[float | str | None, float]] = {}
         self._reported: set[tuple[int, str]] = set()
 
-    def look(self, number: int, folder: Path) -> Doing:
-        """Return what a running trial is doing."""
+    def look(self, number: int, folder: Path, num_steps: int) -> Doing:
+        """Return what a running trial is doing.
+
+        Args:
+            number: of the trial.
+            folder: the trial's.
+            num_steps: of the trial; 0: not known yet.
+        """
         progress, phase = read_progress(folder), read_phase(folder)
         is_step = phase is None and "step" in progress
-        kind = "step" if is_step else phase
-        what = f"step {progress['step']:.0f}" if is_step else phase or "starting its workers"
-        before, since = self._since.get(number, ("", 0.0))
-        if what != before:
-            since = time.monotonic()
-            self._since[number] = what, since
-        lasts_s = time.monotonic() - since
-        total = self._steps_of(number, folder) if is_step else 0
-        if not total:
-            return Doing(what, lasts_s, kind=kind)
-        return Doing(f"{what} of {total}", lasts_s, _left_s(progress, total), kind)
-
-    def _steps_of(self, number: int, folder: Path) -> int:
-        if number not in self._num_steps and (facts := read_facts(folder)) is not None:
-            self._num_steps[number] = int(facts.get("num_steps", 0))
-        return self._num_steps.get(number, 0)
+        now, doing = time.monotonic(), progress["step"] if is_step else phase
+        if self._since.get(number, ("", 0.0))[0] != doing:
+            self._since[number] = doing, now
+        lasts_s = now - self._since[number][1]
+        if not is_step:
+            return Doing(phase or "starting its workers", lasts_s, kind=phase)
+        if not num_steps:
+            return Doing(f"step {doing:.0f}", lasts_s, kind="step")
+        return Doing(f"step {doing:.0f} of {num_steps}", lasts_s, _left_s(progress, num_steps), "step")
 
     def unusual(self, number: int, doing: Doing, folder: Path, timeout_s: float | None) -> str | None:
         """Return what lasts unusually long, and where its rank is; once for each phase, and once for all steps.
