@@ -35,7 +35,7 @@ log = Console.log
 Console.log = lambda console, text: log(console, "x")
 UserError.__str__ = DivergedError.__str__ = lambda error: "x"
 reason_texts.TEXTS.update(dict.fromkeys(reason_texts.TEXTS, lambda values: "x"))
-answer._words = Words
+answer._words, answer.Answer.head = Words, "x"
 main()
 """
 # How each trial ends, why, and whether `resume_failed=true` tries it again.
@@ -75,7 +75,7 @@ def test_other_words_change_nothing_but_what_people_read(tmp_path: Path):
     tags = [run.data.tags for run in children]
     assert [(t["status"], t.get("reason")) for t in tags] == [(status, code) for status, code, _ in ENDS.values()]
     assert [t.get("error") for t in tags] == [None, "x", "x", "x", "x"]
-    assert parent.data.tags[RECOMMENDED_TAG] == "0" and parent.data.tags[ANSWER_TAG] == "x"
+    assert parent.data.tags[RECOMMENDED_TAG] == "0" and parent.data.tags[ANSWER_TAG] == "xx"
     with (tmp_path / "out/report.csv").open(newline="") as file:
         rows = {row["trial"]: row["recommended"] for row in csv.DictReader(file)}
     assert [number for number, recommended in rows.items() if recommended] == ["0"]

@@ -107,7 +107,7 @@ class Console(Listener):
         if len(begun) > MOST_ROWS:
             begun = sorted(begun, key=lambda row: row[0] not in chosen)[:_FEW_ROWS]
             title += f"; {_FEW_ROWS} are below, the recommended ones first; all are in results.csv"
-        marked = chosen if answer and answer.head else ()  # by memory alone none is recommended
+        marked = chosen if answer and answer.recommendation.is_by_speed else ()
         self.rich.print(trial_table(self._state, self._swept, begun, marked, title))
         if note := shared_note(self._state):
             self.rich.print(Text(note, style="dim"), soft_wrap=True)
