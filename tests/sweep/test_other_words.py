@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = f"""
 import sys
+from types import SimpleNamespace
 sys.path.append({str(ROOT)!r})
 from fsdp_lab.__main__ import main
 from fsdp_lab.config import UserError
@@ -35,7 +36,8 @@ log = Console.log
 Console.log = lambda console, text: log(console, "x")
 UserError.__str__ = DivergedError.__str__ = lambda error: "x"
 reason_texts.TEXTS.update(dict.fromkeys(reason_texts.TEXTS, lambda values: "x"))
-answer._words, answer.Answer.head = Words, "x"
+answer.template_words = lambda: SimpleNamespace(get_template=lambda name: SimpleNamespace(module=Words()))
+answer.Answer.head = "x"
 main()
 """
 # How each trial ends, why, and whether `resume_failed=true` tries it again.
