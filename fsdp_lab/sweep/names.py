@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config.key_value_args import as_typed, key_of
+from fsdp_lab.config.key_value_args import as_typed
 from fsdp_lab.deploy.job import resume_by
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.paths import copy_of
-from fsdp_lab.redact import redact, redact_typed
+from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
-from fsdp_lab.sweep.store.trust import why_refused
 
 RESUMED_BY = "FSDP_LAB_RESUMED_BY"  # set by a night for its sweep
-_NOT_AGAIN = ("resume", "trust", "cluster.storage_path", "hydra.output_subdir")
 
 
 def setting(trial: Trial, key: str) -> Any:
@@ -115,7 +113,7 @@ def resume_command(folder: Path, arguments: Sequence[str] | None = None, address
 
 def resume_from_storage(address: str, arguments: Sequence[str] | None = None) -> str:
     """Return the command that resumes a sweep on any machine, from object storage alone. `arguments`: as above."""
-    again = _typed_again(sys.argv[1:] if arguments is None else arguments)
+    again = config_dir_words(sys.argv[1:] if arguments is None else arguments)
     return shlex.join(["python", "-m", "fsdp_lab", f"resume={address}", "trust=true", *again])
 
 
@@ -129,16 +127,6 @@ def report_command(folder: Path, address: str | None = None) -> str:
 def lasting_address(folder: Path, address: str | None) -> str | None:
     """Return a sweep's address if its folder will not last: a copy of storage, or Ray's. None if it will."""
     return copy_of(folder) or (address if is_rays_copy(folder) else None)
-
-
-def _typed_again(arguments: Sequence[str]) -> list[str]:
-    """Return arguments that a resume reads only from the user's own folders.
-
-    They name code, or another machine such as `cluster.address`. The address in storage implies where storage is.
-    """
-    words = [word for word in as_typed(arguments) if not word.startswith("-") and key_of(word) not in _NOT_AGAIN]
-    wanted = [word for word in words if why_refused(word, own=False)]
-    return [*config_dir_words(arguments), *(redact_typed(word) for word in wanted)]
 
 
 def ui_command(uri: str) -> str:

@@ -96,7 +96,7 @@ def test_a_trial_alone_is_taken_up_elsewhere_when_it_is_trusted(address: str, tm
     done = run_cli(tmp_path, *ALONE, *saving, f"cluster.storage_path={address}", nobody)
     assert done.returncode == 0, done.stdout + done.stderr
     sweep = sweep_address(address, tmp_path / "out")
-    command = f"resume={sweep} trust=true {nobody}"
+    command = f"resume={sweep} trust=true"
     assert sweep is not None and f"from any machine: python -m fsdp_lab {command}\n" in done.stdout
     kept = {name.split("/")[1] for name in Storage(sweep).files() if name.startswith("checkpoints/")}
     assert len(kept) == 2 and {name.partition(".")[0] for name in kept} == {"step_00000012"}, "the last, and its data"
@@ -107,8 +107,6 @@ def test_a_trial_alone_is_taken_up_elsewhere_when_it_is_trusted(address: str, tm
     shutil.rmtree(tmp_path / "out")
     done = run_cli(tmp_path, f"resume={sweep}")
     assert done.returncode == 2 and "add trust=true" in done.stderr
-    done = run_cli(tmp_path, f"resume={sweep}", "trust=true")
-    assert done.returncode == 2 and "only a folder of your own may set an address" in done.stderr
     (tmp_path / "mlflow.db").unlink()
     (elsewhere := tmp_path / "elsewhere").mkdir()
     done = run_cli(elsewhere, *command.split())

@@ -54,7 +54,7 @@ def test_the_store_is_named_as_short_as_it_can_be(monkeypatch: pytest.MonkeyPatc
 def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     address = "s3://bucket/lab/a-sweep-0123abcd"
     typed = ["-m", "sharding=ddp,root", "cluster.address=10.0.0.1:6379", "cluster.storage_path=s3://bucket/lab"]
-    by_address = f"python -m fsdp_lab resume={address} trust=true cluster.address=10.0.0.1:6379"
+    by_address = f"python -m fsdp_lab resume={address} trust=true"
     rays = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     rays.mkdir(parents=True)
     monkeypatch.chdir(rays)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
-import re
 import shutil
 import stat
 import subprocess
@@ -43,7 +43,7 @@ TYPED = (
         "hydra.sweeper.params.optimizer.lr=1e-3,1e-2", "training.global_batch_size=${per_worker:8}",
         "optimizer.lr='tag(log,interval(1e-4,1e-2))'", "data.root=${data.name}", "hydra.sweep.dir=o/${now:%Y-%m}",
         "objective=[memory/peak_bytes:min,val/loss:min]", "data.root=../data",
-        "cluster.job.nodes=2",
+        "cluster.job.nodes=2", "tracking.experiment=${oc.env:USER}", "tracking.uri=http://host:5000",
 )  # fmt: skip
 # What could run code, or read what is not the sweep's, with the rule against it.
 HOSTILE: tuple[tuple[str, str], ...] = (
@@ -72,46 +72,18 @@ HOSTILE: tuple[tuple[str, str], ...] = (
         (r"data.root=$\{oc.decode\:x\}", "a file may interpolate only keys"),
         ("optimizer.lr=${now:%Y},${oc.dict.keys:x}", "a file may interpolate only keys"),
 )  # fmt: skip
-# Whether a word makes us talk to another machine.
-LEADS_AWAY = {
-    "tracking.uri=sqlite:///outputs/mlflow.db": False,
-    "tracking.uri='sqlite:////data/x y.db'": False,
-    "tracking.uri=http://host:5000": True,
-    "tracking.uri=postgresql://host/db": True,
-    "tracking.uri=${oc.env:X}": True,
-    "tracking.uri=sqlite:///a,http://host": True,
-    "tracking.uri=databricks": True,
-    "cluster.address=ray://host:10001": True,
-    r"tracking.uri=sqlite\:///mlflow.db": False,
-    "cluster.address=null": False,
-    "tracking.experiment=http://host": False,
-}
-
-
-OWN = (True, False)
 
 
 def test_a_file_may_hold_what_is_typed_for_sweeps_and_nothing_that_could_run_code():
-    refused = [(word, why) for word in TYPED for own in OWN if (why := trust.why_refused(word, own))]
-    assert not refused
-    found = {(word, own): str(trust.why_refused(word, own)) for word, _ in HOSTILE for own in OWN}
-    assert [found[word, own] for word, rule in HOSTILE for own in OWN if rule not in found[word, own]] == []
-    away = "only a folder of your own may set an address"
-    assert {word: trust.why_refused(word, own=False) == away for word in LEADS_AWAY} == LEADS_AWAY
-    assert [word for word in LEADS_AWAY if trust.why_refused(word, own=True)] == []
+    assert [word for word in TYPED if trust.why_refused(word)] == []
+    found = {word: str(trust.why_refused(word)) for word, _ in HOSTILE}
+    assert [found[word] for word, rule in HOSTILE if rule not in found[word]] == []
 
 
-def test_a_variable_of_the_environment_is_read_for_its_owner_alone():
-    word = "tracking.experiment=${oc.env:AWS_SECRET_ACCESS_KEY}"
-    assert trust.why_refused(word, own=True) is None
-    assert "a file may interpolate only keys" in str(trust.why_refused(word, own=False))
-
-
-def test_code_that_a_users_own_folder_names_runs_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_code_that_a_folder_names_runs_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["model._target_=mine.Net", "model.head={_target_:mine.Head}", "task.loss=mine.loss,mine.other"]
     for word in (*words, "hydra.sweeper.params.task.loss=mine.loss"):
-        assert trust.why_refused(word, own=True) is None
-        assert "only a folder of your own may name code" in str(trust.why_refused(word, own=False))
+        assert trust.why_refused(word) is None
     of_trials = ["model.depth=3", "task.loss=mine.loss", words[0], "task.loss=mine.third"]
     trust.print_code([*words, *of_trials], tmp_path)
     shown = ", ".join([*words[:2], *(f"task.loss=mine.{name}" for name in ("loss", "other", "third"))])
@@ -273,36 +245,14 @@ def test_what_others_can_write_into_is_foreign(tmp_path: Path):
     file.write_text("")
     folder.chmod(0o755)
     assert trust.why_foreign(folder) is None
-    for path in (folder, folder / "0", file):
+    for path, mode in itertools.product((folder, folder / "0", file), (0o775, 0o777)):
         before = path.stat().st_mode
-        path.chmod(0o777)
+        path.chmod(mode)
         assert trust.why_foreign(folder) == f"others can write into {path} (`chmod -R go-w` prevents it)"
         path.chmod(before)
     file.chmod(0o666)
     folder.chmod(0o700)
     assert trust.why_foreign(folder) is None, "nobody else gets there"
-
-
-def test_a_link_to_a_file_elsewhere_makes_a_folder_foreign(tmp_path: Path):
-    """The epochs of a trial were appended to that file; where there was none, it was made."""
-    (tmp_path / "out/0").mkdir(parents=True)
-    (tmp_path / "out/0/within").symlink_to(tmp_path / "out/results.csv")
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "out/0/checkpoints").symlink_to(tmp_path / "scratch")
-    assert trust.why_foreign(tmp_path / "out") is None
-    link = tmp_path / "out/0/metrics.jsonl"
-    link.symlink_to("../../mine")
-    for _ in range(2):
-        assert trust.why_foreign(tmp_path / "out") == f"{link} is a link to {tmp_path}/mine, outside the folder"
-        (tmp_path / "mine").touch()
-
-
-@needs_root
-def test_a_group_of_more_than_the_user_makes_a_folder_foreign(tmp_path: Path):
-    tmp_path.chmod(0o775)
-    assert trust.why_foreign(tmp_path) is None, "root's own group has no other member"
-    os.chown(tmp_path, 0, SOMEBODY)
-    assert "others can write" in str(trust.why_foreign(tmp_path))
 
 
 @pytest.fixture
@@ -328,7 +278,7 @@ def listener() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.ci
 @needs_root
-def test_the_token_goes_to_no_address_of_somebody_elses_folder(
+def test_a_report_sends_the_token_to_no_address_of_somebody_elses_folder(
     lay_sweep, listener: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     uri, heard = listener
@@ -342,8 +292,6 @@ def test_the_token_goes_to_no_address_of_somebody_elses_folder(
     assert done.returncode == 0 and f"tracking.uri={uri} is from another user's folder" in done.stderr
     assert (folder / "report.md").exists()
     assert run_cli(tmp_path, "resume=out").returncode == 2
-    done = run_cli(tmp_path, "resume=out", "trust=true")
-    assert done.returncode == 2 and "only a folder of your own may set an address" in done.stderr, done.stderr
     assert heard == []
     assert report(tmp_path, "sweep=out", "trust=true", f"tracking.uri={uri}").returncode == 0
     assert "Bearer secret-token" in heard, "it was typed"
@@ -353,33 +301,14 @@ def test_the_token_goes_to_no_address_of_somebody_elses_folder(
     assert "Bearer secret-token" in heard, "the folder is our own"
 
 
-@needs_root
 def test_a_typed_word_lets_no_other_word_of_a_trial_through(lay_sweep):
-    """The record holds the typed word too, which then replaces none: the trial's own address was used."""
-    folder = lay_sweep(trial_words=["tracking.uri=http\\://host"])
-    os.chown(folder, SOMEBODY, SOMEBODY)
-    for typed in ([], [STORE]):
-        with pytest.raises(ConfigError, match=r"trials\.jsonl holds tracking\.uri=http.*only a folder of your own"):
-            resume_arguments([f"resume={folder}", "trust=true", *typed])
-    assert STORE + "2" in resume_arguments([f"resume={folder}", "trust=true", STORE + "2"])[0]
-    record = json.loads((folder / "sweep.json").read_text())
-    (folder / "sweep.json").write_text(json.dumps({**record, "arguments": ["tracking.uri=http://host"]}))
-    assert resume_arguments([f"resume={folder}", "trust=true", "tracking.uri=http://host"])
-
-
-@needs_root
-def test_a_store_that_others_wrote_is_not_opened_because_of_their_folder(lay_sweep, tmp_path: Path):
-    """It says where the files of its runs go: to an address, with the token of the environment."""
-    folder = lay_sweep()
-    for path in (folder, tmp_path / "mlflow.db"):
-        os.chown(path, SOMEBODY, SOMEBODY)
-    message = f"{tmp_path}/mlflow.db belongs to user {SOMEBODY}; add tracking.uri=..."
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        resume_arguments([f"resume={folder}", "trust=true"])
-    assert resume_arguments([f"resume={folder}", "trust=true", STORE + "2"])
-    done = report(tmp_path, "sweep=out", "trust=true")
-    assert done.returncode == 0 and message in done.stderr, done.stderr
-    assert report(tmp_path, "sweep=out", "trust=true", STORE).stderr == "", "it was typed"
+    """The record holds the typed word too, which then replaces none: the trial's own word was composed."""
+    hostile = "tracking.experiment=${oc.decode:x}"
+    folder = lay_sweep(["tracking.experiment=mine"], trial_words=[hostile])
+    for typed in ([], ["tracking.experiment=mine"]):
+        with pytest.raises(ConfigError, match=r"trials\.jsonl holds tracking\.experiment=.*may interpolate only"):
+            resume_arguments([f"resume={folder}", *typed])
+    assert "tracking.experiment=yours" in resume_arguments([f"resume={folder}", "tracking.experiment=yours"])[0]
 
 
 @needs_root

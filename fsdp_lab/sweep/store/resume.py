@@ -30,7 +30,7 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import fixed_words, with_overrides
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
-from fsdp_lab.sweep.store.trust import check_store, check_words, find_trusted, is_local_store, print_code, read_trust
+from fsdp_lab.sweep.store.trust import check_words, find_trusted, print_code, read_trust
 from fsdp_lab.wording import count
 
 _MEASURED = (TrialStatus.finished, TrialStatus.stopped)
@@ -53,7 +53,7 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
     if (address := copy_of(folder)) and "cluster.storage_path" not in {key_of(word) for word in typed}:
         typed.insert(0, f"cluster.storage_path={address.rpartition('/')[0]}")  # was typed, with the sweep's name
     record = read_start(folder)
-    _check_words(record, folder, typed, own)
+    _check_words(record, folder, typed)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
@@ -65,26 +65,21 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
     return [*(["-m"] if record.multirun else []), *words], record.launched_in, own
 
 
-def _check_words(record: SweepStart, folder: Path, typed: Sequence[str], own: bool) -> None:
+def _check_words(record: SweepStart, folder: Path, typed: Sequence[str]) -> None:
     """Check the overrides that Hydra will get from the folder, except those replaced by overrides typed now.
 
     One that was typed as the record has it replaces no trial's override, and allows only the same one.
     """
     keys = {key_of(word) for word in typed}
     left = [word for word in record.arguments if key_of(word) not in keys]
-    check_words(left, folder / "sweep.json", "resume", own)
+    check_words(left, folder / "sweep.json", "resume")
     again = [word for word in typed if word in record.arguments and not word.startswith("-")]
     same = fixed_words(OverridesParser.create(), {}, again)
     replaced = keys - {key_of(word) for word in again}
     trials = read_trials(folder, record.num_trials) if record.multirun else []
     held = [word for words, _ in trials for word in words if key_of(word) not in replaced]
-    check_words([word for word in held if word not in same], folder / "trials.jsonl", "resume", own)
+    check_words([word for word in held if word not in same], folder / "trials.jsonl", "resume")
     print_code([*left, *held], folder)
-    if not own and "tracking.uri" not in replaced:
-        stores = [word.partition("=")[2] for word in (*record.arguments, *held) if key_of(word) == "tracking.uri"]
-        for uri in (TrackingConfig().uri, *stores):
-            if is_local_store(uri.replace("\\", "")):
-                check_store(uri, record.launched_in)
 
 
 def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:

@@ -6,7 +6,6 @@ the folder must be this user's own, or the command line must say `trust=true`; i
 
 from __future__ import annotations
 
-import grp
 import json
 import os
 import pwd
@@ -33,14 +32,13 @@ from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.store.find import find_folder
 
-_OTHERS_ENTER, _OTHERS_WRITE, _GROUP_WRITES = 0o011, 0o002, 0o020
+_OTHERS_ENTER, _OTHERS_WRITE = 0o011, 0o022
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _AXIS = "hydra.sweeper.params."  # a default axis: an override follows
 _USERS_KEY = re.compile(r"(model|data)\.[\w.]+")
 _OPTIONS = re.compile(r"[\w\s,'\"()\[\]*=-]*")  # names and choices of them; no path, which would be a file anywhere
-_RESOLVERS = (None, "per_worker", "now", "hydra")  # None: the interpolation of a key
+_RESOLVERS = (None, "per_worker", "now", "hydra", "oc.env")  # None: the interpolation of a key
 _INTERPOLATION = re.compile(r"\$\{(?:\s*(?:[\w.\[\]]+\s*\}|(?P<resolver>\w+(?:\.\w+)*)\s*:))?")
-_LOCAL_STORE = re.compile(r"['\"]?sqlite:///[\w./ =-]*['\"]?")
 
 
 def read_trust(value: str | None) -> bool:
@@ -79,10 +77,9 @@ def find_trusted(named: str, key: str, tracking: TrackingConfig, trust: bool) ->
 
 
 def why_foreign(folder: Path) -> str | None:
-    """Return who else may have written into a sweep's folder, or which link leads out of it; None: only this user.
+    """Return who else may have written into a sweep's folder; None: only this user.
 
-    A group may write if it is the user's private one: of the same name, with no other member (umask 002). Files below a
-    folder that nobody else can enter may have any mode.
+    Files below a folder that nobody else can enter may have any mode.
     """
     reason = _why_foreign(folder)
     if reason is None:  # what it says of its other folders is this user's word by now
@@ -92,32 +89,10 @@ def why_foreign(folder: Path) -> str | None:
     return reason
 
 
-def check_store(uri: str, launched_in: str) -> None:
-    """Check who can write a store in a file that another user's folder, or the default, names.
-
-    The store names the location of its runs' files, which may be an address.
-
-    Raises:
-        ConfigError: others may have written it.
-    """
-    file = Path(launched_in, uri.replace("\\", "").strip("'\"").removeprefix("sqlite:///"))
-    if reason := _who_else(file.parent) or _who_else(file):
-        raise ConfigError(f"tracking.uri={redact(uri)}: {reason}; add tracking.uri=... with a store of your own.")
-
-
-def is_local_store(uri: str) -> bool:
-    """Return whether a store is a plain file: not an address, a database or an interpolation."""
-    return _LOCAL_STORE.fullmatch(uri) is not None
-
-
-def why_refused(word: str, own: bool) -> str | None:
+def why_refused(word: str) -> str | None:
     """Return why a resume composes an override only if it is typed again; None if a folder may hold it.
 
     Hydra runs what a configuration tells it to. So an override of a folder sets a key of the trial, or names an option.
-
-    Args:
-        word: the override.
-        own: whether the folder is this user's.
     """
     word = word.replace("\\", "")  # as Hydra will read it: an escape must hide nothing
     key, value = key_of(word).removeprefix(_AXIS), word.partition("=")[2]
@@ -125,13 +100,8 @@ def why_refused(word: str, own: bool) -> str | None:
         return None if _OPTIONS.fullmatch(value) else f"a file may only name options of {key}"
     if key not in _trial_keys() and not _USERS_KEY.fullmatch(key):
         return f"a file may set only keys of a trial, {', '.join(_HYDRA_KEYS)} and {_AXIS}*"
-    if names_code([f"{key}={value}"]) and not own:
-        return "only a folder of your own may name code to run"
-    if _leads_away(key, value) and not own:
-        return "only a folder of your own may set an address"
-    allowed = (*_RESOLVERS, "oc.env") if own else _RESOLVERS  # a variable may be a secret
-    if any(match[0] == "${" or match["resolver"] not in allowed for match in _INTERPOLATION.finditer(word)):
-        return f"a file may interpolate only keys and {', '.join(filter(None, allowed))}"
+    if any(match[0] == "${" or match["resolver"] not in _RESOLVERS for match in _INTERPOLATION.finditer(word)):
+        return f"a file may interpolate only keys and {', '.join(filter(None, _RESOLVERS))}"
     return None
 
 
@@ -142,23 +112,14 @@ def _trial_keys() -> frozenset[str]:
     return frozenset([*keys, *_HYDRA_KEYS])
 
 
-def _leads_away(key: str, value: str) -> bool:
-    """Return whether a value makes this process connect to another machine or address, with its credentials."""
-    if key == "cluster.address":
-        return value not in ("null", "")
-    if key == "cluster.storage_path":
-        return is_address(value)
-    return key == "tracking.uri" and not is_local_store(value)
-
-
-def check_words(words: Sequence[str], source: Path, key: str, own: bool) -> None:
-    """Check the overrides in a file of a sweep's folder. `key` and `own` as for `find_trusted`.
+def check_words(words: Sequence[str], source: Path, key: str) -> None:
+    """Check the overrides in a file of a sweep's folder. `key` as for `find_trusted`.
 
     Raises:
         ConfigError: one of them must be typed again.
     """
     for word in words:
-        if reason := why_refused(word, own):
+        if reason := why_refused(word):
             again = word if word.startswith("-") else f"{key_of(word)}=..."
             raise ConfigError(
                 f"{key}={source.parent}: {source.name} holds {redact(word)}, and {reason}. If you want it, add it to "
@@ -189,34 +150,20 @@ def enter(folder: str) -> None:
 
 def _why_foreign(folder: Path) -> str | None:
     others_enter = bool(folder.stat().st_mode & _OTHERS_ENTER)
-    for path in _all_in(folder):
-        if reason := _who_else(path, others_enter or path == folder) or _leads_out(path, folder):
-            return reason
-    return None
+    found = (_who_else(path, others_enter or path == folder) for path in _all_in(folder))
+    return next((reason for reason in found if reason is not None), None)
 
 
-def _who_else(path: Path, others_enter: bool = True) -> str | None:
+def _who_else(path: Path, others_enter: bool) -> str | None:
     try:
         status = path.stat()
     except OSError:  # it went away, or is a link to nothing
         return None
     if status.st_uid not in (os.geteuid(), 0):
         return f"{path} belongs to {_user(status.st_uid)}"
-    group_writes = status.st_mode & _GROUP_WRITES and not _is_private_group(status.st_gid)
-    if (status.st_mode & _OTHERS_WRITE or group_writes) and others_enter:
+    if status.st_mode & _OTHERS_WRITE and others_enter:
         return f"others can write into {path} (`chmod -R go-w` prevents it)"
     return None
-
-
-def _leads_out(path: Path, folder: Path) -> str | None:
-    """Return which link leads out of a folder; None without one.
-
-    A folder may be on another disk. A file elsewhere would be appended to, or made.
-    """
-    if path == folder or not path.is_symlink() or path.is_dir():
-        return None
-    target = path.resolve()
-    return None if target.is_relative_to(folder.resolve()) else f"{path} is a link to {target}, outside the folder"
 
 
 def _all_in(folder: Path) -> Iterator[Path]:
@@ -239,12 +186,3 @@ def _user(number: int) -> str:
     with suppress(KeyError):
         return f"user {pwd.getpwuid(number).pw_name}"
     return f"user {number}"
-
-
-@cache
-def _is_private_group(number: int) -> bool:
-    try:
-        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
-    except KeyError:
-        return False
-    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
