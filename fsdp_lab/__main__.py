@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, is_address, split_config_dir, with_custom
@@ -48,15 +47,13 @@ def main() -> None:
         config_dir, words = split_config_dir(arguments)
         if {"-h", "--help"} & set(words):
             words = ["--help"]  # Hydra would first compose a trial of the other words
-        search_words = search_path(config_dir)  # looks whether the folder is there
+        search_path(config_dir)  # looks whether the folder is there
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
         if sys.argv[1:2] == ["-m"] or sys.argv[1:2] == ["--multirun"]:
             if not any(word.lstrip("+").startswith("resume=") for word in words):
                 check_repeat(words)
             sys.argv[1:] = for_hydra(sys.argv[1:])
-        elif {"-m", "--multirun"} & set(words):
-            print_axes(with_custom(words), search_words)
         if config_dir is not None or names_code(words):
             import_from(code_folder)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
@@ -217,19 +214,6 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     follows = [before in _WITH_VALUE and "=" not in a for before, a in zip(["", *rest], rest, strict=False)]
     options = [a for a, is_value in zip(rest, follows, strict=True) if is_value or a.startswith("-")]
     return options, [a for a, is_value in zip(rest, follows, strict=True) if not (is_value or a.startswith("-"))]
-
-
-def print_axes(arguments: list[str], search_words: list[str]) -> None:
-    """Print, with `-m ... --cfg job`, the axes that would be swept as a comment of YAML: the config is one trial's.
-
-    Hydra itself refuses several typed values.
-    """
-    options, words = _split(arguments)
-    typed = OverridesParser.create().parse_overrides(words)
-    if any(o.partition("=")[0] in ("--cfg", "-c") for o in options) and not any(o.is_sweep_override() for o in typed):
-        from fsdp_lab.sweep.axes import axes_shown
-
-        print(f"# -m sweeps: {' '.join(axes_shown(words, search_words)) or 'nothing'}", flush=True)
 
 
 if __name__ == "__main__":

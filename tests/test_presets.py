@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.compose import register_schema, typed_config
 from fsdp_lab.config import SweepConfig, UserError, conf_dir, from_dict, to_dict, with_custom
 from fsdp_lab.config.conf import group_dirs
-from fsdp_lab.sweep.axes import axes_shown
+from fsdp_lab.sweep.axes import axes_of
 from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
 from tests.workloads.hf.cases import WORDS as HF
@@ -133,6 +135,11 @@ def test_every_option_trains_for_two_steps(configs: dict[str, SweepConfig], tmp_
 
 def test_every_preset_is_listed_with_its_axes() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", (ROOT / "docs" / "sweeps.md").read_text(), re.MULTILINE)
-    shown = {preset: " ".join(axes_shown([f"experiment={preset}"], [])) for preset in PRESETS}
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        parser, shown = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()), {}
+        for preset in PRESETS:
+            hydra = compose("config", [f"experiment={preset}"], return_hydra_config=True).hydra
+            shown[preset] = " ".join(axes_of(parser, dict(hydra.sweeper.params), []))
     expected = [(preset, f"`{axes}`" if axes else "nothing: one trial") for preset, axes in shown.items()]
     assert sorted(row for row in rows if row[0] in PRESETS) == expected

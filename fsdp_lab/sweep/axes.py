@@ -1,15 +1,12 @@
-"""The axes that `-m` would sweep, for commands that train or show one trial."""
+"""The axes that `-m` would sweep, for a command that trains one trial."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from fsdp_lab.compose import register_schema
 from fsdp_lab.config import conf_dir
 from fsdp_lab.sweep.grid import all_overrides
 
@@ -24,23 +21,6 @@ def axes_of(parser: OverridesParser, params: Mapping[str, str | None], typed: Se
     """
     given = all_overrides(parser, params, typed).values()
     return [override.input_line or "" for override in given if override.is_sweep_override()]
-
-
-def axes_shown(typed: Sequence[str], search_words: Sequence[str]) -> list[str]:
-    """Return the axes of a sweep, before Hydra has composed anything.
-
-    Args:
-        typed: the overrides of the command line.
-        search_words: overrides by which Hydra finds the user's options.
-
-    Raises:
-        Exception: Hydra refuses the overrides.
-    """
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        params = compose("config", [*typed, *search_words], return_hydra_config=True).hydra.sweeper.params
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        return axes_of(parser, dict(params), typed)
 
 
 def preset_note(hydra: DictConfig) -> str | None:
