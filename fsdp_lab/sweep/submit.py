@@ -14,7 +14,7 @@ from fsdp_lab.deploy.job import Job, job_words
 from fsdp_lab.deploy.launch import launch
 from fsdp_lab.locks import locked
 from fsdp_lab.status import ExitCode
-from fsdp_lab.sweep.names import config_dir_words, relative
+from fsdp_lab.sweep.names import config_dir_words, folder_key, relative
 from fsdp_lab.sweep.store.folder import new_folder
 
 
@@ -38,7 +38,7 @@ def submit_sweep(config: SweepConfig, planned: Path, hydra: DictConfig, multirun
     if config.resume is not None:
         with locked(planned, "resume"):
             return ExitCode(launch(_job(config, planned, again=True, multirun=multirun)))
-    with new_folder(planned, _folder_key(multirun), hydra) as folder:
+    with new_folder(planned, folder_key(multirun), hydra) as folder:
         return ExitCode(launch(_job(config, folder, again=False, multirun=multirun)))
 
 
@@ -52,13 +52,9 @@ def _job(config: SweepConfig, folder: Path, again: bool, multirun: bool) -> Job:
         multirun: whether `-m` was typed.
     """
     typed = as_typed(sys.argv[1:])
-    module, place = ["-m", "fsdp_lab"], _folder_key(multirun)
+    module, place = ["-m", "fsdp_lab"], folder_key(multirun)
     there = folder if config.cluster.job.manager is Manager.slurm else relative(folder)  # of pods this is another disk
     resume = [*module, f"resume={quoted(there)}", *config_dir_words(typed)]
     words = [word for word in job_words(typed, config.cluster) if key_of(word) != place]
     command = resume if again else [*module, *words, f"{place}={quoted(there)}"]
     return Job(command, resume, str(there / "sweep.json"), folder, config.cluster.job)
-
-
-def _folder_key(multirun: bool) -> str:
-    return "hydra.sweep.dir" if multirun else "hydra.run.dir"

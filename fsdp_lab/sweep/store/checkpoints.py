@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,22 @@ from fsdp_lab.storage import Storage
 _OF_CHECKPOINTS = re.compile(r"checkpoints/.+|model/.+|model\.pt")  # objects of a trial
 
 
-def drop_checkpoints(folder: Path, stored: bool = True) -> None:
+def drop_checkpoints(folder: Path) -> None:
     """Remove the checkpoints and exported models of a sweep that will not be resumed; measurements stay.
 
     Reads only `trials.jsonl`: the configs may be of other code.
 
     Args:
         folder: the sweep's.
-        stored: also remove those in object storage.
 
     Raises:
         OSError: a file cannot be removed, or does not belong to the sweep; then nothing of it is touched.
     """
     for where in _places(folder):
         if is_address(str(where)):
-            if stored:
-                drop_stored_weights(Storage(str(where)), ["."])
-            continue
-        drop_weights(where)
+            drop_stored_weights(Storage(str(where)))
+        else:
+            drop_weights(where)
 
 
 def drop_weights(folder: Path) -> None:
@@ -48,17 +45,10 @@ def drop_weights(folder: Path) -> None:
     shutil.rmtree(folder / "model", ignore_errors=True)
 
 
-def drop_stored_weights(storage: Storage, folders: Sequence[str]) -> None:
-    """Remove the checkpoints of trials in object storage.
-
-    Args:
-        storage: the store.
-        folders: of trials, relative to the storage; "." is all of it.
-    """
-    below = [re.escape(f"{folder}/") if folder != "." else "" for folder in folders]
-    ours = re.compile(f"({'|'.join(below)})({_OF_CHECKPOINTS.pattern})")
+def drop_stored_weights(storage: Storage) -> None:
+    """Remove the checkpoints of a trial in object storage."""
     # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
-    names = sorted(name for name in storage.files() if folders and ours.fullmatch(name))
+    names = sorted(name for name in storage.files() if _OF_CHECKPOINTS.fullmatch(name))
     storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))
 
 

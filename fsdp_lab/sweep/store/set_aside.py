@@ -46,5 +46,5 @@ def _set_aside_in_storage(storage: Storage, folder: Path, kept: str, record: lis
     names = [str(file.relative_to(folder)) for file in files if file.is_file()]
     for name in names:
         storage.put(folder / name, f"{kept}/{name}")
-    drop_stored_weights(storage, ["."])
+    drop_stored_weights(storage)
     storage.delete(names)
