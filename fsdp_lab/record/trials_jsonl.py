@@ -64,12 +64,7 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
 def lines_of(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the valid lines of a folder's `trials.jsonl`."""
     path = folder / "trials.jsonl"
-    return parsed(path.read_text(errors="replace") if path.exists() else "")
-
-
-def parsed(trials: str) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of the text of a `trials.jsonl`."""
-    for line in trials.splitlines():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with suppress(json.JSONDecodeError):
             if _is_trial(content := json.loads(line)):
                 yield content

@@ -45,18 +45,12 @@ def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Pa
     if not named:
         raise UserError(f"{key}= is empty; give the sweep's folder, the id of its parent run, or {key}=last.")
     if named == "last":
-        if not _LAST.exists():
+        if (last := last_folder()) is None:
             raise UserError(
-                f"{key}=last: no sweep was started from this folder (there is no {_LAST}); give the sweep's own "
-                "folder or the id of its parent run."
+                f"{key}=last: no sweep was started from this folder, or {_LAST} is damaged, or the sweep was moved; "
+                "give the sweep's own folder or the id of its parent run."
             )
-        last = _LAST.read_text(errors="replace").strip()
-        if not Path(last).is_absolute() or not Path(last).is_dir():
-            raise UserError(
-                f"{key}=last: {_LAST} names no folder ({last or 'it is empty'}); give the sweep's own folder or the id "
-                "of its parent run."
-            )
-        return Path(last)
+        return last
     if is_address(named):
         return fetch_sweep(named, key)
     folder = Path(named)
