@@ -136,8 +136,9 @@ def test_every_option_trains_for_two_steps(configs: dict[str, SweepConfig], tmp_
 def test_every_preset_is_listed_with_its_axes() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", (ROOT / "docs" / "sweeps.md").read_text(), re.MULTILINE)
     register_schema()
+    shown: dict[str, str] = {}
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        parser, shown = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()), {}
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         for preset in PRESETS:
             hydra = compose("config", [f"experiment={preset}"], return_hydra_config=True).hydra
             shown[preset] = " ".join(axes_of(parser, dict(hydra.sweeper.params), []))

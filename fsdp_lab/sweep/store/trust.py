@@ -1,7 +1,7 @@
 """The owner of a sweep's folder, and what of its content is used.
 
-A resume unpickles the folder's checkpoints and composes its overrides, and a report opens the store that it names. So
-the folder must be this user's own, or the command line must say `trust=true`; its overrides are checked in either case.
+A resume unpickles the folder's checkpoints, and composes its overrides, which may name code and addresses. So the
+folder must be this user's own, or the command line must say `trust=true`. Its overrides are checked in either case.
 """
 
 from __future__ import annotations
