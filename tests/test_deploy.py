@@ -18,7 +18,7 @@ import yaml
 
 from fsdp_lab.nightly.__main__ import read_words
 from fsdp_lab.nightly.read_study import read_study
-from fsdp_lab.nightly.schedule import Cron
+from fsdp_lab.nightly.schedule import cron_trigger, night_after
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -40,7 +40,7 @@ def check_command(words: Sequence[str]) -> None:
 
 
 def check_schedule(cron: str) -> None:
-    assert Cron(cron, "UTC", NOW).after(NOW) == datetime(2026, 11, 21, 2, tzinfo=UTC)
+    assert night_after(cron_trigger(cron, "UTC", NOW), NOW) == datetime(2026, 11, 21, 2, tzinfo=UTC)
 
 
 def unit(name: str) -> configparser.RawConfigParser:

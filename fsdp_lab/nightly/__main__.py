@@ -35,13 +35,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from apscheduler.triggers.cron import CronTrigger
+
 from fsdp_lab.config import ConfigError
 from fsdp_lab.explain import explain
 from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.nights import Night, Nights, since_accepted
 from fsdp_lab.nightly.read_study import Study, read_study
 from fsdp_lab.nightly.run import accept, check_webhook, resumable, run_night
-from fsdp_lab.nightly.schedule import Cron, Schedule, is_due
+from fsdp_lab.nightly.schedule import cron_trigger, is_due, night_after, run_schedule
 from fsdp_lab.nightly.submit import is_for_manager, submit_night
 from fsdp_lab.nightly.texts import regressions_line
 from fsdp_lab.redact import redact
@@ -61,7 +63,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, _interrupt)
         option, reason, overrides = read_words(words)
         study = read_study(overrides)
-        trigger = Cron(study.nightly.cron, study.nightly.timezone, datetime.now(UTC))
+        trigger = cron_trigger(study.nightly.cron, study.nightly.timezone, datetime.now(UTC))
         if option == "--check":
             print_plan(study, trigger)
         elif option == "--accept":
@@ -72,7 +74,7 @@ def main() -> int:
         elif option in ("--once", "--continue"):
             return run_once(study, trigger, only_resume=option == "--continue")
         else:
-            return run_schedule(study, trigger, overrides)
+            return run_every_night(study, trigger, overrides)
         return 0
     except KeyboardInterrupt:
         print("fsdp_lab.nightly: ended")
@@ -85,7 +87,7 @@ def main() -> int:
         return 2
 
 
-def run_once(study: Study, trigger: Cron, only_resume: bool) -> int:
+def run_once(study: Study, trigger: CronTrigger, only_resume: bool) -> int:
     """Run a night now, or the rest of the interrupted one, and return its exit status.
 
     With `only_resume` it does nothing if no night was interrupted, or if one is running.
@@ -105,7 +107,7 @@ def run_once(study: Study, trigger: Cron, only_resume: bool) -> int:
         log(f"fsdp_lab.nightly: {error}")
         return 0
     except KeyboardInterrupt:
-        until = f"{trigger.after(datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}"
+        until = f"{night_after(trigger, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}"
         log(
             f"fsdp_lab.nightly: interrupted during a night; to resume it, start again before {until}, or: "
             f"{study.resume_command}"
@@ -113,17 +115,13 @@ def run_once(study: Study, trigger: Cron, only_resume: bool) -> int:
         return 130
 
 
-def run_schedule(study: Study, trigger: Cron, overrides: Sequence[str]) -> int:
+def run_every_night(study: Study, trigger: CronTrigger, overrides: Sequence[str]) -> int:
     """Run nights on the schedule until this process is interrupted, and return the exit status."""
     check_webhook()
-    store = Nights(study.place)
-    study.check_baseline(since_accepted(store.read()))  # now, not in the night
-    lock = study.folder / ".lock"
-
-    def waits() -> bool:
-        return not holder(lock) and is_due(store.read(), platform.node(), time.time())
-
-    status = Schedule(trigger, overrides, waits, log).run()
+    nights = Nights(study.place).read()
+    study.check_baseline(since_accepted(nights))  # now, not in the night
+    waits = not holder(study.folder / ".lock") and is_due(nights, platform.node(), time.time())
+    status = run_schedule(trigger, overrides, waits, log)
     log("fsdp_lab.nightly: ended")
     return status
 
@@ -153,7 +151,7 @@ def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
     return option, reason, overrides
 
 
-def print_plan(study: Study, trigger: Cron) -> None:
+def print_plan(study: Study, trigger: CronTrigger) -> None:
     """Print what would run, when, and compared with what.
 
     Raises:
@@ -175,7 +173,7 @@ def print_plan(study: Study, trigger: Cron) -> None:
         print(f"waits:    a night was interrupted; to resume it before {until}: {study.resume_command}")
     night = now
     for _ in range(_NIGHTS_SHOWN):
-        night = trigger.after(night)
+        night = night_after(trigger, night)
         here = night.astimezone()
         print(f"night:    {here:%Y-%m-%d %H:%M %Z}{f' ({night:%H:%M} UTC)' if here.utcoffset() else ''}")
 

@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 from uuid import uuid4
 
+from apscheduler.triggers.cron import CronTrigger
+
 from fsdp_lab.config import ConfigError, UserError, is_address
 from fsdp_lab.config.code import code_digest, user_digest
 from fsdp_lab.files import write_text
@@ -29,7 +31,7 @@ from fsdp_lab.nightly.gate import judge, judged_columns
 from fsdp_lab.nightly.nights import Night, Nights, Verdict, changes, night_id, since_accepted
 from fsdp_lab.nightly.page import nights_page
 from fsdp_lab.nightly.read_study import Study
-from fsdp_lab.nightly.schedule import Cron
+from fsdp_lab.nightly.schedule import night_after
 from fsdp_lab.nightly.texts import markdown, regressions_line, row, sentences, terminal_table, title
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.terminal import open_console
@@ -48,7 +50,7 @@ _STATUS = {Verdict.regression: REGRESSED, Verdict.failed: ExitCode.failed}
 Log = Callable[[str], None]
 
 
-def run_night(study: Study, trigger: Cron, log: Log, now: Callable[[], float] = time.time) -> int:
+def run_night(study: Study, trigger: CronTrigger, log: Log, now: Callable[[], float] = time.time) -> int:
     """Run a night to its end, or the rest of an interrupted one.
 
     Returns:
@@ -154,7 +156,7 @@ def check_webhook() -> None:
         raise ConfigError(f"{WEBHOOK} is not an http or https address; set another one, or unset it.")
 
 
-def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: Cron, log: Log, now: float) -> Night:
+def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: CronTrigger, log: Log, now: float) -> Night:
     resumed = resumable(nights, study, now)
     for night in nights:
         if not night.over and night.host == platform.node() and night is not resumed:
@@ -166,7 +168,7 @@ def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: Cron, 
         log(f"night {resumed.id} was interrupted and resumes")
         return resumed
     own = f"-{uuid4().hex[:4]}" if is_address(study.place) else ""  # another machine may begin in the same second
-    next_due = trigger.after(datetime.fromtimestamp(now, UTC)).timestamp()
+    next_due = night_after(trigger, datetime.fromtimestamp(now, UTC)).timestamp()
     night = Night(night_id(now) + own, now, next_due, platform.node(), study=study.settings, **_origin(study))
     store.write(night)
     log(f"night {night.id} begins")
