@@ -41,7 +41,7 @@ class NightConfig:
     timezone: Optional[str] = key(None)
     """Time zone of `cron`; null: this machine's."""
     repeats: int = key(3, at_least_one)
-    """Runs of each setting; the most with `repeat=auto`."""
+    """Runs of each setting."""
     significance: float = key(0.005, _is_significance)
     """Probability with which noise may look like a regression of one setting and metric."""
     tolerance: ToleranceConfig = group(ToleranceConfig)

@@ -25,7 +25,6 @@ from fsdp_lab.config import (
     with_custom,
     workers_of,
 )
-from fsdp_lab.config.key_value_args import AUTO_REPEAT
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.config.nightly import NightConfig, NightlyConfig
 from fsdp_lab.config.sweep import ClusterConfig, TrackingConfig
@@ -101,9 +100,7 @@ def read_study(overrides: list[str]) -> Study:
     """
     config_dir, overrides = split_config_dir(overrides)
     overrides, search_words = with_custom(overrides), search_path(config_dir)
-    _check_repeats(overrides)
-    auto = any(word.lstrip("+~") == AUTO_REPEAT for word in overrides)
-    overrides = [word for word in overrides if word.lstrip("+~") != AUTO_REPEAT]
+    _check_words(overrides)
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
     config, name, axes, defaults = _compose(overrides, search_words)
@@ -122,13 +119,13 @@ def read_study(overrides: list[str]) -> Study:
         config.nightly,
         config.tracking,
         config.cluster,
-        [*code, *_repeats(config, overrides, auto), *_axes(defaults, overrides)],
+        [*code, *_repeats(config.nightly.repeats), *_axes(defaults, overrides)],
         _settings(config, axes),
         redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *code, *overrides])),
     )
 
 
-def _check_repeats(overrides: Sequence[str]) -> None:
+def _check_words(overrides: Sequence[str]) -> None:
     """Refuse keys that a night sets itself."""
     words = [word.lstrip("+~") for word in overrides]
     if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
@@ -137,11 +134,8 @@ def _check_repeats(overrides: Sequence[str]) -> None:
         raise ConfigError(
             "dry_run=... lists the trials of a sweep; use it with python -m fsdp_lab, and leave it out here."
         )
-    if repeats := [word for word in words if word.startswith("repeat=") and word != AUTO_REPEAT]:
-        raise ConfigError(
-            f"{repeats[0]}: nightly.repeats=3 sets how often a night trains each setting; leave it out. With "
-            "repeat=auto it is the maximum, and only undecided settings are repeated."
-        )
+    if repeats := [word for word in words if word.startswith("repeat=")]:
+        raise ConfigError(f"{repeats[0]}: nightly.repeats=3 sets how often a night trains each setting; leave it out.")
 
 
 def _compose(
@@ -186,16 +180,9 @@ def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[
     return judged | {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
 
 
-def _repeats(config: NightlyConfig, overrides: Sequence[str], auto: bool) -> list[str]:
-    """Return the arguments that repeat each setting."""
-    repeats = config.nightly.repeats
-    if not auto:
-        return [f"repeat={','.join(map(str, range(repeats)))}"] if repeats > 1 else []
-    if repeats < 2:
-        raise ConfigError(f"repeat=auto with nightly.repeats={repeats}: nothing can repeat; use 2 or more.")
-    if most := [word for word in overrides if word.lstrip("+~").startswith("repeat_max=")]:
-        raise ConfigError(f"{most[0]}: nightly.repeats is the maximum number of rounds; leave it out.")
-    return [AUTO_REPEAT, f"repeat_max={repeats}"]
+def _repeats(count: int) -> list[str]:
+    """Return the argument that repeats each setting."""
+    return [f"repeat={','.join(map(str, range(count)))}"] if count > 1 else []
 
 
 def _axes(defaults: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:

@@ -17,7 +17,6 @@ from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.key_value_args import check_repeat
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.report import data
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.speed import level_of
@@ -339,11 +338,3 @@ def test_one_trial_has_nothing_to_repeat(tmp_path: Path):
     done = run_cli(tmp_path, *INLINE, "repeat=auto")
     assert done.returncode == 2
     assert "repeat=auto" in done.stderr and "-m" in done.stderr
-
-
-def test_a_night_repeats_by_itself_up_to_its_own_repeats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.chdir(tmp_path)
-    study = read_study(["repeat=auto", "nightly.repeats=5", "precision=fp32,fp16", "cluster.num_workers=2"])
-    assert study.arguments[:2] == ["repeat=auto", "repeat_max=5"]
-    with pytest.raises(ConfigError, match=r"nightly\.repeats=3 sets how often a night trains each setting"):
-        read_study(["repeat=0,1"])
