@@ -189,7 +189,7 @@ FAULTS = (
           'return TrialStatus.diverged if "the loss of" in str(self.values) else TrialStatus.failed',
           "sweep/test_other_words.py"),
     Fault("the place of a stuck rank is not named", "fsdp_lab/engine/job.py",
-          "stuck = find_stuck(self._folder)", "stuck = None", FATES),
+          "self._stuck = True, find_stuck(self._folder, self.ask_stacks())", "self._stuck = True, None", FATES),
     Fault("a failed sweep ends with 0", "fsdp_lab/sweep/state.py",
           "return ExitCode.failed if failed else ExitCode.finished", "return ExitCode.finished",
           "sweep/test_state.py"),

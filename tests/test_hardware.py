@@ -241,7 +241,7 @@ def CDLL(name): raise OSError(name)
 pynvml.CDLL = CDLL
 from fsdp_lab.config.machine import check_driver, default_num_workers
 from fsdp_lab.doctor.libraries import check_gpus
-from fsdp_lab.engine.rank import check_no_gpu
+from fsdp_lab.engine.rank import check_gpu
 check_driver()
 print(hardware.is_rocm(), default_num_workers(), hardware.gpus(), check_gpus().observation, sep="\\n")
 assert "torch" not in sys.modules

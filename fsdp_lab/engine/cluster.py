@@ -22,8 +22,7 @@ from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import check_version
-from fsdp_lab.engine.ray_token import check_token, is_refusal, set_own_token, wrong_token
-from fsdp_lab.engine.session import claim_session, keep_session
+from fsdp_lab.engine.ray_token import is_refusal, set_own_token, wrong_token
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).
@@ -81,7 +80,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         set_own_token()
     else:
-        check_token(cluster.address)
         probe(cluster.address, cluster.wait_timeout_s if cluster.job.nodes > 1 else 0.0)
         # else Ray asks once a second, twenty times, also one that answers and refuses the token, or wants one
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
@@ -99,7 +97,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
         if folder := getattr(context, "address_info", {}).get("session_dir"):
             _own_folders.append(Path(folder))
-            claim_session(Path(folder))
         _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})
         return
     with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
@@ -219,8 +216,6 @@ def stop_ray() -> None:
         folder = _own_folders.pop()
         if lost is None:
             shutil.rmtree(folder, ignore_errors=True)
-        else:
-            keep_session(folder)
 
 
 _adopting = False

@@ -6,23 +6,17 @@ its end. The trial's own process gets them when the trial has ended.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _PATTERNS = ("logs/rank*.log", "memory_*_rank*", "model/*", "model.pt", "trace_rank*")
 _PATIENCE_S = 300.0  # for a store that is away at the end of a trial
 _PAUSE_S = 2.0
-_SCRATCH = "fsdp_lab_scratch_"
-_BEGINNING_S = 60.0  # in which a folder may not be locked yet
 
 
 class Uploads:
@@ -95,17 +89,3 @@ def receive(storage: Storage, folder: Path) -> None:
 def _is_of_ranks(name: str) -> bool:
     hidden = any(part.startswith(".") for part in name.split("/"))
     return not hidden and any(fnmatch(name, pattern) for pattern in _PATTERNS)
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Yield a folder on this node's disk for this process alone. Folders of killed processes are removed."""
-    for stale in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        with suppress(OSError, InUse):
-            status = stale.stat()
-            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _BEGINNING_S:
-                with exclusive(stale / ".alive"):
-                    shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True) as made:
-        share_until_exit(Path(made, ".alive"))
-        yield Path(made)

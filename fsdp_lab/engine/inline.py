@@ -13,8 +13,7 @@ from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine.failures import PLAIN, code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import Uploads, sent_at_end
 from fsdp_lab.engine.job import outcome_of
-from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
-from fsdp_lab.engine.rendezvous import leave
+from fsdp_lab.engine.rank import check_gpu, train_rank
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.record.failures import RankFailure, record_failure, set_aside_failures
 from fsdp_lab.record.trial_files import Progress, TrialWriter, write_outcome, write_progress
@@ -87,7 +86,7 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
 
     try:
         uploads = Uploads(Storage(storage), folder) if storage else None
-        join = (lambda: refuse_unseen_gpu(0)) if num_gpus() else lambda: None
+        join = (lambda: check_gpu(0, True)) if num_gpus() else lambda: None
         reporter = InlineReporter(folder, config.data.name, on_report)
         with sent_at_end(uploads):
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
@@ -99,6 +98,8 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
         record_failure(folder, failure_of(error, 0, code_of(error), folder))
     finally:
-        leave()  # a forecast in this process needs a group of its own
+        from fsdp_lab.training.distributed import leave_process_group
+
+        leave_process_group()  # a forecast in this process needs a group of its own
     with suppress(OSError):
         write_outcome(folder, replace(outcome_of(folder), seconds=time.time() - begun))

@@ -22,7 +22,7 @@ from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.nodes import write_rank_nodes
 from fsdp_lab.engine.rendezvous import arrange_meeting
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
-from fsdp_lab.engine.stacks import find_stuck
+from fsdp_lab.engine.stacks import Frame, Stuck, dump_stacks, find_stuck, long_s
 from fsdp_lab.engine.why import report_of, why
 from fsdp_lab.engine.worker import read_worker_progress, train_worker
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure, set_aside_failures
@@ -184,7 +184,8 @@ def fit(job: Job, reports: Reports) -> None:
     folder = Path(job.folder)
     watch = Watch(folder, job.timeout_s, job.wait_timeout_s)
     attempts = Attempts(folder, watch.begin)
-    watch.ask = lambda: ray_private.ask_first_rank(attempts.group(), read_worker_progress)
+    watch.ask = lambda: ray_private.ask_ranks(attempts.group(), read_worker_progress, [0]).get(0)
+    watch.ask_stacks = lambda: ray_private.ask_ranks(attempts.group(), dump_stacks, range(job.num_workers))
     try:
         with watch.watching():
             ray_private.fit_here(
@@ -258,7 +259,8 @@ def backend_config(job: Job) -> Any:
 class Watch:
     """Ends a trial that begins no step and no phase for too long, by removing its workers' placement groups.
 
-    It asks rank 0's worker once a second what it is doing, and writes the answer into the trial's folder.
+    It asks rank 0's worker once a second what it is doing, and writes the answer into the trial's folder. If that lasts
+    unusually long, all ranks write their stacks into their logs, and the answer says which one is stuck.
 
     No clock of the trial's is compared with one here, and a second counts only if it was seen to pass: the wall clock
     may be set, and a trial on a suspended machine is not stuck.
@@ -270,18 +272,22 @@ class Watch:
 
     Attributes:
         ask: returns what rank 0 is doing, None if it does not answer.
+        ask_stacks: returns the stacks of the ranks that answer.
     """
 
     def __init__(self, folder: Path, timeout_s: float | None, wait_timeout_s: float) -> None:
         self._folder, self._timeout_s, self._wait_timeout_s = folder, timeout_s, wait_timeout_s
         self._over = threading.Event()
         self.ask: Callable[[], dict[str, float | str] | None] = lambda: None
+        self.ask_stacks: Callable[[], dict[int, list[Frame]]] = dict
         self.begin()
 
     def begin(self) -> None:
         """Restart the count: the workers of an attempt are about to start."""
         self._known: dict[str, float | str] = {}
         self._started, self._idle_s, self._since = False, 0.0, dict[str, Any]()
+        self._asked = False
+        self._stuck: Stuck | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -307,12 +313,17 @@ class Watch:
         self._idle_s += passed_s
         if progress and progress != self._known:
             self._known, self._idle_s, self._since = progress, 0.0, _begun(progress)
+            self._asked, self._stuck = False, None
             self._started = self._started or "step" in progress or "reported" in progress
             write_progress(self._folder, progress)
+        if self._idle_s > long_s(self._timeout_s) and not self._asked:
+            self._asked, self._stuck = True, find_stuck(self._folder, self.ask_stacks())
+            if self._stuck:
+                write_progress(self._folder, {**self._known, "stuck": self._stuck.to_dict()})
         limit_s = self._timeout_s
         if limit_s is not None and self._idle_s > (limit_s if self._started else limit_s + self._wait_timeout_s):
-            stuck = find_stuck(self._folder)
-            reason = Reason.of(Code.timed_out, rank=0, limit_s=limit_s, stuck=stuck and stuck.to_dict(), **self._since)
+            stuck = self._stuck and self._stuck.to_dict()
+            reason = Reason.of(Code.timed_out, rank=0, limit_s=limit_s, stuck=stuck, **self._since)
             record_failure(self._folder, RankFailure(reason))
             release_placement_group(self._folder)
             self.begin()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.engine import ray_private
 from fsdp_lab.files import write_json
 from fsdp_lab.record.trial_files import read_object
 from fsdp_lab.wording import resources_text
@@ -28,7 +27,6 @@ class Node:
         host: its name.
         alive: whether it answers.
         resources: by Ray's names.
-        draining: the cluster is about to remove it.
     """
 
     id: str
@@ -37,7 +35,6 @@ class Node:
     host: str
     alive: bool
     resources: Mapping[str, float]
-    draining: bool = False
 
     def __str__(self) -> str:
         return f"{self.address} ({self.host})"
@@ -52,19 +49,8 @@ def nodes() -> list[Node]:
     """Return all nodes that Ray remembers, dead ones too."""
     import ray
 
-    draining = ray_private.draining_nodes()
-    return [
-        Node(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            node["NodeManagerPort"],
-            node["NodeManagerHostname"],
-            node["Alive"],
-            node["Resources"],
-            node["NodeID"] in draining,
-        )
-        for node in ray.nodes()
-    ]
+    names = ("NodeID", "NodeManagerAddress", "NodeManagerPort", "NodeManagerHostname", "Alive", "Resources")
+    return [Node(*(node[name] for name in names)) for node in ray.nodes()]
 
 
 def nodes_asked() -> list[Node]:
@@ -124,11 +110,6 @@ class NodeWatch:
             "free"
             for number, node in before.items()
             if number not in self._alive
-        ]
-        lines += [
-            f"node {node} is draining: it gets no new workers, and its workers end with it"
-            for number, node in self._alive.items()
-            if node.draining and not (number in before and before[number].draining)
         ]
         return lines
 

@@ -23,7 +23,6 @@ def train_rank(
     folder: Path,
     rank: int,
     reporter: Reporter,
-    on_cpu: bool = False,
     storage: str | None = None,
     join: Callable[[], None] = lambda: None,
 ) -> None:
@@ -34,7 +33,6 @@ def train_rank(
         folder: the trial's, or this rank's own.
         rank: of this process.
         reporter: where results go.
-        on_cpu: whether the trial is meant to train on a CPU; then a GPU that PyTorch sees is an error.
         storage: the trial's address in object storage, see `train`.
         join: makes the process group; by default `train` does.
 
@@ -42,16 +40,15 @@ def train_rank(
         RankFailure: any error, with its reason. KeyboardInterrupt is raised as it is.
     """
     from fsdp_lab.training import DivergedError, train
-    from fsdp_lab.training.distributed import keep_threads
+    from fsdp_lab.training.distributed import keep_threads, leave_process_group
 
     try:
         keep_threads()
-        if on_cpu:
-            check_no_gpu()
         join()
         if not folder.is_dir():  # `train` would make it again
             raise FileNotFoundError(f"{folder} is gone: it was removed or moved before the training began")
         train(config, folder, reporter, storage=storage)
+        leave_process_group()
     except (RankFailure, KeyboardInterrupt):
         raise
     except DivergedError as error:
@@ -60,46 +57,29 @@ def train_rank(
         raise failure_of(error, rank, code_of(error), folder) from error
 
 
-def unseen_gpu(rank: int) -> str | None:
-    """Compare this worker's GPU with what PyTorch sees, before NCCL is started on it.
+def check_gpu(rank: int, wanted: bool) -> None:
+    """Compare what this rank was given with what PyTorch sees, before NCCL is started on it.
 
-    Returns:
-        the problem; None: PyTorch sees the GPU.
+    Raises:
+        UserError: it was given a GPU that PyTorch does not see, or PyTorch sees one that the driver did not count.
     """
     from fsdp_lab.training.distributed import sees_cuda
 
     available, built_for = sees_cuda()
+    if available == wanted:
+        return
+    host, hide = socket.gethostname(), 'or hide the GPUs with CUDA_VISIBLE_DEVICES=""'
     if available:
-        return None
-    installed, visible = driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = f"the driver's NVML counts {num_gpus()}"
-    if installed is not None:
-        count += f" ({installed.version}, up to CUDA {'.'.join(map(str, installed.cuda or ('?',)))})"
-    return (
-        f"rank {rank} on {socket.gethostname()} was given a GPU and PyTorch sees none: torch.cuda.is_available() is "
-        f"False, torch.version.cuda={built_for}, CUDA_VISIBLE_DEVICES={visible}, {count}; `python -c 'import "
-        "torch; torch.cuda.init()'` there says why. Update the driver or install a PyTorch built for its CUDA, or hide "
-        'the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU.'
-    )
-
-
-def refuse_unseen_gpu(rank: int) -> None:
-    """Raise a UserError if PyTorch does not see the GPU of this rank."""
-    if problem := unseen_gpu(rank):
-        raise UserError(problem)
-
-
-def check_no_gpu() -> None:
-    """Refuse to train on a CPU if PyTorch sees GPUs that the driver did not count.
-
-    Raises:
-        UserError: it does.
-    """
-    from fsdp_lab.training.distributed import sees_cuda
-
-    if sees_cuda()[0]:
         raise UserError(
-            f"PyTorch sees GPUs on {socket.gethostname()}, but NVML (libnvidia-ml.so.1), which Ray and fsdp_lab ask, "
-            "counts none, so this trial would train on the CPU; in a container allow the driver's utilities "
-            '(NVIDIA_DRIVER_CAPABILITIES=compute,utility), or hide the GPUs with CUDA_VISIBLE_DEVICES="".'
+            f"PyTorch sees GPUs on {host}, but NVML (libnvidia-ml.so.1), which Ray and fsdp_lab ask, counts none, so "
+            "this trial would train on the CPU; in a container allow the driver's utilities "
+            f"(NVIDIA_DRIVER_CAPABILITIES=compute,utility), {hide}."
         )
+    installed, visible = driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    version = f" ({installed.version}, up to CUDA {'.'.join(map(str, installed.cuda or '?'))})" if installed else ""
+    raise UserError(
+        f"rank {rank} on {host} was given a GPU and PyTorch sees none: torch.cuda.is_available() is False, "
+        f"torch.version.cuda={built_for}, CUDA_VISIBLE_DEVICES={visible}, the driver's NVML counts {num_gpus()}"
+        f"{version}; `python -c 'import torch; torch.cuda.init()'` there says why. Update the driver or install a "
+        f"PyTorch built for its CUDA, {hide} to train on the CPU."
+    )

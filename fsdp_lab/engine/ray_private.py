@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import UserError
 from fsdp_lab.private import Name
+
+if TYPE_CHECKING:
+    from fsdp_lab.engine.attempts import Attempts
 
 SUPPORTED = "2.56 to 2.60"
 _ANSWER_S = 4.0
@@ -65,8 +69,6 @@ NAMES = (
     # what the driver prints
     Name("ray._private.worker", "print_to_stdstream", ("data", "ignore_prefix")),
     Name("ray.tune.progress_reporter", "TrialProgressCallback._print", ("self", "msg")),
-    # nodes that are about to be removed
-    Name("ray._private.state", "GlobalState.get_draining_nodes", ("self",)),
     # jobs of `ray job submit`, and the folder for temporary files
     Name("ray._private.runtime_env.constants", "RAY_JOB_CONFIG_JSON_ENV_VAR"),
     Name("ray._private.ray_constants", "DEFAULT_RUNTIME_ENV_DIR_NAME"),
@@ -89,23 +91,8 @@ def check_version() -> None:
         )
 
 
-class Rules(Protocol):
-    """The rules for the attempts of a trial: see `attempts.Attempts`."""
-
-    group: Callable[[], Any]
-
-    def begin(self) -> None:
-        """See `Attempts.begin`."""
-
-    def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]]) -> bool:
-        """See `Attempts.is_final`."""
-
-    def retry(self) -> None:
-        """See `Attempts.retry`."""
-
-
 def fit_here(
-    settings: dict[str, Any], group_name: str, attempts: Rules, workers_per_node: int, ray_is_ours: bool
+    settings: dict[str, Any], group_name: str, attempts: Attempts, workers_per_node: int, ray_is_ours: bool
 ) -> None:
     """Run `TorchTrainer(**settings)` with its controller in this process, which has imported Ray Train already.
 
@@ -149,7 +136,7 @@ def fit_here(
     Trainer(**{name: value for name, value in settings.items() if name != "torch_config"}, backend_config=backend).fit()
 
 
-def worker_group(group_name: str, attempts: Rules, workers_per_node: int, ray_is_ours: bool) -> Any:
+def worker_group(group_name: str, attempts: Attempts, workers_per_node: int, ray_is_ours: bool) -> Any:
     """Return a class of workers in a named placement group, with several workers to a bundle if they share a node.
 
     It uses processes that Ray keeps ready: their environment comes from the driver's.
@@ -183,7 +170,7 @@ def worker_group(group_name: str, attempts: Rules, workers_per_node: int, ray_is
     return Workers
 
 
-def failure_policy(attempts: Rules) -> Any:
+def failure_policy(attempts: Attempts) -> Any:
     """Return Ray's rules for another attempt, after ours.
 
     A worker that was killed while the trial started counts like one that was killed later. Ray gives up if the worker
@@ -230,23 +217,16 @@ def no_autoscaler() -> Any:
     return NoAutoscaler
 
 
-def ask_first_rank(group: Any, question: Callable[[], Any]) -> Any:
-    """Return what rank 0's worker answers; None without workers, or if it does not answer within some seconds."""
+def ask_ranks(group: Any, question: Callable[[], Any], ranks: Iterable[int]) -> dict[int, Any]:
+    """Return what the workers of these ranks answer within some seconds, by rank. Without workers none does."""
     import ray
 
-    if group is None:
-        return None
-    try:
-        return ray.get(group.execute_single_async(0, question), timeout=_ANSWER_S)
-    except (ray.exceptions.RayError, ValueError):  # they are being started or ended, or one is stuck
-        return None
-
-
-def draining_nodes() -> set[str]:
-    """Return the ids of nodes that are about to be removed."""
-    import ray
-
-    return set(ray._private.state.state.get_draining_nodes())
+    answers: dict[int, Any] = {}
+    with suppress(ray.exceptions.RayError, ValueError):  # they are being started or ended
+        asked = {group.execute_single_async(rank, question): rank for rank in ranks} if group else {}
+        for answer in ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)[0] if asked else ():
+            answers[asked[answer]] = ray.get(answer)
+    return answers
 
 
 def session_folder() -> str | None:

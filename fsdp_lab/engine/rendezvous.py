@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from fsdp_lab.hardware import visible_devices
 
 _LOOPBACK = "127.0.0.1"
 _JOIN_S = 1800.0  # for ranks to join, and for a collective: PyTorch's own limit for gloo
+
+Place = str | tuple[str, int]  # a file in a private folder on one machine; or rank 0's host and port
 _meeting: dict[str, Any] = {}  # this worker's
 _port: list[socket.socket] = []  # rank 0's, until it joins
 
@@ -32,23 +33,13 @@ def arrange_meeting(worker_group: Any, one_node: bool, backend: str) -> None:
         one_node: whether all workers are on one node.
         backend: of the process group.
     """
-    if one_node:
-        worker_group.execute(meet_at_file, worker_group.execute_single(0, make_private_folder), backend)
-    else:
-        worker_group.execute(meet_at_port, *worker_group.execute_single(0, open_port), backend)
+    place = worker_group.execute_single(0, make_private_file if one_node else open_port)
+    worker_group.execute(meet, place, backend)
 
 
-def make_private_folder() -> str:
-    """Make a folder on this node that only this user can enter, among Ray's own temporary files."""
-    return tempfile.mkdtemp(prefix="fsdp_lab_", dir=ray_private.session_folder())
-
-
-def meet_at_file(folder: str, backend: str) -> None:
-    """Let the ranks of workers on one machine meet. There is no MASTER_ADDR: no process listens."""
-    rank, world_size = set_launcher_variables(backend)
-    if sys.platform == "linux":  # else gloo listens where the host's name points, which may be the network
-        set_interface(_LOOPBACK)
-    _meeting.update(folder=folder, backend=backend, rank=rank, world_size=world_size)
+def make_private_file() -> str:
+    """Return a new file in a folder that only this user can enter, among the temporary files of this node's Ray."""
+    return str(Path(tempfile.mkdtemp(prefix="fsdp_lab_", dir=ray_private.session_folder())) / "store")
 
 
 def open_port() -> tuple[str, int]:
@@ -61,37 +52,29 @@ def open_port() -> tuple[str, int]:
     return address, _port[0].getsockname()[1]
 
 
-def meet_at_port(address: str, port: int, backend: str) -> None:
-    """Let the ranks meet at rank 0's port."""
+def meet(place: Place, backend: str) -> None:
+    """Let the rank of this worker meet the others at a place; on one machine no process listens."""
     import ray
 
     rank, world_size = set_launcher_variables(backend)
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-    set_interface(ray.util.get_node_ip_address())
-    _meeting.update(host=address, port=port, backend=backend, rank=rank, world_size=world_size)
+    if not isinstance(place, str):
+        os.environ.update(MASTER_ADDR=place[0], MASTER_PORT=str(place[1]))
+        set_interface(ray.util.get_node_ip_address())
+    elif sys.platform == "linux":  # else gloo listens where the host's name points, which may be the network
+        set_interface(_LOOPBACK)
+    _meeting.update(place=place, backend=backend, rank=rank, world_size=world_size)
 
 
 def join() -> None:
     """Join the process group of this worker's trial."""
     from fsdp_lab.training.distributed import join_by_file_store, join_by_tcp_store
 
-    meeting = dict(_meeting)
-    if "folder" not in meeting:
-        listener = _port.pop().detach() if _port else None
-        join_by_tcp_store(**meeting, listener=listener, timeout_s=_JOIN_S)
-        return
-    folder = Path(meeting.pop("folder"))
-    join_by_file_store(str(folder / "store"), **meeting, timeout_s=_JOIN_S)
-
-
-def leave() -> None:
-    """Leave the process group. The last rank removes what the meeting left on this node."""
-    from fsdp_lab.training.distributed import leave_process_group
-
-    leave_process_group()
-    if "folder" in _meeting:
-        with suppress(OSError):  # others still have their file in it, which the last one removes
-            os.rmdir(_meeting["folder"])
+    meeting = dict(_meeting, timeout_s=_JOIN_S)
+    place = meeting.pop("place")
+    if isinstance(place, str):
+        join_by_file_store(place, **meeting)
+    else:
+        join_by_tcp_store(place[0], place[1], listener=_port.pop().detach() if _port else None, **meeting)
 
 
 def gpu_index() -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, default_num_workers
-from fsdp_lab.config.sweep import ClusterConfig, Placement
+from fsdp_lab.config.sweep import ClusterConfig
 
 
 @dataclass(frozen=True)
@@ -89,30 +88,7 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
                 f"cluster.num_workers={max(1, fits)}"
                 + (" or a smaller cluster.cpus_per_worker." if name == "CPU" else " or add nodes.")
             )
-    check_one_node(cluster, needed, ray.nodes())
     return Resources(needed, total)
-
-
-def check_one_node(cluster: ClusterConfig, needed: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a node can hold all workers, if the placement is strict_pack.
-
-    Args:
-        cluster: with the placement.
-        needed: resources of a trial's workers.
-        nodes: `ray.nodes()`.
-
-    Raises:
-        ConfigError: no node can.
-    """
-    if cluster.placement is not Placement.strict_pack:
-        return
-    largest = {name: max(node["Resources"].get(name, 0.0) for node in nodes if node["Alive"]) for name in needed}
-    if short := [name for name, amount in needed.items() if amount > largest[name]]:
-        name = short[0]
-        raise ConfigError(
-            f"cluster.placement=strict_pack puts a trial's workers on one node: they need {needed[name]:g} {name}, and "
-            f"the largest node has {largest[name]:g}; use a smaller cluster.num_workers or cluster.placement=pack."
-        )
 
 
 def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:

@@ -6,17 +6,18 @@ import faulthandler
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
+from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.failures import code_of, failure_of, print_failure
-from fsdp_lab.engine.files_of_ranks import Uploads, scratch_folder, sent_at_end
-from fsdp_lab.engine.rank import refuse_unseen_gpu, train_rank
-from fsdp_lab.engine.rendezvous import gpu_index, join, leave
-from fsdp_lab.engine.stacks import StackDump, long_s
+from fsdp_lab.engine.files_of_ranks import Uploads, sent_at_end
+from fsdp_lab.engine.rank import check_gpu, train_rank
+from fsdp_lab.engine.rendezvous import gpu_index, join
 from fsdp_lab.hardware import WORKER_CPUS
 from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.trial_files import Progress, hold_alive
@@ -39,28 +40,21 @@ def train_worker(job: dict[str, Any]) -> None:
     import ray.train
 
     rank = ray.train.get_context().get_world_rank()
-    stacks = StackDump(long_s(job["timeout_s"]))
     try:
         with own_folder(job, rank) as (folder, uploads):
             prepare_process(job, folder, rank)
             config = from_dict(TrialConfig, job["config"])
-            reporter = RayReporter(config.data.name, stacks, uploads)
+            reporter = RayReporter(config.data.name, uploads)
             reporter.phase("importing PyTorch and joining the other workers")
             try:
-                train_rank(
-                    config, folder, rank, reporter,
-                    on_cpu=not job["use_gpu"], storage=job["storage"], join=lambda: join_ranks(job, rank),
-                )  # fmt: skip
+                train_rank(config, folder, rank, reporter, job["storage"], join=lambda: join_ranks(job, rank))
             except RankFailure as failure:
                 print_failure(failure)
                 raise
-        leave()
     except RankFailure:
         raise
     except BaseException as error:
         raise failure_of(error, rank, code_of(error), Path(job["folder"])) from error
-    finally:
-        stacks.end()
 
 
 class RayReporter:
@@ -70,25 +64,22 @@ class RayReporter:
 
     Args:
         data_name: of the data set, a fact of the trial.
-        stacks: dumps this rank's stack when a phase or a step lasts too long.
         uploads: sends this rank's files; None: they are in the trial's folder.
     """
 
-    def __init__(self, data_name: str, stacks: StackDump, uploads: Uploads | None) -> None:
-        self._data_name, self._stacks, self._uploads = data_name, stacks, uploads
+    def __init__(self, data_name: str, uploads: Uploads | None) -> None:
+        self._data_name, self._uploads = data_name, uploads
 
     def facts(self, facts: dict[str, Any]) -> None:
         """Report the facts, with the name of the data set."""
         self._report(facts={**facts, "data": self._data_name})
 
     def phase(self, name: str) -> None:
-        """Record the phase, and restart the count for a stack dump."""
-        self._stacks.begin()
+        """Record the phase."""
         _progress.phase(name)
 
     def step(self, step: int) -> None:
-        """Record the step, and restart the count for a stack dump."""
-        self._stacks.begin()
+        """Record the step."""
         _progress.step(step)
 
     def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
@@ -123,12 +114,12 @@ def join_ranks(job: dict[str, Any], rank: int) -> None:
     """Choose the GPU that Ray gave to this rank, and join the process group.
 
     Raises:
-        UserError: PyTorch does not see the GPU, on which NCCL would fail.
+        UserError: see `check_gpu`.
     """
     from fsdp_lab.training.distributed import choose_gpu
 
+    check_gpu(rank, job["use_gpu"])
     if job["use_gpu"]:
-        refuse_unseen_gpu(rank)
         choose_gpu(gpu_index())
     join()
 
@@ -154,11 +145,15 @@ def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads |
         FileNotFoundError: the trial's folder is not on this node.
     """
     if job["storage"] is not None:
-        with scratch_folder() as scratch:
-            uploads = Uploads(Storage(job["storage"]), scratch)
+        # among the temporary files of this node's Ray, which go with it: so does what a killed rank has left
+        made = tempfile.TemporaryDirectory(
+            prefix="fsdp_lab_", dir=ray_private.session_folder(), ignore_cleanup_errors=True
+        )
+        with made as scratch:
+            uploads = Uploads(Storage(job["storage"]), Path(scratch))
             uploads.continue_log(rank)
             with sent_at_end(uploads):
-                yield scratch, uploads
+                yield Path(scratch), uploads
         return
     folder = Path(job["folder"])
     if not folder.is_dir():

@@ -220,7 +220,7 @@ class Progress:
         self.content = {**self.content, "reported": now, "time": now}
 
 
-def write_progress(folder: Path, content: dict[str, float | str]) -> None:
+def write_progress(folder: Path, content: dict[str, Any]) -> None:
     """Write `progress.json`."""
     with suppress(OSError):  # a full disk ends a trial where it loses results, not here
         write_json(folder / "progress.json", content, parents=False)
@@ -232,13 +232,19 @@ def read_progress(folder: Path) -> dict[str, float]:
     `step` and `from_step`, the first step of this attempt, are numbers of steps. `first_step`, `time` and `reported`
     are seconds since 1970.
     """
-    return read_numbers(folder / "progress.json", "phase")
+    return read_numbers(folder / "progress.json", "phase", "stuck")
 
 
 def read_phase(folder: Path) -> str | None:
     """Return what a trial is doing other than a step; None during a step, or before it has begun."""
     phase = (read_object(folder / "progress.json") or {}).get("phase")
     return phase if isinstance(phase, str) else None
+
+
+def read_stuck(folder: Path) -> dict[str, Any] | None:
+    """Return which rank others wait for, and where it is, while something lasts unusually long; None: not known."""
+    stuck = (read_object(folder / "progress.json") or {}).get("stuck")
+    return stuck if isinstance(stuck, dict) else None
 
 
 def hold_alive(folder: Path) -> None:

@@ -91,25 +91,6 @@ def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path:
     assert used[0] == [cluster.nodes[0].address] and [node.address] in used[1:], printed(tmp_path)
 
 
-@pytest.mark.full
-def test_a_draining_node_is_reported(cluster: Cluster, tmp_path: Path):
-    """It is told while it drains; Ray then takes it away, and the trial that needs it fails by its name."""
-    node = cluster.nodes[1]
-    (number,) = cluster.ask(
-        f"[n['NodeID'] for n in ray.nodes() if n['Alive'] and n['NodeManagerAddress'] == {node.address!r}]"
-    )
-    with running(cluster, tmp_path, *TWO_NODES, f"training.epochs={_EPOCHS}") as process:
-        wait_for(lambda: trains(tmp_path), process)
-        drain = cluster.ray("drain-node", f"--address={cluster.address}", f"--node-id={number}",
-                          "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test")  # fmt: skip
-        subprocess.run(drain, env=cluster.environment, cwd=tmp_path, check=True, timeout=60, capture_output=True)
-        wait_for(lambda: f"node {node.address} (" in printed(tmp_path), process)
-        assert "is draining: it gets no new workers" in printed(tmp_path)
-        process.terminate()
-        process.wait(60)
-    cluster.kill(node)
-
-
 _HOLD = "ray.get(ray.util.placement_group([{'CPU': 3}, {'CPU': 2}], name='held').ready(), timeout=100) is not None"
 _FREE = "ray.util.remove_placement_group(ray.util.get_placement_group('held'))"
 _WAIT = "[1 for group in ray.util.placement_group_table().values() if group['state'] in ('PENDING', 'RESCHEDULING')]"

@@ -56,17 +56,10 @@ def test_the_token_comes_from_each_of_rays_places(cluster: Cluster, tmp_path: Pa
     assert done.stdout == "ran\n", done.stderr
 
 
-def test_a_wrong_token_is_reported_by_its_place(cluster: Cluster, tmp_path: Path):
+def test_a_wrong_token_is_reported(cluster: Cluster, tmp_path: Path):
     wrong = write_token(tmp_path / ".ray" / "auth_token", "0" * 64)
-    for variables, given in (
-        ({"RAY_AUTH_MODE": "token"}, "the one in ~/.ray/auth_token does not match"),
-        (
-            {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)},
-            f"the one in RAY_AUTH_TOKEN_PATH={wrong} does not match",
-        ),
-        ({}, "the one in ~/.ray/auth_token is not sent without RAY_AUTH_MODE=token"),
-    ):
+    for variables in ({"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)}, {}):
         done = reach(cluster, tmp_path, **variables)
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert f"{cluster.address}: this Ray cluster asks for an authentication token, and {given}" in done.stderr
-        assert "0" * 64 not in done.stderr
+        assert f"{cluster.address}: this Ray cluster asks for an authentication token, and" in done.stderr
+        assert "set RAY_AUTH_MODE=token" in done.stderr and "0" * 64 not in done.stderr

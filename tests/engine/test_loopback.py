@@ -80,7 +80,7 @@ from fsdp_lab.engine import rendezvous
 ray.util.get_node_ip_address = lambda: "127.0.0.1"
 rendezvous.set_launcher_variables = lambda backend: (0, 1)
 address, port = rendezvous.open_port()
-rendezvous.meet_at_port(address, port, "gloo")
+rendezvous.meet((address, port), "gloo")
 rendezvous.join()
 dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
 print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])

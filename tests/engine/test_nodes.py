@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_lab.config import ConfigError
-from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.engine.nodes import Node, NodeWatch, answers, groups_that_fit, lost
 from fsdp_lab.engine.rendezvous import gpu_index
-from fsdp_lab.engine.resources import check_one_node
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.reason_texts import reason_text
 from tests.sweep.conftest import PLAIN, TINY
@@ -34,8 +31,6 @@ def test_changes_are_reported_once():
     watch = NodeWatch([A])
     assert watch.changes([A]) == []
     assert watch.changes([A, B]) == ["node 10.0.0.2 (other) joined with 96 CPU and 8 GPU; the next trials use it"]
-    (draining,) = watch.changes([A, replace(B, draining=True)])
-    assert draining.startswith("node 10.0.0.2 (other) is draining")
     (gone,) = watch.changes([A, GONE])
     assert gone.startswith("node 10.0.0.2 (other) went down with 96 CPU and 8 GPU")
     assert watch.changes([A, GONE]) == [] and watch.known == {"a", "b"}
@@ -72,15 +67,6 @@ def test_workers_without_a_place_are_explained(gone: list[Node], message: str):
     text = reason_text(reason)
     assert text.startswith("cannot place 8 workers with 1 CPU and 1 GPU each within cluster.wait_timeout_s=600 s: ")
     assert message in text
-
-
-def test_strict_pack_needs_a_node_that_holds_all():
-    rays = [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
-    cluster = ClusterConfig(placement=Placement.strict_pack)
-    check_one_node(cluster, {"CPU": 2.0}, rays)
-    check_one_node(ClusterConfig(), {"CPU": 3.0}, rays)
-    with pytest.raises(ConfigError, match="they need 3 CPU, and the largest node has 2"):
-        check_one_node(cluster, {"CPU": 3.0}, rays)
 
 
 @pytest.mark.parametrize(

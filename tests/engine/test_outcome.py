@@ -134,7 +134,8 @@ def test_a_gpu_that_nobody_counted_is_reported(on_cpu: bool, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
     with pytest.raises(RankFailure) if on_cpu else nullcontext() as raised:
-        train_rank(TrialConfig(), tmp_path, 0, InlineReporter(tmp_path, "digits"), on_cpu=on_cpu)
+        join = (lambda: join_ranks({"use_gpu": False}, 0)) if on_cpu else lambda: None
+        train_rank(TrialConfig(), tmp_path, 0, InlineReporter(tmp_path, "digits"), join=join)
     if raised is not None:
         assert raised.value.reason.code == "user_error"
         text = reason_text(raised.value.reason)

@@ -41,10 +41,10 @@ import ray
 class Tune:
     def run(self, given, meeting):
         from fsdp_lab.engine import job
-        from fsdp_lab.engine.rendezvous import meet_at_file
+        from fsdp_lab.engine.rendezvous import meet
         arrange = job.arrange_meeting
         if meeting:
-            job.arrange_meeting = lambda group, one_node, backend: group.execute(meet_at_file, meeting, backend)
+            job.arrange_meeting = lambda group, one_node, backend: group.execute(meet, meeting, backend)
         job.run_job(job.Job(**given), lambda metrics: None)
         job.arrange_meeting = arrange
 
@@ -134,7 +134,7 @@ def test_when_a_worker_dies_while_it_starts(runner: Runner, config: dict[str, An
 
 def test_when_the_ranks_do_not_meet(runner: Runner, config: dict[str, Any], tmp_path: Path):
     """The file by which they meet cannot be made."""
-    runner.run(tmp_path, config, meeting="/dev/null")
+    runner.run(tmp_path, config, meeting="/dev/null/store")
     assert "Not a directory" in error_of(tmp_path)
 
 

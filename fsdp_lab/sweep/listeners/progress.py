@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from fsdp_lab.engine.stacks import find_stuck, long_s
-from fsdp_lab.record.trial_files import read_phase, read_progress
+from fsdp_lab.engine.stacks import long_s
+from fsdp_lab.record.trial_files import read_phase, read_progress, read_stuck
 from fsdp_lab.report.reason_texts import stuck_text
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.wording import duration
 
 _WORTH_TELLING_S = 5.0  # a shorter step needs no time beside it
-_DUMP_S = 1.0  # until a rank has written its stack
+_DUMP_S = 2.0  # until ranks have told where they are
 _MOST = 5  # running trials that are told about
 
 
@@ -82,8 +82,8 @@ class Watch:
         if kind is None or (number, kind) in self._reported or doing.lasts_s < long_s(timeout_s) + _DUMP_S:
             return None
         self._reported.add((number, kind))
-        stuck = find_stuck(folder)
-        where = f"; {stuck_text(**stuck.to_dict())}" if stuck else ""
+        stuck = read_stuck(folder)
+        where = f"; {stuck_text(**stuck)}" if stuck else ""
         return f"{doing.what} has lasted {duration(doing.lasts_s)}{where}"
 
 
