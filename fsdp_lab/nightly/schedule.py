@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.nightly.nights import Night
 
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")  # cron's numbers; APScheduler counts from Monday
+_MOST_STARTS = 3  # of a night that keeps being killed
 
 
 def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
@@ -79,13 +81,17 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
     """
     command = [sys.executable, "-m", "fsdp_lab.nightly", "--once", *overrides]
     processes: list[subprocess.Popen[bytes]] = []
+    ending = threading.Event()
 
     def log_next() -> None:
         log(f"the next night is {night_after(trigger, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M:%S %Z}")
 
     def run() -> None:
-        processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
-        processes[0].wait()
+        for _ in range(_MOST_STARTS):
+            processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
+            if processes[0].wait() >= 0 or ending.is_set():
+                break
+            log("the night was killed; it starts again, and resumes")
         log_next()
 
     scheduler = BlockingScheduler(timezone=UTC)
@@ -95,6 +101,7 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
     try:
         scheduler.start()
     except KeyboardInterrupt:
+        ending.set()
         for process in processes:
             process.terminate()
             if process.wait() == 130:

@@ -14,9 +14,9 @@ from fsdp_lab.metrics import MIB, declared
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.choice import PLAIN, departures
 from fsdp_lab.report.data import SweepData, TrialRow
-from fsdp_lab.report.reasons import Why
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.settings import REPEATS, Setting
+from fsdp_lab.report.statements import Why
 from fsdp_lab.report.texts import figures_text, memory_text, percent_text, ratio_text, short_count, times_text
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.wording import count

@@ -8,10 +8,10 @@ from statistics import median
 
 from fsdp_lab.metrics import LOSS_EPS, OTHERS_CPU, PREDICTED_SPEED, SPEED
 from fsdp_lab.report.qualify import too_large
-from fsdp_lab.report.reasons import Note, Reason
 from fsdp_lab.report.repeats import undecided
 from fsdp_lab.report.settings import REPEATS, Setting, Settings, or_inf
 from fsdp_lab.report.speed import Basis
+from fsdp_lab.report.statements import Note, Statement
 from fsdp_lab.status import TrialStatus
 
 _TYPES = {2.0**-7: "bfloat16", 2.0**-10: "float16"}
@@ -19,7 +19,7 @@ _TYPES = {2.0**-7: "bfloat16", 2.0**-10: "float16"}
 _CLEARLY = 0.02  # a loss that is lower by less may be chance
 
 
-def notes_on(settings: Settings, able: Sequence[Setting], chosen: Setting, raced: bool) -> list[Reason]:
+def notes_on(settings: Settings, able: Sequence[Setting], chosen: Setting, raced: bool) -> list[Statement]:
     """Return the notes below a recommendation.
 
     Args:
@@ -31,12 +31,12 @@ def notes_on(settings: Settings, able: Sequence[Setting], chosen: Setting, raced
     notes = []
     if settings.excluded and settings.rules.by_speed:
         share = max(settings.figure(number, OTHERS_CPU) for number in settings.excluded)
-        notes.append(Reason(Note.excluded, {"count": len(settings.excluded), "share": share, "compared": raced}))
+        notes.append(Statement(Note.excluded, {"count": len(settings.excluded), "share": share, "compared": raced}))
     if raced and len({s.group for s in able}) > 1 and settings.speeds.basis is Basis.nothing:
         tried = settings.rules.repeat_max is not None or any(len(s.trials) > 1 for s in settings.all)
-        notes.append(Reason(Note.one_run, {"tried": tried, "grid": not settings.rules.objectives}))
+        notes.append(Statement(Note.one_run, {"tried": tried, "grid": not settings.rules.objectives}))
     if settings.idle_axes:
-        notes.append(Reason(Note.idle, {"axes": settings.idle_axes}))
+        notes.append(Statement(Note.idle, {"axes": settings.idle_axes}))
     if settings.rules.predicted:
         return notes
     notes += [*_nothing_learned(settings, able), *_rounding(settings), *_predictions(settings)]
@@ -47,25 +47,25 @@ def notes_on(settings: Settings, able: Sequence[Setting], chosen: Setting, raced
     return notes
 
 
-def _nothing_learned(settings: Settings, able: Sequence[Setting]) -> Iterator[Reason]:
+def _nothing_learned(settings: Settings, able: Sequence[Setting]) -> Iterator[Statement]:
     """Yield a note if no loss is clearly below that of a model that guesses."""
     trivial = settings.rules.trivial_loss
     least = min(or_inf(settings.median(s, settings.loss_key)) for s in able)
     if trivial is not None and trivial * (1 - _CLEARLY) <= least < math.inf:
-        yield Reason(Note.nothing_learned, {"metric": settings.loss_key, "loss": least, "trivial": trivial})
+        yield Statement(Note.nothing_learned, {"metric": settings.loss_key, "loss": least, "trivial": trivial})
 
 
-def _rounding(settings: Settings) -> Iterator[Reason]:
+def _rounding(settings: Settings) -> Iterator[Statement]:
     spacings: dict[str, float] = {}
     for setting in settings.all:
         name = _TYPES.get(settings.median(setting, LOSS_EPS), "a narrow type")
         if spacing := settings.spacing(setting, settings.loss_key):
             spacings[name] = max(spacing, spacings.get(name, 0.0))
     for name, spacing in sorted(spacings.items()):
-        yield Reason(Note.rounding, {"type": name, "spacing": spacing})
+        yield Statement(Note.rounding, {"type": name, "spacing": spacing})
 
 
-def _predictions(settings: Settings) -> Iterator[Reason]:
+def _predictions(settings: Settings) -> Iterator[Statement]:
     """Yield how far the predicted speeds were off. Excluded timings are not compared."""
     predicted = {n: s for n in settings.frame.index if (s := settings.figure(n, PREDICTED_SPEED)) > 0}
     if not predicted:
@@ -83,10 +83,10 @@ def _predictions(settings: Settings) -> Iterator[Reason]:
         first = max(measured, key=lambda number: predicted[number])
         values |= {"median": median(errors), "largest": max(errors)}
         values["behind"] = 1 - measured[first] / max(measured.values())
-    yield Reason(Note.predictions, values)
+    yield Statement(Note.predictions, values)
 
 
-def _skipped(settings: Settings, chosen_speed: float) -> Iterator[Reason]:
+def _skipped(settings: Settings, chosen_speed: float) -> Iterator[Statement]:
     """Yield the skipped setting of the highest predicted speed, if that is above the recommended setting's."""
     skipped = {
         number: settings.figure(number, PREDICTED_SPEED)
@@ -97,10 +97,10 @@ def _skipped(settings: Settings, chosen_speed: float) -> Iterator[Reason]:
     if known and settings.rules.by_speed:
         first = max(known, key=lambda number: known[number])
         values = {"count": len(skipped), "setting": settings.of_trial[first], "predicted": known[first]}
-        yield Reason(Note.skipped, {**values, "factor": chosen_speed / known[first]})
+        yield Statement(Note.skipped, {**values, "factor": chosen_speed / known[first]})
 
 
-def _auto(settings: Settings, most: int) -> Iterator[Reason]:
+def _auto(settings: Settings, most: int) -> Iterator[Statement]:
     """Yield why `repeat=auto` stopped."""
     axes = [axis for axis in REPEATS if axis in settings.frame]
     names = list(zip(*(settings.frame[axis] for axis in axes), strict=True))
@@ -116,4 +116,4 @@ def _auto(settings: Settings, most: int) -> Iterator[Reason]:
         state = "same"
     else:
         state = "settled" if len(left) < 2 else "early" if rounds < most else "limit"
-    yield Reason(Note.auto, {"state": state, "rounds": rounds, "runs": len(names), "left": left})
+    yield Statement(Note.auto, {"state": state, "rounds": rounds, "runs": len(names), "left": left})

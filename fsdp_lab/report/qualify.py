@@ -6,8 +6,8 @@ import math
 from collections import Counter
 
 from fsdp_lab.metrics import OTHERS_CPU, SPEED
-from fsdp_lab.report.reasons import Reason, WhyNot
 from fsdp_lab.report.settings import Setting, Settings, or_inf
+from fsdp_lab.report.statements import Statement, WhyNot
 from fsdp_lab.status import TrialStatus
 
 _NO_MATTER = {
@@ -15,7 +15,7 @@ _NO_MATTER = {
 }  # fmt: skip
 
 
-def qualify(settings: Settings) -> tuple[list[Setting], dict[str, Reason]]:
+def qualify(settings: Settings) -> tuple[list[Setting], dict[str, Statement]]:
     """Return the settings that qualify, and why the others do not, by name."""
     why_not = {s.name: reason for s in settings.all if (reason := does_not_fit(settings, s))}
     fitting = [s for s in settings.all if s.name not in why_not]
@@ -25,14 +25,14 @@ def qualify(settings: Settings) -> tuple[list[Setting], dict[str, Reason]]:
         for setting in fitting:
             for metric in objectives:
                 if metric != SPEED and not math.isfinite(settings.median(setting, metric)):
-                    why_not[setting.name] = Reason(WhyNot.no_figure, {"metric": metric})
+                    why_not[setting.name] = Statement(WhyNot.no_figure, {"metric": metric})
     elif fitting and not settings.rules.predicted:
         best = min(fitting, key=lambda s: or_inf(settings.median(s, loss)))
         why_not |= {s.name: reason for s in fitting if (reason := _learned_less(settings, s, best))}
     return [s for s in fitting if s.name not in why_not], why_not
 
 
-def does_not_fit(settings: Settings, setting: Setting) -> Reason | None:
+def does_not_fit(settings: Settings, setting: Setting) -> Statement | None:
     """Return why a setting did not run to its end, or cannot fit by its forecast; None if neither is so.
 
     A repeat that has no result yet, or that a scheduler stopped, says nothing against one that finished.
@@ -42,36 +42,36 @@ def does_not_fit(settings: Settings, setting: Setting) -> Reason | None:
     if ended:
         status, count = ended.most_common(1)[0]
         code = WhyNot(status) if status in WhyNot.__members__ else WhyNot.no_result
-        return Reason(code, {"count": count, "of": len(setting.trials)})
+        return Statement(code, {"count": count, "of": len(setting.trials)})
     return next((reason for number in setting.trials if (reason := too_large(settings, number))), None)
 
 
-def too_large(settings: Settings, number: int) -> Reason | None:
+def too_large(settings: Settings, number: int) -> Statement | None:
     """Return why a trial cannot fit, by its forecast; None if it can, or that is not known."""
     needed, capacity, least = (
         settings.figure(number, f"forecast/{key}_bytes") for key in ("needed", "capacity", "least")
     )
     code = WhyNot.tight if least <= capacity else WhyNot.too_large
-    return Reason(code, {"needed": needed, "capacity": capacity}) if needed > capacity else None
+    return Statement(code, {"needed": needed, "capacity": capacity}) if needed > capacity else None
 
 
-def _learned_less(settings: Settings, setting: Setting, best: Setting) -> Reason | None:
+def _learned_less(settings: Settings, setting: Setting, best: Setting) -> Statement | None:
     loss, least = settings.median(setting, settings.loss_key), settings.median(best, settings.loss_key)
     if not math.isfinite(loss):
-        return Reason(WhyNot.no_figure, {"metric": settings.loss_key})
+        return Statement(WhyNot.no_figure, {"metric": settings.loss_key})
     allowed = settings.rules.loss_tolerance * abs(least) + settings.rounding(setting, best, settings.loss_key)
     if loss <= least + allowed:
         return None
     above = (loss - least) / max(abs(least), 1e-12)
-    return Reason(WhyNot.learned_less, {"metric": settings.loss_key, "loss": loss, "above": above})
+    return Statement(WhyNot.learned_less, {"metric": settings.loss_key, "loss": loss, "above": above})
 
 
-def not_compared(settings: Settings, setting: Setting) -> Reason:
+def not_compared(settings: Settings, setting: Setting) -> Statement:
     """Return why a setting has no speed that is compared with others."""
     shares = [settings.figure(number, OTHERS_CPU) for number in setting.trials if number in settings.excluded]
     if shares:
-        return Reason(WhyNot.timing_excluded, {"share": max(shares)})
-    return Reason(WhyNot.untimed)
+        return Statement(WhyNot.timing_excluded, {"share": max(shares)})
+    return Statement(WhyNot.untimed)
 
 
 def only_one_counts(settings: Settings, able: list[Setting]) -> bool:

@@ -14,9 +14,9 @@ from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, declared
 from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on
 from fsdp_lab.report.qualify import does_not_fit, not_compared, only_one_counts, qualify
-from fsdp_lab.report.reasons import NoSpeeds, Reason, TieBreak, Why
 from fsdp_lab.report.settings import Rules, Setting, Settings
 from fsdp_lab.report.speed import Interval, Speeds
+from fsdp_lab.report.statements import NoSpeeds, Statement, TieBreak, Why
 from fsdp_lab.report.ties import best_of, break_tie, is_tied
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Comparison:
     memory: float
     loss: float
     rounded: bool
-    why_not: Reason | None
+    why_not: Statement | None
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class Recommendation:
     """
 
     setting: Setting | None
-    why: Reason
-    no_speeds: Reason | None
+    why: Statement
+    no_speeds: Statement | None
     tied: list[Setting]
     tie_break: TieBreak | None
     able: list[Setting]
-    why_not: dict[str, Reason]
+    why_not: dict[str, Statement]
     front: list[Setting]
     axes: list[tuple[str, str]]
     others: list[Comparison]
-    notes: list[Reason]
+    notes: list[Statement]
     settings: Settings = field(repr=False)
 
     @property
@@ -124,7 +124,7 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
     axes = _axes(rules)
     front = _front(settings, axes)
     if not able:
-        why = Reason(Why.none_qualifies if settings.all else Why.no_trial)
+        why = Statement(Why.none_qualifies if settings.all else Why.no_trial)
         return Recommendation(None, why, no_speeds, [], None, [], why_not, front, axes, [], [], settings)
     best, raced = best_of(settings, able)
     chosen, tie_break = break_tie(settings, best, bool(raced))
@@ -144,14 +144,14 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
     )  # fmt: skip
 
 
-def _no_speeds(settings: Settings, able: Sequence[Setting], alone: bool) -> Reason | None:
+def _no_speeds(settings: Settings, able: Sequence[Setting], alone: bool) -> Statement | None:
     if not settings.rules.by_speed or not able or (any(settings.speeds.has(s.group) for s in able) and not alone):
         return None
     shares = [settings.figure(n, OTHERS_CPU) for s in able for n in s.trials if n in settings.excluded]
     counted = [s for s in able if settings.speeds.has(s.group)]
     if not shares:
-        return Reason(NoSpeeds.too_short)
-    return Reason(NoSpeeds.only_one if alone else NoSpeeds.excluded, {"share": max(shares), "counted": counted})
+        return Statement(NoSpeeds.too_short)
+    return Statement(NoSpeeds.only_one if alone else NoSpeeds.excluded, {"share": max(shares), "counted": counted})
 
 
 def _axes(rules: Rules) -> list[tuple[str, str]]:
@@ -177,8 +177,8 @@ def _why(
     tied: Sequence[Setting],
     front: Sequence[Setting],
     raced: bool,
-    no_speeds: Reason | None,
-) -> Reason:
+    no_speeds: Statement | None,
+) -> Statement:
     others = [s for s in able if s is not chosen]
     objectives = [o for o in settings.rules.objectives if raced or o[0] != SPEED]
     if objectives:
@@ -186,24 +186,26 @@ def _why(
         values = [settings.value(s, metric) for s in able]
         is_best = settings.value(chosen, metric) == (min(values) if better == "min" else max(values))
         of = {"objectives": objectives, "count": len(able), "is_best": is_best, "on_front": chosen in front}
-        return Reason(Why.objectives, of)
+        return Statement(Why.objectives, of)
     if len(settings.all) == 1:
-        return Reason(Why.only)
+        return Statement(Why.only)
     if not others:
-        return Reason(Why.alone if all(s.ended for s in settings.statuses.values()) else Why.pending)
+        return Statement(Why.alone if all(s.ended for s in settings.statuses.values()) else Why.pending)
     if not raced:
         measured = math.isfinite(settings.median(chosen, MEMORY))
-        return Reason(Why.least_memory if measured else Why.lowest_loss, {"count": len(able)})
+        return Statement(Why.least_memory if measured else Why.lowest_loss, {"count": len(able)})
     if tied:
-        return Reason(Why.tied)
+        return Statement(Why.tied)
     if len({s.group for s in able}) == 1:
-        return Reason(Why.same_speed, {"count": len(able)})
+        return Statement(Why.same_speed, {"count": len(able)})
     following = max(others, key=lambda s: settings.speeds.estimate(s.group))
     ratio = settings.speeds.ratio(chosen.group, following.group)
-    return Reason(Why.fastest, {"count": len(able), "next": following, "ratio": ratio})
+    return Statement(Why.fastest, {"count": len(able), "next": following, "ratio": ratio})
 
 
-def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: dict[str, Reason]) -> Comparison:
+def _compare(
+    settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: dict[str, Statement]
+) -> Comparison:
     same = other.group == chosen.group
     timed = settings.is_finished(other) and settings.speeds.has(other.group) and settings.speeds.has(chosen.group)
     memory, mine = settings.median(other, MEMORY), settings.median(chosen, MEMORY)

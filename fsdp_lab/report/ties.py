@@ -9,8 +9,8 @@ from typing import Any
 from fsdp_lab.metrics import SPEED
 from fsdp_lab.report.choice import departures, smallest
 from fsdp_lab.report.predicted import EQUAL
-from fsdp_lab.report.reasons import TieBreak
 from fsdp_lab.report.settings import Setting, Settings, or_inf
+from fsdp_lab.report.statements import TieBreak
 
 SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
 

@@ -13,9 +13,9 @@ from fsdp_lab.metrics import MEMORY, MIB, PREDICTED_SPEED, SPEED
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.data import SweepData, TrialRow
-from fsdp_lab.report.reasons import NoSpeeds, Note, Reason, TieBreak, Why, WhyNot
 from fsdp_lab.report.recommend import Recommendation, recommend
 from fsdp_lab.report.repeats import undecided
+from fsdp_lab.report.statements import NoSpeeds, Note, Statement, TieBreak, Why, WhyNot
 from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
 
@@ -32,7 +32,7 @@ def chosen(made: SweepData) -> dict[str, str]:
     return setting.values
 
 
-def codes(reasons: list[Reason] | dict[str, Reason]) -> list[str]:
+def codes(reasons: list[Statement] | dict[str, Statement]) -> list[str]:
     return [str(reason.code) for reason in (reasons.values() if isinstance(reasons, dict) else reasons)]
 
 
@@ -169,7 +169,7 @@ def test_an_excluded_timing_decides_nothing():
     rows = [on_cpu(0, 0, 0.05, 1000.0), on_cpu(1, 2, 0.05, 900.0), on_cpu(2, 3, 0.44, 3000.0)]
     r = of(sweep(rows))
     assert chosen(sweep(rows)) == {"sharding": "ddp", "precision": "fp32"}
-    assert r.why_not["sharding=root precision=bf16"] == Reason(WhyNot.timing_excluded, {"share": 0.44})
+    assert r.why_not["sharding=root precision=bf16"] == Statement(WhyNot.timing_excluded, {"share": 0.44})
     assert codes(r.notes) == [Note.excluded, Note.one_run] and r.is_by_speed
     allowed = sweep(rows).judged_by(0.5)
     assert chosen(allowed) == {"sharding": "root", "precision": "bf16"}
@@ -220,7 +220,7 @@ def test_when_nothing_qualifies_it_says_that_and_why():
     r = of(sweep([trial(0, ("ddp", "fp32", "oom", 0, 0, 0)), trial(1, ("root", "fp32", "diverged", 0, 0, 0))]))
     assert r.setting is None and codes(r.why_not) == [WhyNot.oom, WhyNot.diverged]
     nan = sweep([trial(0, ("ddp", "fp32", "finished", 10, 100.0, math.nan))])
-    assert of(nan).why_not["sharding=ddp precision=fp32"] == Reason(WhyNot.no_figure, {"metric": "train/loss"})
+    assert of(nan).why_not["sharding=ddp precision=fp32"] == Statement(WhyNot.no_figure, {"metric": "train/loss"})
     assert answer(nan).sentence == "No setting qualifies: the only one has no finite train/loss."
     assert of(sweep([])).why.code is Why.no_trial and answer(sweep([])).command == ""
 

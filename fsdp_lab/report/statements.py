@@ -1,4 +1,4 @@
-"""What a recommendation rests on, as codes with values. Their texts are in `templates/words.j2`."""
+"""What a recommendation states, as codes with values. Their texts are in `templates/words.j2`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Note(StrEnum):
 
 
 @dataclass(frozen=True)
-class Reason:
+class Statement:
     """A code, and the values that its text needs."""
 
     code: StrEnum
