@@ -16,6 +16,7 @@ from fsdp_lab.forecast.table import Row
 from fsdp_lab.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.answer import as_lines, template_words, with_a_line
+from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.settings import Rules, Setting
 from fsdp_lab.speed.predict import Speed
@@ -126,7 +127,7 @@ def _cells(row: Row, swept: Sequence[str]) -> dict[str, object]:
         "device": "cuda" if forecast.cuda else "cpu",
         MEMORY: float(forecast.needed_bytes),
         "forecast/needed_bytes": float(forecast.needed_bytes),
-        "forecast/least_bytes": float(forecast.least_bytes) if forecast.tight else math.nan,
+        LEAST: float(forecast.least_bytes) if forecast.tight else math.nan,
         "forecast/capacity_bytes": float(known) if known is not None else math.nan,
         RATIO_GROUP: "",
     }

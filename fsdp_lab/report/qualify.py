@@ -14,6 +14,8 @@ _NO_MATTER = {
     TrialStatus.waiting, TrialStatus.starting, TrialStatus.running, TrialStatus.interrupted, TrialStatus.stopped,
 }  # fmt: skip
 
+LEAST = "least_bytes"  # a column of forecasts: the bytes without which a trial cannot run, its allowance aside
+
 
 def qualify(settings: Settings) -> tuple[list[Setting], dict[str, Statement]]:
     """Return the settings that qualify, and why the others do not, by name."""
@@ -48,10 +50,8 @@ def does_not_fit(settings: Settings, setting: Setting) -> Statement | None:
 
 def too_large(settings: Settings, number: int) -> Statement | None:
     """Return why a trial cannot fit, by its forecast; None if it can, or that is not known."""
-    needed, capacity, least = (
-        settings.figure(number, f"forecast/{key}_bytes") for key in ("needed", "capacity", "least")
-    )
-    code = WhyNot.tight if least <= capacity else WhyNot.too_large
+    needed, capacity = (settings.figure(number, f"forecast/{key}_bytes") for key in ("needed", "capacity"))
+    code = WhyNot.tight if settings.figure(number, LEAST) <= capacity else WhyNot.too_large
     return Statement(code, {"needed": needed, "capacity": capacity}) if needed > capacity else None
 
 

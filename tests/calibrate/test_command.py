@@ -310,15 +310,15 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
     forecast = forecast_one(Request(settings, 2, False, None, sheet=data_sheet(settings)))
     metrics = {"perf/samples_per_s": 320.0, "perf/data_wait_share": 0.5, "perf/others_cpu": others}
     state = SimpleNamespace(
-        trial=SimpleNamespace(config=settings), forecast=forecast, metrics=metrics, status=TrialStatus.finished
-    )
+        trial=SimpleNamespace(config=settings), forecast=forecast, metrics=metrics, status=TrialStatus.finished,
+        device="cpu",
+    )  # fmt: skip
     sweep = SimpleNamespace(states=[state], folder=here / "sweep", log=print, log_once=print)
     monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.resources.num_gpus", lambda: 0)
     monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.resources.resolve_num_workers", lambda cluster: 2)
     plan = SimpleNamespace(config=settings, state=SimpleNamespace(trials=[]))
     listener = Forecasts(plan)  # type: ignore[arg-type]
     for _ in range(2):  # a resume may publish it again
-        listener.facts(sweep, 0, {"device": "cpu"})  # type: ignore[arg-type]
         listener.ended(sweep, 0)  # type: ignore[arg-type]
     sheet = data_sheet(settings)
     assert sheet is not None and sheet.measured is not None
