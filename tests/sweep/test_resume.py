@@ -154,7 +154,7 @@ def test_a_trial_with_excluded_timing_is_measured_again_and_its_record_kept(fold
     after, store = run_ids(folder), Store(folder)
     assert [old != new for old, new in zip(before, after, strict=True)] == [False, True, False, False]
     old = next(run for run in store.trials if run.info.run_id == before[1])
-    assert old.info.run_name.endswith(" (disturbed)") and old.data.metrics["train/loss"]
+    assert old.info.run_name.endswith(" (timing excluded)") and old.data.metrics["train/loss"]
     by_id = forked.run(folder, "fsdp_lab.report", f"sweep={store.parents[0].info.run_id}", STORE, "out=again")
     assert by_id.returncode == 0 and ", 4 trials" in (folder / "again" / "report.md").read_text()
     disturb(folder, 0.0, range(1, 2))
