@@ -262,10 +262,9 @@ class Projection:
         """Send the difference between what the record and the store have of a run."""
         wanted = self._wanted(number)
         if number in self._unsure:
-            found = self._try("a search for runs", None, self._runs) or {}
-            if number in found:
-                self._stored[number] = found[number]
-            self._unsure.discard(number)
+            found = self._try("a search for runs", None, self._runs)
+            self._stored |= {each: run for each, run in (found or {}).items() if each in self._unsure}
+            self._unsure = {number} ^ self._unsure if found is None else set()  # one search tells of all
         if number not in self._stored:
             created = self._try("a run", None, self._create, number, wanted)
             if created is None:
