@@ -30,7 +30,7 @@ def failure_of(error: BaseException, rank: int, code: Code, folder: Path) -> Ran
     if code is Code.user_error:
         # a process that loads data gives back a whole traceback, with the message at its end
         from_loader = str(error).startswith("Caught ")
-        text = str(error).partition("UserError: ")[2] if from_loader else str(error)
+        text = str(error).strip().splitlines()[-1].partition(": ")[2] if from_loader else str(error)
         trace = _traceback(error) if from_loader or error.__cause__ is not None else ""
         return RankFailure(Reason.of(code, rank=rank, text=text), trace)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)

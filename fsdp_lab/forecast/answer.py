@@ -185,7 +185,7 @@ def _scaling(made: Sequence[Answer]) -> list[dict[str, object]]:
             alike.setdefault(others, []).append(answer)
     gains: list[dict[str, object]] = []
     for others, some in alike.items():
-        few, many = (find(some, key=lambda a: int(a.where[WORKERS])) for find in (min, max))
+        few, many = (find(some, key=lambda a: a.best.forecast.num_workers if a.best else 0) for find in (min, max))
         best, other = many.recommendation.setting, few.recommendation.setting
         if few is many or best is None or other is None:
             continue

@@ -41,7 +41,7 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
         *rest, weekdays = cron.split() or [""]
         if weekdays != "*" and rest[2:3] not in ([], ["*"]):
             raise ValueError("a day of the month and a weekday cannot be combined")
-        named = re.sub("[0-7]", lambda number: _DAYS[int(number[0])], weekdays)
+        named = ",".join(map(_named, weekdays.split(","))) if len(rest) == 4 else weekdays
         trigger = CronTrigger.from_crontab(" ".join([*rest, named]), timezone=known)
     except ValueError as error:
         raise ConfigError(
@@ -52,6 +52,21 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
             f"nightly.cron='{cron}' never runs: no date has its day and month; use for example '0 2 * * *'."
         )
     return trigger
+
+
+def _named(weekdays: str) -> str:
+    """Return cron's weekdays, such as `5`, `0-4`, `fri` or `*`, as the names of days.
+
+    APScheduler would ignore a step behind a range, and refuses a range that begins on Sunday.
+    """
+    if not re.fullmatch(r"\*|[0-7](-[0-7])?|[a-z]{3}(-[a-z]{3})?", weekdays):
+        raise ValueError(f"the weekday {weekdays} cannot be read; use numbers or names, such as 1-5 or mon-fri")
+    if not weekdays[0].isdigit():
+        return weekdays
+    first, last = int(weekdays[0]), int(weekdays[-1])
+    if first > last:
+        raise ValueError(f"the weekdays {weekdays} end before they begin")
+    return ",".join(dict.fromkeys(_DAYS[first : last + 1]))
 
 
 def night_after(trigger: CronTrigger, moment: datetime) -> datetime:
@@ -88,7 +103,11 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
 
     def run() -> None:
         for _ in range(_MOST_STARTS):
+            if ending.is_set():
+                return
             processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
+            if ending.is_set():  # the interrupt came between the two
+                processes[0].terminate()
             if processes[0].wait() >= 0 or ending.is_set():
                 break
             log("the night was killed; it starts again, and resumes")

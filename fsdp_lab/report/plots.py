@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_lab.metrics import FORECAST, MEMORY, MIB, TRAIN_LOSS, VAL_LOSS, declared
 from fsdp_lab.report.answer import Answer
@@ -20,9 +20,6 @@ from fsdp_lab.report.style import (
 )
 from fsdp_lab.report.tables import MOST, MOST_BARS, MOST_LINES, shown_trials, thinned_notes
 from fsdp_lab.status import TrialStatus
-
-if TYPE_CHECKING:
-    pass
 
 _BREAKDOWN = "Memory by category at the peak of the largest worker."
 _CATEGORY_COLORS = {
