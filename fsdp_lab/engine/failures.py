@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -14,6 +15,7 @@ from fsdp_lab.record.reasons import Code, Reason
 
 # A person reads what to correct: no traceback says more, unless the error was raised from another.
 PLAIN = (Code.user_error, Code.diverged)
+_RAISED = re.compile(r"^[\w.]+Error: ", re.MULTILINE)  # before the message in Python's traceback
 
 
 def failure_of(error: BaseException, rank: int, code: Code, folder: Path) -> RankFailure:
@@ -30,7 +32,7 @@ def failure_of(error: BaseException, rank: int, code: Code, folder: Path) -> Ran
     if code is Code.user_error:
         # a process that loads data gives back a whole traceback, with the message at its end
         from_loader = str(error).startswith("Caught ")
-        text = str(error).strip().splitlines()[-1].partition(": ")[2] if from_loader else str(error)
+        text = _RAISED.split(str(error))[-1].strip() if from_loader else str(error)
         trace = _traceback(error) if from_loader or error.__cause__ is not None else ""
         return RankFailure(Reason.of(code, rank=rank, text=text), trace)
     text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)

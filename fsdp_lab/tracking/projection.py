@@ -264,7 +264,7 @@ class Projection:
         if number in self._unsure:
             found = self._try("a search for runs", None, self._runs)
             self._stored |= {each: run for each, run in (found or {}).items() if each in self._unsure}
-            self._unsure = {number} ^ self._unsure if found is None else set()  # one search tells of all
+            self._unsure = self._unsure - {number} if found is None else set()  # one search finds all of them
         if number not in self._stored:
             created = self._try("a run", None, self._create, number, wanted)
             if created is None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from ray.exceptions import OutOfMemoryError, RayActorError
+from torch.utils.data import DataLoader
 
-from fsdp_lab.config import TrialConfig, to_dict
+from fsdp_lab.config import ConfigError, TrialConfig, to_dict
 from fsdp_lab.engine import job
 from fsdp_lab.engine.attempts import note_deaths
 from fsdp_lab.engine.failures import code_of, failure_of
@@ -282,3 +283,17 @@ def test_files_from_storage_do_not_make_a_removed_folder_again(tmp_path: Path):
     with suppress(OSError):
         receive(Storage(f"file://{there}"), trial)
     assert not trial.exists()
+
+
+@pytest.mark.parametrize("message", ["one line", "one line\nand: another"])
+def test_the_message_of_a_users_error_comes_back_from_a_process_that_loads_data(tmp_path: Path, message: str):
+    """As PyTorch hands it on: of the error's class, with the traceback before the message."""
+
+    def load(index: int) -> None:
+        raise ConfigError(message)
+
+    loader = DataLoader(range(2), collate_fn=load, num_workers=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        next(iter(loader))
+    assert str(caught.value).startswith("Caught "), "else the test shows nothing"
+    assert failure_of(caught.value, 0, code_of(caught.value), tmp_path).reason.values["text"] == message
