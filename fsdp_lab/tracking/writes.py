@@ -78,6 +78,7 @@ def log_epoch(client: MlflowClient, run_id: str, metrics: Mapping[str, float], s
 def log_dataset(client: MlflowClient, run_id: str, facts: Mapping[str, Any]) -> None:
     """Log the data set of a trial with its digest, if its facts have one."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.exceptions import MlflowException
 
     if not facts.get("data_digest"):
         return
@@ -90,7 +91,11 @@ def log_dataset(client: MlflowClient, run_id: str, facts: Mapping[str, Any]) -> 
         source=json.dumps({"tags": {"mlflow.source.name": f"fsdp_lab data={name}"}}),
         profile=json.dumps(sizes),
     )
-    client.log_inputs(run_id, [DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])])
+    used = [DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])]
+    try:
+        client.log_inputs(run_id, used)
+    except MlflowException:  # MLflow looks and then writes: another sweep may have written the data set in between
+        client.log_inputs(run_id, used)
 
 
 def log_file(client: MlflowClient, run_id: str, path: Path, folder: str = "") -> None:

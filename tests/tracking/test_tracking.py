@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import Projection, TrackingError, WantedRun
 from fsdp_lab.tracking.tags import COMMAND_TAG, RECORDED_TAG, TRIAL_TAG, one_line, sweep_tags, trial_params, trial_tags
+from fsdp_lab.tracking.writes import log_dataset
 from tests.servers import end, free_port, lay_store, mlflow_server
 from tests.test_locks import held
 
@@ -376,6 +378,30 @@ def test_facts_become_tags_and_a_data_set(lab: Lab) -> None:
     (given,) = run.inputs.dataset_inputs
     assert (given.dataset.name, given.dataset.digest) == ("digits", "0123456789abcdef")
     assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "training"}
+
+
+def test_two_sweeps_may_write_the_same_data_set_at_the_same_time(
+    lab: Lab, problems: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = lab.sent(0).info.experiment_id
+    other = reader().create_run(experiment).info.run_id
+    real = uuid.uuid4
+    written: list[str] = []
+
+    def between() -> uuid.UUID:
+        """MLflow asks for an id once it has looked for the data set, and before it writes it."""
+        if not written:
+            written.append(other)
+            log_dataset(reader(), other, FACTS)
+        return real()
+
+    monkeypatch.setattr(uuid, "uuid4", between)
+    lab.sent(0, facts=FACTS)
+    assert written and not problems
+    for run_id in (lab.projection.run_id(0), other):
+        inputs = read(run_id).inputs
+        assert inputs is not None
+        assert [given.dataset.digest for given in inputs.dataset_inputs] == [FACTS["data_digest"]]
 
 
 def test_metrics_stand_at_their_epoch_once_whatever_is_compared_again(lab: Lab, problems: list[str]) -> None:
