@@ -102,7 +102,7 @@ def refusals(tracking: TrackingConfig) -> Iterator[None]:
 
 def _check_uri(uri: str) -> tuple[str, Path | None]:
     """Return the URI with an absolute path, and the folder of the artifacts; None if the server chooses it."""
-    parts = urlsplit(uri)
+    parts = _parts(uri)
     kind = parts.scheme.partition("+")[0]
     if kind == "sqlite":
         path = _sqlite_path(uri)
@@ -119,6 +119,18 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
         "MLflow cannot write to this kind of store",
         f"use a file ({_LOCAL}), a server (http://host:5000) or a database (postgresql://, mysql://, mssql://)",
     )
+
+
+def _parts(uri: str) -> SplitResult:
+    """Return the parts of a URI, whose port is a number and which has a host if it is a server's."""
+    try:
+        parts = urlsplit(uri)
+        parts.port  # noqa: B018 (raises)
+    except ValueError as error:
+        raise _error(uri, f"it cannot be read ({error})", "write a server as http://host:5000") from None
+    if parts.scheme in ("http", "https") and not parts.hostname:
+        raise _error(uri, "it names no host", "write a server as http://host:5000")
+    return parts
 
 
 def sqlite_file(uri: str) -> Path | None:
@@ -265,6 +277,7 @@ def is_away(error: Exception) -> bool:
 def _refusal(uri: str, error: Exception) -> TrackingError:
     """Return the TrackingError for an error of the store."""
     import mlflow
+    import requests
 
     status = error.get_http_status_code() if isinstance(error, mlflow.MlflowException) else 0
     elsewhere = f"or use tracking.uri={_LOCAL}"
@@ -278,8 +291,10 @@ def _refusal(uri: str, error: Exception) -> TrackingError:
     if status in (401, 403):
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         return _error(uri, f"the server refuses access ({reason_of(error)})", remedy)
-    if uri.startswith("http") and status >= 500:
+    if isinstance(error.__context__, (requests.ConnectionError, requests.Timeout)):
         parts = urlsplit(uri)
         start = f"start it with `mlflow server --port {parts.port or 5000}` on {parts.hostname}, {elsewhere}"
         return _error(uri, f"no MLflow server answers there ({reason_of(error)})", start)
+    if status >= 500:
+        return _error(uri, f"what answers there fails ({reason_of(error)})", f"look at that server's log, {elsewhere}")
     return _error(uri, f"MLflow cannot use the store ({reason_of(error)})", f"fix that, {elsewhere}")

@@ -14,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,18 @@ def test_an_absent_server_is_reported_with_the_remedy(silent: bool) -> None:
     assert "tracking.uri=sqlite:///outputs/mlflow.db" in message
 
 
+def test_a_server_that_fails_is_not_one_that_is_missing() -> None:
+    class Fails(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(500)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Fails) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        message = refused(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert "what answers there fails" in message and "500" in message and "mlflow server" not in message
+
+
 REFUSED = {
     "ftp://host/x": "MLflow cannot use the store",
     "outputs/mlruns": "cannot write to this kind of store",
@@ -252,6 +265,8 @@ REFUSED = {
     "sqlite:////proc/nowhere/mlflow.db": "cannot be opened for writing",
     "postgresql://me:pw@127.0.0.1:1/db": "no database answers",
     "http://[::1": "Invalid IPv6 URL",
+    "http://host:50x0": "Port could not be cast to integer",
+    "http:///path": "names no host",
     "sqlite:///text.db": "file is not a database",
     "sqlite:///folder.db": "unable to open database file",
 }
