@@ -105,6 +105,7 @@ def test_what_lasts_unusually_long_is_reported_once_with_the_place_of_the_stuck_
     clock(49)
     assert unusual() is None
     clock(3)
+    assert unusual() is None, "its ranks were just asked"
     write_progress(tmp_path, {**progress.content, "stuck": STUCK})
     assert unusual() == (
         "building the model has lasted 52 s; rank 0 is at /home/me/net.py:9 in init; its stack is in logs/rank0.log"
@@ -159,13 +160,13 @@ def test_the_display_shows_what_the_worker_says(sweep: SweepRun, clock: Callable
     Reported(sweep.folder_of(0)).phase("building the model")
     with console:
         console.tick(sweep)
-        clock(52)
+        clock(59)
         console.tick(sweep)
         console.update()
     text = shown.getvalue()
-    assert "trial 0: building the model, for 52 s" in text
-    assert "0 of 4 trials have a result, after 52 s" in text
-    assert "trial 0: building the model has lasted 52 s" in text
+    assert "trial 0: building the model, for 59 s" in text
+    assert "0 of 4 trials have a result, after 59 s" in text
+    assert "trial 0: building the model has lasted 59 s" in text
 
 
 @pytest.mark.parametrize("ticks", [True, False])

@@ -16,7 +16,7 @@ from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.wording import duration
 
 _WORTH_TELLING_S = 5.0  # a shorter step needs no time beside it
-_DUMP_S = 2.0  # until ranks have told where they are
+_DUMP_S = 8.0  # by then its ranks have told where they are, or will not
 _MOST = 5  # running trials that are told about
 
 
@@ -79,10 +79,13 @@ class Watch:
             timeout_s: `trial_timeout_s`.
         """
         kind = doing.kind
-        if kind is None or (number, kind) in self._reported or doing.lasts_s < long_s(timeout_s) + _DUMP_S:
+        beyond_s = doing.lasts_s - long_s(timeout_s)
+        if kind is None or (number, kind) in self._reported or beyond_s < 0:
+            return None
+        stuck = read_stuck(folder)
+        if not stuck and beyond_s < _DUMP_S:
             return None
         self._reported.add((number, kind))
-        stuck = read_stuck(folder)
         where = f"; {stuck_text(**stuck)}" if stuck else ""
         return f"{doing.what} has lasted {duration(doing.lasts_s)}{where}"
 
