@@ -76,8 +76,8 @@ def share_until_exit(path: Path) -> None:
 
 
 def holder(path: Path) -> str:
-    """Return the exclusive holder of a file's lock, as `exclusive` wrote it; "" without one."""
-    with suppress(FileNotFoundError), path.open() as file:
+    """Return the exclusive holder of a lock, as `exclusive` wrote it; "" without one, or where none can be seen."""
+    with suppress(OSError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,17 +6,36 @@ its end. The trial's own process gets them when the trial has ended.
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+import psutil
+
+from fsdp_lab.engine import ray_private
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _PATTERNS = ("logs/rank*.log", "memory_*_rank*", "model/*", "model.pt", "trace_rank*")
 _PATIENCE_S = 300.0  # for a store that is away at the end of a trial
 _PAUSE_S = 2.0
+
+
+def scratch_folder() -> Path:
+    """Return a new folder that only this user can enter, among the temporary files of this node's Ray.
+
+    It is named after this process. Those of processes that were killed are removed: a user's Ray may live for months.
+    """
+    place = Path(ray_private.session_folder() or tempfile.gettempdir())
+    for left in place.glob("fsdp_lab_*_*"):
+        process = left.name.split("_")[2]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"fsdp_lab_{os.getpid()}_", dir=place))
 
 
 class Uploads:

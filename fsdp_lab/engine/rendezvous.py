@@ -10,11 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from fsdp_lab.engine import ray_private
+from fsdp_lab.engine.files_of_ranks import scratch_folder
 from fsdp_lab.hardware import visible_devices
 
 _LOOPBACK = "127.0.0.1"
@@ -38,8 +36,8 @@ def arrange_meeting(worker_group: Any, one_node: bool, backend: str) -> None:
 
 
 def make_private_file() -> str:
-    """Return a new file in a folder that only this user can enter, among the temporary files of this node's Ray."""
-    return str(Path(tempfile.mkdtemp(prefix="fsdp_lab_", dir=ray_private.session_folder())) / "store")
+    """Return a new file in a folder that only this user can enter."""
+    return str(scratch_folder() / "store")
 
 
 def open_port() -> tuple[str, int]:

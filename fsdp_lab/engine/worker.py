@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
-from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.failures import code_of, failure_of, print_failure
-from fsdp_lab.engine.files_of_ranks import Uploads, sent_at_end
+from fsdp_lab.engine.files_of_ranks import Uploads, scratch_folder, sent_at_end
 from fsdp_lab.engine.rank import check_gpu, train_rank
 from fsdp_lab.engine.rendezvous import gpu_index, join
 from fsdp_lab.hardware import WORKER_CPUS
@@ -145,15 +144,14 @@ def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads |
         FileNotFoundError: the trial's folder is not on this node.
     """
     if job["storage"] is not None:
-        # among the temporary files of this node's Ray, which go with it: so does what a killed rank has left
-        made = tempfile.TemporaryDirectory(
-            prefix="fsdp_lab_", dir=ray_private.session_folder(), ignore_cleanup_errors=True
-        )
-        with made as scratch:
-            uploads = Uploads(Storage(job["storage"]), Path(scratch))
+        scratch = scratch_folder()
+        try:
+            uploads = Uploads(Storage(job["storage"]), scratch)
             uploads.continue_log(rank)
             with sent_at_end(uploads):
-                yield Path(scratch), uploads
+                yield scratch, uploads
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
         return
     folder = Path(job["folder"])
     if not folder.is_dir():
