@@ -103,22 +103,15 @@ def test_a_chart_has_the_epochs_on_its_axis(page: Page, lab: Lab) -> None:
     assert drawn and all(epochs == [1, 2] for epochs in drawn)
 
 
-def test_the_viewer_draws_the_timeline(
-    page: Page, lab: Lab, errors: list[str], shoot: Callable[[str], None]
-) -> None:  # fmt: skip
+def test_the_viewer_draws_the_timeline(page: Page, lab: Lab, errors: list[str]) -> None:
     page.goto(lab.artifact(lab.trials[-1], "memory/memory_timeline_rank0.html"))
     inside = page.frame_locator("iframe")
     section = inside.locator("[data-peak-bytes]").first
-    expect(section.locator("canvas")).to_be_visible()
+    expect(section.locator("svg")).to_be_visible()
     peak = lab.trials[-1].data.metrics["memory/rank0/peak_bytes"]
     assert int(section.get_attribute("data-peak-bytes") or 0) == peak
-    assert section.locator("canvas").evaluate(
-        "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(byte => byte)"
-    )
-    section.locator("canvas").hover(position={"x": 400, "y": 100})
-    expect(section.locator(".tooltip")).to_contain_text("total")
+    assert section.locator("polygon").count() > 3
     assert errors == []
-    shoot("timeline")
 
 
 def test_the_viewer_draws_the_report(page: Page, lab: Lab, errors: list[str]) -> None:
