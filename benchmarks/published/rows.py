@@ -43,7 +43,7 @@ class Row:
         microbatches: of an optimizer step.
         measured_s: seconds of the step; of published rates the middle.
         reserved_gib: the allocator's peak of a step by FSDP2; None: not published.
-        marks: of `fsdp1`, `compiled`, `float8`: what makes the forecast one of something else.
+        marks: of `fsdp1`, `compiled`, `float8`, `hybrid`: what makes the forecast one of something else.
         fitted: efficiencies are fitted to rows of its kind.
         early: its FSDP2 is from before pytorch#129721.
         expandable: its allocator had expandable segments.
@@ -136,6 +136,7 @@ def _step(facts: Mapping[str, str]) -> Row:
         f"compile={str(compiled).lower()}",
     )  # fmt: skip
     marks = {"fsdp1": not fsdp2, "compiled": compiled, "float8": facts["precision"] == "float8"}
+    marks["hybrid"] = facts["dp_replicate"] != "1"
     gbit, reserved = facts["gbit_per_node"], facts["reserved_gib"]
     return Row(
         facts["id"], facts["source"], facts["model"], _device(facts["gpu"], float(gbit) if gbit else None),

@@ -19,6 +19,7 @@ from fsdp_lab.report.answer import as_lines, template_words, with_a_line
 from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.settings import Rules, Setting
+from fsdp_lab.speed.fitted import COMPARED
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import TrialStatus
 
@@ -159,6 +160,7 @@ def sentences(rows: Sequence[Row], swept: Sequence[str], items: str, made: Seque
         fewest=_fewest(having, swept),
         scaling=_scaling(made),
         network=network_sentences(rows, swept, tolerance),
+        compared=COMPARED,
     )  # fmt: skip
     return as_lines(text)
 

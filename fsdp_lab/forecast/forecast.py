@@ -159,6 +159,7 @@ def unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, .
             f"sharding={sharding.value}": sharding is not Granularity.per_block,
             f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
             "several nodes": num_workers > sheet.node_size,
+            "hybrid sharding over several nodes": config.sharding.dp_replicate > 1 and num_workers > sheet.node_size,
         }
     return tuple(name for name, differs in differences.items() if differs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.published.__main__ import RESULTS
 from benchmarks.published.decoders import Mpt, Torchtitan
 from benchmarks.published.fit import START, fit, without_each
 from benchmarks.published.rows import STEPS, Row, read_steps
@@ -18,6 +21,7 @@ from benchmarks.published.steps import Step, Traced
 from benchmarks.published.summary import Result, summary
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.speed.device import Efficiency, load_device
+from fsdp_lab.speed.fitted import COMPARED
 from fsdp_lab.speed.program import Kind, Operator, Stream
 from fsdp_lab.workloads.language.llama import Llama
 
@@ -157,7 +161,7 @@ def test_rows_are_overrides_with_what_is_stated(tmp_path: Path):
     assert (one.reserved_gib, one.marks) == (31.0, ("compiled",))
     assert {"model._target_=benchmarks.published.decoders.EarlyTorchtitan", "compile=true"} <= set(one.words)
     assert one.device.reached.cudnn_attention is None and one.device.reached.attention == 0.35
-    assert (two.measured_s, two.reserved_gib, two.marks) == (0.9, None, ("fsdp1",)), "memory of FSDP2 only"
+    assert (two.measured_s, two.reserved_gib, two.marks) == (0.9, None, ("fsdp1", "hybrid")), "memory of FSDP2 only"
     assert {"sharding.dp_replicate=4", "activation_checkpointing=every_n", "training.global_batch_size=64"} <= set(
         two.words
     )
@@ -184,3 +188,20 @@ def test_a_summary_names_what_misses_its_target():
     ):
         text, met = summary([*good, apart, bad])
         assert not met and words in text
+
+
+def test_what_forecasts_say_of_published_steps_is_what_the_rows_say():
+    with (RESULTS / "rows.csv").open() as file:
+        rows = [one for one in csv.DictReader(file) if one["gbit"] != "?"]
+    nodes = [one for one in rows if int(one["gpus"]) > 8]
+    kinds = {
+        "compile=true": [one for one in rows if "compiled" in one["marks"]],
+        "float8": [one for one in rows if "float8" in one["marks"]],
+        "several nodes": nodes,
+        "hybrid sharding over several nodes": [one for one in nodes if "hybrid" in one["marks"]],
+    }
+    found = {
+        kind: (len(some), math.ceil(max(abs(float(one["error"].rstrip("%"))) for one in some)))
+        for kind, some in kinds.items()
+    }
+    assert found == COMPARED

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "tight_and_faster": two(fast(row([], 27, **TIGHT), 1.0), fast(row([], 9), 1.2)),
     "upper_bound": two(fast(row([], 27, upper_bound="compile=true"), 1.0), fast(row([], 9), 1.2)),
     "data_sheet": ([fast(row([], 9.9), 0.1, basis=Basis.data_sheet)], []),
-    "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("several nodes",))], []),
+    "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("float8", "several nodes"))], []),
     "workers": (over_workers(), ["activation_checkpointing", "cluster.num_workers"]),
     "network": two(
         fast(row([], 9), 1.0, network=Network(800, NETWORK)),
