@@ -13,8 +13,7 @@ run in MLflow. Other options:
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files
   trust                    true: read a folder that belongs to another user, or that others can write to
-  use                      print the recommended setting, and write nothing: as a script of plain PyTorch (pytorch), a
-                           configuration file (accelerate), or a job file (torchtitan)
+  use                      pytorch: print the recommended setting as a script of plain PyTorch, and write nothing
   trial                    with use: the number of another trial
 """
 
@@ -29,15 +28,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab import takehome
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, is_address, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, answer, plain_text
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
+from fsdp_lab.takehome import SCRIPT, to_pytorch
 
 if TYPE_CHECKING:
     from fsdp_lab.record.sweep_json import SweepStart
@@ -78,10 +76,10 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     options = read_words(arguments, KEYS, __doc__ or "")
     if not options.get("sweep"):
         raise ConfigError("give sweep=<folder>, sweep=<MLflow id of a parent run> or sweep=last.")
-    if "use" in options and options["use"] not in takehome.FILES:
-        raise ConfigError(f"use={options['use']} is not an option. Choose one of: {', '.join(takehome.FILES)}.")
+    if options.get("use", "pytorch") != "pytorch":
+        raise ConfigError(f"use={options['use']} is not an option. Choose one of: pytorch.")
     if "trial" in options and "use" not in options:
-        raise ConfigError(f"trial={options['trial']} belongs to use=...; add one of: {', '.join(takehome.FILES)}.")
+        raise ConfigError(f"trial={options['trial']} requires use=pytorch.")
     return options
 
 
@@ -106,7 +104,7 @@ def run(options: dict[str, str]) -> None:
         recorded = sweep_stored(tracking, which)
         sweep = with_tolerances(recorded, options)
     else:
-        if is_address(which) and trust:  # beside what use=... prints
+        if is_address(which) and trust:  # beside what use=pytorch prints
             print(f"reaching {redact(which)}", file=sys.stderr, flush=True)
         folder, own = find_trusted(which, "sweep", tracking, trust)
         recorded, record, config = sweep_in(folder)
@@ -115,7 +113,7 @@ def run(options: dict[str, str]) -> None:
         sweep = dataclasses.replace(with_tolerances(recorded, options), runs_url=runs_url(tracking))
     require_results(sweep, which)
     if "use" in options:
-        print(used(sweep, options["use"], options.get("trial")), end="")
+        print(script(sweep, options.get("trial")), end="")
         return
     out = Path(options["out"]) if "out" in options else folder or Path("outputs/report", which)
     out.mkdir(parents=True, exist_ok=True)
@@ -126,7 +124,7 @@ def run(options: dict[str, str]) -> None:
             tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
         run_id = which if is_run else find_sweep_run(tracking, record.id)
         if run_id:
-            files = [out / name for name in (RECORD, *FILES, *USE_FILES) if (out / name).exists()]
+            files = [out / name for name in (RECORD, *FILES) if (out / name).exists()]
             annotate(tracking, run_id, {}, files, recommendation.head + recommendation.sentence)
         else:
             print("fsdp_lab.report: the store has no run of this sweep, so the report is only in its folder")
@@ -135,12 +133,11 @@ def run(options: dict[str, str]) -> None:
     print_answer(recommendation, out)
 
 
-def used(sweep: SweepData, use: str, number: str | None = None) -> str:
-    """Return a trial's setting for another program.
+def script(sweep: SweepData, number: str | None = None) -> str:
+    """Return a trial's setting as a script.
 
     Args:
         sweep: with its trials.
-        use: a key of `takehome.FILES`.
         number: of the trial; None: the recommended one.
 
     Raises:
@@ -149,9 +146,9 @@ def used(sweep: SweepData, use: str, number: str | None = None) -> str:
     if number is None:
         recommendation = answer(sweep)
         if recommendation.trial is None:
-            raise UserError(f"use={use}: {recommendation.sentence} Choose a trial with trial=<number>.")
+            raise UserError(f"use=pytorch: {recommendation.sentence} Choose a trial with trial=<number>.")
         trial = recommendation.trial
-        if not recommendation.head:  # beside what use=... prints
+        if not recommendation.head:  # beside what use=pytorch prints
             print(
                 f"fsdp_lab.report: no setting is recommended: timings are excluded; this is trial {trial.number}, with "
                 "the least memory. trial=<number> chooses another.",
@@ -164,11 +161,11 @@ def used(sweep: SweepData, use: str, number: str | None = None) -> str:
         trial = by_number[number]
     if trial.setup is None:
         raise UserError(
-            f"use={use}: the sharding units of trial {trial.number} are not known: it did not start, an earlier "
+            f"use=pytorch: the sharding units of trial {trial.number} are not known: it did not start, an earlier "
             "version ran it, or it was read from the store. Use sweep=<its folder>, or take "
-            f"{takehome.FILES[use]} from the artifacts of the sweep's MLflow run."
+            f"{SCRIPT} from the artifacts of the sweep's MLflow run."
         )
-    return takehome.write_out(use, trial.setup)
+    return to_pytorch(trial.setup)
 
 
 def store_of(record: SweepStart, config: SweepConfig, own: bool) -> str:

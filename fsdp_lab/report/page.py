@@ -19,8 +19,8 @@ from fsdp_lab.wording import count
 _FORECAST_IS_OFF = 0.01  # a ratio, from which on the forecasts are not folded
 
 
-def to_html(sweep: SweepData, answer: Answer, uses: Sequence[str] = ()) -> str:
-    """Return the page; `uses`: names of the files beside it with the setting for other programs."""
+def to_html(sweep: SweepData, answer: Answer, script: bool = False) -> str:
+    """Return the page; `script`: the setting is beside it as `use_pytorch.py`."""
     from markupsafe import Markup, escape
 
     charts = figures(sweep, answer)
@@ -31,29 +31,29 @@ def to_html(sweep: SweepData, answer: Answer, uses: Sequence[str] = ()) -> str:
         for c in charts
     ]  # fmt: skip
     template = environment(True).get_template("body.html.j2")
-    body = template.render(charts=drawn, **_content(sweep, answer, uses))
+    body = template.render(charts=drawn, **_content(sweep, answer, script))
     about = Markup(" · ").join(escape(text if name in ("sweep", "trials") else f"{name} {text}")
                                for name, text in _about(sweep))  # fmt: skip
     command = Markup("<br><code>{}</code>").format(sweep.command)
     return page(title(sweep, answer.recommendation), about + command, body, [(c.name, "", c.figure) for c in charts])
 
 
-def to_markdown(sweep: SweepData, answer: Answer, uses: Sequence[str] = ()) -> str:
-    """Return the report without its pictures; `uses`: see `to_html`."""
+def to_markdown(sweep: SweepData, answer: Answer, script: bool = False) -> str:
+    """Return the report without its pictures; `script`: see `to_html`."""
     ticks = max(map(len, re.findall("`+", answer.command)), default=0)
-    content = _content(sweep, answer, uses)
+    content = _content(sweep, answer, script)
     content["about"] = [("command", sweep.command), *_about(sweep)]
     text = environment(False).get_template("report.md.j2").render(fence="`" * max(3, 1 + ticks), **content)
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
-def _content(sweep: SweepData, answer: Answer, uses: Sequence[str]) -> dict[str, Any]:
+def _content(sweep: SweepData, answer: Answer, script: bool) -> dict[str, Any]:
     failed = [t for t in sweep.trials if t.status.ended and t.status not in (TrialStatus.finished, TrialStatus.stopped)]
     described = {setting.name for setting in answer.described}
     return {
         "answer": answer,
         "title": title(sweep, answer.recommendation),
-        "uses": uses,
+        "script": script,
         "table": trials_table(sweep, answer),
         "front": answer.recommendation.front,
         "failed": failed,

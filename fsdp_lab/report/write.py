@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.files import write_text
 from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.report.uses import write_uses
+from fsdp_lab.takehome import SCRIPT, to_pytorch
 
-FILES = ("report.html", "report.md", "report.csv")
+FILES = ("report.html", "report.md", "report.csv", SCRIPT)
 
 
 def write_report(sweep: SweepData, folder: Path) -> Answer:
-    """Write `report.html`, `report.md` and `report.csv`, and the recommended setting for other programs (`USE_FILES`).
+    """Write `report.html`, `report.md` and `report.csv`, and the recommended setting as a script.
 
     Each file is written under a temporary name first.
 
@@ -27,9 +29,14 @@ def write_report(sweep: SweepData, folder: Path) -> Answer:
         OSError: the folder cannot be written.
     """
     made = answer(sweep)
-    uses = write_uses(made, folder)
-    contents = to_html(sweep, made, uses), to_markdown(sweep, made, uses), to_csv(sweep, made)
-    for name, content in zip(FILES, contents, strict=True):
+    (folder / SCRIPT).unlink(missing_ok=True)
+    script = False
+    if made.trial is not None and made.trial.setup is not None:
+        with suppress(UserError):  # `use=pytorch` says why
+            write_text(folder / SCRIPT, to_pytorch(made.trial.setup), parents=False)
+            script = True
+    contents = to_html(sweep, made, script), to_markdown(sweep, made, script), to_csv(sweep, made)
+    for name, content in zip(FILES, contents, strict=False):
         write_text(folder / name, content, parents=False)
     return made
 

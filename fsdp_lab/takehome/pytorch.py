@@ -8,19 +8,21 @@ from collections.abc import Sequence
 
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
 from fsdp_lab.config.training import ActivationCheckpointing, StateDtype
+from fsdp_lab.redact import redact
 from fsdp_lab.takehome.checkpointing import WRAPPERS, checkpointing_lines
 from fsdp_lab.takehome.imports import WIDTH, Imports, fold
 from fsdp_lab.takehome.loop import epoch_lines, optimizer_lines
 from fsdp_lab.takehome.setup import Setup
 from fsdp_lab.takehome.workload import data_lines, model_lines, to_device_lines
 
+SCRIPT = "use_pytorch.py"  # beside the report
 _FSDP = "torch.distributed.fsdp"
 _WRAPPER = (f"{WRAPPERS}:CheckpointWrapper",)
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
 def to_pytorch(setup: Setup) -> str:
-    """Return the script.
+    """Return the script, without passwords.
 
     Raises:
         UserError: the task is another package's.
@@ -37,7 +39,7 @@ def to_pytorch(setup: Setup) -> str:
         *_end(),
     ]
     lines = [*_head(setup), *(part for line in (*imports.lines(), "", *body) for part in fold(line))]
-    return "".join(f"{line}\n" for line in lines)
+    return redact("".join(f"{line}\n" for line in lines))
 
 
 def _head(setup: Setup) -> list[str]:
@@ -45,7 +47,7 @@ def _head(setup: Setup) -> list[str]:
     name = setup.name.replace("\\", "/").replace('"', "'")
     return [
         *textwrap.wrap(f'"""{name}', WIDTH),
-        f"    {path}torchrun --nproc-per-node {setup.world_size} use_pytorch.py",
+        f"    {path}torchrun --nproc-per-node {setup.world_size} {SCRIPT}",
         "prints the train/loss of every epoch, like the trial. Left out: validation, checkpoints and metrics.",
         "A data set that draws random numbers has other seeds here.",
         *_left_out(setup),

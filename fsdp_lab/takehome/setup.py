@@ -1,4 +1,4 @@
-"""A trial's training setup, as the writers of this package need it."""
+"""A trial's training setup, as the script needs it."""
 
 from __future__ import annotations
 
@@ -42,16 +42,6 @@ class Setup:
     def dp_replicate(self) -> int:
         """Replicas of the model: all ranks for DDP."""
         return self.world_size if self.is_ddp else self.config.sharding.dp_replicate
-
-    @property
-    def dp_shard(self) -> int:
-        """Shards of the model: 1 for DDP."""
-        return self.world_size // self.dp_replicate
-
-    @property
-    def reshard(self) -> str:
-        """The effective `reshard_after_forward`: a size of 1 is `never`, one of all ranks `always`."""
-        return self.config.reshard_after_forward.effective(self.config.sharding, self.world_size)[0]
 
     @property
     def lr(self) -> float:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.report.__main__ import main
-from fsdp_lab.takehome import FILES
 from tests import forked, trained
 from tests.conftest import STORE, run_cli
 from tests.folders import Store
@@ -77,7 +76,7 @@ def test_a_sweep_ends_with_its_report(folder: Path):
     assert printed.splitlines()[-1].endswith(parent.info.run_id)
     note = parent.data.tags["mlflow.note.content"]
     assert "Started 20" in note and f"    {parent.data.tags['fsdp_lab.command']}\n" in note
-    assert {"report.html", "report.md", "report.csv", *FILES.values()} <= set(store.artifacts(parent))
+    assert {"report.html", "report.md", "report.csv", "use_pytorch.py"} <= set(store.artifacts(parent))
     got = Path(store.client.download_artifacts(parent.info.run_id, "report.md"))
     assert got.read_text() == (folder / "out/report.md").read_text()
 
@@ -93,9 +92,8 @@ def test_the_recommended_command_trains_that_setting(folder: Path):
 
 def test_the_setting_can_be_taken_home(folder: Path):
     chosen = next(row for row in rows(folder / "out/report.csv") if row["recommended"] == "yes")
-    for name in FILES.values():
-        text = (folder / "out" / name).read_text()
-        assert f"precision={chosen['precision']}" in text.splitlines()[0], name
+    text = (folder / "out/use_pytorch.py").read_text()
+    assert f"precision={chosen['precision']}" in text.splitlines()[0]
     before = sorted((folder / "out").iterdir())
     printed = report(folder, "sweep=last", "use=pytorch")
     assert printed.returncode == 0, printed.stderr
@@ -107,9 +105,9 @@ def test_the_setting_can_be_taken_home(folder: Path):
 
 def test_the_setting_can_be_taken_home_from_the_store_alone(folder: Path, store_alone: Path):
     parent = Store(store_alone).parents[0].info.run_id
-    done = report(store_alone, f"sweep={parent}", STORE, "use=accelerate")
+    done = report(store_alone, f"sweep={parent}", STORE, "use=pytorch")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == (folder / "out/use_accelerate.yaml").read_text()
+    assert done.stdout == (folder / "out/use_pytorch.py").read_text()
 
 
 def test_it_is_written_again_from_the_folder_by_any_name_it_has(folder: Path):
@@ -156,8 +154,8 @@ REFUSED = (
     (("sweep=out", "report.loss_tolerance=much"), "report.loss_tolerance=much is not a number"),
     (("sweep=out", "report.speed_tolerance=2"), "report.speed_tolerance=2.0 is outside [0, 1)"),
     (("swep=out",), "swep is not a key. The keys are: sweep,"),
-    (("sweep=out", "use=torch"), "use=torch is not an option. Choose one of: pytorch, accelerate, torchtitan."),
-    (("sweep=out", "trial=1"), "trial=1 belongs to use=...; add one of: pytorch, accelerate, torchtitan."),
+    (("sweep=out", "use=torch"), "use=torch is not an option. Choose one of: pytorch."),
+    (("sweep=out", "trial=1"), "trial=1 requires use=pytorch."),
     (("sweep=out", "use=pytorch", "trial=9"), "trial=9 is not in this sweep; use one of: 0, 1, 2, 3."),
     (("sweep=out", "out=/proc/nowhere"), "name another folder with out="),
 )

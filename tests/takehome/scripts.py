@@ -28,7 +28,7 @@ def train_and_run(cases: list[list[str]]) -> list[dict[str, Any]]:
     """Train each case and run its script; the text, what the script printed, and the losses of both."""
     import torch.distributed as dist
 
-    from fsdp_lab.takehome import read_setup, write_out
+    from fsdp_lab.takehome import read_setup, to_pytorch
     from fsdp_lab.training import train
 
     results = []
@@ -38,7 +38,7 @@ def train_and_run(cases: list[list[str]]) -> list[dict[str, Any]]:
             train(trial, Path(own), memo, losses.extend)
         setup = read_setup("Trial 0", trial, memo.known)
         assert setup is not None
-        script, names, printed = write_out("pytorch", setup), {"__name__": "__main__"}, io.StringIO()
+        script, names, printed = to_pytorch(setup), {"__name__": "__main__"}, io.StringIO()
         with ExitStack() as patches:
             # the ranks have joined already, and stay together for the next script
             for name in ("init_process_group", "destroy_process_group"):

@@ -16,7 +16,7 @@ import pytest
 from fsdp_lab.config import UserError
 from fsdp_lab.config.registry import REGISTRY
 from fsdp_lab.layout import Layout
-from fsdp_lab.takehome import Setup, write_out
+from fsdp_lab.takehome import Setup, to_pytorch
 from fsdp_lab.takehome.imports import Imports, call, fold
 from tests.conftest import ROOT
 from tests.parity import WORKLOADS
@@ -171,9 +171,7 @@ def setup_of(case: Case, **layout: Any) -> Setup:
 )  # fmt: skip
 def test_what_no_cpu_can_compare_is_in_the_script(words: Case, line: str) -> None:
     blocks = ["my.net:Block"]
-    script = write_out(
-        "pytorch", setup_of((*VIT, *words), units=["blocks.*"], unit_classes=blocks, block_classes=blocks)
-    )
+    script = to_pytorch(setup_of((*VIT, *words), units=["blocks.*"], unit_classes=blocks, block_classes=blocks))
     lines = script.splitlines()
     assert line in lines
     assert "convert" not in line or lines.index(line) < [text.startswith("units = ") for text in lines].index(True)
@@ -182,19 +180,19 @@ def test_what_no_cpu_can_compare_is_in_the_script(words: Case, line: str) -> Non
 
 
 def test_the_process_group_of_a_script_is_bound_to_its_gpu() -> None:
-    tree = ast.parse(write_out("pytorch", setup_of(MLP)))
+    tree = ast.parse(to_pytorch(setup_of(MLP)))
     (call,) = (
         node for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "dist.init_process_group"
     )  # fmt: skip
     assert {k.arg: ast.unparse(k.value) for k in call.keywords} == {"device_id": "device if cuda else None"}
     assert ast.unparse(call.args[0]) == "'nccl' if cuda else 'gloo'"
-    assert '"cpu:gloo,cuda:nccl" if cuda else "gloo"' in write_out("pytorch", setup_of((*MLP, "offload=cpu")))
+    assert '"cpu:gloo,cuda:nccl" if cuda else "gloo"' in to_pytorch(setup_of((*MLP, "offload=cpu")))
 
 
 def test_blocks_that_no_script_can_import_are_found_by_their_names() -> None:
     local = ["my.net:make.<locals>.Block"]
-    script = write_out("pytorch", setup_of((*MLP,), units=["blocks.*"], unit_classes=local, block_classes=local))
+    script = to_pytorch(setup_of((*MLP,), units=["blocks.*"], unit_classes=local, block_classes=local))
     assert "type(m).__name__ in ('Block',)" in script and "<locals>" not in script
 
 
@@ -203,13 +201,12 @@ def test_a_task_of_another_package_is_refused(monkeypatch: pytest.MonkeyPatch) -
     setup = setup_of(MLP)
     setup.config.task.name = "theirs"
     with pytest.raises(UserError, match="task=theirs is another package's"):
-        write_out("pytorch", setup)
+        to_pytorch(setup)
 
 
 def test_passwords_are_not_written() -> None:
     setup = setup_of((*NET, *LOSS, f"data._target_={HERE}.data.Corpus", "data.noise=s3://me:secret@there/x"))
-    for use in ("pytorch", "accelerate", "torchtitan"):
-        assert "secret" not in write_out(use, setup)
+    assert "secret" not in to_pytorch(setup)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 from fsdp_lab.config.sweep import Engine, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import unescaped
@@ -152,7 +151,7 @@ class MlflowRuns(Listener):
         trials = [state.trial for state in sweep.states]
         names: tuple[str, ...] = ("results.csv", "multirun.yaml", RECORD)
         if self._ending is not None and not self._ending.early:
-            names = (*names, *FILES, *USE_FILES)
+            names = (*names, *FILES)
         best = sweep.states[self._recommended] if self._recommended >= 0 else None
         return WantedRun(
             sweep_name(trials, sweep.plan.swept),

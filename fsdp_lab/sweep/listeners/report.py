@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.uses import USE_FILES
 from fsdp_lab.report.write import FILES, write_report
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.names import report_command
@@ -33,7 +32,7 @@ class Report(Listener):
             )
             data.write(plan.folder)
             if plan.started.multirun and not ending.early:
-                for name in (*FILES, *USE_FILES):  # of an earlier start: MLflow would get them as this one's
+                for name in FILES:  # of an earlier start: MLflow would get them as this one's
                     (plan.folder / name).unlink(missing_ok=True)
                 self.answer = write_report(data, plan.folder)
                 chosen = self.answer.trial.number if self.answer.trial else None
