@@ -87,6 +87,13 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "data_sheet": ([fast(row([], 9.9), 0.1, basis=Basis.data_sheet)], []),
     "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("float8", "several nodes"))], []),
     "workers": (over_workers(), ["activation_checkpointing", "cluster.num_workers"]),
+    "more_than_linear": (
+        [
+            fast(row((str(n),), gib), step_s, n, samples=2 * n, tokens=8192 * n)
+            for n, gib, step_s in ((8, 20, 1.261), (32, 16, 1.254))
+        ],
+        ["cluster.num_workers"],
+    ),
     "network": two(
         fast(row([], 9), 1.0, network=Network(800, NETWORK)),
         fast(row([], 9), 1.1, network=Network(800, {400.0: 1.2, 800.0: 1.1, 1600.0: 1.1})),
