@@ -33,7 +33,7 @@ TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
 LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
 MIB = 2**20
 
-Table = Literal["csv", "terminal", "report", "hover"]
+Table = Literal["csv", "terminal", "report"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,6 @@ class Metric:
         terminal: its column of the terminal's table; None: it has none.
         report: its column of the report's table; None: it has none.
         gate: how the nightly gate judges it; None: not at all.
-        hover: its line beside a point of the report's plots; the format has the words, and gets bytes with their unit.
     """
 
     key: str
@@ -107,7 +106,6 @@ class Metric:
     csv: Column | None = None
     terminal: Column | None = None
     report: Column | None = None
-    hover: Column | None = None
     gate: Gate | None = None
 
     @property
@@ -169,14 +167,14 @@ METRICS = (
     Metric(
         VAL_LOSS, "val loss", "", "the mean over the whole validation split",
         better="min", form="{:.4f}",
-        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="val loss {:#.4g}", last=True),
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
         # by the train loss, where there is no validation split
         gate=Gate("loss", key="loss", label="final loss"),
     ),
     Metric(
         "val/accuracy", "val accuracy", "", "over the whole validation split",
         better="max", form="{:.3f}",
-        csv=_SHOWN, terminal=Column("val acc"), report=_SHOWN, hover=Column(form="val accuracy {:.3f}", last=True),
+        csv=_SHOWN, terminal=Column("val acc"), report=_SHOWN,
     ),
     Metric(
         "val/perplexity", "perplexity", "", "tokens: `exp(val/loss)`, as of so many equally likely tokens",
@@ -190,13 +188,13 @@ METRICS = (
         SPEED, "samples/s", "samples/s", "of all ranks together, over all timed steps of the run so far; warm-up steps "
         "are excluded, here and below",
         better="max", form="{:.0f}",
-        csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"), hover=Column(form="{:,.0f} samples/s"),
+        csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"),
         gate=Gate("samples_per_s"),
     ),
     Metric(
         "perf/tokens_per_s", "tokens/s", "tokens/s", "of all ranks together",
         better="max", form="{:.0f}",
-        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{:,.0f} tokens/s"),
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
     ),
     Metric(
         "perf/tokens_per_s_per_device", "tokens/s/device", "tokens/s", "of one rank",
@@ -239,7 +237,7 @@ METRICS = (
     Metric(
         MEMORY, "peak MiB", "bytes", "the highest memory of all tensors of a rank",
         better="min", form="{:.2f}", scale=MIB, mib_key="memory/peak_mib",
-        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{} at the peak"),
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
         gate=Gate("peak_memory"),
     ),
     Metric(
@@ -271,7 +269,7 @@ METRICS = (
     Metric(
         "forecast/peak_bytes", "forecast MiB", "bytes", "the peak that was forecast before the trial ran",
         form="{:.2f}", scale=MIB, objective=False, mib_key="forecast/peak_mib",
-        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN, hover=Column(form="{} forecast"),
+        csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
     ),
     Metric(
         "forecast/reserved_bytes", "forecast reserved MiB", "bytes", "GPUs: the forecast of `memory/reserved_bytes`",
@@ -302,7 +300,6 @@ METRICS = (
     Metric(
         PREDICTED_SPEED, "predicted samples/s", "samples/s", "predicted, of all ranks together",
         form="{:.0f}", objective=False, csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"),
-        hover=Column(form="{:,.0f} samples/s predicted"),
     ),
     Metric(
         "forecast/samples_per_s_low", "predicted samples/s, at least", "samples/s", "nine of ten runs reach it",

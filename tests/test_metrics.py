@@ -36,7 +36,7 @@ from tests.report.sweeps import ROWS, sweep, trial
 KEY = "perf/stalled_s"
 ADDED = Metric(
     KEY, "stalled ms", "s", "the time in which nothing was computed", better="min", form="{:.1f}", scale=1e-3,
-    csv=Column(), terminal=Column("stall"), report=Column(), hover=Column(form="{:.1f} ms stalled"),
+    csv=Column(), terminal=Column("stall"), report=Column(),
     gate=Gate("samples_per_s"),
 )  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_an_added_metric_is_in_the_report(added: Metric):
     table = to_markdown(made, answer(made)).partition("## Trials")[2]
     assert "| forecast error | stalled ms |" in table and "| **10.0** |" in table and "| 30.0 |" in table
     points = {chart.name: chart.figure for chart in figures(made, answer(made))}["main"].data[0]
-    assert "10.0 ms stalled" in points.text[0]
+    assert "stall 10.0" in points.customdata[0][1]
 
 
 def test_an_added_metric_is_judged_at_night(added: Metric):

@@ -13,7 +13,7 @@ from fsdp_lab.nightly.gate import EXCLUDED, STATUS, Judged, judged_metrics
 from fsdp_lab.nightly.nights import Night, Verdict, changes
 from fsdp_lab.nightly.texts import changed_words, fill, regressions_line
 from fsdp_lab.report.page import page
-from fsdp_lab.report.style import COLORS
+from fsdp_lab.report.plots import COLORS
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:

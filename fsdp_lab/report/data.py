@@ -52,12 +52,3 @@ class SweepData(SweepRecord):
     def url(self, trial: TrialRow) -> str:
         """Return the address of the trial's run; "" if not known."""
         return f"{self.runs_url}/{trial.run_id}" if self.runs_url and trial.run_id else ""
-
-
-def as_number(text: str) -> float | None:
-    """Return the number in a value of an axis; None for a word."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

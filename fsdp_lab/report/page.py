@@ -8,15 +8,13 @@ from typing import Any
 
 from fsdp_lab.metrics import FORECAST, MEMORY
 from fsdp_lab.report.answer import Answer, title
-from fsdp_lab.report.data import SweepData, TrialRow
-from fsdp_lab.report.plots import figures, with_forecast
+from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.plots import figures
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.render import environment
 from fsdp_lab.report.tables import MOST_ROWS, trials_table
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.wording import count
-
-_FORECAST_IS_OFF = 0.01  # a ratio, from which on the forecasts are not folded
 
 
 def to_html(sweep: SweepData, answer: Answer, script: bool = False) -> str:
@@ -24,12 +22,7 @@ def to_html(sweep: SweepData, answer: Answer, script: bool = False) -> str:
     from markupsafe import Markup, escape
 
     charts = figures(sweep, answer)
-    is_off = _worst_forecast(sweep)[0] > _FORECAST_IS_OFF
-    drawn = [
-        {"name": c.name, "heading": c.heading, "note": c.note, "element": Markup(chart(c.name)),
-         "stands": c.name == "forecast" and is_off}
-        for c in charts
-    ]  # fmt: skip
+    drawn = [{"name": c.name, "heading": c.heading, "note": c.note, "element": Markup(chart(c.name))} for c in charts]
     template = environment(True).get_template("body.html.j2")
     body = template.render(charts=drawn, **_content(sweep, answer, script))
     about = Markup(" · ").join(escape(text if name in ("sweep", "trials") else f"{name} {text}")
@@ -76,22 +69,18 @@ def _stopped(sweep: SweepData) -> str:
 
 def _forecast_sentence(sweep: SweepData) -> str:
     """Return a sentence about the errors of peak forecasts; "" without any."""
-    number = len(with_forecast(sweep.trials))
-    if not number:
+    errors = {
+        trial.number: abs(trial.figures[FORECAST] / trial.figures[MEMORY] - 1)
+        for trial in sweep.trials
+        if trial.status is TrialStatus.finished and trial.figures.get(FORECAST) and trial.figures.get(MEMORY)
+    }
+    if not errors:
         return ""
-    error, worst = _worst_forecast(sweep)
-    if error == 0:
-        trials = f"all {number} trials that have both" if number > 1 else "the trial that has both"
+    worst = max(errors, key=errors.__getitem__)
+    if errors[worst] == 0:
+        trials = f"all {len(errors)} trials that have both" if len(errors) > 1 else "the trial that has both"
         return f"The forecast of the peak equals the measurement, to the byte, in {trials}."
-    return f"The forecast of the peak is at most {error * 100:.3g} % off, in trial {worst}."
-
-
-def _worst_forecast(sweep: SweepData) -> tuple[float, int]:
-    def error(trial: TrialRow) -> float:
-        return abs(trial.figures[FORECAST] / trial.figures[MEMORY] - 1)
-
-    worst = max(with_forecast(sweep.trials), key=error, default=None)
-    return (error(worst), worst.number) if worst else (0.0, 0)
+    return f"The forecast of the peak is at most {errors[worst] * 100:.3g} % off, in trial {worst}."
 
 
 def chart(name: str) -> str:

@@ -1,27 +1,33 @@
-"""The report's figures except the main one, as Plotly figures. They are folded on the page."""
+"""The figures of a report's page, as Plotly figures: what decides, the losses by epoch, and memory by category."""
 
 from __future__ import annotations
 
 import html
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_lab.metrics import FORECAST, MEMORY, MIB, TRAIN_LOSS, VAL_LOSS, declared
-from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.data import SweepData, TrialRow
-from fsdp_lab.report.main_plot import STOPPED, main_plot
-from fsdp_lab.report.style import (
-    COLORS,
-    GREY,
-    coloring,
-    lay_out,
-    trial_text,
-)
-from fsdp_lab.report.tables import MOST, MOST_BARS, MOST_LINES, shown_trials, thinned_notes
+from fsdp_lab.metrics import MEMORY, MIB, SPEED, declared, table_columns
+from fsdp_lab.report.answer import Answer, numbers
+from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.settings import Setting
+from fsdp_lab.report.tables import MOST_DRAWN, shown_trials, thinned_notes
+from fsdp_lab.report.texts import speed_text
 from fsdp_lab.status import TrialStatus
 
-_BREAKDOWN = "Memory by category at the peak of the largest worker."
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; on white their yellow is too faint for lines.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
+GREY = "#888888"
+_MOST_COLORS = 6  # more values of an axis than these are not told apart by colours
+_SCALE = ("#2F86C8", "#B39DB5", "#D55E00")  # of numbers; seen on white and on black
+_LISTED = 4  # values of an axis of numbers that may be a list
+_SAME = 1e-3  # figures that differ by less than this ratio are one
+_WIDEST = 3.0  # times the highest speed: an interval that reaches further runs out of the picture
+_STOPPED = "stopped early"
+_CHOSEN = {"yes": "recommended", "by memory": "least memory", "by loss": "by loss alone"}
 _CATEGORY_COLORS = {
     "param": "#0072B2", "optimizer": "#D55E00", "buffer": "#000000", "input": "#8C6D31", "grad": "#009E73",
     "unsharded_param": "#56B4E9", "all_gather": "#3B4CC0", "activation": "#E69F00", "unsharded_grad": "#7FC97F",
@@ -40,145 +46,264 @@ class Chart(NamedTuple):
 
 def figures(sweep: SweepData, answer: Answer) -> list[Chart]:
     """Return every chart with content, the main one first."""
-    main, r = main_plot(sweep, answer), answer.recommendation
-    points, lines, bars = (shown_trials(sweep, r, most) for most in (MOST, MOST_LINES, MOST_BARS))
-    charts = [
-        *([Chart("main", main.heading, main.figure(), main.note)] if main else []),
-        Chart("forecast", "Forecast against measured", forecast(sweep, answer, points), _cut(sweep, MOST)),
-        Chart("losses", "Loss by epoch", losses(sweep, answer, lines), _cut(sweep, MOST_LINES)),
-        Chart("breakdown", "Peak memory by category", breakdown(sweep, bars), f"{_BREAKDOWN} {_cut(sweep, MOST_BARS)}"),
-    ]
-    return [chart for chart in charts if chart.figure is not None]
+    charts = (main_chart(sweep, answer), losses(sweep, answer), breakdown(sweep, answer))
+    return [chart for chart in charts if chart is not None]
 
 
-def _cut(sweep: SweepData, most: int) -> str:
-    return " ".join(thinned_notes(sweep, most)[:1])
+def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
+    """Return the figures that decide, a point for each setting, with its interval; None without a difference.
 
-
-def breakdown(sweep: SweepData, trials: Sequence[TrialRow]) -> Any | None:
-    """Return a bar for each finished trial, the smallest on top: the peak of its largest worker by category."""
-    import plotly.graph_objects as go
-
-    shown = sorted(
-        (t for t in _finished(trials) if any(f"memory/{c}_bytes" in t.figures for c in _CATEGORY_COLORS)),
-        key=lambda t: t.figures.get(MEMORY, math.inf),
-        reverse=True,  # Plotly draws from the bottom
-    )
-    if not shown:
-        return None
-    figure = go.Figure()
-    labels = [_label(t) for t in shown]
-    for category, color in _CATEGORY_COLORS.items():
-        sizes = [t.figures.get(f"memory/{category}_bytes", 0.0) / MIB for t in shown]
-        if any(sizes):
-            figure.add_bar(
-                x=sizes,
-                y=labels,
-                orientation="h",
-                name=category.replace("_", " "),
-                marker={"color": color, "line": {"width": 0}},
-                customdata=[[sweep.url(t)] for t in shown],
-                hovertemplate="%{y}<br>" + category.replace("_", " ") + " %{x:,.4~r} MiB<extra></extra>",
-            )
-    per_bar = 26 if len(shown) <= 40 else 15
-    lay_out(figure, "MiB at the peak of the largest worker", "", 160 + per_bar * len(shown))
-    figure.update_layout(barmode="stack", bargap=0.15)
-    figure.update_yaxes(automargin=True, tickfont={"size": 12 if per_bar > 20 else 10}, dtick=1)
-    return figure
-
-
-def losses(sweep: SweepData, answer: Answer, trials: Sequence[TrialRow]) -> Any | None:
-    """Return a line for each trial that reported, even if it did not finish; a menu switches between the losses."""
-    import plotly.graph_objects as go
-
-    kinds = [k for k in (VAL_LOSS, TRAIN_LOSS) if any(k in m for t in trials for m in t.epochs)]
-    if not kinds:
-        return None
-    figure = go.Figure()
-    colors = coloring(answer, [answer.recommendation.settings.loss_key], scale=False)
-    reported = [t for t in trials if t.epochs]
-    for kind in kinds:
-        named: set[str] = set()
-        for trial in reported:
-            stopped = trial.status is TrialStatus.stopped
-            name = STOPPED if stopped else colors.name(trial.setting)
-            # a value that is not finite is a gap: the line ends there
-            figure.add_scatter(
-                x=[m["epoch"] for m in trial.epochs if kind in m],
-                y=[m[kind] if math.isfinite(m[kind]) else None for m in trial.epochs if kind in m],
-                mode="lines+markers",
-                opacity=0.85 if len(reported) <= 20 else 0.45,
-                line={"color": GREY if stopped else colors.of(trial.setting)},
-                marker={"size": 5, "symbol": "circle-open" if stopped else "circle"},
-                name=name,
-                legendgroup=name,
-                showlegend=name not in named and (stopped or colors.axis is not None),
-                visible=kind == kinds[0],
-                customdata=[[sweep.url(trial)]] * len(trial.epochs),
-                hovertemplate=html.escape(trial.name) + "<br>epoch %{x}: %{y:.4~r}<extra></extra>",
-            )
-            named.add(name)
-    lay_out(figure, "epoch", declared(kinds[0]).label, 480)
-    most = max(m["epoch"] for t in reported for m in t.epochs)
-    figure.update_xaxes(tickformat="d", dtick=max(1, round(most / 12)))
-    figure.update_layout(updatemenus=_loss_menus(kinds, len(reported)), margin={"t": 80})
-    return figure
-
-
-def _loss_menus(kinds: Sequence[str], lines: int) -> list[dict[str, Any]]:
-    """Return menus for the loss, of `lines` lines each, and for the scale."""
-    buttons = []
-    for place, kind in enumerate(kinds):
-        visible = [i // lines == place for i in range(len(kinds) * lines)]
-        change = [{"visible": visible}, {"yaxis.title.text": declared(kind).label}]
-        buttons.append({"label": declared(kind).label, "method": "update", "args": change})
-    scales = [{"label": s, "method": "relayout", "args": [{"yaxis.type": s}]} for s in ("linear", "log")]
-    return [{"buttons": b, "x": x, "y": 1.16, "xanchor": "left"} for b, x in ((buttons, 0), (scales, 0.16))]
-
-
-def forecast(sweep: SweepData, answer: Answer, trials: Sequence[TrialRow]) -> Any | None:
-    """Return a point for each trial with a forecast and a measured peak, and the line of equality.
-
-    None if all are equal.
+    A metric that is the same everywhere is replaced by an axis: the numbers of a search, else the one that explains
+    most of the other metric.
     """
-    import plotly.graph_objects as go
+    import plotly.express as px
 
-    shown = with_forecast(trials)
-    if all(t.figures[FORECAST] == t.figures[MEMORY] for t in shown):
+    r = answer.recommendation
+    table = _settings_table(sweep, answer)
+    better = dict(r.axes[:2])
+    differing = sorted((metric for metric in better if _differs(table[metric])), key=lambda metric: metric == SPEED)
+    if not differing or (len(differing) < 2 and not r.settings.axes):
         return None
-    figure = go.Figure()
-    measured = [t.figures[MEMORY] / MIB for t in shown]
-    ends = [min(measured) * 0.97, max(measured) * 1.03]
+    x, y = differing if len(differing) == 2 else (_drawn_axis(table, r.settings.axes, differing[0]), differing[0])
+    table = table.dropna(subset=differing)
+    axes = [axis for axis in r.settings.axes if axis != x]
+    by = _explaining(table, axes, differing)
+    points = _colored(table, by, by in sweep.log_axes)
+    if x not in better and (values := _numbers(points[x])) is not None:
+        points = points.assign(**{x: values})
+    has_bars = y == SPEED and bool(points["above"].notna().any())
+    figure = px.scatter(
+        points, x=x, y=y, color="color" if by else None, custom_data=["url", "text"],
+        error_y="above" if has_bars else None, error_y_minus="below" if has_bars else None,
+        color_discrete_sequence=COLORS, color_continuous_scale=_SCALE,
+        log_x=x in sweep.log_axes and points[x].dtype.kind != "O" and bool((points[x] > 0).all()),
+    )  # fmt: skip
+    figure.update_traces(marker={"size": 11, "opacity": 0.9}, hovertemplate="%{customdata[1]}<extra></extra>")
+    if by is None:
+        figure.update_traces(name="settings")
+    if len(differing) == 2 and len(r.axes) == 2:
+        _draw_front(figure, table[table["front"]].sort_values([x, y]), x, y, better[x])
+    marker = {"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}}
+    chosen = points[points["chosen"]]
+    if len(chosen):
+        figure.add_scatter(
+            x=chosen[x], y=chosen[y], mode="markers", marker=marker, name=_CHOSEN[r.basis], hoverinfo="skip"
+        )
+    if has_bars and (points["above"] + points[y]).max() > _WIDEST * points[y].max():
+        figure.update_yaxes(range=[0, _WIDEST * points[y].max()])
+    _lay_out(figure, html.escape(declared(x).label if x in better else x), declared(y).label, 430)
+    scale = f"log10 {by}" if by in sweep.log_axes else by
+    figure.update_layout(coloraxis_colorbar={"title": {"text": html.escape(scale or ""), "side": "right"}})
+    heading = " against ".join("peak memory" if key == MEMORY else _label(key, better) for key in (y, x))
+    return Chart("main", heading[0].upper() + heading[1:], figure, _note(sweep, table, better, x, y, has_bars))
+
+
+def _settings_table(sweep: SweepData, answer: Answer) -> pd.DataFrame:
+    """Return a row for each shown setting: its values, its figures, its interval, its text and its run's address."""
+    import pandas as pd
+
+    r = answer.recommendation
+    shown = {trial.number: trial for trial in shown_trials(sweep, r)}
+    rows = []
+    for setting in r.settings.all:
+        speed = r.interval(setting)
+        known = speed is not None and speed.known
+        only = shown.get(setting.trials[0]) if len(setting.trials) == 1 else None
+        rows.append({
+            **setting.values,
+            **{metric: r.value(setting, metric) / declared(metric).scale for metric, _ in r.axes},
+            "above": speed.high - speed.value if speed and known else math.nan,
+            "below": speed.value - speed.low if speed and known else math.nan,
+            "text": _setting_text(answer, setting),
+            "url": sweep.url(only) if only else "",
+            "front": setting in r.front,
+            "chosen": setting is r.setting,
+            "shown": bool(shown.keys() & set(setting.trials)),
+        })  # fmt: skip
+    table = pd.DataFrame(rows)
+    return table[table["shown"]]
+
+
+def _setting_text(answer: Answer, setting: Setting) -> str:
+    """Return the text over a setting's point: its figures and the interval of its speed."""
+    r = answer.recommendation
+    speed, medians = r.interval(setting), r.settings.medians(setting)
+    lines = [*(f"{key}={value}" for key, value in setting.values.items()), numbers(setting.trials)]
+    lines += [speed_text(speed)] if speed else []
+    columns = [column for column in table_columns("terminal") if column.key != SPEED and column.key in medians]
+    lines += [f"{column.label} {column.text(medians[column.key])}" for column in columns]
+    if why_not := answer.why_not.get(setting.name):
+        lines.append(f"does not qualify: {why_not}")
+    return "<br>".join(map(html.escape, lines))
+
+
+def _numbers(values: pd.Series[Any]) -> pd.Series[Any] | None:
+    """Return the values of an axis as numbers; None if one is a word."""
+    import numpy as np
+    import pandas as pd
+
+    found = pd.to_numeric(values, errors="coerce")
+    return found if np.isfinite(found).all() else None
+
+
+def _drawn_axis(table: pd.DataFrame, axes: Sequence[str], metric: str) -> str:
+    """Return the axis to draw a metric over: the numbers of a search, else the one that explains most of it."""
+    counts = {axis: table[axis].nunique() for axis in axes if _numbers(table[axis]) is not None}
+    if counts and max(counts.values()) > _LISTED:
+        return max(counts, key=counts.__getitem__)
+    return _explaining(table, axes, [metric]) or axes[0]
+
+
+def _explaining(table: pd.DataFrame, axes: Sequence[str], metrics: Sequence[str], scale: bool = True) -> str | None:
+    """Return the axis that explains most of the metrics, of those that colours can show; None without one.
+
+    With `scale` an axis of more numbers than there are colours can be shown, by a continuous scale.
+    """
+    able = [
+        axis
+        for axis in axes
+        if 1 < table[axis].nunique() <= _MOST_COLORS
+        or (scale and table[axis].nunique() > _MOST_COLORS and _numbers(table[axis]) is not None)
+    ]
+    return max(able, key=lambda axis: sum(_share_explained(table, axis, metric) for metric in metrics), default=None)
+
+
+def _share_explained(table: pd.DataFrame, axis: str, metric: str) -> float:
+    """Return how much of the differences an axis explains alone, the adjusted R²; at least 0.
+
+    The adjustment removes what many values explain by chance. An axis of many numbers counts by fifths of them.
+    """
+    import pandas as pd
+
+    known = table[[axis, metric]].replace([math.inf, -math.inf], math.nan).dropna()
+    figures, by = known[metric], known[axis]
+    if by.nunique() > _MOST_COLORS:
+        by = pd.qcut(by.astype(float), 5, labels=False, duplicates="drop")
+    freedom = len(figures) - by.nunique()
+    if freedom < 1 or not figures.var():
+        return 0.0
+    within = ((figures - figures.groupby(by).transform("mean")) ** 2).sum()
+    return max(1 - within / freedom / figures.var(), 0.0)
+
+
+def _colored(table: pd.DataFrame, by: str | None, is_log: bool) -> pd.DataFrame:
+    """Return the table with a column for the colour: the names of few values, in their order, or many numbers."""
+    import numpy as np
+
+    if by is None:
+        return table
+    values = _numbers(table[by])
+    if table[by].nunique() > _MOST_COLORS and values is not None:
+        return table.assign(color=np.log10(values) if is_log and (values > 0).all() else values)
+    named = table.assign(color=[html.escape(f"{by}={value}") for value in table[by]])
+    return named if values is None else named.loc[values.sort_values(kind="stable").index]
+
+
+def _draw_front(figure: Any, front: pd.DataFrame, x: str, y: str, better: str) -> None:
+    """Draw the Pareto front as stairs: between two points nothing better was measured."""
+    if len(front) < 2:
+        return
+    line = {"shape": "hv" if better == "min" else "vh", "dash": "dot", "color": GREY, "width": 1.5}
     figure.add_scatter(
-        x=ends, y=ends, mode="lines", line={"dash": "dot", "color": GREY}, name="equal", hoverinfo="skip"
+        x=front[x], y=front[y], mode="lines", line=line, name="Pareto front", zorder=-1, hoverinfo="skip"
     )
-    figure.add_scatter(
-        x=measured,
-        y=[t.figures[FORECAST] / MIB for t in shown],
-        mode="markers",
-        marker={"size": 11, "color": COLORS[0], "opacity": 0.7},
-        name="trials",
-        text=[trial_text(t, answer.recommendation.settings.loss_key) for t in shown],
-        customdata=[[sweep.url(t)] for t in shown],
-        hovertemplate="%{text}<extra></extra>",
+
+
+def _note(sweep: SweepData, table: pd.DataFrame, better: dict[str, str], x: str, y: str, has_bars: bool) -> str:
+    """Return how to read the main chart."""
+    ways = ["up" if better[y] == "max" else "down"]
+    ways += ["to the right" if better[x] == "max" else "to the left"] if x in better else []
+    bars = "Bars are 95 % intervals of samples/s. " if has_bars else ""
+    click = "; click on it to open its run" if table["url"].any() else ""
+    text = f"{' and '.join(ways).capitalize()} is better. {bars}Hover over a point for its figures{click}."
+    return " ".join([text, *thinned_notes(sweep)[:1]])
+
+
+def _label(key: str, better: dict[str, str]) -> str:
+    return declared(key).label if key in better else key
+
+
+def _differs(values: pd.Series[Any]) -> bool:
+    known = values.dropna()
+    return len(known) > 1 and known.max() - known.min() > _SAME * known.abs().max()
+
+
+def losses(sweep: SweepData, answer: Answer) -> Chart | None:
+    """Return a line for each trial that reported, even if it did not finish."""
+    import pandas as pd
+    import plotly.express as px
+
+    r = answer.recommendation
+    key = r.settings.loss_key
+    by = _explaining(r.settings.frame, r.settings.axes, [key], scale=False) if key in r.settings.frame else None
+    rows = []
+    for trial in shown_trials(sweep, r, MOST_DRAWN):
+        color = f"{by}={trial.setting.get(by, '')}" if by else "trials"
+        color = _STOPPED if trial.status is TrialStatus.stopped else html.escape(color)
+        rows += [
+            {"trial": trial.number, "color": color, "url": sweep.url(trial), "name": html.escape(trial.name)}
+            | {"epoch": epoch["epoch"], key: epoch[key] if math.isfinite(epoch[key]) else math.nan}
+            for epoch in trial.epochs
+            if key in epoch
+        ]
+    if not rows:
+        return None
+    frame = pd.DataFrame(rows)
+    figure = px.line(
+        frame, x="epoch", y=key, color="color", line_group="trial", markers=True,
+        custom_data=["url", "name"], color_discrete_sequence=COLORS, color_discrete_map={_STOPPED: GREY},
+    )  # fmt: skip
+    figure.update_traces(hovertemplate="%{customdata[1]}<br>epoch %{x}: %{y:.4~r}<extra></extra>", opacity=0.8)
+    _lay_out(figure, "epoch", declared(key).label, 480)
+    figure.update_xaxes(tickformat="d", dtick=max(1, round(frame["epoch"].max() / 12)))
+    return Chart("losses", "Loss by epoch", figure, " ".join(thinned_notes(sweep, MOST_DRAWN)[:1]))
+
+
+def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
+    """Return a bar for each finished trial, the smallest on top: the peak of its largest worker by category."""
+    import pandas as pd
+    import plotly.express as px
+
+    trials = [
+        trial for trial in shown_trials(sweep, answer.recommendation, MOST_DRAWN)
+        if trial.status is TrialStatus.finished and any(f"memory/{c}_bytes" in trial.figures for c in _CATEGORY_COLORS)
+    ]  # fmt: skip
+    if not trials:
+        return None
+    trials.sort(key=lambda trial: trial.figures.get(MEMORY, math.inf), reverse=True)  # Plotly draws from the bottom
+    sizes = pd.DataFrame([
+        {"trial": _bar_label(trial.number, trial.setting.values()), "url": sweep.url(trial),
+         "category": category, "MiB": trial.figures.get(f"memory/{category}_bytes", 0.0) / MIB}
+        for category in _CATEGORY_COLORS for trial in trials
+    ])  # fmt: skip
+    sizes = sizes[sizes.groupby("category")["MiB"].transform("max") > 0]
+    figure = px.bar(
+        sizes, x="MiB", y="trial", color="category", orientation="h", custom_data=["url"],
+        color_discrete_map=_CATEGORY_COLORS,
+    )  # fmt: skip
+    figure.update_traces(marker_line_width=0, hovertemplate="%{y}<br>%{fullData.name} %{x:,.4~r} MiB<extra></extra>")
+    per_bar = 26 if len(trials) <= 40 else 15
+    _lay_out(figure, "MiB at the peak of the largest worker", "", 160 + per_bar * len(trials))
+    figure.update_layout(bargap=0.15)
+    figure.update_yaxes(automargin=True, tickfont={"size": 12 if per_bar > 20 else 10}, dtick=1)
+    note = " ".join(["Memory by category at the peak of the largest worker.", *thinned_notes(sweep, MOST_DRAWN)[:1]])
+    return Chart("breakdown", "Peak memory by category", figure, note)
+
+
+def _bar_label(number: int, values: Any) -> str:
+    text = " ".join(values)
+    return html.escape(f"{number}  {text if len(text) <= 60 else text[:59] + '…'}")
+
+
+def _lay_out(figure: Any, x: str, y: str, height: int) -> None:
+    """Give a figure its frame; the page colours text and grid."""
+    figure.update_layout(
+        template="plotly_white",
+        height=height,
+        margin={"l": 70, "r": 20, "t": 40, "b": 50},
+        font={"size": 13},
+        hoverlabel={"align": "left"},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right", "title": None},
+        xaxis={"title": x, "automargin": True},
+        yaxis_title=y,
     )
-    lay_out(figure, "measured peak, MiB", "forecast peak, MiB", 420)
-    return figure
-
-
-def with_forecast(trials: Sequence[TrialRow]) -> list[TrialRow]:
-    """Return the finished trials whose peak was forecast and measured."""
-    return [t for t in _finished(trials) if _has(t, FORECAST, MEMORY) and t.figures[MEMORY] > 0]
-
-
-def _finished(trials: Sequence[TrialRow]) -> list[TrialRow]:
-    return [trial for trial in trials if trial.status == TrialStatus.finished]
-
-
-def _has(trial: TrialRow, *keys: str) -> bool:
-    return all(math.isfinite(trial.figures.get(key, math.nan)) for key in keys)
-
-
-def _label(trial: TrialRow) -> str:
-    values = " ".join(trial.setting.values())
-    return html.escape(f"{trial.number}  {values if len(values) <= 60 else values[:59] + '…'}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.main_plot import main_plot
+from fsdp_lab.report.plots import main_chart
 
 
 @dataclass(frozen=True)
@@ -27,5 +27,5 @@ class SweepResult(SweepData):
 
     def plot(self) -> Any:
         """Return the report's main chart, speed against peak memory, as a Plotly figure; None without such figures."""
-        main = main_plot(self, self.recommendation)
-        return main.figure() if main else None
+        main = main_chart(self, self.recommendation)
+        return main.figure if main else None

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 
-from fsdp_lab.metrics import SPEED, Metric, table_columns
+from fsdp_lab.metrics import Metric, table_columns
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.recommend import Recommendation
 from fsdp_lab.status import TrialStatus
 
 MOST = 500  # trials; of more than these a table has so many, a picture so many points
-MOST_LINES = 100  # in a picture of lines
-MOST_BARS = 60
+MOST_DRAWN = 100  # in a picture of lines or bars
 MOST_ROWS = 100  # of what did not finish or does not qualify
 
 
@@ -101,30 +99,17 @@ def shown_trials(sweep: SweepData, recommendation: Recommendation, most: int = M
     """
     if len(sweep.trials) <= MOST:
         return sweep.trials
-    by_number = {trial.number: trial for trial in sweep.trials}
-    chosen = recommendation.setting.trials[: most // 2] if recommendation.setting else ()
-    of_front = [number for setting in recommendation.front for number in setting.trials]
-    best = (
-        sorted(_measured(sweep, metric), key=lambda n: by_number[n].figures[metric], reverse=better == "max")
-        for metric, better in recommendation.axes
-    )
-    in_turn = (number for each in zip_longest(*best) for number in each if number is not None)
-    kept: dict[int, TrialRow] = {}
-    for number in chain(chosen, of_front, in_turn, by_number):
-        if len(kept) == most:
-            break
-        kept.setdefault(number, by_number[number])
-    return [kept[number] for number in sorted(kept)]
+    import pandas as pd
 
-
-def _measured(sweep: SweepData, metric: str) -> list[int]:
-    return [
-        trial.number
-        for trial in sweep.trials
-        if trial.status is TrialStatus.finished
-        and math.isfinite(trial.figures.get(metric, math.nan))
-        and not (metric == SPEED and trial.timing_excluded)
-    ]
+    r, frame = recommendation, recommendation.settings.frame
+    finished = frame[frame["status"] == TrialStatus.finished]
+    ranks = [finished[metric].rank(ascending=better == "min") for metric, better in r.axes if metric in frame]
+    rank = pd.concat(ranks, axis=1).min(axis=1).to_dict() if ranks else {}
+    first = set(r.setting.trials[: most // 2]) if r.setting else set()
+    front = {number for setting in r.front for number in setting.trials}
+    places = {n: (n not in first, n not in front, rank.get(n, math.inf)) for n in frame.index}
+    kept = set(sorted(places, key=places.__getitem__)[:most])
+    return [trial for trial in sweep.trials if trial.number in kept]
 
 
 def thinned_notes(sweep: SweepData, most: int = MOST) -> list[str]:

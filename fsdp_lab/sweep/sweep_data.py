@@ -114,7 +114,7 @@ def log_axes(arguments: Sequence[str]) -> list[str]:
 
 def _is_log(value: Any) -> bool:
     if isinstance(value, ChoiceSweep):
-        numbers = [number for one in value.list if (number := data.as_number(str(one))) is not None]
+        numbers = [one for one in value.list if isinstance(one, int | float) and not isinstance(one, bool)]
         return len(numbers) == len(value.list) and min(numbers) > 0 and max(numbers) >= 10 * min(numbers)
     return isinstance(value, IntervalSweep) and "log" in value.tags
 

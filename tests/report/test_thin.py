@@ -15,7 +15,7 @@ from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.plots import figures
-from fsdp_lab.report.tables import MOST, MOST_BARS, MOST_LINES, shown_trials
+from fsdp_lab.report.tables import MOST, MOST_DRAWN, shown_trials
 from fsdp_lab.report.write import write_report
 from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import sweep
@@ -86,5 +86,5 @@ def test_the_page_and_the_text_state_what_they_leave_out_and_the_csv_has_all(
 def test_pictures_are_thinned_too(made: tuple[SweepData, Answer]):
     charts = {chart.name: chart.figure for chart in figures(*made)}
     assert sum(len(trace.x) for trace in charts["main"].data) <= 2 * MOST + 10
-    assert len(charts["losses"].data) <= 2 * MOST_LINES
-    assert len(charts["breakdown"].data[0].x) <= MOST_BARS
+    assert len(charts["losses"].data) <= MOST_DRAWN
+    assert len(charts["breakdown"].data[0].x) <= MOST_DRAWN
