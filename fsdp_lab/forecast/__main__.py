@@ -64,9 +64,9 @@ from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.explain import explain
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.cells import arguments, plan_forecasts, workers
+from fsdp_lab.forecast.chrome_trace import streams_file
 from fsdp_lab.forecast.notes import allowances_note, bound_notes, request_notes, room_remedies
 from fsdp_lab.forecast.run import CANCELLED, SPEAK_S, Request, forecast_all, forecast_one
-from fsdp_lab.forecast.streams_page import streams_page
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.names import setting
@@ -106,7 +106,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
     from fsdp_lab.forecast.answer import answers, sentences
     from fsdp_lab.forecast.kept import kept_rows
-    from fsdp_lab.forecast.plot import write_plot, write_scaling  # these import PyTorch: typos are reported before
+    from fsdp_lab.forecast.plot import write_plot  # these import PyTorch: typos are reported before
     from fsdp_lab.forecast.table import forecast_table, in_order, write_csv
 
     console = open_console()
@@ -141,11 +141,10 @@ def run(plan: Plan, swept: list[str]) -> int:
         console.print(f"note: {note}", highlight=False, markup=False)
     write_csv(folder / "forecast.csv", in_order(every), swept)
     drawn = "forecast.png, " if swept and write_plot(folder / "forecast.png", rows, swept) else ""
-    drawn += "scaling.png, " if write_scaling(folder / "scaling.png", rows, swept) else ""
     pages_written = len(list(folder.glob("timeline_*.html")))
     written = f"{drawn}{count(pages_written, 'timeline page')}"
-    if streams := len(list(folder.glob("streams_*.html"))):
-        written += f", {count(streams, 'page')} of streams"
+    if streams := len(list(folder.glob("streams_*.json.gz"))):
+        written += f", {count(streams, 'trace')} of streams"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
     items = "images" if all(isinstance(t.config.model, ModelConfig) for t in trials) else "items"
     tolerance = first.report.speed_tolerance
@@ -181,7 +180,7 @@ def _rows(
     for trial, request, forecast in zip(trials, requests, forecasts, strict=True):
         training = trial.config.training
         page = None if forecast.error else pages[request.key]
-        streams = streams_page(page) if page is not None and forecast.speed is not None else None
+        streams = streams_file(page) if page is not None and forecast.speed is not None else None
         microbatch = training.global_batch_size // request.num_workers // training.grad_accum_steps
         rows.append(Row([_typed(setting(trial, key)) for key in swept], forecast, page, microbatch, streams))
     return rows

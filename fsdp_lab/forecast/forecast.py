@@ -24,12 +24,12 @@ from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks
-from fsdp_lab.forecast.capacity import WORKSPACE_BYTES, Forecast, allowances, communicators, on_capacity
+from fsdp_lab.forecast.capacity import WORKSPACE_BYTES, Forecast, allowances, communicators
+from fsdp_lab.forecast.chrome_trace import streams_file, write_streams
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import cuda_kernels
-from fsdp_lab.forecast.streams_page import streams_page, write_streams
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
 from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Device, DeviceKind
@@ -78,7 +78,7 @@ def forecast(
         cuda: forecast for GPUs; otherwise for CPUs.
         capacity_bytes: of one device; None: not known.
         largest: also find the most samples that it can take at once.
-        page: where to write the timeline of the step; its streams go to `streams_page`. None: write none.
+        page: where to write the timeline of the step; its streams go to `streams_file`. None: write none.
         sheet: the device whose speed to forecast; None: only the memory.
 
     Raises:
@@ -96,8 +96,7 @@ def forecast(
             result = replace(result, speed=speed)
             if page is not None:
                 with suppress(OSError):  # a full disk costs the page, not the forecast
-                    shown = on_capacity(result, capacity_bytes).speed or speed
-                    write_streams(streams_page(page), shown, schedule, f"A predicted step on {sheet.name}", what)
+                    write_streams(streams_file(page), schedule)
         except ConfigError as error:  # the memory is still known
             result = replace(result, no_speed=str(error))
     if page is not None:

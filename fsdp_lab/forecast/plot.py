@@ -1,25 +1,25 @@
-"""A picture of many forecasts: the needs of each over the number of workers, or the parts of each."""
+"""A picture of many forecasts: the needs and speeds of each over the number of workers, or the parts of each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.forecast.table import COLUMNS, Row, unit_of
 from fsdp_lab.record.trial import words
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 WORKERS = "cluster.num_workers"
-GIB = 2**30
 _MOST_BARS = 40
 _MOST_LINES = 10
+_BESIDES = "needed besides tensors"
 
 
 def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
-    """Write a picture as PNG.
-
-    With several numbers of workers it has lines: the first two other keys are colour and dash, the rest are panels.
-    Otherwise it has stacked bars, in the order of the rows.
+    """Write a picture as PNG: with several numbers of workers lines over them, else bars, in the order of the rows.
 
     Returns:
         False: there is nothing to show.
@@ -32,99 +32,36 @@ def write_plot(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
     rows = [row for row in rows if not row.forecast.error]
     if not rows:
         return False
-    figure = _over_workers(pyplot, rows, swept) if WORKERS in swept else stacked(pyplot, rows, swept)
+    several = len({row.forecast.num_workers for row in rows}) > 1
+    figure = over_workers(pyplot, rows, swept) if several else stacked(pyplot, rows, swept)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
 
 
-def write_scaling(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> bool:
-    """Write the predicted speed over the number of workers as PNG, a line for each setting of the other keys.
-
-    Returns:
-        False: no speed was predicted, or there is only one number of workers.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    speeds = [(row, row.forecast.speed) for row in rows if row.forecast.speed and not row.forecast.error]
-    workers = sorted({row.forecast.num_workers for row, _ in speeds})
-    if len(workers) < 2:
-        return False
-    lines: dict[str, list[tuple[float, ...]]] = {}
-    for row, speed in speeds:
-        values = zip(swept, row.settings, strict=True)
-        name = words({key: value for key, value in values if key != WORKERS})
-        items = (speed.tokens or 1) * speed.samples / row.forecast.num_workers
-        each = (items / seconds for seconds in (speed.step_s, speed.high_s, speed.low_s))
-        lines.setdefault(name, []).append((row.forecast.num_workers, *each))
-    figure, axis = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
-    for name, points in list(lines.items())[:_MOST_LINES]:
-        counts, rates, low, high = zip(*sorted(points), strict=True)
-        (line,) = axis.plot(counts, rates, marker=".", label=name)
-        axis.fill_between(counts, low, high, color=line.get_color(), alpha=0.12)
-    unit = "tokens" if speeds[0][1].tokens else "samples"
-    axis.set(xscale="log", xlabel="workers", ylabel=f"predicted {unit}/s per device")
-    axis.set_xticks(workers, [str(count) for count in workers])
-    axis.minorticks_off()
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True
-
-
-def _over_workers(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any:
-    others = [key for key in swept if key != WORKERS]
-    line_keys, panel_keys = others[:1] + others[-1:] if len(others) > 1 else others, others[1:-1]
-    values = {id(row): dict(zip(swept, row.settings, strict=True)) for row in rows}
-
-    def chosen(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
-        return tuple(values[id(row)][key] for key in dict.fromkeys(keys))
-
-    panels = sorted({chosen(row, panel_keys) for row in rows})
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
+def over_workers(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any:
+    """Return a figure of needs, and of predicted speeds if one is known, with a line for each of the first settings."""
+    table, unit, speeds = _table(rows, swept, without=WORKERS)
     figure, axes = pyplot.subplots(
-        lines, columns, figsize=(4.6 * columns + 2, 3.4 * lines + 0.6), sharex=True, sharey=True, squeeze=False,
-        constrained_layout=True,
-    )  # fmt: skip
-    colours = {value: f"C{i}" for i, value in enumerate(dict.fromkeys(chosen(row, line_keys[:1]) for row in rows))}
-    dashes = dict.fromkeys(chosen(row, line_keys[1:]) for row in rows)
-    styles = {value: ("-", "--", ":", "-.")[i % 4] for i, value in enumerate(dashes)}
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        inside = [row for row in rows if chosen(row, panel_keys) == panel]
-        for key in sorted({chosen(row, line_keys) for row in inside}):
-            points = sorted(
-                (row.forecast.num_workers, row.forecast.needed_bytes / GIB)
-                for row in inside
-                if chosen(row, line_keys) == key
+        1, 1 + bool(speeds), figsize=(7 + 5 * bool(speeds), 4.5), squeeze=False, constrained_layout=True
+    )
+    for name, points in list(table.sort_values("workers").groupby(level=0, sort=False))[:_MOST_LINES]:
+        axes[0, 0].plot(points["workers"], points["needed"], marker=".", label=name)
+        if speeds:
+            (line,) = axes[0, 1].plot(points["workers"], points["rate"], marker=".", label=name)
+            axes[0, 1].fill_between(
+                points["workers"], points["low"], points["high"], color=line.get_color(), alpha=0.12
             )
-            label = " ".join(key)
-            axis.plot(*zip(*points, strict=True), styles[key[1:]], color=colours[key[:1]], marker=".", label=label)
-        capacity = inside[0].forecast.capacity_bytes
-        if capacity:
-            axis.axhline(capacity / GIB, color="black", linewidth=0.8)
-            axis.annotate(f"capacity {capacity / GIB:g} GiB", (1, capacity / GIB), va="bottom", fontsize=8)
-        axis.set(xscale="log", title=" ".join(f"{k}={v}" for k, v in zip(panel_keys, panel, strict=True)))
-        ticks = sorted({row.forecast.num_workers for row in rows})
-        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    for capacity in table["capacity"].dropna().unique():
+        axes[0, 0].axhline(capacity, color="black", linewidth=0.8)
+    workers = sorted(set(table["workers"]))
+    for axis, label in zip(axes[0], (f"{unit} needed on a device", speeds), strict=False):
+        axis.set(xscale="log", xlabel="workers", ylabel=label)
+        axis.set_xticks(workers, [str(count) for count in workers])
         axis.minorticks_off()
+        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    axes.flat[0].set_ylim(bottom=0)  # of all, once everything is drawn
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.axis("off")
-    for axis in axes[-1]:
-        axis.set_xlabel("workers")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("GiB needed on a device")
-    named = {
-        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(named.values(), named.keys(), loc="outside right upper", title=" ".join(line_keys), fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", fontsize=8)
     return figure
 
 
@@ -134,22 +71,24 @@ def stacked(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any:
     It shows the parts of each peak, what the setting needs, and its predicted speed if one is known.
     """
     shown = rows[:_MOST_BARS]
-    speeds = any(row.forecast.speed for row in shown)
+    table, unit, speeds = _table(shown, swept)
     figure, axes = pyplot.subplots(
-        1, 1 + speeds, figsize=(11 + 4 * speeds, 1.8 + 0.28 * len(shown)), sharey=True, squeeze=False,
+        1, 1 + bool(speeds), figsize=(11 + 4 * bool(speeds), 1.8 + 0.28 * len(shown)), sharey=True, squeeze=False,
         constrained_layout=True,
     )  # fmt: skip
-    axis = axes[0, 0]
-    unit, divisor = unit_of([row.forecast for row in shown])
-    _memory_bars(axis, shown, divisor)
-    axis.set_yticks(
-        range(len(shown)), [words(dict(zip(swept, row.settings, strict=True))) for row in shown], fontsize=8
-    )
-    axis.invert_yaxis()
-    axis.set_xlabel(f"{unit} of one device")
+    memory = axes[0, 0]
+    parts = table[[*COLUMNS, *([_BESIDES] if table[_BESIDES].any() else [])]]
+    parts.plot.barh(stacked=True, ax=memory, legend=False, width=0.8, color=[*(f"C{i}" for i in range(6)), "lightgray"])
+    for place, capacity in enumerate(table["capacity"].dropna().unique()):
+        memory.axvline(capacity, color="black", linewidth=1.2, label="" if place else "capacity")
+    memory.invert_yaxis()
+    memory.set(xlabel=f"{unit} of one device", ylabel="")
+    memory.tick_params("y", labelsize=8)
     figure.legend(loc="outside upper left", fontsize=8, ncols=8)
     if speeds:
-        _speed_bars(axes[0, 1], shown)
+        error = [table["rate"] - table["low"], table["high"] - table["rate"]]
+        axes[0, 1].barh(range(len(table)), table["rate"], color="C0", xerr=error, ecolor="gray", capsize=2)
+        axes[0, 1].set_xlabel(speeds)
     if len(shown) < len(rows):
         figure.suptitle(
             f"the first {len(shown)} of {len(rows)} settings, in the table's order", x=0.99, ha="right", fontsize=9
@@ -157,28 +96,24 @@ def stacked(pyplot: Any, rows: Sequence[Row], swept: Sequence[str]) -> Any:
     return figure
 
 
-def _memory_bars(axis: Any, rows: Sequence[Row], divisor: int) -> None:
-    """Draw the peak by category, the device's allowances, and a line for its capacity."""
-    left = [0.0] * len(rows)
-    for name, categories in COLUMNS.items():
-        widths = [sum(row.forecast.peaks["device"].get(c, 0) for c in categories) / divisor for row in rows]
-        axis.barh(range(len(rows)), widths, left=left, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    if any(row.forecast.allowances for row in rows):
-        more = [sum(row.forecast.allowances.values()) / divisor for row in rows]
-        axis.barh(range(len(rows)), more, left=left, color="lightgray", label="needed besides tensors")
-    capacities = sorted({row.forecast.capacity_bytes for row in rows if row.forecast.capacity_bytes is not None})
-    for place, capacity in enumerate(capacities):
-        axis.axvline(capacity / divisor, color="black", linewidth=1.2, label="" if place else "capacity")
+def _table(rows: Sequence[Row], swept: Sequence[str], without: str = "") -> tuple[pd.DataFrame, str, str]:
+    """Return a row for each forecast, named by its values; the unit of memory; and what speeds are, "" without any."""
+    import pandas as pd
 
-
-def _speed_bars(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw the predicted speed of a device with its range, in the order of the other bars."""
-    known = [(place, row.forecast.num_workers, row.forecast.speed) for place, row in enumerate(rows)]
-    for place, workers, speed in known:
+    unit, divisor = unit_of([row.forecast for row in rows])
+    names, lines = [], []
+    for row in rows:
+        forecast, speed = row.forecast, row.forecast.speed
+        values = zip(swept, row.settings, strict=True)
+        names.append(words({key: value for key, value in values if key != without}))
+        line = {name: forecast.of(categories) / divisor for name, categories in COLUMNS.items()}
+        line |= {"workers": forecast.num_workers, "needed": forecast.needed_bytes / divisor}
+        line |= {_BESIDES: sum(forecast.allowances.values()) / divisor}
+        line |= {"capacity": float(forecast.capacity_bytes or "nan") / divisor}
         if speed is not None:
-            items = (speed.tokens or 1) * speed.samples / workers
-            rate, low, high = (items / seconds for seconds in (speed.step_s, speed.high_s, speed.low_s))
-            axis.barh(place, rate, color="C0", xerr=[[rate - low], [high - rate]], ecolor="gray", capsize=2)
-    unit = "tokens" if any(speed is not None and speed.tokens for *_, speed in known) else "samples"
-    axis.set_xlabel(f"predicted {unit}/s per device")
+            each = (speed.tokens or 1) * speed.samples / forecast.num_workers
+            line |= {"rate": each / speed.step_s, "low": each / speed.high_s, "high": each / speed.low_s}
+        lines.append(line)
+    known = [row.forecast.speed for row in rows if row.forecast.speed]
+    items = "tokens" if any(speed.tokens for speed in known) else "samples"
+    return pd.DataFrame(lines, index=names), unit, f"predicted {items}/s per device" if known else ""

@@ -44,7 +44,7 @@ class Row:
         forecast: of the configuration.
         page: its timeline; None: none was written.
         microbatch: samples that a worker takes at once.
-        streams: the page of its streams; None: none was written.
+        streams: the trace of its streams; None: none was written.
         kept: whether a sweep with `forecast.keep` would start it; None: not requested.
     """
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
@@ -30,7 +31,7 @@ from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.keep import number_kept, passed_over, predicted, ratio_group, why_all
 from fsdp_lab.forecast.kept import kept_rows
 from fsdp_lab.forecast.notes import room_remedies
-from fsdp_lab.forecast.plot import stacked, write_scaling
+from fsdp_lab.forecast.plot import over_workers, stacked, write_plot
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.report.predicted import Predicted
@@ -40,9 +41,6 @@ from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.sweep.plan import effect
 from fsdp_lab.workloads.build import build_workload
 from tests.ranks import config
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 LANGUAGE = [
     "task=language",
@@ -158,59 +156,42 @@ def test_the_shares_of_what_bounds_a_step_report_what_a_slower_device_costs(word
     assert set(slower) | {"gather", "scatter"} == set(BOUNDS)
 
 
-def test_the_page_of_the_streams_shows_each_at_work_and_adds_up(tmp_path: Path):
+def test_the_trace_of_the_streams_shows_each_at_work_and_adds_up(tmp_path: Path):
     page = tmp_path / "timeline_3.html"
-    result = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=page, sheet=sheet())
-    assert result.speed is not None
-    text = (tmp_path / "streams_3.html").read_text()
-    assert result.data_sheet == sheet().name
-    lanes = ["compute", "copy-in of gathers", "all-gather", "reduce-scatter"]
-    assert re.findall(r'<div class="lane">([^<]+)<', text) == lanes
-    widths = dict.fromkeys(("#4c78a8", "#f58518", "#e45756", "#72b7b2"), 0.0)
-    for width, colour in re.findall(r'width="([\d.]+)" y="\d+" height="\d+" fill="(#\w+)"', text):
-        widths[colour] += float(width)
-    assert widths["#f58518"] == pytest.approx(result.speed.busy["gather"] / result.speed.step_s * 1000, rel=0.1)
-    assert "FSDPBlock" not in text and "blocks.0" in text
-    assert "@" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S)
-    forecast(config(*LANGUAGE, "offload=cpu"), 4, cuda=True, page=page, sheet=sheet())
-    text = (tmp_path / "streams_3.html").read_text()
-    assert re.findall(r'<div class="lane">([^<]+)<', text) == [*lanes, "host"]
+
+    def traced(*words: str) -> tuple[Speed, dict[str, float]]:
+        """The prediction, and the seconds of each stream's operators in the trace."""
+        result = forecast(config(*LANGUAGE, *words), 4, cuda=True, page=page, sheet=sheet())
+        assert result.speed is not None and result.data_sheet == sheet().name
+        events = json.loads(gzip.decompress((tmp_path / "streams_3.json.gz").read_bytes()))["traceEvents"]
+        names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        operators = [event for event in events if event["ph"] == "X"]
+        assert any("blocks.0" in event["args"]["module"] for event in operators)
+        assert max(event["ts"] + event["dur"] for event in operators) == pytest.approx(result.speed.step_s * 1e6)
+        seconds = dict.fromkeys(names.values(), 0.0)
+        for event in operators:
+            seconds[names[event["tid"]]] += event["dur"] / 1e6
+        return result.speed, seconds
+
+    speed, seconds = traced("sharding=per_block")
+    assert seconds == pytest.approx(speed.busy) and set(seconds) == {"compute", "copy_in", "gather", "scatter"}
+    _, seconds = traced("offload=cpu")
+    assert set(seconds) == {"compute", "copy_in", "gather", "scatter", "host"}
 
 
-@pytest.mark.ui
-def test_the_streams_have_names_and_a_time_axis_in_a_browser(tmp_path: Path, page: Page):
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    file = tmp_path / "timeline_0.html"
-    result = forecast(config(*LANGUAGE, "sharding=per_block"), 4, cuda=True, page=file, sheet=sheet())
-    assert result.speed is not None
-    page.goto((tmp_path / "streams_0.html").as_uri())
+def test_with_several_numbers_of_workers_the_picture_has_lines_over_them(tmp_path: Path):
+    from matplotlib import pyplot
 
-    def ticks() -> list[tuple[float, float]]:
-        """The milliseconds of each, and its place as a share of the step."""
-        reported = page.evaluate("[...axis.children].map(t => [t.textContent, parseFloat(t.style.left)])")
-        return [(float(text.replace(",", "")), left / 100) for text, left in reported]
-
-    for zoom in (0, 5):
-        page.evaluate(f"zoom.value = {zoom}; zoom.dispatchEvent(new Event('input'))")
-        step_ms, shown = result.speed.step_s * 1e3, ticks()
-        assert 4 * 2**zoom < len(shown) < 14 * 2**zoom and len({text for text, _ in shown}) == len(shown)
-        assert all(ms == pytest.approx(left * step_ms, abs=step_ms / 1000) for ms, left in shown)
-    lanes, bars = page.locator(".lane"), page.locator("svg g").first
-    assert lanes.first.bounding_box()["y"] <= bars.bounding_box()["y"]  # type: ignore[index]
-    below = lanes.last.bounding_box()
-    assert below is not None and below["y"] + below["height"] == pytest.approx(
-        page.locator("#axis").bounding_box()["y"]
-    )  # type: ignore[index]
-    assert page.locator(".unit").text_content() == "ms" and not errors
-
-
-def test_the_scaling_curve_is_drawn_over_numbers_of_workers(tmp_path: Path):
     rows = [replace(r, forecast=replace(r.forecast, num_workers=n)) for n in (8, 16) for r in [row("root", 1 + n)]]
     rows = [replace(r, settings=["root", str(r.forecast.num_workers)]) for r in rows]
-    assert write_scaling(tmp_path / "scaling.png", rows, ["sharding", "cluster.num_workers"])
-    assert (tmp_path / "scaling.png").stat().st_size > 5000
-    assert not write_scaling(tmp_path / "none.png", rows[:1], ["sharding", "cluster.num_workers"])
+    figure = over_workers(pyplot, rows, ["sharding", "cluster.num_workers"])
+    memory, speed = figure.axes
+    assert [list(line.get_xdata()) for line in speed.lines] == [[8, 16]]
+    assert list(speed.lines[0].get_ydata()) == pytest.approx([100 / 8 / 9, 100 / 16 / 17])
+    assert memory.lines[0].get_label() == "sharding=root" and speed.get_ylabel() == "predicted samples/s per device"
+    pyplot.close(figure)
+    assert write_plot(tmp_path / "forecast.png", rows, ["sharding", "cluster.num_workers"])
+    assert (tmp_path / "forecast.png").stat().st_size > 5000
 
 
 def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_nvml: Callable[..., None]):
@@ -410,7 +391,7 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
 
 def test_the_table_and_the_csv_have_the_speed_of_a_device_and_the_csv_that_of_all(tmp_path: Path):
     rows = [row("root", 1.0), with_ratio(row("ddp", 2.0), 0.1)]
-    rows = [replace(each, streams=Path("streams_0.html")) for each in rows]
+    rows = [replace(each, streams=Path("streams_0.json.gz")) for each in rows]
     shown = io.StringIO()
     Console(file=shown, width=200).print(forecast_table(rows, ["sharding"]))
     write_csv(tmp_path / "f.csv", rows, ["sharding"])
@@ -418,7 +399,7 @@ def test_the_table_and_the_csv_have_the_speed_of_a_device_and_the_csv_that_of_al
     for line, cells in zip(lines, csv.DictReader((tmp_path / "f.csv").open()), strict=True):
         assert float(cells["samples_per_s_of_all"]) == 8 * float(cells["samples_per_s_per_device"])
         assert f"{float(cells['samples_per_s_per_device']):,.4g}" in line.split()
-        assert cells["streams"] == "streams_0.html" and cells["tokens_per_s_of_all"] == ""
+        assert cells["streams"] == "streams_0.json.gz" and cells["tokens_per_s_of_all"] == ""
     assert cells["ratio_error_p90"] == "0.1"
     assert "12.5 samples/s per device" in said(rows, ["sharding"])
 
