@@ -26,11 +26,14 @@ COLUMNS = {
 }
 # At any width stay the settings, `peak`, `needs`, `fits` and `largest microbatch`. Of the others the last leaves first.
 _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered", "rest")
-# Of the CSV.
-SPEEDS = (
+# The columns of the CSV behind the swept keys.
+_CSV = (
+    "cluster.num_workers", "device", "data_sheet", "peak_bytes", *(f"{name}_bytes" for name in CATEGORIES),
+    "active_bytes", "reserved_bytes", "needed_bytes", "host_bytes", *(f"host_{name}_bytes" for name in CATEGORIES),
+    "capacity_bytes", "fits", "largest_microbatch", "timeline", "streams", "kept",
     "step_s", "step_low_s", "step_high_s", "samples_per_s_per_device", "tokens_per_s_per_device",
     "samples_per_s_of_all", "tokens_per_s_of_all", "mfu", "bound", *(f"{name}_share" for name in BOUNDS),
-    "basis", "error_p90", "ratio_error_p90", "network_gbit", "network_assumed",
+    "basis", "error_p90", "ratio_error_p90", "network_gbit", "network_assumed", "no_forecast", "no_speed",
 )  # fmt: skip
 _UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
@@ -69,7 +72,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
             return (1,)
         if forecast.speed is not None:
             room = forecast.may_fit + 2 * (forecast.fits is False) + (forecast.fits is False and not forecast.tight)
-            return (0, forecast.num_workers, room, -_each(forecast, forecast.speed.samples_per_s))
+            return (0, forecast.num_workers, room, -forecast.speed.samples_per_s)
         return (0, 0, 0, forecast.peak_bytes)
 
     return sorted(rows, key=place)
@@ -168,78 +171,58 @@ def unit_of(having: Sequence[Forecast]) -> tuple[str, int]:
 
 def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
     """Write every figure in bytes as CSV, a row for each configuration."""
+    cells = [dict(zip(swept, row.settings, strict=True)) | _cells(row) for row in rows]
     with whole(path) as making, making.open("w", newline="") as out:
-        lines = csv.writer(out)
-        lines.writerow(
-            [
-                *swept,
-                *([] if "cluster.num_workers" in swept else ["cluster.num_workers"]),
-                "device",
-                "data_sheet",
-                "peak_bytes",
-                *(f"{name}_bytes" for name in CATEGORIES),
-                "active_bytes",
-                "reserved_bytes",
-                "needed_bytes",
-                "host_bytes",
-                *(f"host_{name}_bytes" for name in CATEGORIES),
-                "capacity_bytes",
-                "fits",
-                "largest_microbatch",
-                "timeline",
-                "streams",
-                "kept",
-                *SPEEDS,
-                "no_forecast",
-                "no_speed",
-            ]
-        )
-        for row in rows:
-            lines.writerow([*row.settings, *_cells(row, "cluster.num_workers" not in swept)])
+        lines = csv.DictWriter(out, dict.fromkeys([*swept, *_CSV]))
+        lines.writeheader()
+        lines.writerows(cells)
 
 
-def _cells(row: Row, with_workers: bool) -> list[object]:
+def _cells(row: Row) -> dict[str, object]:
     forecast = row.forecast
-    kind = "cuda" if forecast.cuda else "cpu"
-    start: list[object] = [*([forecast.num_workers] if with_workers else []), kind, forecast.data_sheet or ""]
+    cells: dict[str, object] = {
+        "cluster.num_workers": forecast.num_workers,
+        "device": "cuda" if forecast.cuda else "cpu",
+        "data_sheet": forecast.data_sheet,
+        "timeline": row.page,
+        "streams": row.streams,
+        "kept": _kept(row, "true", "false"),
+        "no_forecast": forecast.error,
+        "no_speed": forecast.no_speed,
+    }
     if forecast.error:
-        pages = [row.page or "", row.streams or "", _kept(row, "true", "false")]
-        return [*start, *[""] * (2 * len(CATEGORIES) + 8), *pages, *[""] * len(SPEEDS), forecast.error, ""]
-    device, host = forecast.peaks["device"], forecast.peaks.get("host", {})
-    return [
-        *start,
-        forecast.peak_bytes,
-        *(device.get(name, 0) for name in CATEGORIES),
-        "" if forecast.active_bytes is None else forecast.active_bytes,
-        "" if forecast.reserved_bytes is None else forecast.reserved_bytes,
-        forecast.needed_bytes,
-        forecast.host_bytes,
-        *(host.get(name, 0) for name in CATEGORIES),
-        "" if forecast.capacity_bytes is None else forecast.capacity_bytes,
-        _whether(forecast, "true", "tight", "false"),
-        "" if forecast.largest_microbatch is None else forecast.largest_microbatch,
-        row.page or "",
-        row.streams or "",
-        _kept(row, "true", "false"),
-        *_speed_cells(forecast),
-        "",
-        forecast.no_speed or "",
-    ]
+        return cells
+    host = forecast.peaks.get("host", {})
+    cells |= {f"{name}_bytes": forecast.of((name,)) for name in CATEGORIES}
+    cells |= {f"host_{name}_bytes": host.get(name, 0) for name in CATEGORIES}
+    cells |= {
+        "peak_bytes": forecast.peak_bytes,
+        "active_bytes": forecast.active_bytes,
+        "reserved_bytes": forecast.reserved_bytes,
+        "needed_bytes": forecast.needed_bytes,
+        "host_bytes": forecast.host_bytes,
+        "capacity_bytes": forecast.capacity_bytes,
+        "fits": _whether(forecast, "true", "tight", "false"),
+        "largest_microbatch": forecast.largest_microbatch,
+    }
+    return cells | (_speed_cells(forecast.speed, forecast.num_workers) if forecast.speed else {})
 
 
-def _each(forecast: Forecast, of_all: float) -> float:
-    """Return a device's part of a rate of all workers together."""
-    return of_all / forecast.num_workers
-
-
-def _speed_cells(forecast: Forecast) -> list[object]:
-    speed = forecast.speed
-    if speed is None:
-        return [""] * len(SPEEDS)
-    rates = [speed.samples_per_s, speed.tokens_per_s]
-    each = [None if rate is None else _each(forecast, rate) for rate in rates]
-    cells = [speed.step_s, speed.low_s, speed.high_s, *each, *rates, speed.mfu, speed.bound]
-    shares = [f"{speed.shares[name]:.4f}" for name in BOUNDS]
-    network = [None, None] if speed.network is None else [speed.network.gbit, str(bool(speed.network.steps)).lower()]
-    cells += [*shares, speed.basis, speed.error, speed.relative, *network]
-    return ["" if cell is None else cell for cell in cells]
+def _speed_cells(speed: Speed, workers: int) -> dict[str, object]:
+    rates = {"samples": speed.samples_per_s, "tokens": speed.tokens_per_s}
+    network = speed.network
+    return {
+        "step_s": speed.step_s,
+        "step_low_s": speed.low_s,
+        "step_high_s": speed.high_s,
+        **{f"{name}_per_s_per_device": rate and rate / workers for name, rate in rates.items()},
+        **{f"{name}_per_s_of_all": rate for name, rate in rates.items()},
+        "mfu": speed.mfu,
+        "bound": speed.bound,
+        **{f"{name}_share": f"{speed.shares[name]:.4f}" for name in BOUNDS},
+        "basis": speed.basis,
+        "error_p90": speed.error,
+        "ratio_error_p90": speed.relative,
+        "network_gbit": network and network.gbit,
+        "network_assumed": network and str(bool(network.steps)).lower(),
+    }
