@@ -15,7 +15,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from fsdp_lab.report.result import SweepResult
 
 _END_S = 60.0  # for a command to end by itself after an interrupt
-_LAST_WORDS_S = 5.0  # for the rest of its output, once it has ended
 
 __all__ = ["UserError", "forecast", "report", "sweep"]
 
@@ -123,32 +121,24 @@ def _run(module: str, words: list[str], quiet: bool) -> None:
     """
     printed: list[str] = []
     command = [sys.executable, "-m", module, *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    reader = threading.Thread(target=_pass_on, args=(process, printed, quiet), daemon=True)
-    reader.start()
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-        process.kill()
-        raise
-    reader.join(_LAST_WORDS_S)
-    if code == ExitCode.interrupted:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            for line in process.stdout or ():
+                printed.append(line.rstrip("\n"))
+                if not quiet:
+                    print(line, end="", flush=True)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            process.kill()
+            raise
+    if process.returncode == ExitCode.interrupted:
         raise KeyboardInterrupt
-    if code not in (ExitCode.finished, ExitCode.failed):
+    if process.returncode not in (ExitCode.finished, ExitCode.failed):
         refusals = [line for line in printed if line.startswith(f"{module}: ")]
         message = refusals[-1].removeprefix(f"{module}: ") if refusals else "\n".join(printed[-20:])
-        raise ConfigError(message.strip() or f"{module} ended with {code}")
-
-
-def _pass_on(process: subprocess.Popen[str], printed: list[str], quiet: bool) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        printed.append(line.rstrip("\n"))
-        if not quiet:
-            print(line, end="", flush=True)
+        raise ConfigError(message.strip() or f"{module} ended with {process.returncode}")
 
 
 def _new_folder(below: str) -> Path:

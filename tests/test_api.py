@@ -52,8 +52,8 @@ def test_an_interrupt_reaches_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     """A module in its place that says by a file that it was interrupted."""
     (tmp_path / "waits.py").write_text(
         "import pathlib, time, os, signal\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"  # as a notebook interrupts its kernel alone
-        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path('ended').touch()\n"
+        "try:\n    os.kill(os.getppid(), signal.SIGINT)\n"  # as a notebook interrupts its kernel alone
+        "    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path('ended').touch()\n"
     )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
