@@ -13,9 +13,7 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` 
                                over several nodes cover half and twice of that
   forecast.largest_microbatch  true: adds the largest number of images that one worker can take at once
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>
-  forecast.keep                a number or a share: marks the trials that a sweep with this key would start. Finished
-                               trials do not correct these predictions
-  forecast.prune, forecast.enabled   for sweeps: skip trials that cannot fit; make forecasts
+  forecast.keep, forecast.prune, forecast.enabled   for sweeps: run the fastest; skip what cannot fit; make forecasts
 
 The table shows the worker with the highest peak, at its peak. The smallest peak, or the fastest, comes first:
   workers      number of workers, if it differs; otherwise the title has it
@@ -33,7 +31,6 @@ The table shows the worker with the highest peak, at its peak. The smallest peak
                run out of memory; no: not even then; upper bound: `needs` is more than the capacity, but an upper
                bound, so nobody knows. The recommendation uses `yes` and `upper bound`, the largest microbatch `yes`;
                forecast.prune skips `no`
-  kept         with forecast.keep: whether a sweep would start it
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device
   MFU          the model's FLOPs divided by those that the device could do in that time
   bound        the resource that limits the step most: compute, gather, scatter, transfer (offload), launch
@@ -70,7 +67,7 @@ from fsdp_lab.forecast.run import CANCELLED, SPEAK_S, Request, forecast_all, for
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.names import setting
-from fsdp_lab.sweep.plan import Plan, effect
+from fsdp_lab.sweep.plan import Plan
 from fsdp_lab.terminal import open_console
 from fsdp_lab.wording import count, time_left
 
@@ -105,7 +102,6 @@ def main() -> int:
 def run(plan: Plan, swept: list[str]) -> int:
     """Forecast, print, write."""
     from fsdp_lab.forecast.answer import answers, sentences
-    from fsdp_lab.forecast.kept import kept_rows
     from fsdp_lab.forecast.plot import write_plot  # these import PyTorch: typos are reported before
     from fsdp_lab.forecast.table import forecast_table, in_order, write_csv
 
@@ -130,9 +126,6 @@ def run(plan: Plan, swept: list[str]) -> int:
     if all(forecast.error for forecast in forecasts):
         return _print_errors(reasons)
     every = _rows(trials, requests, forecasts, swept)
-    would_start: list[str] = []
-    if first.forecast.keep is not None:
-        every, would_start = kept_rows(every, requests, swept, first.forecast.keep, effect)
     rows = in_order(_shown(trials, every, swept))
     console.print(forecast_table(rows, swept))
     if held := allowances_note(forecasts):
@@ -151,8 +144,6 @@ def run(plan: Plan, swept: list[str]) -> int:
     answered = answers(rows, swept, tolerance, room_remedies(requests, swept))
     for line in sentences(rows, swept, items, answered, tolerance).split("\n"):
         console.print(Text(line, style="bold" if "Recommended: " in line else ""))
-    for sentence in would_start if len(trials) > 1 else []:
-        console.print(Text(sentence))
     _print_errors(reasons)
     if missing:
         made = f"{len(trials)} of {count(len(plan.trials), 'setting')}"

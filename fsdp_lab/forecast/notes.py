@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fsdp_lab.config import cpu_notes, sharding_notes
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.devices import device_notes, refined
+from fsdp_lab.forecast.devices import device_notes
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import unit_of
 from fsdp_lab.wording import count
@@ -27,8 +27,6 @@ def request_notes(requests: Sequence[Request]) -> list[str]:
             f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
     notes += [note for request in requests for note in device_notes(request.config, request.num_workers)]
-    if any(r.config.forecast.keep is not None and refined(r.sheet) != r.sheet for r in requests):
-        notes.append("with forecast.keep, finished trials do not correct predictions here, as in a sweep.")
     if not any(r.cuda for r in requests) and any(r.capacity_bytes for r in requests):
         notes.append("the capacity is compared with a CPU worker's tensors; for GPUs add forecast.device=cuda.")
     return list(dict.fromkeys(notes))

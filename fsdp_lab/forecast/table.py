@@ -30,7 +30,7 @@ _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered",
 _CSV = (
     "cluster.num_workers", "device", "data_sheet", "peak_bytes", *(f"{name}_bytes" for name in CATEGORIES),
     "active_bytes", "reserved_bytes", "needed_bytes", "host_bytes", *(f"host_{name}_bytes" for name in CATEGORIES),
-    "capacity_bytes", "fits", "largest_microbatch", "timeline", "streams", "kept",
+    "capacity_bytes", "fits", "largest_microbatch", "timeline", "streams",
     "step_s", "step_low_s", "step_high_s", "samples_per_s_per_device", "tokens_per_s_per_device",
     "samples_per_s_of_all", "tokens_per_s_of_all", "mfu", "bound", *(f"{name}_share" for name in BOUNDS),
     "basis", "error_p90", "ratio_error_p90", "network_gbit", "network_assumed", "no_forecast", "no_speed",
@@ -48,7 +48,6 @@ class Row:
         page: its timeline; None: none was written.
         microbatch: samples that a worker takes at once.
         streams: the trace of its streams; None: none was written.
-        kept: whether a sweep with `forecast.keep` would start it; None: not requested.
     """
 
     settings: list[str]
@@ -56,7 +55,6 @@ class Row:
     page: Path | None = None
     microbatch: int = 0
     streams: Path | None = None
-    kept: bool | None = None
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -125,8 +123,6 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
         _add_speed(add, [one.speed for one in having if one.speed])
     if any(one.largest_microbatch is not None for one in having):
         add("largest microbatch", lambda one: f"{one.largest_microbatch:,}" if one.largest_microbatch else "0")
-    if any(row.kept is not None for row in rows):
-        columns.append(Column("kept", [_kept(row, "kept", "") for row in rows]))
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
 
@@ -138,11 +134,6 @@ def _whether(forecast: Forecast, yes: str, tight: str, no: str) -> str:
     if forecast.fits is None:
         return ""
     return yes if forecast.fits else tight if forecast.tight else no
-
-
-def _kept(row: Row, yes: str, no: str) -> str:
-    """Return the word for whether a sweep with `forecast.keep` would start it; "" if not requested."""
-    return "" if row.kept is None else yes if row.kept else no
 
 
 def _add_speed(add: Callable[[str, Callable[[Forecast], str]], None], speeds: Sequence[Speed]) -> None:
@@ -186,7 +177,6 @@ def _cells(row: Row) -> dict[str, object]:
         "data_sheet": forecast.data_sheet,
         "timeline": row.page,
         "streams": row.streams,
-        "kept": _kept(row, "true", "false"),
         "no_forecast": forecast.error,
         "no_speed": forecast.no_speed,
     }

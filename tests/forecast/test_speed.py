@@ -29,7 +29,6 @@ from fsdp_lab.forecast.devices import (
 )
 from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.keep import number_kept, passed_over, predicted, ratio_group, why_all
-from fsdp_lab.forecast.kept import kept_rows
 from fsdp_lab.forecast.notes import room_remedies
 from fsdp_lab.forecast.plot import over_workers, stacked, write_plot
 from fsdp_lab.forecast.run import Request
@@ -38,7 +37,6 @@ from fsdp_lab.report.predicted import Predicted
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
-from fsdp_lab.sweep.plan import effect
 from fsdp_lab.workloads.build import build_workload
 from tests.ranks import config
 
@@ -418,71 +416,20 @@ def test_the_rows_of_each_number_of_workers_are_sorted_by_what_is_shown():
     assert [r.settings[0] for r in in_order(rows)] == ["2 1.5", "2 3.0", "8 0.5", "8 1.0"]
 
 
-def asked(*words: str, workers: int = 8) -> Request:
-    return Request(config("model=mlp", "sharding=ddp", *words), workers, True, None, sheet=sheet())
-
-
-def test_the_forecast_says_which_trials_a_sweep_would_start():
-    rows = [row("root", 1.0), row("per_block", 1.05), row("ddp", 3.0)]
-    requests = [asked(f"sharding={each.settings[0]}") for each in rows]
-    marked, texts = kept_rows(rows, requests, ["sharding"], "1", effect)
-    assert texts == [
-        "forecast.keep=1: a sweep would start 2 of 3 trials (`kept` in the table); the others cannot fit, or are "
-        "slower by more than the error."
-    ]
-    assert [r.kept for r in marked] == [True, True, False]
-    assert kept_rows(rows, requests, ["sharding"], "3", effect)[1] == [
-        "forecast.keep=3: 3 trials, nothing is skipped: 3 settings have a predicted speed, and forecast.keep "
-        "asks for 3."
-    ]
-    rows[2] = replace(rows[2], forecast=replace(rows[2].forecast, speed=None))
-    rows[1] = row("per_block", 2.0)
-    marked, _ = kept_rows(rows, requests, ["sharding"], "1", effect)
-    assert [r.kept for r in marked] == [True, False, True], "what has no prediction is measured"
-    unknown = [replace(request, sheet=None) for request in requests]
-    marked, (sentence,) = kept_rows(rows, unknown, ["sharding"], "1", effect)
-    assert "a sweep needs predicted speeds, and there are none" in sentence
-    assert [r.kept for r in marked] == [None] * 3
-
-
-def test_what_cannot_differ_in_speed_takes_one_place_of_those_that_a_sweep_keeps():
-    """And what is one trial of a sweep, as DDP that reshards or does not, is told once."""
-    axes = ["sharding", "optimizer.lr"]
-    rows, requests = [], []
-    for name, step_s in (("root", 1.0), ("ddp", 1.5), ("per_block", 3.0)):
-        for rate in ("0.1", "0.2"):
-            rows.append(replace(row(name, step_s), settings=[name, rate]))
-            requests.append(asked(f"sharding={name}", f"optimizer.lr={rate}"))
-    rows.append(rows[2])
-    requests.append(asked("optimizer.lr=0.1", "reshard_after_forward=never"))
-    marked, (sentence,) = kept_rows(rows, requests, axes, "2", effect)
-    assert sentence.startswith("forecast.keep=2: a sweep would start 4 of 6 trials (")
-    assert [r.kept for r in marked] == [True] * 4 + [False] * 2 + [True], "the last is DDP again"
-
-
-def test_a_sweep_ranks_each_number_of_workers_and_each_device_alone():
-    rows, requests = [], []
-    for workers, name, step_s in ((8, "root", 1.0), (8, "per_block", 1.05), (8, "ddp", 3.0), (16, "root", 0.4)):
-        rows.append(replace(row("", step_s), settings=[str(workers), name]))
-        requests.append(asked(f"sharding={name}", workers=workers))
-    axes = ["cluster.num_workers", "sharding"]
-    marked, (few, many) = kept_rows(rows, requests, axes, "1", effect)
-    assert few.startswith("forecast.keep=1, 8 workers: a sweep would start 2 of 3 trials")
-    assert many.startswith("forecast.keep=1, 16 workers: 1 trial, nothing is skipped")
-    assert [r.kept for r in marked] == [True, True, False, True]
-    other = [asked("forecast.device=h100_sxm", f"training.max_grad_norm={n}") for n in (1, 2)]
-    _, texts = kept_rows(rows[:3], [requests[1], *other], axes, "1", effect)
-    assert [sentence.partition(":")[0] for sentence in texts] == [
-        "forecast.keep=1 with forecast.device=auto", "forecast.keep=1 with forecast.device=h100_sxm",
-    ]  # fmt: skip
+def asked(*words: str) -> Request:
+    return Request(config("model=mlp", "sharding=ddp", *words), 8, True, None, sheet=sheet())
 
 
 def test_what_is_recommended_is_kept_though_it_is_surely_slower():
     """Of those within report.speed_tolerance the smaller is recommended, because the fastest nearly fills its GPU."""
     rows = [with_ratio(row("root", 1.0, 950), 0.01), with_ratio(row("per_block", 1.02, 100), 0.01), row("ddp", 3.0)]
-    requests = [asked(f"sharding={each.settings[0]}") for each in rows]
-    marked, _ = kept_rows(rows, requests, ["sharding"], "1", effect)
-    assert [r.kept for r in marked] == [True, True, False]
+    forecasts = {number: each.forecast for number, each in enumerate(rows)}
+    names = {number: each.settings[0] for number, each in enumerate(rows)}
+    assert best(rows, ["sharding"]) == [["per_block"]]
+    assert set(passed_over(forecasts, names, "1")) == {1, 2}
+    assert set(passed_over(forecasts, names, "1", recommended={"per_block"})) == {2}
+    forecasts[2] = replace(forecasts[2], speed=None)
+    assert set(passed_over(forecasts, names, "1")) == {1}, "what has no prediction is measured"
 
 
 def test_the_picture_has_the_speed_beside_the_memory():
@@ -569,10 +516,6 @@ def test_the_fastest_of_each_global_batch_size_is_kept():
     assert set(passed_over(forecasts, settings, "1")) == {1, 2, 4}
     before = {3: predicted(forecasts.pop(3).speed)}  # type: ignore[arg-type]
     assert set(passed_over(forecasts, settings, "1", before)) == {1, 2, 4}, "after a resume, too"
-    rows = [replace(row(f"x{n}", 1.0), forecast=result) for n, result in forecasts.items()]
-    requests = [asked(f"training.global_batch_size={8 * (n + 1)}") for n in forecasts]
-    marked, _ = kept_rows(rows, requests, ["name"], "1", effect)
-    assert [r.settings for r in marked if r.kept] == [["x0"], ["x4"]]
 
 
 @pytest.mark.parametrize(
