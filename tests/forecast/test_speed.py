@@ -269,7 +269,7 @@ def test_what_more_workers_bring_is_reported_of_one_setting_or_names_both():
     one = replace(row("per_block", 0.5), settings=["per_block", "16"])
     many = replace(one, forecast=replace(one.forecast, num_workers=16))
     axes = ["sharding", "cluster.num_workers"]
-    assert "16 instead of 8 workers: 3 times the total speed, both with sharding=per_block; " in said(
+    assert "16 instead of 8 workers: 3 times the total speed, both with sharding=per_block (more " in said(
         [*few, many], axes
     )
     assert "2 times the total speed, sharding=per_block instead of sharding=root; " in said([few[0], many], axes)
