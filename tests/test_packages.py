@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "config.machine": {"config", "hardware", "limits"},
     "reference": {"config"},
     "api": {"config", "report", "sweep"},
-    "doctor": {"hardware", "limits", "config"},
+    "doctor": {"hardware", "limits", "config", "tracking"},
     "files": set(),
     "locks": {"config"},
     "private": set(),

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import configparser
-import http.client
 import os
 import socket
 import sqlite3
-import ssl
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import urlsplit
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.doctor.finding import Finding
 from fsdp_lab.redact import redact
 
-_TIMEOUT_S = 2.0  # for a server, a lock or a check of a file
+_TIMEOUT_S = 2.0  # for a port, a lock or a check of a file
 _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _DEFAULT = f"tracking.uri={TrackingConfig.uri}"
 _STORE = "MLflow store"
@@ -40,7 +34,7 @@ def check_store(uri: str) -> Finding:
         return Finding(_STORE, observation, remedy, fails=True)
     kind = parts.scheme.partition("+")[0]
     if kind in ("http", "https"):
-        return _check_server(uri, parts)
+        return _check_server(uri)
     if kind == "sqlite":
         return _check_sqlite(uri, Path(parts.path[1:]).absolute())
     if kind in _PORTS:
@@ -96,77 +90,17 @@ def _remedy(file: Path, error: str) -> str:
     return f"restore {file}, or move it away: the next trial creates a new one, and sweeps' folders keep their results"
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirects.
-
-    urllib would send this user's password to whatever host the server names. MLflow's own requests become others on the
-    way, unless the status is 307 or 308.
-    """
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-def _host(location: str) -> str:
-    """Return the printable part of a redirect's target: no path, no query, no password."""
-    with suppress(ValueError):
-        parts = urlsplit(location)
-        if parts.hostname:
-            return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-    return "another page"
-
-
-def _check_server(uri: str, parts: SplitResult) -> Finding:
-    shown = redact(uri)
-    host = parts.netloc.rpartition("@")[2]
-    address = f"{parts.scheme}://{host}{parts.path.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
-    request = urllib.request.Request(address, headers=_credentials(parts))
+def _check_server(uri: str) -> Finding:
     try:
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S):
-            return Finding(_STORE, f"{shown} answers")
-    except urllib.error.HTTPError as error:
-        if location := error.headers.get("Location"):
-            observation = f"{shown} answers with {error.code}, a redirect to {_host(location)}"
-            remedy = "name the address of the MLflow server behind the login page"
-            return Finding(_STORE, observation, remedy, fails=error.code not in (307, 308))
-        if error.code in (401, 403):
-            remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-            return Finding(_STORE, f"{shown} refuses this user ({error.code})", remedy, fails=True)
-        observation = f"{shown} answers with {error.code}, which no MLflow server does"
-        return Finding(_STORE, observation, "name the address that the browser shows, without #/...", fails=True)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        cause = getattr(error, "reason", error)
-        if isinstance(cause, ssl.SSLError):
-            return Finding(
-                _STORE, f"{shown} answers; its certificate is not trusted here", "set MLFLOW_TRACKING_SERVER_CERT_PATH"
-            )
-        return Finding(
-            _STORE, f"{shown} does not answer ({cause})", f"start `mlflow server` there, or use {_DEFAULT}", fails=True
-        )
+        from fsdp_lab.tracking.store import open_store  # MLflow may be missing, as another finding says
 
-
-def _credentials(parts: SplitResult) -> dict[str, str]:
-    """Return the header by which MLflow identifies this user.
-
-    User and password of the address come first, then those of its variables or its file, and last the token.
-    """
-    user, password = unquote(parts.username or ""), unquote(parts.password or "")
-    if not (user and password):
-        named = _named_in_file()
-        user = os.environ.get("MLFLOW_TRACKING_USERNAME") or named.get("mlflow_tracking_username", "")
-        password = os.environ.get("MLFLOW_TRACKING_PASSWORD") or named.get("mlflow_tracking_password", "")
-    if user and password:
-        return {"Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
-    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def _named_in_file() -> Mapping[str, str]:
-    content = configparser.ConfigParser()
-    with suppress(configparser.Error, OSError, ValueError, RuntimeError, KeyError):  # no file, home or section
-        content.read(Path("~/.mlflow/credentials").expanduser())
-        return dict(content["mlflow"])
-    return {}
+        open_store(TrackingConfig(uri), to_write=False)
+    except ImportError as error:
+        return Finding(_STORE, f"{redact(uri)} is not asked: {error}", "install the libraries first")
+    except UserError as error:
+        observation, _, remedy = str(error).rstrip(".").rpartition("; ")
+        return Finding(_STORE, observation, remedy, fails=True)
+    return Finding(_STORE, f"{redact(uri)} answers")
 
 
 def check_cluster(address: str) -> Finding:

@@ -22,8 +22,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.doctor import libraries, machine
@@ -292,22 +290,15 @@ def test_a_store_of_somebody_else_is_found(tmp_path: Path):
 
 
 @contextmanager
-def server(status: int, seen: list[str | None] | None = None, **headers: str) -> Iterator[str]:
-    """The address of a server that gives every request the same status: MLflow's takes seconds to start.
-
-    Args:
-        seen: gets the Authorization of each request.
-    """
+def server(status: int) -> Iterator[str]:
+    """The address of a server that gives every request the same status: MLflow's takes seconds to start."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if seen is not None:
-                seen.append(self.headers.get("Authorization"))
             self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", "2")
             self.end_headers()
+            self.wfile.write(b"{}" if status == 200 else b"no")
 
         def log_message(self, *_: object) -> None:
             pass
@@ -323,47 +314,12 @@ def with_user(uri: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("status", "level", "message"), [(200, "ok", "answers"), (401, "wrong", "refuses this user"), (404, "wrong", "404")]
+    ("status", "level", "message"), [(200, "ok", "answers"), (401, "wrong", "refuses access"), (500, "wrong", "fails")]
 )
 def test_a_server_is_asked(status: int, level: str, message: str):
     with server(status) as uri:
         finding = check_store(with_user(uri))
     assert finding.level == level and message in finding.observation and "secret" not in finding.observation
-
-
-@pytest.mark.parametrize(("status", "level"), [(302, "wrong"), (307, "note")])
-def test_a_password_is_not_shown_to_where_a_server_redirects(status: int, level: str):
-    seen: list[str | None] = []
-    with server(200, seen) as other, server(status, Location=f"{other}/login?state=secret") as uri:
-        finding = check_store(with_user(uri))
-    assert seen == []
-    assert (
-        finding.level == level and f"redirect to {other}" in finding.observation and "secret" not in finding.observation
-    )
-
-
-@pytest.mark.parametrize("in_address", [True, False])
-@pytest.mark.parametrize("variables", [(), ("TOKEN",), ("USERNAME", "TOKEN"), ("USERNAME", "PASSWORD", "TOKEN")])
-@pytest.mark.parametrize("in_file", [True, False])
-def test_a_server_is_shown_what_mlflow_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_address: bool, variables: tuple[str, ...], in_file: bool
-):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("TOKEN", "USERNAME", "PASSWORD"):
-        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
-    for name in variables:
-        monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", f"my_{name}")
-    if in_file:
-        (tmp_path / ".mlflow").mkdir()
-        text = "[mlflow]\nmlflow_tracking_username = mine\nmlflow_tracking_password = filed\n"
-        (tmp_path / ".mlflow" / "credentials").write_text(text)
-    seen: list[str | None] = []
-    with server(403, seen) as uri:
-        uri = with_user(uri) if in_address else uri
-        check_store(uri)
-        with suppress(MlflowException):
-            MlflowClient(uri).get_experiment("0")
-    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 def test_a_server_or_a_cluster_that_is_not_there_is_found():
@@ -375,7 +331,9 @@ def test_a_server_or_a_cluster_that_is_not_there_is_found():
         closed.listen()
         assert check_cluster(address).level == "ok"
     assert (
-        finding.level == "wrong" and "does not answer (" in finding.observation and TrackingConfig.uri in finding.remedy
+        finding.level == "wrong"
+        and "no MLflow server answers" in finding.observation
+        and TrackingConfig.uri in finding.remedy
     )
     assert cluster.level == "wrong" and "ray start --head" in cluster.remedy
     assert database.level == "wrong"
