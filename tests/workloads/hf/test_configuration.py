@@ -75,7 +75,7 @@ def check(name: str, *words: str) -> None:
         ("gpt2", ["model.config=./none"], r"model.config=./none: there is no such file or folder; give a folder"),
         ("gpt2", [f"model.config={CONFIGS}"], "its folder has no config.json; give a folder"),
         ("gpt2", [f"model.config={__file__}"], "is not valid JSON"),
-        ("gpt2", ["model.num_layer=3"], r"has no key num_layer. Did you mean model.num_hidden_layers\? Its keys"),
+        ("gpt2", ["model.num_layer=3"], r"has no key num_layer. Did you mean model.n_layer\? Its keys"),
         ("gpt2", ["model.model_type=llama"], "has no key model_type"),
         ("gpt2", ["model.n_layer=two"], "model.n_layer=two: .*expected int, got str"),
         ("gpt2", ["model.n_embd=33"], "model.n_embd=33: .*must be divisible by"),
