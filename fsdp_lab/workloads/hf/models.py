@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.workloads.hf import attention, weights
-from fsdp_lab.workloads.hf.causal import sees_later_tokens
 from fsdp_lab.workloads.hf.configuration import Config, folder_of, named, read_config
 from fsdp_lab.workloads.hf.library import transformers
 
@@ -75,16 +72,16 @@ class HuggingFace(ModelSource):
         raise ConfigError(f"{named(config)}: {_a(hf_config.model_type)} model is not {_a(self.kind)}; {remedy}.")
 
     def _check_causal(self, config: Any, typed: Config | None) -> None:
-        """Check that the model is causal.
+        """Check that the model is no encoder, as those are that transformers also has for masked tokens.
 
         Raises:
             ConfigError: it sees the tokens that it is to predict.
         """
-        if _sees_later_tokens(config.to_json_string(use_diff=False)):
-            switch = "model.is_decoder=true, or " if getattr(config, "is_decoder", None) is False else ""
+        masked = type(config) in transformers().MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+        if masked and getattr(config, "is_decoder", None) is False:
             raise ConfigError(
                 f"{named(typed)}: {_a(config.model_type)} model attends to later tokens, so it sees the tokens that it "
-                f"must predict; use {switch}a causal model such as gpt2 or llama."
+                "must predict; use model.is_decoder=true, or a causal model such as gpt2 or llama."
             )
 
     def check_files(self, config: Config, pretrained: bool = False, **overrides: Any) -> None:
@@ -139,12 +136,8 @@ class HuggingFace(ModelSource):
             return self._plain(config, overrides)
 
     def _plain(self, config: Config, overrides: dict[str, Any]) -> Any:
-        return self.made(read_config(config, overrides))
-
-    def made(self, config: Any) -> Any:
-        """Return the model of a configuration in float32, as transformers makes it."""
         return getattr(transformers(), self.auto_class).from_config(
-            config, dtype=torch.float32, trust_remote_code=False
+            read_config(config, overrides), dtype=torch.float32, trust_remote_code=False
         )
 
     def vocab_size(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
@@ -172,18 +165,6 @@ class HuggingFace(ModelSource):
 
 def _a(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
-@cache
-def _sees_later_tokens(values: str) -> bool:
-    """Return whether the causal model of a configuration, given as JSON, sees later tokens. Cached for sweeps."""
-
-    def build(config: Any) -> Any:
-        made = causal_lm.made(config)
-        causal_lm.prepare(made)
-        return made
-
-    return sees_later_tokens(read_config(json.loads(values), {}), build)
 
 
 def _causal(model: Any) -> None:
