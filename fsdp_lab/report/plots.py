@@ -11,7 +11,7 @@ from fsdp_lab.metrics import MEMORY, MIB, SPEED, declared, table_columns
 from fsdp_lab.report.answer import Answer, numbers
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.settings import Setting
-from fsdp_lab.report.tables import MOST_DRAWN, shown_trials, thinned_notes
+from fsdp_lab.report.tables import MOST_DRAWN, shown_trials, thinned_note
 from fsdp_lab.report.texts import speed_text
 from fsdp_lab.status import TrialStatus
 
@@ -216,7 +216,7 @@ def _note(sweep: SweepData, table: pd.DataFrame, better: dict[str, str], x: str,
     bars = "Bars are 95 % intervals of samples/s. " if has_bars else ""
     click = "; click on it to open its run" if table["url"].any() else ""
     text = f"{' and '.join(ways).capitalize()} is better. {bars}Hover over a point for its figures{click}."
-    return " ".join([text, *thinned_notes(sweep)[:1]])
+    return f"{text} {thinned_note(sweep)}".strip()
 
 
 def _label(key: str, better: dict[str, str]) -> str:
@@ -256,7 +256,7 @@ def losses(sweep: SweepData, answer: Answer) -> Chart | None:
     figure.update_traces(hovertemplate="%{customdata[1]}<br>epoch %{x}: %{y:.4~r}<extra></extra>", opacity=0.8)
     _lay_out(figure, "epoch", declared(key).label, 480)
     figure.update_xaxes(tickformat="d", dtick=max(1, round(frame["epoch"].max() / 12)))
-    return Chart("losses", "Loss by epoch", figure, " ".join(thinned_notes(sweep, MOST_DRAWN)[:1]))
+    return Chart("losses", "Loss by epoch", figure, thinned_note(sweep, MOST_DRAWN))
 
 
 def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
@@ -286,8 +286,8 @@ def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
     _lay_out(figure, "MiB at the peak of the largest worker", "", 160 + per_bar * len(trials))
     figure.update_layout(bargap=0.15)
     figure.update_yaxes(automargin=True, tickfont={"size": 12 if per_bar > 20 else 10}, dtick=1)
-    note = " ".join(["Memory by category at the peak of the largest worker.", *thinned_notes(sweep, MOST_DRAWN)[:1]])
-    return Chart("breakdown", "Peak memory by category", figure, note)
+    note = f"Memory by category at the peak of the largest worker. {thinned_note(sweep, MOST_DRAWN)}"
+    return Chart("breakdown", "Peak memory by category", figure, note.strip())
 
 
 def _bar_label(number: int, values: Any) -> str:

@@ -65,7 +65,7 @@ def trials_table(sweep: SweepData, answer: Answer) -> Table:
         )
         for trial in shown_trials(sweep, answer.recommendation)
     ]
-    notes = thinned_notes(sweep)
+    notes = [note] if (note := thinned_note(sweep)) else []
     if any(cell.excluded for row in rows for cell in row.cells):
         notes.append(
             f"† Timing excluded: other processes used more than {sweep.others_cpu * 100:.3g} % of the cores "
@@ -112,12 +112,11 @@ def shown_trials(sweep: SweepData, recommendation: Recommendation, most: int = M
     return [trial for trial in sweep.trials if trial.number in kept]
 
 
-def thinned_notes(sweep: SweepData, most: int = MOST) -> list[str]:
-    """Return notes about the selection of `shown_trials`; empty if all trials are shown."""
+def thinned_note(sweep: SweepData, most: int = MOST) -> str:
+    """Return a note about the selection of `shown_trials`; "" if all trials are shown."""
     if len(sweep.trials) <= MOST:
-        return []
-    return [
+        return ""
+    return (
         f"{most:,} of {len(sweep.trials):,} trials are shown: the recommended setting's, the Pareto front's, then the "
-        "best by each metric. report.csv has all.",
-        "In MLflow each trial's run has the metrics of the last epoch only; the trial's folder has those of all.",
-    ]
+        "best by each metric. report.csv has all."
+    )
