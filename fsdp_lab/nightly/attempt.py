@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config import UserError
+from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.nightly.gate import EXCLUDED, STATUS
 from fsdp_lab.status import ExitCode
 
@@ -59,9 +60,9 @@ def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> in
         UserError: the sweep cannot be resumed until the user fixes something; nothing of it is lost.
     """
     if not (folder / "sweep.json").exists():
-        return _run(["-m", *arguments, "hydra.sweep.dir=" + _quoted(folder)], resume_command)
+        return _run(["-m", *arguments, "hydra.sweep.dir=" + quoted(folder.absolute())], resume_command)
     options = [argument for argument in arguments if argument.startswith("--config-dir=")]  # taken from no folder
-    status = _run(["resume=" + _quoted(folder), *options], resume_command)
+    status = _run(["resume=" + quoted(folder.absolute()), *options], resume_command)
     if status == ExitCode.refused:
         raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")
     return status
@@ -90,8 +91,3 @@ def _run(arguments: Sequence[str], resume_command: str) -> int:
 def _end_with_parent() -> None:
     with suppress(OSError, AttributeError):  # Linux alone has it
         _LIBC.prctl(1, signal.SIGTERM)
-
-
-def _quoted(folder: Path) -> str:
-    text = str(folder.absolute()).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"

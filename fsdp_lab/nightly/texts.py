@@ -6,14 +6,12 @@ All words about findings are made here; everything else passes codes and values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
-
-from jinja2 import Environment, PackageLoader, select_autoescape
 
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, SPEED
 from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Judged, Outcome, judged_metrics
 from fsdp_lab.nightly.nights import Night, Verdict
+from fsdp_lab.report.render import environment
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.terminal import Column, FittingTable
 from fsdp_lab.wording import count
@@ -128,7 +126,8 @@ def terminal_table(night: Night) -> FittingTable:
 
 def fill(template: str, **values: Any) -> str:
     """Return a template of this package with these values, which are escaped if it is HTML."""
-    return _templates().get_template(template).render(**values)
+    text: str = environment(template.endswith(".html"), "fsdp_lab.nightly").get_template(template).render(**values)
+    return text
 
 
 def _rows(night: Night) -> list[Row]:
@@ -189,12 +188,3 @@ def _commit(text: str) -> str:
 
 def _judged() -> dict[str, Judged]:
     return {judged.key: judged for judged in judged_metrics()}
-
-
-@cache
-def _templates() -> Environment:
-    loader = PackageLoader("fsdp_lab.nightly")
-    return Environment(
-        loader=loader, autoescape=select_autoescape(["html"]), trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )  # fmt: skip

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 
-def environment(html: bool) -> Any:
-    """Return jinja2's environment for `templates/`; `html`: values are escaped, and `code` in backticks is marked."""
+def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
+    """Return jinja2's environment for a package's templates; `html`: values are escaped, `code` in backticks marked."""
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup, escape
 
@@ -15,7 +15,7 @@ def environment(html: bool) -> Any:
         return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))).replace("\n", "<br>"))
 
     made = Environment(
-        loader=PackageLoader("fsdp_lab.report", "templates"),
+        loader=PackageLoader(package),
         autoescape=html,
         trim_blocks=True,
         lstrip_blocks=True,
