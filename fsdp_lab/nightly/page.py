@@ -78,7 +78,7 @@ def chart(judged: Judged, nights: Sequence[Night], rows: pd.DataFrame, limit: fl
     points = points.assign(above=points["max"] - points["median"], below=points["median"] - points["min"])
     figure = px.line(
         points, x="at", y="median", error_y="above", error_y_minus="below", color="setting", markers=True,
-        hover_data=["night"], color_discrete_sequence=COLORS, template="plotly_white",
+        hover_data=["night"], color_discrete_sequence=COLORS, template="plotly_white", render_mode="svg",
     )  # fmt: skip
     bad = {(n.id, escape(f.setting)) for n in nights for f in n.regressions if f.metric == judged.key}
     accepted = {night.id for night in nights if night.verdict is Verdict.accepted}

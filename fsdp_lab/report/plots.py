@@ -75,7 +75,7 @@ def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
     figure = px.scatter(
         points, x=x, y=y, color="color" if by else None, custom_data=["url", "text"],
         error_y="above" if has_bars else None, error_y_minus="below" if has_bars else None,
-        color_discrete_sequence=COLORS, color_continuous_scale=_SCALE,
+        color_discrete_sequence=COLORS, color_continuous_scale=_SCALE, render_mode="svg",
         log_x=x in sweep.log_axes and points[x].dtype.kind != "O" and bool((points[x] > 0).all()),
     )  # fmt: skip
     figure.update_traces(marker={"size": 11, "opacity": 0.9}, hovertemplate="%{customdata[1]}<extra></extra>")
@@ -252,6 +252,7 @@ def losses(sweep: SweepData, answer: Answer) -> Chart | None:
     figure = px.line(
         frame, x="epoch", y=key, color="color", line_group="trial", markers=True,
         custom_data=["url", "name"], color_discrete_sequence=COLORS, color_discrete_map={_STOPPED: GREY},
+        render_mode="svg",
     )  # fmt: skip
     figure.update_traces(hovertemplate="%{customdata[1]}<br>epoch %{x}: %{y:.4~r}<extra></extra>", opacity=0.8)
     _lay_out(figure, "epoch", declared(key).label, 480)

@@ -109,6 +109,17 @@ def test_the_losses_of_what_was_stopped_are_grey():
     assert [line.name for line in lines if line.line.color == GREY] == ["stopped early"] * 4
 
 
+def test_pictures_of_many_points_need_no_webgl():
+    """The page colours what is SVG, and a printout has no WebGL."""
+    made = search()
+    trials = [
+        dataclasses.replace(one, epochs=[{"epoch": float(e), "val/loss": 1 / e} for e in range(1, 101)])
+        for one in made.trials
+    ]
+    charts = figures(dataclasses.replace(made, trials=trials), answer(made))
+    assert {trace.type for chart in charts for trace in chart.figure.data} == {"scatter", "bar"}
+
+
 def test_many_numbers_are_reported_by_a_scale_and_few_values_by_colours():
     many = search(axes=("optimizer.lr", "sharding"), objectives=[("val/loss", "min"), ("perf/samples_per_s", "max")])
     for one in many.trials:  # speeds by the sharding alone, with the rate's effect on the loss the larger
