@@ -399,11 +399,6 @@ def mib_figures(figures: Mapping[str, float]) -> dict[str, float]:
     return {m.mib_key: figures[m.key] / MIB for m in METRICS if m.mib_key and m.key in figures}
 
 
-def is_mib_key(key: str) -> bool:
-    """Return whether MLflow has the figure also in bytes, so that the folder has it only in bytes."""
-    return any(metric.mib_key == key for metric in METRICS if metric.mib_key)
-
-
 def mib(num_bytes: float) -> str:
     """Return bytes as tables show them, without the unit."""
     return f"{num_bytes / MIB:.2f}"

@@ -20,7 +20,6 @@ CATEGORIES = (
     "temp",
     "other",
 )
-PHASES = ("forward", "backward", "optimizer")
 PLACES = ("device", "host")
 
 

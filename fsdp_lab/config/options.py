@@ -18,8 +18,6 @@ def all_keys() -> list[str]:
     return list(keys_of(NightlyConfig))
 
 
-# Groups below which any key may stand: an argument of a callable of the user's.
-OPEN_GROUPS = ("model", "data")
 # Keys whose value names code to import, beside the `_target_` of those groups.
 CODE_KEYS = ("model.block_classes", "data.collate_fn", "task.loss", "task.metrics")
 _CONFIG_DIR = ("--config-dir", "-cd")

@@ -178,12 +178,6 @@ def build_parallel_dims(sharding: ShardingConfig, ranks: DistributedContext) -> 
     return ParallelDims(shape.get("dp_replicate", 1), shape.get("dp_shard", 1), rank=ranks.rank, mesh=mesh)
 
 
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Add a tensor up over all ranks, in place, and return it."""
-    dist.all_reduce(values)
-    return values
-
-
 def gather(text: str) -> list[str]:
     """Return the texts of all ranks in their order, on every rank: so all fail together with the same message."""
     texts: list[str] = [""] * dist.get_world_size()

@@ -22,7 +22,7 @@ import yaml
 from mlflow.entities import Run
 
 from fsdp_lab.config import NightlyConfig, from_dict
-from fsdp_lab.metrics import declared, is_mib_key
+from fsdp_lab.metrics import METRICS, declared
 from tests import forked
 from tests.conftest import ROOT, STORE
 from tests.folders import Store, SweepFolder, TrialFolder
@@ -288,7 +288,8 @@ def test_mlflow_has_every_epoch_once(swept: Swept, fate: str):
         assert [step for step, _ in store.history(run, key)] == list(range(1, EPOCHS + 1)), key
     assert store.history(run, "train/step") == [(epoch, STEPS * epoch) for epoch in range(1, EPOCHS + 1)]
     assert {"memory/rank0/peak_bytes", "memory/rank1/peak_bytes", "checkpoint/save_s"} <= run.data.metrics.keys()
-    assert [key for key in run.data.metrics if not (is_mib_key(key) or declared(key))] == []
+    in_mib = {metric.mib_key for metric in METRICS}
+    assert [key for key in run.data.metrics if not (key in in_mib or declared(key))] == []
 
 
 def test_mlflow_has_parameters_tags_and_the_data(swept: Swept):
