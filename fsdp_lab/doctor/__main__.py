@@ -3,7 +3,7 @@
 python -m fsdp_lab.doctor
 python -m fsdp_lab.doctor tracking.uri=http://127.0.0.1:5000 cluster.address=head:6379
 
-Looks at Python, the libraries, PyTorch and the GPUs, cores, memory, shared memory, disk, limits, ports, and MLflow's
+Looks at Python, the libraries, PyTorch and the GPUs, cores, memory, shared memory, disk, limits, and MLflow's
 store; changes nothing. Keys:
   tracking.uri      the store of your sweeps (sqlite:///outputs/mlflow.db)
   cluster.address   a running Ray cluster
@@ -29,7 +29,6 @@ from fsdp_lab.doctor.machine import (
     check_folder,
     check_memory,
     check_open_files,
-    check_ports,
     check_processes,
     check_shared_memory,
     check_temporary,
@@ -47,7 +46,7 @@ def findings(options: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of each check, the slow ones last. A check that fails itself becomes a finding."""
     limits = read_limits()
     folder, store = Path(options.get("folder", "outputs")), options.get("tracking.uri", TrackingConfig.uri)
-    checks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
+    checks: list[tuple[str, Callable[[], Finding]]] = [
         ("Python", check_python),
         ("libraries", check_libraries),
         ("GPUs", check_gpus),
@@ -58,20 +57,18 @@ def findings(options: Mapping[str, str]) -> Iterator[Finding]:
         ("temporary files", check_temporary),
         ("open files", check_open_files),
         ("processes", lambda: check_processes(limits)),
-        ("ports", check_ports),
         ("MLflow store", lambda: check_store(store)),
     ]
     if address := options.get("cluster.address"):
         checks.append(("Ray cluster", lambda: check_cluster(address)))
     for subject, check in [*checks, ("PyTorch", check_torch)]:
         try:
-            result = check()
+            yield check()
         except (OSError, ValueError, OverflowError) as error:
             observation = f"cannot be examined ({type(error).__name__}: {redact(str(error))})"
-            result = Finding(
+            yield Finding(
                 subject, observation, "check that this user may read and run the file named there", fails=True
             )
-        yield from result if isinstance(result, list) else [result]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

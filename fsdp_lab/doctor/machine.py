@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 from contextlib import suppress
@@ -22,8 +21,6 @@ _LEAST_DISK = GIB
 _RAY_FULL = 0.95  # Ray writes nothing more to a disk that is fuller
 _FEW_FILES = 4096  # below, Ray itself warns
 _FEW_PROCESSES = 1000
-_UI_PORT = 5000
-_CONNECT_S = 1.0
 
 
 def check_cores(limits: Limits) -> Finding:
@@ -143,27 +140,3 @@ def check_processes(limits: Limits) -> Finding:
         remedy = "docker run --pids-limit=-1, or raise the job's limit" if by_group else "ulimit -u 8192"
         return Finding("processes", f"{observation}: each Ray process has dozens of threads", remedy)
     return Finding("processes", observation)
-
-
-def check_ports() -> list[Finding]:
-    """Listen on the loopback, as Ray does, and on the port of `make ui`."""
-    if wrong := _taken(0):
-        observation = f"no port of 127.0.0.1 can be opened ({wrong}): Ray's processes cannot connect"
-        return [Finding("ports", observation, "allow the loopback in the container or firewall", fails=True)]
-    if wrong := _taken(_UI_PORT):
-        observation = f"127.0.0.1:{_UI_PORT} is taken ({wrong}): make ui shows another program's page"
-        return [Finding("ports", observation, f"PORT={_UI_PORT + 1} make ui")]
-    return [Finding("ports", f"the loopback and {_UI_PORT} are free")]
-
-
-def _taken(port: int) -> str:
-    """Return the reason why a port of the loopback cannot be used; "" if it can."""
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", port))
-            listener.listen()
-            socket.create_connection(listener.getsockname(), _CONNECT_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""

@@ -33,7 +33,7 @@ from tests.cgroups import enter, group
 from tests.conftest import ROOT
 
 _NOBODY = 65534
-_NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000  # of unshare(2)
+_NEW_MOUNTS = 0x00020000  # of unshare(2)
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="takes root: mounts, groups or another user")
 
 
@@ -72,7 +72,7 @@ def mount_small(folder: Path | str, size: str) -> None:
 
 
 def test_what_is_installed_here_is_fine():
-    """What is not: how full memory, disks and ports are depends on what else runs."""
+    """What is not: how full memory, disks are depends on what else runs."""
     result = [libraries.check_python(), libraries.check_libraries(), libraries.check_torch()]
     assert [finding for finding in result if finding.fails] == []
     assert "torch 2." in result[1].observation and result[1].remedy == ""
@@ -101,10 +101,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], Callable[[Path], Finding], str
     "a folder of somebody else": (
         lambda _: os.setuid(_NOBODY), lambda _: machine.check_folder(Path("/")),
         "wrong", r"/: cannot be written \(Permission denied\)",
-    ),
-    "a loopback that is down": (
-        lambda _: unshare(_NEW_NETWORK), lambda _: machine.check_ports()[0],
-        "wrong", "Ray's processes cannot connect",
     ),
     "few open files": (
         lambda _: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)), lambda _: machine.check_open_files(),
@@ -215,15 +211,6 @@ def test_fewer_cores_than_workers_are_found(monkeypatch: pytest.MonkeyPatch):
     core = min(os.sched_getaffinity(0))
     finding = in_child(lambda: os.sched_setaffinity(0, {core}), lambda: machine.check_cores(Limits()))
     assert finding.level == "note" and "cluster.cpus_per_worker=0.5" in finding.remedy
-
-
-def test_a_port_that_is_taken_is_found(monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        monkeypatch.setattr(machine, "_UI_PORT", other.getsockname()[1])
-        (finding,) = machine.check_ports()
-    assert finding.level == "note" and "Address already in use" in finding.observation and "make ui" in finding.remedy
 
 
 def store(file: Path) -> str:
