@@ -57,7 +57,7 @@ class TrialConfig:
     profile_trace: bool = key(False, may_differ=Between.CHECKPOINT)
     """Record three steps of rank 0 with torch.profiler, as a Chrome trace. They are not timed."""
     memory_profile: MemoryProfile = key(MemoryProfile.peaks, may_differ=Between.CHECKPOINT)
-    """Record the memory of one step: not at all, its peak by category, or a page with every change."""
+    """Record the memory of one step: not at all, its peak by category, or also a page that draws it."""
 
     def check(self, num_workers: int) -> None:
         """Check every value and combination that determines the training.
