@@ -82,6 +82,10 @@ class Collated:
             )
         return batch
 
+    def first(self, size: int) -> Batch:
+        """Return the batch of the first so many items, repeated if there are too few; errors as for any batch."""
+        return self[torch.arange(size) % len(self)]
+
     @contextmanager
     def _translated_errors(self, what: str, remedy: str = "") -> Iterator[None]:
         """Translate an error of the user's code into a UserError. Lack of memory and of disks is passed on."""
@@ -157,7 +161,7 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
         text, vocab_size = (getattr(val.items, name, None) for name in ("bytes_per_token", "vocab_size"))
         return Data(train, val, _digest(train, val, target), text, vocab_size)
 
-    return DataSpec(prepare, load, example_of(lambda size: first_batch(split("train"), target, size)))
+    return DataSpec(prepare, load, example_of(lambda size: split("train").first(size)))
 
 
 def _digest(train: Collated, val: Collated, target: str) -> str:
@@ -203,28 +207,6 @@ def make_split(config: UserData, target: str, name: str) -> Items:
     if len(items) == 0:
         raise UserError(f"data._target_={target} returns no items for split={name}; each split needs at least one.")
     return items  # type: ignore[no-any-return]
-
-
-def first_batch(split: Collated, target: str, size: int) -> Batch:
-    """Return the batch of the first items, repeated if there are too few.
-
-    Args:
-        split: of the user's data set.
-        target: its dotted path, for messages.
-        size: items of the batch.
-
-    Raises:
-        UserError: an item cannot be read, or the items make no batch of tensors.
-    """
-    try:
-        return split[torch.arange(size) % len(split)]
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"data._target_={target}: the first {size} items do not form a batch: {type(error).__name__}: {error}. "
-            "Items of different sizes need a data.collate_fn."
-        ) from error
 
 
 def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:

@@ -20,7 +20,7 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
-from fsdp_lab.workloads.user.data import Collated, WithoutPadding, example_of, first_batch
+from fsdp_lab.workloads.user.data import Collated, WithoutPadding, example_of
 from fsdp_lab.workloads.user.digest import digest_of
 from fsdp_lab.workloads.user.task import AroundUser, OnlyCalled, UserLoss
 from tests.ranks import Memo, config, run_ranks, train_all
@@ -290,7 +290,7 @@ def test_a_model_that_wants_values_has_no_flops_and_may_be_given_them(net: str) 
 def test_a_batch_without_tensors_is_refused() -> None:
     """Nothing in it would be put on a GPU, and its items not be counted."""
     split = Collated([1, 2, 3], lambda items: SimpleNamespace(x=torch.tensor(items)), None)
-    for read in (lambda: split[torch.arange(2)], lambda: first_batch(split, "here", 2)):
+    for read in (lambda: split[torch.arange(2)], lambda: split.first(2)):
         with pytest.raises(UserError, match="is a SimpleNamespace without a tensor in it; let"):
             read()
 
@@ -319,7 +319,7 @@ def test_the_shape_of_a_batch_is_distinguished_from_a_few_items(size: int) -> No
 
     split = Collated(Few(), ragged, None)
     with torch.device("meta"):
-        batch = example_of(lambda count: first_batch(split, "here", count))(size)
+        batch = example_of(split.first)(size)
     shapes = [(tensor.device.type, tensor.dtype, tuple(tensor.shape)) for tensor in tensors_of(batch)]
     assert shapes == [
         ("meta", torch.int64, (2 * size,)),
