@@ -48,13 +48,9 @@ class Request:
 
     @staticmethod
     def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
-        """Return a request outside of a sweep, whose device is corrected by finished trials.
-
-        With `forecast.keep` it is not corrected, because that shows what a sweep would do.
-        """
-        cuda, sheet = for_cuda(config), data_sheet(config)
-        sheet = refined(sheet) if config.forecast.keep is None else sheet
-        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, sheet)
+        """Return a request outside of a sweep, whose device is corrected by finished trials."""
+        cuda = for_cuda(config)
+        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, refined(data_sheet(config)))
 
     @property
     def key(self) -> str:

@@ -129,7 +129,7 @@ def test_workers_that_share_a_core_have_no_speed(here: Path):
     assert "cluster.num_workers=4 on the 2 cores of " in many.no_speed
 
 
-def test_with_a_keep_forecasts_are_those_of_a_sweep(here: Path):
+def test_a_forecast_is_corrected_by_trials_that_finished(here: Path):
     calibrated(here)
     sheet = data_sheet(config())
     assert sheet is not None and sheet.measured is not None
@@ -137,7 +137,6 @@ def test_with_a_keep_forecasts_are_those_of_a_sweep(here: Path):
     record_observation(sheet.name, "a", slow)
     corrected = Request.of(config(), 2).sheet
     assert corrected is not None and corrected.basis is Basis.trials
-    assert Request.of(config("forecast.keep='2'"), 2).sheet == sheet
 
 
 def test_a_damaged_calibration_counts_as_absent(here: Path, capsys: pytest.CaptureFixture[str]):
