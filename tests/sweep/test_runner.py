@@ -271,22 +271,20 @@ def test_what_another_calibration_predicted_is_compared_by_both_ranges(
 
 
 @pytest.mark.usefixtures("no_gpus")
-@pytest.mark.parametrize("again", [False, True])
-def test_keep_and_prune_skip_nothing_that_is_measured_again(
-    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, again: bool
+def test_keep_and_prune_skip_what_is_slower_or_does_not_fit(
+    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch
 ):
     """The forecasts are made by hand: by them the last two shardings are slower, and the last one does not fit."""
     plan, forecasts = keeping("1"), of_speeds(1.0, 1.0, 1.7, 1.7, 1.7, 1.7)
     for n, state in enumerate(plan.state.trials):
         state.trial.config.forecast.prune = True
-        state.again = again and n in (2, 4)
         state.trial.folder.mkdir(exist_ok=True)
         if n in (4, 5):
             forecasts[n] = replace(forecasts[n], capacity_bytes=5)
     monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
     run_sweep(plan, Rests(), [Forecasts(plan)])
     skipped = [n for n, state in enumerate(plan.state.trials) if state.status is TrialStatus.skipped]
-    assert skipped == ([3, 5] if again else [2, 3, 4, 5])
+    assert skipped == [2, 3, 4, 5]
 
 
 @pytest.mark.usefixtures("no_gpus")

@@ -117,9 +117,7 @@ class Forecasts(Listener):
             )
         if asked.keep is None:
             return
-        # what is measured again had its place among the promising ones
-        requests = {n: request for n, request in requests.items() if not sweep.states[n].again}
-        ended = {n: s for n, s in enumerate(sweep.states) if n not in requests and (s.ended or s.again)}
+        ended = {n: s for n, s in enumerate(sweep.states) if n not in requests and s.ended}
         (first, *_) = requests.values() or (None,)
         if first is None:
             return
@@ -207,7 +205,7 @@ class Forecasts(Listener):
     def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
         """Publish a forecast, and skip the trial if it cannot fit."""
         name, state = label(number, sweep.states), sweep.states[number]
-        prune = state.trial.config.forecast.prune and not state.again  # which ran before
+        prune = state.trial.config.forecast.prune
         if forecast.error:
             sweep.log_once(f"no forecast: {forecast.error}")
         elif forecast.capacity_bytes is None and prune:

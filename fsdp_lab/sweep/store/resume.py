@@ -33,8 +33,6 @@ from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, cha
 from fsdp_lab.sweep.store.trust import check_words, find_trusted, print_code, read_trust
 from fsdp_lab.wording import count
 
-_MEASURED = (TrialStatus.finished, TrialStatus.stopped)
-
 
 def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
     """Return the command line that `resume=...` stands for, the folder to run it in, and whether the sweep is own.
@@ -92,10 +90,7 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
         state = TrialState(trial)
         state.resuming = True
         read_state(state, storage(trial, folder))
-        excluded = state.timing_excluded is not None and state.status in _MEASURED
-        state.again = config.resume_failed and excluded
-        if config.resume_failed and (excluded or state.status is TrialStatus.failed):  # its outcome is removed later
-            state.turnaround_s = None if state.again else state.turnaround_s
+        if config.resume_failed and state.status is TrialStatus.failed:  # its outcome is removed later
             state.status, state.reason, state.seconds, state.timing_excluded = TrialStatus.waiting, None, None, None
         if not state.ended:  # it reports its epochs again
             state.metrics, state.epochs, state.facts = {}, [], {}
