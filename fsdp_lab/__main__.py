@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -24,7 +23,6 @@ from fsdp_lab.config.key_value_args import check_repeat, for_hydra
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
-from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.explain import explain
 from fsdp_lab.redact import redact
 from fsdp_lab.reference import commented, keys_text, versions
@@ -43,7 +41,7 @@ def main() -> None:
         if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
             key = nightly[0].partition("=")[0]
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there.")
-        arguments, code_folder = resume_first(sys.argv[1:])
+        arguments = resume_first(sys.argv[1:])
         config_dir, words = split_config_dir(arguments)
         if {"-h", "--help"} & set(words):
             words = ["--help"]  # Hydra would first compose a trial of the other words
@@ -55,7 +53,7 @@ def main() -> None:
                 check_repeat(words)
             sys.argv[1:] = for_hydra(sys.argv[1:])
         if config_dir is not None or names_code(words):
-            import_from(code_folder)
+            import_from(os.getcwd())
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)
     register_schema()
@@ -162,33 +160,16 @@ def leave(error: Exception) -> NoReturn:
     sys.exit(ExitCode.refused)
 
 
-def resume_first(arguments: list[str]) -> tuple[list[str], str]:
-    """Return the command line that `resume=...` stands for, or an unchanged one, and the folder of the user's modules.
-
-    Changes to the folder in which the sweep was started. For another user's sweep, modules are imported from where
-    `resume=...` was typed. A job of Ray's stays in its own files, because those of an earlier job may be gone; see also
-    `why_here`.
-    """
-    typed_in = os.getcwd()
+def resume_first(arguments: list[str]) -> list[str]:
+    """Return the command line that `resume=...` stands for, or an unchanged one."""
     if not any(a.startswith("resume=") for a in arguments):
-        return arguments, typed_in
-    from fsdp_lab.sweep.elsewhere import print_stay, why_here
-    from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
+        return arguments
     from fsdp_lab.sweep.store.resume import resume_arguments
-    from fsdp_lab.sweep.store.trust import enter
 
     named = next(a.partition("=")[2].strip("'\"") for a in arguments if a.startswith("resume="))
     if is_address(named) and "trust=true" in arguments:  # a store that is not there answers after a minute
         print(f"reaching {redact(named)}", flush=True)
-    meant, launched_in, own = resume_arguments(arguments)
-    came_along = is_rays_copy(Path.cwd())
-    if not came_along and os.path.isdir(launched_in) and not os.path.samefile(launched_in, "."):
-        if reason := why_here(launched_in, meant, own):
-            print_stay(reason)
-        else:
-            os.environ[TYPED_ELSEWHERE] = typed_in
-            enter(launched_in)
-    return meant, os.getcwd() if own else typed_in
+    return resume_arguments(arguments)
 
 
 # Hydra's options whose value is a word of its own.

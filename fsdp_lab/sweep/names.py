@@ -16,7 +16,6 @@ from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.paths import copy_of
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
 
 RESUMED_BY = "FSDP_LAB_RESUMED_BY"  # set by a night for its sweep
 
@@ -142,6 +141,6 @@ def config_dir_words(words: Sequence[str]) -> list[str]:
 
 
 def relative(path: Path) -> Path:
-    """Return a path relative to where the command was typed, if it is below: a resume may have changed the folder."""
+    """Return a path relative to where the command was typed, if it is below."""
     path, here = path.absolute(), Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) and TYPED_ELSEWHERE not in os.environ else path
+    return path.relative_to(here) if path.is_relative_to(here) else path

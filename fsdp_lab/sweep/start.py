@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from fsdp_lab.config.machine import check_driver
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine.ray_job import check_job, is_rays_copy
@@ -19,8 +16,6 @@ from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
 from fsdp_lab.sweep.listeners.storage import StorageCopy
 from fsdp_lab.sweep.names import folder_key, relative, resume_lines, ui_command
 from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
-from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
-from fsdp_lab.tracking.store import sqlite_file
 
 
 def start_sweep(plan: SweepPlan) -> ExitCode:
@@ -32,8 +27,6 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     check_job(plan.config, plan.folder, folder_key(plan.started.multirun))
     if plan.config.cluster.address is None:  # another machine's driver is for its workers to ask
         check_driver()
-    if TYPED_ELSEWHERE in os.environ and (store := sqlite_file(plan.config.tracking.uri)):
-        print(f"resumes in {Path.cwd()}, where the sweep was started; its MLflow store is {store}", flush=True)
     console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)
     runs = MlflowRuns(plan.config.tracking, console)
     report = Report(runs)

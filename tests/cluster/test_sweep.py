@@ -111,7 +111,6 @@ def test_a_trial_alone_is_taken_up_elsewhere_when_it_is_trusted(address: str, tm
     (elsewhere := tmp_path / "elsewhere").mkdir()
     done = run_cli(elsewhere, *command.split())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"resumes in {elsewhere}, the current folder: the sweep's MLflow store, {tmp_path}/mlflow" in done.stdout
     assert (elsewhere / "mlflow.db").exists() and not (tmp_path / "mlflow.db").exists()
     assert f"from any machine: python -m fsdp_lab {command}\n" in done.stdout
     assert "outcome.json" in Storage(sweep).files()

@@ -122,7 +122,7 @@ def read_all(folder: Path, trials: Sequence[Path]) -> dict[str, Any]:
 
     return {
         "report": values(lambda: reported_rows(folder)),
-        "resume": values(lambda: resume_arguments(["resume=last"])[0]),
+        "resume": values(lambda: resume_arguments(["resume=last"])),
         "checkpoints": [str(find_latest(trial / "checkpoints")) for trial in trials],
         "failures": [[failure.args for failure in read_failures(trial)] for trial in trials],
         "progress": [(read_progress(trial), read_phase(trial)) for trial in trials],

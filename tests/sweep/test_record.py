@@ -124,13 +124,23 @@ def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     SweepStart.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, SweepConfig()).write(tmp_path)
     remember_last(tmp_path)
-    meant, where, _ = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
-    assert where == str(tmp_path)
+    meant = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
     assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume='{tmp_path}'",
                      f"hydra.sweep.dir='{tmp_path}'"]  # fmt: skip
     SweepStart.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
-    meant, _, _ = resume_arguments([f"resume={tmp_path}", "-m"])
+    meant = resume_arguments([f"resume={tmp_path}", "-m"])
     assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
+
+
+def test_a_resume_is_typed_where_the_sweep_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a place").mkdir()
+    monkeypatch.chdir(tmp_path / "a place")
+    SweepStart.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"was started in {tmp_path}/a place, .*cd '{tmp_path}/a place'"):
+        resume_arguments([f"resume={tmp_path}"])
+    (tmp_path / "a place").rmdir()
+    assert "sharding=root" in resume_arguments([f"resume={tmp_path}"])
 
 
 def test_nothing_to_resume_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

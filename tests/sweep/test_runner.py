@@ -317,7 +317,7 @@ def test_a_cluster_is_reached_only_where_something_is_left_to_do(
 ):
     """A search that has suggested all its trials is resumed where its cluster is gone."""
     calls: list[Any] = []
-    monkeypatch.setattr("fsdp_lab.sweep.executors.ray_tune._start_ray", lambda *asked: calls.append(asked))
+    monkeypatch.setattr("fsdp_lab.engine.cluster.start_ray", lambda *asked: calls.append(asked))
     for state in plan.state.trials:
         state.status = TrialStatus(status)
     plan.config.cluster.address = "127.0.0.1:1"

@@ -10,14 +10,12 @@ import logging
 import os
 import signal
 import threading
-from contextlib import chdir
 
-from fsdp_lab.config.sweep import ClusterConfig, Engine
+from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun
 from fsdp_lab.sweep.shutdown import sigterm_interrupts
-from fsdp_lab.sweep.store.find import TYPED_ELSEWHERE
 
 
 def reach_cluster(plan: SweepPlan) -> None:
@@ -32,19 +30,13 @@ def reach_cluster(plan: SweepPlan) -> None:
         print("connecting to Ray", flush=True)
         if (nodes := config.cluster.job.nodes) > 1:
             print(f"waiting for {nodes} nodes, up to {config.cluster.wait_timeout_s:g} s", flush=True)
-        _start_ray(config.cluster, _code_of(plan))
+        engine.start_ray(config.cluster, _code_of(plan))
 
 
 def _code_of(plan: SweepPlan) -> list[str]:
     """Return the dotted paths to the user's code."""
     trials = (path for state in plan.state.trials for path in state.trial.config.code())
     return sorted({*trials, *(plan.search.code() if plan.search is not None else ())})
-
-
-def _start_ray(cluster: ClusterConfig, code: list[str]) -> None:
-    # Ray lets its workers import from the folder that it is started in; where a resume stands is not one for that.
-    with chdir(os.environ.get(TYPED_ELSEWHERE, ".")):
-        engine.start_ray(cluster, code)
 
 
 class RayTuneExecutor:
@@ -67,7 +59,7 @@ class RayTuneExecutor:
         cluster = sweep.config.cluster
         if cluster.address is None:
             sweep.log("Ray starts")
-        _start_ray(cluster, _code_of(sweep.plan))
+        engine.start_ray(cluster, _code_of(sweep.plan))
         sigterm_interrupts()  # Ray has put a handler of its own
         if cluster.address is None:
             threading.Thread(target=self._watch_servers, args=(sweep,), name="ray", daemon=True).start()

@@ -12,8 +12,6 @@ from fsdp_lab.files import write_text
 from fsdp_lab.sweep.store.fetch import fetch_sweep
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
-# Set while a resume works in another folder than the one it was typed in.
-TYPED_ELSEWHERE = "FSDP_LAB_TYPED_ELSEWHERE"
 
 
 def remember_last(folder: Path) -> None:

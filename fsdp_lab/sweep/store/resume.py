@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.files import report_damaged
 from fsdp_lab.record.paths import copy_of, storage
 from fsdp_lab.record.sweep_json import SweepStart, read_start
@@ -34,23 +36,22 @@ from fsdp_lab.sweep.store.trust import check_words, find_trusted, print_code, re
 from fsdp_lab.wording import count
 
 
-def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
-    """Return the command line that `resume=...` stands for, the folder to run it in, and whether the sweep is own.
-
-    A sweep is own if its folder is this user's.
+def resume_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the command line that `resume=...` stands for.
 
     Raises:
-        UserError: there is nothing to resume, or it is not trusted.
+        UserError: there is nothing to resume, it is not trusted, or it was started in another folder.
     """
     resume = next(a.partition("=")[2] for a in arguments if a.startswith("resume="))
     trust = read_trust(next((a.partition("=")[2] for a in arguments if a.startswith("trust=")), None))
     typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith(("resume=", "trust="))]
     uri = next((a.partition("=")[2] for a in typed if a.startswith("tracking.uri=")), TrackingConfig().uri)
     named = resume.strip("'\"")
-    folder, own = find_trusted(named, "resume", TrackingConfig(uri=uri), trust)
+    folder, _ = find_trusted(named, "resume", TrackingConfig(uri=uri), trust)
     if (address := copy_of(folder)) and "cluster.storage_path" not in {key_of(word) for word in typed}:
         typed.insert(0, f"cluster.storage_path={address.rpartition('/')[0]}")  # was typed, with the sweep's name
     record = read_start(folder)
+    _check_place(record, folder)
     _check_words(record, folder, typed)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
@@ -60,7 +61,18 @@ def resume_arguments(arguments: Sequence[str]) -> tuple[list[str], str, bool]:
     typed, options = typed[:first], typed[first:]  # argparse wants the overrides in one piece
     held = [word for word in record.arguments if key_of(word) not in {key_of(option) for option in options}]
     words = [*with_overrides(held, [*typed, *ours]), *options]
-    return [*(["-m"] if record.multirun else []), *words], record.launched_in, own
+    return [*(["-m"] if record.multirun else []), *words]
+
+
+def _check_place(record: SweepStart, folder: Path) -> None:
+    """Check that a sweep resumes where it was started, since it may have relative paths; a copy resumes anywhere."""
+    there = Path(record.launched_in)
+    if copy_of(folder) or is_rays_copy(Path.cwd()) or not there.is_dir() or there.samefile("."):
+        return
+    raise UserError(
+        f"resume={folder}: the sweep was started in {there}, where its relative paths belong; resume it there, after "
+        f"cd {shlex.quote(str(there))}"
+    )
 
 
 def _check_words(record: SweepStart, folder: Path, typed: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import pwd
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
@@ -132,20 +131,6 @@ def print_code(words: Sequence[str], folder: Path) -> None:
     parsed = OverridesParser.create().parse_overrides([word for word in words if names_code([word])])
     if code := dict.fromkeys(redact(value) for override in parsed for value in discrete_values(override)):
         print(f"runs your code, which {folder} names: {', '.join(code)}", flush=True)
-
-
-def enter(folder: str) -> None:
-    """Change to a folder, so that relative paths mean what they meant there.
-
-    Its modules must not be imported, here or in a process that is started from here.
-    """
-    typed = os.getcwd()
-    sys.path[:] = [os.path.join(typed, path) for path in sys.path]
-    if "PYTHONPATH" in os.environ:  # an empty part of it is the folder that a process starts in
-        paths = os.environ["PYTHONPATH"].split(os.pathsep)
-        os.environ["PYTHONPATH"] = os.pathsep.join(os.path.join(typed, path) for path in paths)
-    os.environ["PYTHONSAFEPATH"] = "1"
-    os.chdir(folder)
 
 
 def _why_foreign(folder: Path) -> str | None:
